@@ -102,6 +102,8 @@ def rerun(
 
     For times that the report doubts, on a machine that is idle now. The old cell is kept if the stage fails. Run
     `aerie run` afterwards for the table.
+
+    Example: aerie rerun benchmark@eval-e009-t8_2_16, then aerie run.
     """
     from pipeline import rerun as steps
 
@@ -151,14 +153,15 @@ def reproduce(
 def promote(name: Run) -> None:
     """Take over the parameters and results of a run.
 
-    That is a run with a workspace of its own, as Prefect's forms start them. Refuses while tracked files have
-    changes, while a run is at work, and if the run has not finished.
+    That is a run with a workspace of its own, as Prefect's forms start them. A sweep's names join the lists of params.yaml,
+    and the rows that it did not touch stay. Refuses while a run is at work, if the run has not finished, and if params.yaml
+    or another tracked file has changed since it began; a changed dvc.lock is no obstacle.
 
     Example: aerie promote sweep-1a2b3c4d
     """
-    from pipeline import workspaces
+    from pipeline import promotion
 
-    _print_lines(workspaces.promote_run(name))
+    _print_lines(promotion.promote_run(name))
 
 
 @app.command()

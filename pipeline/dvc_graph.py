@@ -23,7 +23,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline import freshness
 from pipeline.checked_dvc import check_cached_copies
-from pipeline.dvc_output import OUTCOME_LINES, DvcOutput, Outcome
+from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log, show_line
 from stages.params.spelling import suggest_name
@@ -224,7 +224,8 @@ def reproduce_stage(
         outcome = found
 
     def read_line(line: str) -> None:
-        tail.append(line)
+        if not PROGRESS_PATTERN.search(line):
+            tail.append(line)
         on_line(line)
 
     # --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get
@@ -236,6 +237,7 @@ def reproduce_stage(
             f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
             f"The end of its log:\n{log}",
             is_transient(log),
+            find_error(tail) or f"{name} failed without a word; dvc exited with {status}",
         )
     expected = [text.pattern for text in OUTCOME_LINES]
     assert outcome, f"dvc printed none of {expected} for {name}; has a new version changed them? {list(tail)}"

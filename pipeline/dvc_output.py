@@ -3,6 +3,7 @@
 DVC prints an outcome line before a stage's command prints anything, then the command's own lines, then its own again.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -40,6 +41,24 @@ NOTICE = re.compile(r"(note|warning|WARNING|ERROR): ")  # by a stage or by DVC
 # How DVC reports the failure of a stage with --keep-going, and at its end the failures of all.
 FAILURE = re.compile(r"WARNING: failed to run: |WARNING: output '.+' does not exist")
 CONCLUSION = "ERROR: failed to reproduce"
+EXIT_STATUS = re.compile(rf"{CONCLUSION} '.+': failed to run: .+, exited with -?\d+")  # the stage has said why
+ERROR_PREFIX = "aerie: "
+MAX_ERROR_LENGTH = 600
+
+
+def find_error(lines: Iterable[str]) -> str | None:
+    """Return on one line what a failed command's output says went wrong: a stage's `aerie: ...`, else its last line."""
+    said = [
+        line for line in lines if line.strip() and not EXIT_STATUS.match(line) and not PROGRESS_PATTERN.search(line)
+    ]
+    ours = [at for at, line in enumerate(said) if line.startswith(ERROR_PREFIX)]
+    # A message of several lines ends where DVC's own begins.
+    message = said[ours[-1] :] if ours else said[-1:]
+    message = (
+        [message[0], *itertools.takewhile(lambda line: not line.startswith("ERROR: "), message[1:])] if message else []
+    )
+    joined = " ".join(" ".join(message).removeprefix(ERROR_PREFIX).split())
+    return joined[:MAX_ERROR_LENGTH] or None
 
 
 class DvcOutput:

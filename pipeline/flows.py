@@ -7,10 +7,9 @@ Prefect shows and schedules; DVC decides which stages are stale. So Prefect cach
 """
 
 import contextlib
-import csv
+import logging
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from http import HTTPStatus
@@ -18,27 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from httpx import HTTPStatusError
-from prefect import flow, get_client, get_run_logger, runtime, task
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_table_artifact,
-)
+from prefect import allow_failure, flow, get_client, get_run_logger, runtime, task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Completed, Failed, State
+from prefect.states import Completed, Failed, Pending, State
 
-from pipeline import dvc_graph, password, processes, recipes, reproduce, resources, workspaces
+from pipeline import (
+    dvc_graph,
+    password,
+    processes,
+    promotion,
+    recipes,
+    reproduce,
+    resources,
+    run_artifacts,
+    run_names,
+    workspaces,
+)
 from pipeline.forms import Changes, RecipeName, Sweep
 from pipeline.orphan_guard import end_with_parent
-from pipeline.progress import ProgressLog
+from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dispatch
 from pipeline.scheduler import StageGraph, run_stages
 from stages.params.schema import Params, check_raw_exists, load_params
 
-RESULT_TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
-REPORT_PAGE = Path("results/report/index.html")
 NO_CHANGES = Changes()
+
+hide_engine_lines()
 
 
 @flow(name="build")
@@ -47,23 +53,36 @@ def build(changes: Changes = NO_CHANGES) -> State[None]:
 
     Without changes, in this workspace, one run after another; with changes, in a workspace of its own, beside others.
     """
-    return _run_graph(None if changes == NO_CHANGES else lambda: _apply_changes(changes.build_sections(load_params())))
+    change = None if changes == NO_CHANGES else lambda: _apply_changes(changes.build_sections(load_params()))
+    return _run_graph(lambda now: run_names.name_build(changes), change)
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
     """Trees x checkpoints x workloads, in a workspace of its own; trained checkpoints are not trained again."""
-    return _run_graph(lambda: _apply_changes(cells.build_sections(load_params())))
+    return _run_graph(lambda now: run_names.name_sweep(cells, now), lambda: _apply_sweep(cells))
 
 
 @flow(name="reproduce")
 def reproduce_recipe(recipe: RecipeName) -> State[None]:
     """A published experiment, in a workspace of its own, and its results beside the published ones."""
-    return _run_graph(lambda: _log_lines(reproduce.take_recipe(recipe)), lambda: _publish_comparison(recipe))
+    return _run_graph(
+        lambda now: f"reproduce {recipe}",
+        lambda: _log_lines(reproduce.take_recipe(recipe)),
+        lambda: _publish_comparison(recipe),
+        recipe,
+    )
 
 
 def _apply_changes(sections: dict[str, dict[str, Any]]) -> None:
     _log_lines(iter(recipes.write_sections(sections) or ["nothing differs from params.yaml"]))
+
+
+def _apply_sweep(cells: Sweep) -> None:
+    """Write the sweep's axes into params.yaml, and for `aerie promote` which of them params.yaml there is to have as well."""
+    sections = cells.build_sections(load_params())
+    promotion.note_added(Path.cwd(), sections)
+    _apply_changes(sections)
 
 
 def _log_lines(lines: Iterator[str]) -> None:
@@ -77,45 +96,67 @@ def _publish_comparison(recipe: str) -> None:
     create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
 
 
-def _run_graph(change: Callable[[], None] | None, publish: Callable[[], None] = lambda: None) -> State[None]:
-    """Run the whole graph here, or, with `change`, in a new workspace whose params.yaml that changes; then `publish`."""
+def _run_graph(
+    make_name: Callable[[Params], str],
+    change: Callable[[], None] | None,
+    publish: Callable[[], None] = lambda: None,
+    recipe: str | None = None,
+) -> State[None]:
+    """Run the whole graph here, or, with `change`, in a new workspace whose params.yaml that changes; then `publish`.
+
+    `make_name` returns what the run is called, from the parameters here.
+    """
     end_with_parent()
+    root = Path.cwd()
     with contextlib.ExitStack() as stack:
         try:
             require_server()
+            name = run_names.rename_run(make_name(load_params()))
             if change:
-                name = workspaces.name_workspace(str(runtime.flow_run.name), str(runtime.flow_run.id))
+                name = workspaces.name_workspace(name, str(runtime.flow_run.id))
                 stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
             held = stack.enter_context(workspaces.exclusive_run(get_run_logger().warning))
             if change:
                 change()
             params = load_params()
+            run_names.tag_run(run_names.list_tags(params, recipe))
             check_raw_exists(params)
             hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
             graph, pool = plan_run(params)
         except ValueError as error:  # the user's to correct: the page shows it without a traceback
             get_run_logger().error(str(error))
-            return Failed(message=str(error))
+            return Failed(message=join_lines(str(error)))
         try:
             stack.enter_context(processes.guard_run(held))
             reasons = dvc_graph.explain_stale()
             stack.enter_context(processes.preload_stages(len(reasons)))
-            publish_plan(reasons)
+            run_artifacts.publish_plan(reasons)
             states = run_stale_stages(graph, reasons, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal
             if hosts:
                 hosts.cancel()
             processes.stop_stages()
             raise
-        publish_results(states, reasons)
-        if change:
-            get_run_logger().info(f"take it over with: aerie promote {Path.cwd().name}")
+        run_artifacts.publish_results(states, reasons)
         state = make_final_state(states)
         try:
             publish()  # also after a failure, from what is there, as `aerie reproduce` does
         except ValueError as error:
-            return Failed(message=f"{state.message}; {error}")
+            get_run_logger().error(str(error))
+            return Failed(message=join_lines(f"{state.message}; {error}"))
+        get_run_logger().log(logging.INFO if state.is_completed() else logging.ERROR, str(state.message))
+        if change and state.is_completed():
+            _offer_promotion(root, name)
         return state
+
+
+def _offer_promotion(root: Path, name: str) -> None:
+    """Log the command that takes over the results, or why it would refuse."""
+    with contextlib.chdir(root):
+        obstacle = promotion.find_obstacle(name)
+    get_run_logger().info(
+        f"can't be taken over as it is: {obstacle}" if obstacle else f"take it over with: aerie promote {name}"
+    )
 
 
 def plan_run(params: Params) -> tuple[StageGraph, resources.ResourcePool]:
@@ -134,11 +175,21 @@ def plan_run(params: Params) -> tuple[StageGraph, resources.ResourcePool]:
 
 
 @task(cache_policy=NO_CACHE)
-def run_stage(stage: str, reasons: list[str], environment: dict[str, str], held: list[int], hosts: Any = None) -> Any:
+def run_stage(
+    stage: str,
+    reasons: list[str],
+    environment: dict[str, str],
+    held: list[int],
+    hosts: Any = None,
+    failed_above: str | None = None,
+) -> Any:
     """Bring one stage up to date and log it line by line; the state is named after DVC's outcome. Without reasons do nothing.
 
-    With `hosts` it runs there; its log is then in the pages of another run, which this log names.
+    With `hosts` it runs there; its log is then in the pages of another run, which this log names. Below a stage that has
+    failed, `failed_above`, the state says so.
     """
+    if failed_above:  # the state that Prefect has for this, whose own message is an upstream task's id
+        return Pending(name="NotReady", message=f"not run: {failed_above} failed")
     if not reasons:
         return _make_completed_state(stage, dvc_graph.Outcome.UNCHANGED)
     log, rules = get_run_logger(), load_params().schedule
@@ -153,11 +204,11 @@ def run_stage(stage: str, reasons: list[str], environment: dict[str, str], held:
             return _make_completed_state(stage, dvc_graph.reproduce_stage(stage, on_line, environment, held))
         except processes.StageError as error:  # a state: an exception would bury the log under Prefect's stack
             if not error.transient or attempt == rules.attempts:
-                return Failed(message=str(error))
+                return Failed(message=error.line)
             pause = rules.retry_pause_s * 2 ** (attempt - 1)
-            log.warning(f"{error}\nthat may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
+            log.warning(f"{error.line}; that may pass: attempt {attempt + 1} of {rules.attempts} in {pause:g} s")
             if not processes.wait_before_retry(pause):
-                return Failed(message=f"{error}\nnot tried again: the run is cancelled")
+                return Failed(message=f"{error.line}; not tried again: the run is cancelled")
     raise AssertionError("the last attempt returns above")
 
 
@@ -174,6 +225,7 @@ def run_stale_stages(
     with those found on the way, so that it holds the reasons of every stage that ran.
     """
     futures: dict[str, Any] = {}
+    failed_above: dict[str, str] = {}  # of a stage that cannot run: the stage that failed
 
     def start(name: str, lease: resources.ResourceLease, changes: list[str]) -> Future[Any]:
         reasons.pop(name, None)
@@ -181,11 +233,16 @@ def run_stale_stages(
             reasons[name] = changes
         held = [file.fileno() for file in lease.files]
         stage_task = run_stage.with_options(name=name, task_run_name=name)
-        # wait_for draws the edges of the graph in the pages; a task below one that is not completed ends as NotReady.
-        upstream = [futures[need] for need in graph.upstream[name]]
+        # wait_for draws the edges of the graph in the pages; allow_failure, since run_stage itself says what has failed.
+        upstream = [allow_failure(futures[need]) for need in graph.upstream[name]]
+        failed = [
+            failed_above.get(need, need) for need in graph.upstream[name] if not futures[need].state.is_completed()
+        ]
+        if failed:
+            failed_above[name] = failed[0]
         where = hosts if name in graph.remote else None
         futures[name] = stage_task.submit(
-            name, changes, lease.environment, held, where, wait_for=upstream, return_state=False
+            name, changes, lease.environment, held, where, failed_above.get(name), wait_for=upstream, return_state=False
         )
         wrapped: Future[Any] = futures[name].wrapped_future
         return wrapped
@@ -199,62 +256,17 @@ def run_stale_stages(
     return {name: futures[name].state for name in graph.upstream}
 
 
-def publish_plan(reasons: dict[str, list[str]]) -> None:
-    """Publish, before anything runs, which stages are stale and what changed."""
-    rows = [{"stage": name, "because": "; ".join(changes)} for name, changes in reasons.items()]
-    if rows:
-        create_table_artifact(rows, key="plan", description="Stale stages before the run; those below them may follow")
-    get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(reasons)}" if rows else ""))
-
-
-def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]) -> None:
-    """Publish each stage's outcome and reasons and, unless a stage failed, the tables of results."""
-    lines = [
-        f"| {name} | {_name_outcome(state)} | {'; '.join(reasons.get(name, []))} |" for name, state in states.items()
-    ]
-    create_markdown_artifact(
-        "\n".join(
-            [f"**{_count_outcomes(states)}**", "", "| stage | outcome | what had changed |", "|---|---|---|", *lines]
-        ),
-        key="outcomes",
-        description="The outcome of each stage in this run",
-    )
-    if not all(state.is_completed() for state in states.values()):
-        return
-    for key, table in RESULT_TABLES.items():
-        if table.exists():  # not if the run measures nothing on that engine
-            with table.open(encoding="utf-8", newline="") as file:
-                rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
-            description = f"{table}, rounded; the columns are defined in docs/metrics.md"
-            create_table_artifact(rows, key=key, description=description)
-    if REPORT_PAGE.exists():
-        create_link_artifact(
-            REPORT_PAGE.resolve().as_uri(), "results/report/index.html", key="report", description="The report"
-        )
-
-
 def make_final_state(states: dict[str, State[str]]) -> State[None]:
-    """Return the flow's state: failed with the names of the failed stages, or completed with the counts."""
-    if failed := [name for name, state in states.items() if state.is_failed()]:
-        return Failed(message=f"see the log of {', '.join(failed)}; {_count_outcomes(states)}")
-    return Completed(message=_count_outcomes(states))
+    """Return the flow's state: failed with the error of each failed stage, or completed; with the counts."""
+    counts = run_artifacts.count_outcomes(states)
+    if failed := [f"{name} failed: {state.message}" for name, state in states.items() if state.is_failed()]:
+        return Failed(message="; ".join([*failed, counts]))
+    return Completed(message=counts)
 
 
-def _shorten_number(cell: str) -> str:
-    """Return a fraction with four digits, so that the columns that matter fit on a page."""
-    try:
-        return f"{float(cell):.4g}" if "." in cell else cell
-    except ValueError:
-        return cell
-
-
-def _count_outcomes(states: dict[str, State[str]]) -> str:
-    counts = Counter(map(_name_outcome, states.values()))
-    return f"{len(states)} stages: " + ", ".join(f"{count} {word}" for word, count in counts.items())
-
-
-def _name_outcome(state: State[str]) -> str:
-    return "not run" if state.is_pending() else str(state.name).lower()
+def join_lines(text: str) -> str:
+    """Return a text on one line, as a state's message is shown."""
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def require_server() -> None:

@@ -4,13 +4,16 @@ The page refuses what does not match the patterns below, which become part of it
 second what cannot be: a tree that cannot be built, a name that params.yaml does not have.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 
 from pipeline import form_limits
 from pipeline.recipes import list_recipes
-from stages.params.schema import Params
+from stages.params.schema import Params, load_params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
 from stages.params.tree_shape import TreeShape
 
@@ -23,27 +26,61 @@ def _check_rising(epochs: list[int]) -> list[int]:
     return epochs
 
 
+@dataclass(frozen=True)
+class DropDown:
+    """Offers the names that a function returns when the form is made: those of params.yaml and recipes/ at that time."""
+
+    list_names: Callable[[], list[str]]
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = {key: value for key, value in handler(schema).items() if key not in ("pattern", "minLength")}
+        return found | {"enum": self.list_names() or [""]}
+
+
+def list_checkpoints() -> list[str]:
+    """Return the names of all drafts of params.yaml; none while the file is not valid."""
+    now = _read_params()
+    return [*now.train_draft.checkpoints, *now.import_draft.checkpoints] if now else []
+
+
+def list_workloads() -> list[str]:
+    """Return the names of all workloads of params.yaml; none while the file is not valid."""
+    now = _read_params()
+    return list(now.benchmark.workloads) if now else []
+
+
+def _read_params() -> Params | None:
+    try:
+        return load_params()
+    except (ValueError, OSError):  # a run says what is wrong with the file
+        return None
+
+
 TreeName = Annotated[str, Field(pattern=TREE_NAME_PATTERN), AfterValidator(lambda name: TreeShape.parse(name).name)]
-FormTrees = Annotated[list[TreeName], Field(min_length=1)]
-Epochs = Annotated[list[Count], Field(min_length=1), AfterValidator(_check_rising)]
+Checkpoint = Annotated[Name, DropDown(list_checkpoints)]
+Workload = Annotated[Name, DropDown(list_workloads)]
+Epochs = Annotated[list[Count], AfterValidator(_check_rising)]
 TREE_NAME_HELP = "tSTEPS_TOPK_TOKENS, as t8_2_16"  # drawn as Markdown, where t<num_steps>_... would be a tag
-AS_PARAMS_HELP = "empty: as params.yaml has them"
+AS_PARAMS_HELP = "none: as params.yaml has them"
+Mode = Literal["replace", "add"]
 
 
 class Changes(BaseModel):
     """Differences from params.yaml. With any of them the run has a workspace of its own."""
 
     model_config = ConfigDict(extra="forbid")
-    trees: FormTrees | None = Field(
-        default=None,
+    trees: list[TreeName] = Field(
+        default=[],
         description=f"{TREE_NAME_HELP}, to time on the torch engine; {AS_PARAMS_HELP}",
     )
-    epochs: Epochs | None = Field(
-        default=None,
+    epochs: Epochs = Field(
+        default=[],
         description=f"after which epochs of training a checkpoint is saved and measured, as 3, 9; {AS_PARAMS_HELP}",
     )
-    workloads: list[Name] | None = Field(
-        default=None, description=f"names of benchmark.workloads for the torch engine, as eval; {AS_PARAMS_HELP}"
+    workloads: list[Workload] = Field(default=[], description=f"for the torch engine; {AS_PARAMS_HELP}")
+    lists: Mode = Field(
+        default="replace",
+        description="replace the trees and workloads of params.yaml by those above, or add those above to them",
     )
     other: dict[str, Any] = Field(
         default={},
@@ -65,11 +102,11 @@ class Changes(BaseModel):
                     raise ValueError(f"other: {key!r} is below a key that is given a value too; write one of the two")
             at[inner[-1]] = value
         form_limits.check_form(found, now)
-        if self.trees is not None:
-            found.setdefault("benchmark", {})["trees"] = self.trees
-        if self.workloads is not None:
-            found.setdefault("benchmark", {})["torch_workloads"] = self.workloads
-        if self.epochs is not None:
+        for key, names in {"trees": self.trees, "torch_workloads": self.workloads}.items():
+            if names:
+                present = getattr(now.benchmark, key) if self.lists == "add" else []
+                found.setdefault("benchmark", {})[key] = join_lists(present, names)
+        if self.epochs:
             _build_segments(self.epochs, now, found)
         return found
 
@@ -91,16 +128,21 @@ def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, A
         found.setdefault(section, {})["checkpoints"] = [*names, *imported]
 
 
+def join_lists(present: Sequence[str], more: Sequence[str]) -> list[str]:
+    """Return the names of both, each once, in order."""
+    return list(dict.fromkeys([*present, *more]))
+
+
 class Sweep(BaseModel):
     """A cell for every tree with every checkpoint under every workload."""
 
     model_config = ConfigDict(extra="forbid")
-    trees: FormTrees = Field(description=f"{TREE_NAME_HELP}; a chain is t8_1_9")
-    checkpoints: list[Name] | None = Field(
-        default=None, description=f"trained or imported ones, as e009; {AS_PARAMS_HELP}"
-    )
-    workloads: list[Name] | None = Field(
-        default=None, description=f"names of benchmark.workloads, as eval; {AS_PARAMS_HELP}"
+    trees: list[TreeName] = Field(min_length=1, description=f"{TREE_NAME_HELP}; a chain is t8_1_9")
+    checkpoints: list[Checkpoint] = Field(default=[], description=f"trained or imported ones; {AS_PARAMS_HELP}")
+    workloads: list[Workload] = Field(default=[], description=AS_PARAMS_HELP)
+    lists: Mode = Field(
+        default="replace",
+        description="replace: the run measures the cells above alone; add: those of params.yaml too, in one table",
     )
     engine: Literal["torch", "served"] = Field(
         default="torch", description="torch; served: benchmark_served.engine's server"
@@ -108,10 +150,22 @@ class Sweep(BaseModel):
 
     def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
-        axes = {"trees": self.trees, "checkpoints": self.checkpoints}
-        axes |= {("torch_workloads" if self.engine == "torch" else "workloads"): self.workloads}
-        section = "benchmark" if self.engine == "torch" else "benchmark_served"
-        return {section: {key: names for key, names in axes.items() if names is not None}}
+        section, at = self._find_section(now)
+        given = {"trees": self.trees, "checkpoints": self.checkpoints, self._workloads_key: self.workloads}
+        present = {key: getattr(at, key) if self.lists == "add" else [] for key in given}
+        return {section: {key: join_lists(present[key], names) for key, names in given.items() if names}}
+
+    def list_axes(self, now: Params) -> tuple[list[str], list[str]]:
+        """Return the checkpoints and workloads of the sweep's own cells."""
+        at = self._find_section(now)[1]
+        return self.checkpoints or list(at.checkpoints), self.workloads or list(getattr(at, self._workloads_key))
+
+    @property
+    def _workloads_key(self) -> str:
+        return "torch_workloads" if self.engine == "torch" else "workloads"
+
+    def _find_section(self, now: Params) -> tuple[str, Any]:
+        return ("benchmark", now.benchmark) if self.engine == "torch" else ("benchmark_served", now.benchmark_served)
 
 
 def _check_recipe_name(name: str) -> str:
@@ -121,6 +175,4 @@ def _check_recipe_name(name: str) -> str:
     return name
 
 
-RecipeName = Annotated[
-    str, AfterValidator(_check_recipe_name), WithJsonSchema({"type": "string", "enum": list_recipes() or [""]})
-]
+RecipeName = Annotated[str, AfterValidator(_check_recipe_name), DropDown(list_recipes)]

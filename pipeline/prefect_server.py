@@ -5,10 +5,13 @@ rebinding) has the server's own origin; its Host header still has that site's na
 """
 
 import sys
+from pathlib import Path
 
 import uvicorn
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipeline.report_server import ReportPages
 
 HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted and lets its holder run code here
 HOST_NAMES = (HOST, "localhost")
@@ -39,8 +42,8 @@ class OwnOrigins:
             await send({"type": "http.response.body", "body": b"Foreign origin"})
 
 
-def build_app(port: int) -> ASGIApp:
-    """Return Prefect's app behind both checks.
+def build_app(port: int, secret: str) -> ASGIApp:
+    """Return Prefect's app, and this folder's reports, behind both checks.
 
     The checks wrap the app and are not added to it, since Prefect's services call the same app in memory, under a host
     name of their own.
@@ -48,7 +51,8 @@ def build_app(port: int) -> ASGIApp:
     from prefect.server.api.server import create_app
 
     # A preflight of a foreign origin is answered by OwnOrigins; Prefect's CORS has the same list (pipeline/serve.py).
-    guarded = OwnOrigins(create_app(final=True), list_origins(port))
+    app = ReportPages(create_app(final=True), secret, Path.cwd())
+    guarded = OwnOrigins(app, list_origins(port))
     return TrustedHostMiddleware(guarded, allowed_hosts=HOST_NAMES, www_redirect=False)
 
 
@@ -60,7 +64,7 @@ def main() -> None:
     if settings.api.auth_string is None:
         sys.exit("aerie: PREFECT_SERVER_API_AUTH_STRING is not set; `make ui` sets it")
     uvicorn.run(
-        build_app(port),
+        build_app(port, settings.api.auth_string.get_secret_value()),
         host=HOST,
         port=port,
         timeout_keep_alive=settings.api.keepalive_timeout,

@@ -23,6 +23,7 @@ from typing import IO, Any
 import psutil
 
 from pipeline import password
+from pipeline.dvc_output import find_error
 from stages.telemetry import fork_server
 
 COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
@@ -30,7 +31,7 @@ DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect
 POLL_S = 0.05  # seconds
 FEWEST_PRELOADED = 4  # stages of a run
 LEFT_OUTPUT_S = 1.0  # seconds to wait for more output of a command before asking whether it has ended
-TAIL_LINES = 10  # of a failed stage in its state, which Prefect prints twice; the log above it has all
+TAIL_LINES = 10  # of a failed stage's log in the error
 RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
 DVC_MODULE = "pipeline.checked_dvc"  # in the command line of a DVC process, and of none that it started
 
@@ -49,11 +50,12 @@ _stopped = threading.Event()
 
 
 class StageError(RuntimeError):
-    """A failure of a stage or of DVC; the message is for the user and ends with the end of the log."""
+    """A failure of a stage or of DVC; the message is for the user and ends with the end of the log. `line` is the error alone."""
 
-    def __init__(self, message: str, transient: bool = False) -> None:
+    def __init__(self, message: str, transient: bool = False, line: str | None = None) -> None:
         super().__init__(message)
         self.transient = transient
+        self.line = line or " ".join(message.split())
 
 
 def is_transient(log: str) -> bool:
@@ -204,7 +206,7 @@ def run_module(words: list[str]) -> list[str]:
     lines: list[str] = []
     if run_command(words, lines.append, {}, ()):
         log = "\n".join(lines[-TAIL_LINES:])
-        raise StageError(f"{' '.join(words)}: {log}", is_transient(log))
+        raise StageError(f"{' '.join(words)}: {log}", is_transient(log), find_error(lines))
     return lines
 
 

@@ -1,5 +1,6 @@
 """A stage's output in Prefect's pages: log lines, and a progress artifact for a tqdm bar."""
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -10,10 +11,24 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from pipeline.dvc_output import PROGRESS_PATTERN
 
 PROGRESS_INTERVAL_S = 3.0
+# What Prefect's engines log of a state's end: its representation, and `NoneType: None` below that of a failed task. The
+# state itself and its message are shown, and a stage's own log says the error.
+ENGINE_LINES = ("Task run failed with ", "Finished in state ")
+
+
+def hide_engine_lines() -> None:
+    """Keep the lines of Prefect's engines that repeat states out of the logs of runs."""
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(is_ours)
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Return whether the record is none of ENGINE_LINES."""
+    return not str(record.msg).startswith(ENGINE_LINES)
 
 
 class ProgressLog:
-    """A log whose progress bar lines become a progress artifact; only a bar's last line is logged."""
+    """A log whose progress bar lines become a progress artifact, and nothing else."""
 
     def __init__(self, stage: str, log: Callable[[str], object]) -> None:
         self._key = re.sub(r"[^a-z0-9]+", "-", f"progress-{stage}".lower())
@@ -27,9 +42,7 @@ class ProgressLog:
             self._log(line)
             return
         percent = float(found["percent"])
-        if percent == 100:
-            self._log(line)
-        elif time.monotonic() - self._updated < PROGRESS_INTERVAL_S:
+        if percent < 100 and time.monotonic() - self._updated < PROGRESS_INTERVAL_S:
             return
         self._updated = time.monotonic()
         description = f"{self._stage}: {found['counts']}"

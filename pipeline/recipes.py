@@ -45,15 +45,15 @@ def use_recipe(name: str) -> list[str]:
     with merge_recipe(name) as (file, changes):
         if not changes:
             return []
-        kept = _keep_copy(locate_recipe(name).stem)
+        kept = keep_copy(locate_recipe(name).stem)
         os.replace(file, PARAMS_FILE)
     return [*changes, f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}"]
 
 
-def _keep_copy(recipe: str) -> Path:
-    """Copy params.yaml to params.yaml.before-RECIPE, or -2, -3: its present content may be in no commit."""
+def keep_copy(name: str) -> Path:
+    """Copy params.yaml to params.yaml.before-NAME, or -2, -3: its present content may be in no commit."""
     for number in itertools.count(1):
-        kept = PARAMS_FILE.with_name(f"{PARAMS_FILE.name}.before-{recipe}{f'-{number}' if number > 1 else ''}")
+        kept = PARAMS_FILE.with_name(f"{PARAMS_FILE.name}.before-{name}{f'-{number}' if number > 1 else ''}")
         if kept.is_file() and kept.read_bytes() == PARAMS_FILE.read_bytes():
             return kept
         if not os.path.lexists(kept):

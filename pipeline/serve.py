@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
-from ruamel.yaml import YAML
 
 from pipeline import password
 from pipeline.prefect_server import HOST, list_origins
 
 if TYPE_CHECKING:
+    from prefect import Flow
     from prefect.runner import Runner
 
 START_TIMEOUT_S = 120.0  # 6 s warm, 12 s cold on two cores; the first start creates a database
 END_TIMEOUT_S = 10.0
 TAIL_LINES = 30
 RUNS_AT_ONCE = 4
+FORMS_POLL_S = 2.0
 
 
 def main() -> None:
@@ -131,16 +132,20 @@ def serve_flows(port: int) -> None:
     from prefect.runner import Runner
     from prefect.schedules import Cron
 
-    from pipeline import flows
+    from pipeline import deployments, flows
 
     crash_lost_runs()
     runner = Runner(name="aerie", limit=RUNS_AT_ONCE)  # runs in one workspace wait for each other
-    deploy_stages(read_deployments()[-1])
-    for deployment in read_deployments()[:-1]:
+    deployments.prepare_pool()
+    served = {}
+    for name, deployment in deployments.read_deployments().items():
+        if name == deployments.STAGE:
+            continue
+        served[name] = getattr(flows, deployment["entrypoint"].partition(":")[2])
         # By module path: each run imports the flow again, in this folder.
         runner.add_flow(
-            getattr(flows, deployment["entrypoint"].partition(":")[2]),
-            name=deployment["name"],
+            served[name],
+            name=name,
             description=deployment["description"],
             schedules=[Cron(s["cron"], timezone=s["timezone"], active=s["active"]) for s in deployment["schedules"]],
             entrypoint_type=EntrypointType.MODULE_PATH,
@@ -156,42 +161,7 @@ def serve_flows(port: int) -> None:
         "end    Ctrl-C; a running stage is ended too\n",
         flush=True,
     )
-    asyncio.run(_run_until_signal(runner))
-
-
-def deploy_stages(deployment: dict[str, Any]) -> None:
-    """Create the work pool for workers of other hosts and the deployment that runs send there.
-
-    Workers run it in the folder in which they were started.
-    """
-    from prefect import get_client
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectAlreadyExists
-    from prefect.utilities.callables import parameter_schema
-    from prefect.workers.process import ProcessWorker
-
-    from pipeline.remote import prefect_worker
-
-    pool = deployment["work_pool"]["name"]
-    template = ProcessWorker.get_default_base_job_template()
-    with get_client(sync_client=True) as client:
-        with suppress(ObjectAlreadyExists):
-            client.create_work_pool(WorkPoolCreate(name=pool, type=ProcessWorker.type, base_job_template=template))
-        client.create_deployment(
-            client.create_flow(prefect_worker.stage),
-            deployment["name"],
-            description=deployment["description"],
-            work_pool_name=pool,
-            entrypoint="pipeline.remote.prefect_worker.stage",
-            pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}],
-            parameter_openapi_schema=parameter_schema(prefect_worker.stage).model_dump_for_openapi(),
-        )
-
-
-def read_deployments() -> list[dict[str, Any]]:
-    """Return the deployments of prefect.yaml, so that both ways to deploy offer the same."""
-    found = YAML(typ="safe").load(Path(__file__).parent.with_name("prefect.yaml").read_text(encoding="utf-8"))
-    return list(found["deployments"])
+    asyncio.run(_run_until_signal(runner, served))
 
 
 def crash_lost_runs() -> None:
@@ -211,15 +181,30 @@ def crash_lost_runs() -> None:
             client.set_flow_run_state(run.id, lost, force=True)
 
 
-async def _run_until_signal(runner: "Runner") -> None:
+async def _keep_forms_current(served: "dict[str, Flow[Any, Any]]") -> None:
+    """Update the forms whenever params.yaml or recipes/ has changed."""
+    from pipeline import deployments
+
+    shown = deployments.digest_names()
+    while True:
+        await asyncio.sleep(FORMS_POLL_S)
+        if (now := deployments.digest_names()) != shown:
+            with suppress(httpx.HTTPError):  # the server is busy: next time
+                await asyncio.to_thread(deployments.update_forms, served)
+                shown = now
+
+
+async def _run_until_signal(runner: "Runner", served: "dict[str, Flow[Any, Any]]") -> None:
     """Serve until a signal, then cancel runs. Prefect 3.8's own `serve()` kills the flow outright, and its stage lives on."""
     signalled = asyncio.Event()
     serving = asyncio.create_task(runner.start())
+    keeping = asyncio.create_task(_keep_forms_current(served))
     await asyncio.sleep(0)  # start() installs a SIGTERM handler that does not await stop(); it is replaced here
     for number in _list_end_signals():
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
     waiting = asyncio.create_task(signalled.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    keeping.cancel()
     if runner.started:
         await runner.astop()  # cancels the flow, which ends its stage and reports to the server
     else:

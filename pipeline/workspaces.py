@@ -3,7 +3,7 @@
 Results of other runs are restored from that cache, so a workspace costs a checkout (hard links), and no two runs share a
 params.yaml. It stays until it is dropped:
 
-    aerie promote RUN     # its params.yaml and dvc.lock replace this checkout's, and DVC checks out what they name
+    aerie promote RUN     # pipeline/promotion.py
     aerie drop RUN        # removes the worktree; the cache keeps its results
 """
 
@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -26,7 +26,7 @@ from stages.params.spelling import suggest_name
 
 RUNS_FOLDER = Path(".scratch/runs")
 LOCK_PATH = Path(".scratch/run.lock")
-PROMOTED_FILES = (PARAMS_FILE, dvc_graph.LOCK_FILE)
+STARTED_PARAMS = Path(".scratch/started_params.yaml")  # params.yaml of this checkout when a workspace was made
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
 NAME_LENGTH = 64
 SERVING_ENVIRONMENTS = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, in no commit
@@ -76,15 +76,16 @@ def make_workspace(name: str) -> Path:
     if folder.exists():  # a retry of the same run
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _run_git("worktree", "add", "--detach", str(folder), "HEAD")
+    run_git("worktree", "add", "--detach", str(folder), "HEAD")
     try:
         for path in _list_uncommitted():
-            _copy_file(Path(path), folder / path)
+            copy_file(Path(path), folder / path)
+        copy_file(PARAMS_FILE, folder / STARTED_PARAMS)
         share_settings(folder)
         if (folder / dvc_graph.LOCK_FILE).exists():
-            _run_dvc("checkout", "--quiet", "--force", "--allow-missing", at=folder)
+            run_dvc("checkout", "--quiet", "--force", "--allow-missing", at=folder)
     except BaseException:  # or a retry would find half a workspace
-        _run_git("worktree", "remove", "--force", str(folder))
+        run_git("worktree", "remove", "--force", str(folder))
         raise
     return folder
 
@@ -94,52 +95,16 @@ def share_settings(folder: Path) -> None:
     local = Path(".dvc/config.local")
     if local.exists():
         shutil.copy2(local, folder / local)
-    cache = Path(_run_dvc("cache", "dir").strip()).resolve()
-    _run_dvc("cache", "dir", "--local", str(cache), at=folder)
+    cache = Path(run_dvc("cache", "dir").strip()).resolve()
+    run_dvc("cache", "dir", "--local", str(cache), at=folder)
     # Absolute paths: .dvc/config may hold them relative to itself.
     for name, path in dvc_remote.list_remotes().items():
         if Path(path).is_absolute():  # a folder of this machine, or mounted here
-            _run_dvc("remote", "modify", "--local", name, "url", path, at=folder)
+            run_dvc("remote", "modify", "--local", name, "url", path, at=folder)
     for engine in map(Path, SERVING_ENVIRONMENTS):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)
             (folder / engine).symlink_to(engine.resolve())
-
-
-def promote_run(name: str) -> Iterator[str]:
-    """Replace this checkout's parameters and results by those of a finished run.
-
-    Raises:
-        ValueError: before anything changes, if there is no such run, it has not finished, a run is at work here, or tracked
-            files have changes; and if DVC cannot check out its results, with everything as before.
-    """
-    folder = locate_run(name)
-    if changed := _run_git("status", "--porcelain", "--untracked-files=no").rstrip():
-        raise ValueError(
-            f"files have changes, expected none, so that nothing is lost; commit or stash them:\n{changed}"
-        )
-    start = _run_git("rev-parse", "HEAD", at=folder).strip()
-    if moved := _run_git("diff", "--name-only", start, "HEAD", "--", *map(str, PROMOTED_FILES)):
-        raise ValueError(
-            f"{' and '.join(moved.split())} of a later commit differ from those that {name} started with; run it again from here"
-        )
-    with ExitStack() as stack:
-        for path, where in ((LOCK_PATH, "here"), (folder / LOCK_PATH, "in that workspace")):
-            if (held := try_lock(path)) is None:
-                raise ValueError(f"a run is at work {where}; wait for its end, or cancel it")
-            stack.enter_context(held)
-        with chdir(folder):
-            stale = list(dvc_graph.explain_stale())
-        if stale:
-            raise ValueError(f"{name} has not finished: {', '.join(stale)} would run; run it again, then promote it")
-        for file in PROMOTED_FILES:
-            _copy_file(folder / file, file)
-        try:
-            _run_dvc("checkout")
-        except ValueError:
-            _run_git("checkout", "--", *map(str, PROMOTED_FILES))
-            raise
-    yield f"{' and '.join(map(str, PROMOTED_FILES))} are those of {name}, and so are the results; git diff shows what changed"
 
 
 def make_bare_project(folder: Path) -> None:
@@ -147,7 +112,7 @@ def make_bare_project(folder: Path) -> None:
     (folder / ".dvc").mkdir(parents=True, exist_ok=True)
     shutil.copy2(".dvc/config", folder / ".dvc/config")
     share_settings(folder)
-    _run_dvc("config", "--local", "core.no_scm", "true", at=folder)
+    run_dvc("config", "--local", "core.no_scm", "true", at=folder)
 
 
 def drop_run(name: str) -> Iterator[str]:
@@ -156,7 +121,7 @@ def drop_run(name: str) -> Iterator[str]:
     if (held := try_lock(folder / LOCK_PATH)) is None:
         raise ValueError(f"{name} is at work; cancel it first")
     with held:
-        _run_git("worktree", "remove", "--force", str(folder))
+        run_git("worktree", "remove", "--force", str(folder))
     yield f"{folder} is gone; what it computed stays in DVC's cache until `dvc gc`"
 
 
@@ -185,10 +150,10 @@ def resolve_inside(parent: Path, name: str) -> Path:
 def _list_uncommitted() -> list[str]:
     """Return the files that differ from the commit, are new, or are gone, without those that git ignores."""
     commands = [["diff", "--name-only", "-z", "HEAD"], ["ls-files", "-z", "--others", "--exclude-standard"]]
-    return [name for command in commands for name in _run_git(*command, "--", ".").split("\0") if name]
+    return [name for command in commands for name in run_git(*command, "--", ".").split("\0") if name]
 
 
-def _copy_file(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
     """Copy a file atomically; if the source does not exist, remove the target."""
     if not source.exists():
         target.unlink(missing_ok=True)
@@ -199,9 +164,9 @@ def _copy_file(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def _run_dvc(*words: str, at: Path | None = None) -> str:
+def run_dvc(*words: str, at: Path | None = None) -> str:
     return capture_output([sys.executable, "-m", "dvc", *words], at)
 
 
-def _run_git(*words: str, at: Path | None = None) -> str:
+def run_git(*words: str, at: Path | None = None) -> str:
     return capture_output(["git", *words], at)

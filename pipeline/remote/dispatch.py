@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
 from prefect.states import Crashed, State
 
-from pipeline import dvc_graph, orphan_guard, processes
+from pipeline import deployments, dvc_graph, orphan_guard, processes
 from pipeline.remote import dvc_remote
 from stages.params.schedule import Schedule, StageResources
 
@@ -29,6 +29,7 @@ DEPLOYMENT = "stage/stage"  # in prefect.yaml
 POLL_RUNS_S = 1.0  # one request for all runs
 POLL_WORKERS_S = 10.0
 START_TIMEOUT_S = 180.0  # from a worker's claim of a run to the run's start; a host under load takes some ten seconds
+TRANSIENT_STATE = "FailedForNow"  # of a stage on another host, if its log says that another attempt may succeed
 PAGE_SIZE = 200  # most runs that one answer of the server holds
 
 _transfer_lock = threading.Lock()  # one offer or collection at a time: each is a process that reads the graph
@@ -88,9 +89,9 @@ class PoolWorkers:
 
     def __init__(self) -> None:
         """Look for workers. Raises ValueError if none is online."""
+        deployments.deploy_stage()
         with get_client(sync_client=True) as client:
             try:
-                client.read_deployment_by_name(DEPLOYMENT)
                 online = [one for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.ONLINE]
             except ObjectNotFound:
                 online = []
@@ -188,7 +189,8 @@ def check_completed(subject: str, state: State[Any]) -> None:
     """Check the final state of a stage on another host. Raises StageError unless it is completed."""
     if not state.is_completed():
         message = f"{subject}, {state.type.lower()}: {state.message}"
-        raise processes.StageError(message, state.is_crashed() or processes.is_transient(message))
+        may_pass = state.is_crashed() or state.name == TRANSIENT_STATE or processes.is_transient(message)
+        raise processes.StageError(message, may_pass)
 
 
 def _get_worker_name(run: FlowRun) -> str:

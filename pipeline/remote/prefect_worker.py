@@ -22,12 +22,15 @@ from prefect.states import Completed, Failed, State
 
 from pipeline import dvc_graph, processes, resources, workspaces
 from pipeline.orphan_guard import end_with_parent
-from pipeline.progress import ProgressLog
+from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dvc_remote
+from pipeline.remote.dispatch import TRANSIENT_STATE
 from pipeline.scheduler import POLL_S
 from stages.params.schema import load_params
 
 SENT_FOLDER = Path(".scratch/sent")
+
+hide_engine_lines()
 
 
 @flow(name="stage")
@@ -71,7 +74,9 @@ def _run_order(order: dvc_remote.StageOrder) -> State[None]:
             outcome = dvc_graph.reproduce_stage(order.stage, ProgressLog(order.stage, log), lease.environment, files)
             dvc_remote.push_results(order.stage)
             shutil.rmtree(folder)  # after a failure the folder stays, to be looked at and resumed
-        except (processes.StageError, ValueError) as error:
+        except processes.StageError as error:
+            return Failed(name=TRANSIENT_STATE if error.transient else None, message=error.line)
+        except ValueError as error:
             return Failed(message=str(error))
     return Completed(name=outcome.capitalize(), message=f"{order.stage}: {outcome}")
 

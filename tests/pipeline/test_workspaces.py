@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pipeline import dvc_graph, workspaces
+from pipeline import dvc_graph, promotion, workspaces
 from pipeline.resources import try_lock
 
 
@@ -50,7 +50,7 @@ def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None
     """Bug: a run's name, which users of Prefect's server choose, was joined to .scratch/runs unchecked."""
     with pytest.raises(ValueError, match="not the name of a folder"):
         workspaces.make_workspace(name)
-    for act in (workspaces.promote_run, workspaces.drop_run):
+    for act in (promotion.promote_run, workspaces.drop_run):
         with pytest.raises(ValueError, match="there is no run"):
             list(act(name))
     assert not (in_git.root / ".scratch").exists() and not (in_git.root.parent / "x").exists()
@@ -58,7 +58,7 @@ def test_a_run_whose_name_is_a_path_gets_no_workspace(in_git, name: str) -> None
 
 def promote(name: str) -> str:
     with pytest.raises(ValueError, match=r"\w") as refused:
-        list(workspaces.promote_run(name))
+        list(promotion.promote_run(name))
     return str(refused.value)
 
 

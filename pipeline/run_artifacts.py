@@ -1,0 +1,67 @@
+"""What a run's page shows: the plan before it, each stage's outcome, and the results."""
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.states import State
+
+from pipeline.report_artifact import render_report
+
+RESULT_TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
+
+
+def publish_plan(reasons: dict[str, list[str]]) -> None:
+    """Publish, before anything runs, which stages are stale and what changed."""
+    rows = [{"stage": name, "because": "; ".join(changes)} for name, changes in reasons.items()]
+    if rows:
+        create_table_artifact(rows, key="plan", description="Stale stages before the run; those below them may follow")
+    get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(reasons)}" if rows else ""))
+
+
+def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]) -> None:
+    """Publish each stage's outcome and reasons and, unless a stage failed, the report and the tables of results."""
+    lines = [
+        f"| {name} | {name_outcome(state)} | {_explain_outcome(state, reasons.get(name, []))} |"
+        for name, state in states.items()
+    ]
+    create_markdown_artifact(
+        "\n".join(
+            [f"**{count_outcomes(states)}**", "", "| stage | outcome | what had changed |", "|---|---|---|", *lines]
+        ),
+        key="outcomes",
+        description="The outcome of each stage in this run",
+    )
+    if not all(state.is_completed() for state in states.values()):
+        return
+    for key, table in RESULT_TABLES.items():
+        if table.exists():  # not if the run measures nothing on that engine
+            with table.open(encoding="utf-8", newline="") as file:
+                rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+            description = f"{table}, rounded; the columns are defined in docs/metrics.md"
+            create_table_artifact(rows, key=key, description=description)
+    if report := render_report():
+        create_markdown_artifact(report, key="report", description="The report: what to launch, and the table")
+
+
+def count_outcomes(states: dict[str, State[str]]) -> str:
+    counts = Counter(map(name_outcome, states.values()))
+    return f"{len(states)} stages: " + ", ".join(f"{count} {word}" for word, count in counts.items())
+
+
+def name_outcome(state: State[str]) -> str:
+    return "not run" if state.is_pending() else str(state.name).lower()
+
+
+def _explain_outcome(state: State[str], changes: list[str]) -> str:
+    return "; ".join(changes) if not state.is_pending() else str(state.message).removeprefix("not run: ")
+
+
+def _shorten_number(cell: str) -> str:
+    """Return a fraction with four digits, so that the columns that matter fit on a page."""
+    try:
+        return f"{float(cell):.4g}" if "." in cell else cell
+    except ValueError:
+        return cell

@@ -1,0 +1,78 @@
+"""What runs are called in Prefect's pages, by what they do, and the tags by which the pages find them.
+
+The pages propose a name of random words for each run, which says nothing; a name that a person typed stays.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from uuid import UUID
+
+from prefect import get_client, runtime
+
+from pipeline.forms import Changes, Sweep
+from stages.params.schema import Params
+
+# Prefect's server makes two words, as phenomenal-wombat; its pages three, as xi3-kianira-band.
+RANDOM_NAME = re.compile(r"[a-z]+-[a-z]+|[a-z]+\d*(-[a-z]+\d*){2}")
+MAX_NAMES = 3
+NIGHTLY = "nightly"  # the deployment of prefect.yaml that a clock starts
+
+
+def name_sweep(cells: Sweep, now: Params) -> str:
+    """Return as much as `sweep t4_2_8 at e009`; workloads and the engine where the form names them."""
+    checkpoints, workloads = cells.list_axes(now)
+    name = f"sweep {join_names(cells.trees, 'trees')} at {join_names(checkpoints, 'checkpoints')}"
+    if cells.workloads:
+        name += f" on {join_names(workloads, 'workloads')}"
+    return name if cells.engine == "torch" else f"{name}, served"
+
+
+def name_build(changes: Changes) -> str:
+    """Return `build`, and what differs from params.yaml."""
+    word = NIGHTLY if runtime.deployment.name == NIGHTLY else "build"
+    return f"{word} {', '.join(parts)}" if (parts := list(_describe_changes(changes))) else word
+
+
+def _describe_changes(changes: Changes) -> Iterator[str]:
+    if changes.trees:
+        yield join_names(changes.trees, "trees")
+    if changes.epochs:
+        yield f"epochs {', '.join(map(str, changes.epochs))}"
+    if changes.workloads:
+        yield f"on {join_names(changes.workloads, 'workloads')}"
+    keys = [f"{key} {value}" for key, value in changes.other.items()]
+    if keys:
+        yield join_names([text if len(text) <= 60 else text.partition(" ")[0] for text in keys], "keys")
+
+
+def join_names(names: Sequence[str], plural: str) -> str:
+    """Return the names, or their number if they would fill the line."""
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} {plural}"
+
+
+def list_tags(params: Params, recipe: str | None = None) -> list[str]:
+    """Return the tags of a run with these parameters: what it measures, and the recipe."""
+    torch, served = params.benchmark, params.benchmark_served
+    used = [
+        (torch.torch_workloads, torch.checkpoints),
+        (served.workloads, served.checkpoints if served.workloads else []),
+    ]
+    workloads = {f"workload:{name}" for names, _ in used for name in names}
+    checkpoints = {f"checkpoint:{name}" for _, names in used for name in names}
+    return [*sorted(checkpoints), *sorted(workloads), *([f"recipe:{recipe}"] if recipe else [])]
+
+
+def rename_run(name: str) -> str:
+    """Give this run the name, unless a person has named it -> its name."""
+    now = str(runtime.flow_run.name)
+    if not RANDOM_NAME.fullmatch(now):
+        return now
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(str(runtime.flow_run.id)), name=name)
+    return name
+
+
+def tag_run(tags: list[str]) -> None:
+    """Add tags to this run's."""
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(str(runtime.flow_run.id)), tags=sorted({*runtime.flow_run.tags, *tags}))
