@@ -19,7 +19,7 @@ from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_stages")
 NAMES = ("e003", "t3_2_6")
 
 

@@ -29,6 +29,7 @@ from stages.runtime import atomic
 from stages.serving import load_generator, server
 from stages.target import vision
 from tests.conftest import EVAL, ROOT, edit_params, gone
+from tests.serving.engine_double import FORK_VARIABLE
 
 DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
 LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
@@ -55,8 +56,16 @@ def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_doubles(torch_server: str) -> Iterator[None]:
+    """Servers fork, instead of importing torch for their first answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORK_VARIABLE, torch_server)
+        yield
+
+
 @pytest.fixture(scope="module")
-def running(made: Path) -> Iterator[str]:
+def running(made: Path, forked_doubles: None) -> Iterator[str]:
     """The URL of a server of e003 and t5_1_6 that somebody else started."""
     port = server.find_free_port()
     line = [
@@ -274,19 +283,25 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running:
         benchmark_served.main("eval", "e003", "t8_2_16")
 
 
-def test_the_server_goes_with_the_stage(project: Path) -> None:
+def test_the_server_goes_with_the_stage(
+    project: Path, torch_server: str, forked_stages: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ended by Ctrl-C in the middle of its load, and killed: no server outlives it."""
+    monkeypatch.delenv(FORK_VARIABLE)  # it is a child of the stage
+    (forks,) = [c for c in psutil.Process().children() if torch_server in c.cmdline()]
     for number in (signal.SIGINT, signal.SIGKILL):
         line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
-        stage = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        until, children = time.monotonic() + 120, []
+        client = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        until, children, before = time.monotonic() + 120, [], {c.pid for c in forks.children()}
         while not any("tests.serving.engine_double" in " ".join(c.cmdline()) for c in children):
-            assert time.monotonic() < until and stage.poll() is None, stage.communicate()[0]
-            children = [c for c in psutil.Process(stage.pid).children(recursive=True) if c.is_running()]
+            assert time.monotonic() < until and client.poll() is None, client.communicate()[0]
+            stages = [c for c in forks.children() if c.pid not in before]
+            children = [c for s in stages for c in s.children(recursive=True) if c.is_running()]
             time.sleep(0.05)
+        (stage,) = stages
         os.kill(stage.pid, number)
-        stage.communicate(timeout=60)
-        assert all(gone(child.pid, 30) for child in children)
+        client.communicate(timeout=60)
+        assert all(gone(child.pid, 30) for child in (stage, *children))
 
 
 def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:

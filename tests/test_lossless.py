@@ -1,9 +1,10 @@
 """Speculative decoding says what plain decoding says, token for token, in float32, for any draft; drawn from one seed, too."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +13,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams
 from stages.methods import method_checkpoint, registry
 from stages.methods.eagle_proposer import EagleMethod
@@ -24,13 +26,14 @@ from stages.target import loading, manifest
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
 ROOM = 40
+DRAWN = SamplingParams(0.7, 0.95, 50, seed=0)
 
 
 @pytest.fixture(scope="module")
 def prompts(small_run: Path) -> list[list[int]]:
-    """Every prompt of the eval split."""
+    """Half of the eval split: six prompts accepted and refused nothing that three don't."""
     table = conversations.read_table(small_run / "data/sampled/eval", conversations.SAMPLED_SCHEMA, "sample_target")
-    return table["prompt_ids"].to_list()
+    return table["prompt_ids"].to_list()[:3]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,12 @@ def model(small_run: Path):
     return loading.load_target(str(small_run / "artifacts/target"), "float32", "cpu")
 
 
-def engine(small_run: Path, model, name: str) -> Engine:
+@pytest.fixture(scope="module")
+def engines(small_run: Path, model) -> dict[str, Engine]:
+    return {name: build_engine(small_run, model, name) for name in ("e000", "e003")}
+
+
+def build_engine(small_run: Path, model, name: str) -> Engine:
     draft = Eagle3Draft.from_checkpoint(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
     made = manifest.read_manifest(small_run / "artifacts/target")
     return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
@@ -49,9 +57,26 @@ def said(steps) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def plain(small_run: Path, model, prompts) -> list[list[int]]:
+def plain(engines, prompts) -> list[list[int]]:
     """What plain decoding says to each prompt. No draft has a part in it."""
-    return [said(engine(small_run, model, "e003").decode_plain(prompt, ROOM)) for prompt in prompts]
+    return [said(engines["e003"].decode_plain(prompt, ROOM)) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def plain_drawn(engines, prompts) -> list[list[int]]:
+    """Likewise, drawn: each answer by the seed of its number."""
+    return [said(engines["e003"].decode_plain(p, ROOM, sampling=DRAWN._replace(seed=n))) for n, p in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def decoded(engines, prompts) -> Callable[[str, tuple[int, int, int]], list[list[DecodeStep]]]:
+    """The steps of each prompt's answer by a draft and a tree, decoded when they are first asked for."""
+
+    @functools.cache
+    def decode(name: str, tree: tuple[int, int, int]) -> list[list[DecodeStep]]:
+        return [list(engines[name].decode_speculative(prompt, ROOM, TreeShape(*tree))) for prompt in prompts]
+
+    return decode
 
 
 def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, prompts, plain) -> None:
@@ -68,11 +93,14 @@ def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, promp
         assert answer == out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["e003", "e000"])  # a trained draft, and a random one
-@pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
-def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompts, plain, name: str, tree) -> None:
-    for prompt, answer in zip(prompts, plain, strict=True):
-        steps = list(engine(small_run, model, name).decode_speculative(prompt, ROOM, TreeShape(*tree)))
+# A trained draft, and a random one, whose trees other tests cover: tests/engine/test_decode.py.
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [*(("e003", tree) for tree in TREES), ("e000", (5, 1, 6)), ("e000", (8, 2, 16))],
+    ids=lambda t: t if isinstance(t, str) else "t{}_{}_{}".format(*t),
+)
+def test_every_tree_says_what_plain_decoding_says(decoded, plain, name: str, tree) -> None:
+    for steps, answer in zip(decoded(name, tree), plain, strict=True):
         assert said(steps) == answer
         for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
             assert 0 <= step.num_accepted <= tree[0]
@@ -80,12 +108,12 @@ def test_every_tree_says_what_plain_decoding_says(small_run: Path, model, prompt
 
 
 @pytest.mark.parametrize("tree", [(5, 1, 6), (8, 3, 16)], ids=lambda t: "t{}_{}_{}".format(*t))
-def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(small_run: Path, model, prompts, tree) -> None:
-    both, accepted = engine(small_run, model, "e003"), 0
-    for seed, prompt in enumerate(prompts):
-        drawn = SamplingParams(0.7, 0.95, 50, seed)
-        steps = list(both.decode_speculative(prompt, ROOM, TreeShape(*tree), sampling=drawn))
-        assert said(steps) == said(both.decode_plain(prompt, ROOM, sampling=drawn))
+def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(engines, prompts, plain_drawn, tree) -> None:
+    accepted = 0
+    for seed, (prompt, answer) in enumerate(zip(prompts, plain_drawn, strict=True)):
+        drawn = DRAWN._replace(seed=seed)
+        steps = list(engines["e003"].decode_speculative(prompt, ROOM, TreeShape(*tree), sampling=drawn))
+        assert said(steps) == answer
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
 
@@ -113,35 +141,28 @@ def methods(small_run: Path, model) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle2", "medusa", "lookahead", "ngram"])
-def test_every_method_says_what_plain_decoding_says(small_run: Path, model, prompts, plain, methods, name: str) -> None:
-    both, accepted = engine(small_run, model, "e000"), 0
-    for seed, (prompt, answer) in enumerate(zip(prompts, plain, strict=True)):
+def test_every_method_says_what_plain_decoding_says(engines, prompts, plain, plain_drawn, methods, name: str) -> None:
+    both, accepted = engines["e000"], 0
+    for seed, prompt in enumerate(prompts):
         steps = list(both.decode_with_method(prompt, ROOM, methods[name]))
-        assert said(steps) == answer
+        assert said(steps) == plain[seed]
         accepted += sum(step.num_accepted for step in steps)
-        drawn = SamplingParams(0.7, 0.95, 50, seed)
-        assert said(both.decode_with_method(prompt, ROOM, methods[name], sampling=drawn)) == said(
-            both.decode_plain(prompt, ROOM, sampling=drawn)
-        )
+        drawn = both.decode_with_method(prompt, ROOM, methods[name], sampling=DRAWN._replace(seed=seed))
+        assert said(drawn) == plain_drawn[seed]
     assert accepted > 0, "nothing is accepted, so nothing is tested"
 
 
-def test_a_trained_draft_is_accepted_more_than_a_random_one(small_run: Path, model, prompts) -> None:
+def test_a_trained_draft_is_accepted_more_than_a_random_one(decoded) -> None:
     """Otherwise the lossless tests above could pass with trees that never accept anything."""
     accepted = {
-        name: sum(
-            s.num_accepted
-            for p in prompts
-            for s in engine(small_run, model, name).decode_speculative(p, ROOM, TreeShape(8, 2, 16))
-        )
-        for name in ("e000", "e003")
+        name: sum(s.num_accepted for steps in decoded(name, (8, 2, 16)) for s in steps) for name in ("e000", "e003")
     }
     assert accepted["e003"] > max(50, 2 * accepted["e000"])
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])
-def test_the_length_limit_holds_inside_a_cycle(small_run: Path, model, prompts, room: int) -> None:
-    both = engine(small_run, model, "e003")
+def test_the_length_limit_holds_inside_a_cycle(engines, prompts, room: int) -> None:
+    both = engines["e003"]
     for prompt in prompts:
         steps = list(both.decode_speculative(prompt, room, TreeShape(8, 2, 16)))
         assert said(steps) == said(both.decode_plain(prompt, room))
@@ -155,19 +176,15 @@ def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path,
         Engine(model, [2], [2, 3, 4], other)
 
 
-def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token(small_run: Path, model) -> None:
+def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token(engines) -> None:
     with pytest.raises(ValueError, match="max_position_embeddings"):
-        next(engine(small_run, model, "e000").decode_plain([5] * 2000, 100))
+        next(engines["e000"].decode_plain([5] * 2000, 100))
 
 
-def test_fixture_covers_the_whole_eval_split(small_run: Path, prompts) -> None:
-    assert len(prompts) == pl.read_parquet(small_run / "data/sampled/eval").height == 6
-
-
-def test_margin_is_the_gap_between_the_two_best_logits(small_run: Path, model, prompts) -> None:
+def test_margin_is_the_gap_between_the_two_best_logits(engines, model, prompts) -> None:
     logits = model(torch.tensor([prompts[0]])).logits[0].sort(descending=True).values
     for said in (0, 1, 3):
         left = len(prompts[0]) - said
-        assert engine(small_run, model, "e000").measure_margin(prompts[0][:left], prompts[0][left:]) == pytest.approx(
+        assert engines["e000"].measure_margin(prompts[0][:left], prompts[0][left:]) == pytest.approx(
             (logits[-1, 0] - logits[-1, 1]).item(), abs=1e-4
         )

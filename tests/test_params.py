@@ -1,5 +1,7 @@
 """params.yaml is refused before any work, in one message: file, key, what was expected, what was found, what to do."""
 
+import copy
+import json
 import random
 import re
 import subprocess
@@ -20,6 +22,7 @@ from stages.params.tree_shape import TreeShape, count_candidates
 
 ROOT = Path(__file__).parents[1]
 REAL = (ROOT / "params.yaml").read_text(encoding="utf-8")
+READ = YAML(typ="safe").load(REAL)
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +47,14 @@ def edited(*changes: tuple[str, str]) -> None:
 
 def set_value(place: tuple[str, ...], value: Any) -> None:
     """Set one key of params.yaml, or delete it where the value is `...`."""
-    whole = YAML(typ="safe").load(REAL)
+    whole = copy.deepcopy(READ)
     section = whole
     for part in place[:-1]:
         section = section[part]
     section[place[-1]] = value
     if value is ...:
         del section[place[-1]]
-    with Path("params.yaml").open("w") as file:
-        YAML(typ="safe").dump(whole, file)
+    Path("params.yaml").write_text(json.dumps(whole))  # JSON is YAML, and written in no time
 
 
 def refusal() -> str:
@@ -80,7 +82,7 @@ def leaves(section: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
             yield (*above, key), value
 
 
-LEAVES = dict(leaves(YAML(typ="safe").load(REAL)))
+LEAVES = dict(leaves(READ))
 NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (int, float)}
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
@@ -111,7 +113,7 @@ def test_too_deep_nesting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_committed_file_loads_as_it_is_written() -> None:
     """Each value of the file is the value of the attribute: nothing is renamed, cast or filled in."""
     whole = schema.load_params().model_dump(by_alias=True)
-    assert whole == YAML(typ="safe").load(REAL)
+    assert whole == READ
     assert len(LEAVES) > 60 and len(NUMBERS) > 35
 
 
@@ -158,7 +160,7 @@ SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(plac
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: ".".join(section) or "top")
 def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -> None:
     set_value((*section, "colour"), "green")
-    inside = YAML(typ="safe").load(REAL)
+    inside = READ
     for part in section:
         inside = inside[part]
     key, known = ".".join([*section, "colour"]), ", ".join(inside)

@@ -39,6 +39,7 @@ from stages.target.vision import CachedImageProcessor
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
+from tests.serving.engine_double import FORK_VARIABLE
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.target.test_target_forward import H, saved
 from tests.test_extract_hiddens import files, refused, run, run_apart
@@ -299,7 +300,7 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
 
 
 def test_a_draft_is_trained_replayed_and_decoded(
-    made: Path, once: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    made: Path, once: dict[str, bytes], torch_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage to the benchmarks; what is decoded live, by a server too, is what replay says, and what the target says."""
     with chdir(made):
@@ -329,6 +330,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
             assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
+        monkeypatch.setenv(FORK_VARIABLE, torch_server)
         with declared("benchmark_served"):
             benchmark_served.main("eval", "e003", "t3_2_6")
         (point,) = served_records.read_served_cell("eval", "e003", "t3_2_6")["points"]

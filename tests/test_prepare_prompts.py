@@ -79,7 +79,8 @@ def test_the_eval_splits_prompts_are_unchanged(project: Path, capsys: pytest.Cap
 
 def test_a_few_prompts_are_from_every_file(project: Path) -> None:
     """Bug: num_prompts took the eval split's first rows, all from its first file."""
-    rows = [{**split(project)[0], "id": f"{name}.{n}", "prompt_ids": [n % 9, 7, len(name), n]}
+    one = split(project)[0]
+    rows = [{**one, "id": f"{name}.{n}", "prompt_ids": [n % 9, 7, len(name), n]}
             for name, count in (("large", 300), ("little", 100)) for n in range(count)]  # fmt: skip
     replace_split(rows)
     found = ids(ask(project, "eval", num_prompts=80)[0])
@@ -91,7 +92,8 @@ def test_a_few_prompts_are_from_every_file(project: Path) -> None:
 
 def test_equal_prompts_with_different_images_are_sorted_by_images(project: Path) -> None:
     """Prompts with equal token ids must be sorted by their images."""
-    rows = [{**split(project)[0], "id": f"r{n}", "images": [f"{n}.png"]} for n in range(50)]
+    one = split(project)[0]
+    rows = [{**one, "id": f"r{n}", "images": [f"{n}.png"]} for n in range(50)]
     replace_split(rows)
     found = ids(ask(project, "eval", num_prompts=10)[0])
     replace_split(rows[::-1])

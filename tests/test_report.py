@@ -28,7 +28,7 @@ from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.served_table import ServedRow
 from stages.runtime import atomic
 from stages.telemetry import stage_log
-from tests import costs
+from tests import costs, made_once
 from tests.conftest import EVAL, edit_params
 from tests.served_cells import FINGERPRINT, point, sweep
 from tests.served_cells import made_up as served_cell
@@ -54,6 +54,7 @@ def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Par
     It has the repository's own params.yaml, but for cells of every checkpoint.
     """
     monkeypatch.chdir(folder)
+    made_once.make_once(monkeypatch)
     text = (ROOT / "params.yaml").read_text()
     text, found = re.subn(r"\[e009\] .*(\n  trees: \[t8_1_9,)", r"[e003, e009]\1", text)
     assert found == 1, "benchmark.checkpoints is no longer [e009] with a comment"
@@ -601,6 +602,7 @@ def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
 def test_the_page_is_the_same_twice(made_up: schema.Params) -> None:
     report.main()
     first = report.PAGE_FILE.read_bytes()
+    made_once.forget()
     report.main()
     assert report.PAGE_FILE.read_bytes() == first
 

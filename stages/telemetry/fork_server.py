@@ -57,7 +57,15 @@ def run_forked() -> None:
     address = os.environ.pop(ADDRESS_VARIABLE)
     if sys.orig_argv[1:2] != ["-m"] or not sys.orig_argv[2].startswith("stages."):
         return
-    request = StageRequest(sys.orig_argv[2], sys.orig_argv[3:], str(Path.cwd()), dict(os.environ))
+    run_module_forked(address, sys.orig_argv[2], sys.orig_argv[3:])
+
+
+def run_module_forked(address: str, module: str, words: list[str]) -> None:
+    """Run `python -m MODULE WORDS` in a fork of the server at `address` and exit with its status.
+
+    Return without doing anything where no server listens.
+    """
+    request = StageRequest(module, words, str(Path.cwd()), dict(os.environ))
     message = json.dumps(asdict(request)).encode()
     connection = socket.socket(socket.AF_UNIX)
     try:

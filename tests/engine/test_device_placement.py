@@ -104,9 +104,9 @@ def test_memory_is_said_as_it_is_taken() -> None:
     from tests.engine import test_decode
 
     model = test_decode.model.__wrapped__()
-    engine, tree = Engine(model, [7], [1, 3, 4], draft()), TreeShape(5, 4, 16)
+    engine, tree = Engine(model, [7], [1, 2, 3], draft()), TreeShape(5, 4, 16)
     said = estimate_memory(engine, 100, 3, tree)
-    assert said.cache_tokens == 3 * 256 and said.cache == said.cache_tokens * 1792
+    assert said.cache_tokens == 3 * 256 and said.cache == said.cache_tokens * 1280
     asks = [DecodeRequest([1] * 60, 40)] * 4
     list(engine.decode_batch(asks, 3, tree))
     (slots,) = engine.slots.idle

@@ -18,6 +18,8 @@ from transformers.generation import logits_process
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import decode, sampling
 from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
+from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
@@ -35,6 +37,7 @@ HOW = {
     "both": (0.9, 0.8, 4),
 }  # fmt: skip
 TREES = [(1, 1, 2), (4, 1, 5), (3, 2, 6), (3, 3, 12), (5, 4, 16)]
+SLOTS = 100  # of answers that are decoded together where there are hundreds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,8 +145,20 @@ def test_plain_decoding_draws_what_the_numbers_say(engine: Engine, how: str) -> 
     )
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("tree", TREES, ids=str)
+def together(engine: Engine, requests: list[DecodeRequest], tree: TreeShape | None) -> list[list[DecodeStep]]:
+    """The steps of each answer; tests/engine/test_batch_decode.py holds them against those of each alone."""
+    found: list[list[DecodeStep]] = [[] for _ in requests]
+    for updates in engine.decode_batch(requests, SLOTS, tree):
+        for number, step in updates:
+            if step is not None:
+                found[number].append(step)
+    return found
+
+
+# Each tree, and each way to sample: what is sampled from does not depend on the tree.
+@pytest.mark.parametrize(
+    ("how", "tree"), [*(("both", tree) for tree in TREES), *((how, (3, 2, 6)) for how in HOW if how != "both")], ids=str
+)
 def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Engine, how: str, tree) -> None:
     accepted = 0
     for seed in range(4):
@@ -204,8 +219,8 @@ def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: in
     """
     known = exact(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(runs):
-        answer = said(engine.decode_speculative(PROMPT, LENGTH, TreeShape(*tree), sampling=SamplingParams(*how, seed)))
+    asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed)) for seed in range(runs)]
+    for answer in map(said, together(engine, asked, TreeShape(*tree))):
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
     return any(tail(counts[path], runs, chance) < least for path, chance in known.items() if path)
@@ -223,12 +238,7 @@ def greedily(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Ten
 
 def too_hot(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
     """Forgets the temperature."""
-    return sampling.draw_tokens(logits.softmax(-1), self._uniforms[places.clamp(max=LENGTH - 1)])
-
-
-def one_number(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
-    """Draws every token by the same number: each alone has the right chance, only together they haven't."""
-    return CHOOSE(self, logits, torch.zeros_like(places))
+    return sampling.draw_tokens(logits.softmax(-1), self._uniforms[places])
 
 
 def second_try(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
@@ -245,9 +255,15 @@ def second_try(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> T
 CHOOSE = sampling.TokenSampler.sample
 
 
-@pytest.mark.parametrize("spoiled", [greedily, too_hot, one_number, second_try])
+@pytest.mark.parametrize("spoiled", [greedily, too_hot, second_try])
 def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled) -> None:
     monkeypatch.setattr(sampling.TokenSampler, "sample", spoiled)
+    assert refused(engine, HOW["cool"], (2, 2, 7), RUNS // 3)
+
+
+def test_drawing_every_token_by_one_number_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone has the right chance, only together they haven't."""
+    monkeypatch.setattr(decode, "draw_uniforms", lambda seed, count: sampling.draw_uniforms(seed, 1).expand(count))
     assert refused(engine, HOW["cool"], (2, 2, 7), RUNS // 3)
 
 
@@ -255,7 +271,7 @@ def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest
     def first_guess(tree: DraftTree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
         """It is said, whatever the target drew, and its successor after it."""
         choices[:, 0] = tree.tokens[:, 0]
-        return torch.tensor([[0, 1, 0]]), torch.tensor([2])
+        return torch.tensor([[0, 1, 0]]).expand(len(choices), -1), torch.full((len(choices),), 2)
 
     monkeypatch.setattr(decode.acceptance, "find_accepted_path", first_guess)
     assert refused(engine, HOW["hot"], (2, 2, 7), RUNS // 3)
@@ -285,10 +301,8 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
 
 def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
     """accepted, cycles [prompts] of the engine."""
-    runs = [
-        list(engine.decode_speculative(p, ANSWER, TreeShape(*tree), sampling=SamplingParams(*how, s)))[1:]
-        for p, s in zip(prompts, seeds, strict=True)
-    ]
+    asked = [DecodeRequest(p, ANSWER, None, SamplingParams(*how, s)) for p, s in zip(prompts, seeds, strict=True)]
+    runs = [steps[1:] for steps in together(engine, asked, TreeShape(*tree))]
     return np.array([sum(s.num_accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
 
 
@@ -297,9 +311,8 @@ def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> t
 def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
     """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
     prompts = prompts_of(2, 8)
-    answers = [
-        said(engine.decode_plain(p, ANSWER, sampling=SamplingParams(*HOW[how], s))) for s, p in enumerate(prompts)
-    ]
+    asked = [DecodeRequest(p, ANSWER, None, SamplingParams(*HOW[how], s)) for s, p in enumerate(prompts)]
+    answers = [said(steps) for steps in together(engine, asked, None)]
     accepted, cycles = replayed(engine, prompts, answers, topk)
     for g, (steps, tokens) in enumerate(SHAPES[topk]):
         found = live(engine, prompts, range(8), (steps, topk, tokens), HOW[how])

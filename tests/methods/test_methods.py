@@ -40,7 +40,7 @@ def model() -> Any:
     """As test_decode's."""
     torch.manual_seed(3)
     config = Qwen3Config(
-        hidden_size=H, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        hidden_size=H, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         vocab_size=VOCAB, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
@@ -85,7 +85,7 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
         monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
         monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
         monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
-    return Engine(model, [END], [1, 3, 4])
+    return Engine(model, [END], [1, 2, 3])
 
 
 @every_method
@@ -160,7 +160,7 @@ def branches(tree: Any, ids: Tensor) -> set[tuple[int, ...]]:
 
 def texts(model: Any, method: Any) -> list[tuple[list[int], set[tuple[int, ...]]]]:
     """Of each cycle the text that it stood behind, the root its last, and the branches that were proposed."""
-    engine, found = Engine(model, [END], [1, 3, 4]), []
+    engine, found = Engine(model, [END], [1, 2, 3]), []
     for prompt in prompts():
         noted = Noted(method)
         whole = prompt + said(engine.decode_with_method(prompt, ROOM, noted))
@@ -189,7 +189,7 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
     """Jacobi iteration by hand: of every column a plain causal forward over text, row 0 up to it, and the column."""
     method, kept = LookaheadMethod(4, 4, 3, CPU), 0
     prompt = prompts()[2]
-    engine, noted = Engine(model, [], [1, 3, 4]), Noted(method)
+    engine, noted = Engine(model, [], [1, 2, 3]), Noted(method)
     text = prompt + said(engine.decode_with_method(prompt, ROOM, noted))
     pool: dict[int, list[tuple[int, ...]]] = {}
     proposer = engine.slots.idle[0].proposers[noted]
@@ -216,7 +216,7 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
 
 def test_a_lookahead_guess_that_is_right_to_its_end_yields_level_tokens(model: Any) -> None:
     """The authors' code stops one short (research: N - 1)."""
-    engine = Engine(model, [END], [1, 3, 4])
+    engine = Engine(model, [END], [1, 2, 3])
     steps = [
         step for prompt in prompts() for step in engine.decode_with_method(prompt, ROOM, LookaheadMethod(6, 3, 6, CPU))
     ]

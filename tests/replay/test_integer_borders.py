@@ -36,7 +36,7 @@ def at_end(reach: list[int]) -> list[int]:
     return [min(most, len(reach) - place - 1) for place, most in enumerate(reach)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)  # beside the borders that the bug passed, which are examples
 @given(st.sampled_from(PLACES), st.lists(st.integers(0, 2), min_size=1, max_size=5))
 @example(4_097, [0])
 @example(4_098, [0])

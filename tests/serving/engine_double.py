@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import base64
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
+FORK_VARIABLE = "AERIE_TEST_FORK_SERVER"
 RECORDED = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
 
 
@@ -241,5 +243,14 @@ def main(words: list[str]) -> None:
     web.run_app(app, host="127.0.0.1", port=flags.port, print=None)
 
 
+def fork() -> None:
+    """Go on in a fork of tests/conftest.py's process that has imported torch, if the tests name it."""
+    if address := os.environ.pop(FORK_VARIABLE, None):
+        from stages.telemetry import fork_server
+
+        fork_server.run_module_forked(address, "tests.serving.engine_double", sys.argv[1:])
+
+
 if __name__ == "__main__":
+    fork()
     main(sys.argv[1:])

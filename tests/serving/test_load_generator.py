@@ -1,6 +1,7 @@
 """The load generator against a server that streams at times we set."""
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ from benchmarks import load_overhead
 from stages.serving import latency, load_generator, server
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from tests.serving.misbehaving_server import Fake, Streamed
+
+
+@pytest.fixture(autouse=True)
+def few_objects() -> Iterator[None]:
+    """A load collects all garbage when it begins: a second of the objects that pytest and torch hold here."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 ROOT = Path(__file__).parents[2]
 AT_ONCE = Arrivals(math.inf, None, 0)
