@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -24,11 +25,13 @@ from stages import benchmark_served, prepare_prompts
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
-from stages.results import replay_records, served_records
+from stages.results import replay_records, served_points, served_records
 from stages.runtime import atomic
 from stages.serving import load_generator, server
+from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
 from tests.conftest import EVAL, ROOT, edit_params, gone
+from tests.served_cells import records
 from tests.serving.engine_double import FORK_VARIABLE
 
 DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
@@ -329,3 +332,40 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in told["image_data"]
     ]
     assert shown == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
+    halves, order = iter([None, 0.2, 0.06, 0.04]), []
+
+    def measure(work: Any, plan: Any, one: MeasuredServer, numbers: list[int]) -> None:
+        order.append((one.config_name, numbers))
+
+    monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
+    monkeypatch.setattr(benchmark_served, "_measure_on_server", measure)
+    monkeypatch.setattr(benchmark_served, "_build_server_plan", lambda work: None)
+    until = {"half_width": 0.05, "most_repeats": 8}
+    work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
+    ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))
+    assert ended and ended.model_dump() == {"repeats": 4, "rule": "half_width", "half_width": 0.04}
+    pairs = [("baseline", "drafts"), ("drafts", "baseline")] * 2
+    assert order == [(name, [number]) for number, pair in enumerate(pairs) for name in pair]
+
+
+def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> None:
+    def server(name: str, *paces: list[float]) -> MeasuredServer:
+        """One load each, whose repeats take so many seconds a token."""
+        made = MeasuredServer(name)
+        for cap, load in enumerate(paces, 1):
+            chance = random.Random(cap)
+            turns = [[SimpleNamespace(records=records(chance, 4, 50, cap, pace, 1))] for pace in load]
+            made.loads[200, cap] = turns  # type: ignore[assignment]
+        return made
+
+    even, uneven = [0.02, 0.02, 0.02], [0.01, 0.02, 0.03]
+    halves = [
+        served_points.measure_widest_half(server("drafts", *loads), server("baseline", *[even] * len(loads)))
+        for loads in ([even], [even, uneven])
+    ]
+    assert halves[0] is not None and halves[1] is not None and halves[0] < 0.1 < halves[1]
+    assert served_points.measure_widest_half(server("drafts", [0.01]), server("baseline", [0.02])) is None

@@ -252,7 +252,7 @@ def test_a_mapping_is_no_value_of_any_other_key(place: tuple[str, ...]) -> None:
     [
         ({"a": 1}, ".a: unknown key; known keys are half_width, most_repeats"),
         ({"half_width": 0.05}, ".most_repeats: missing"),
-        ({"half_width": 0, "most_repeats": 8}, ".half_width: expected a number above 0"),
+        ({"half_width": 0, "most_repeats": 8}, ".half_width: expected greater than 0"),
         ({"half_width": 0.05, "most_repeats": 2}, ".most_repeats: expected "),
         (0.05, ": expected "),
     ],
@@ -262,18 +262,31 @@ def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any
     assert any(line.startswith(".".join(UNTIL) + found) for line in problems()), problems()
 
 
+def set_values(values: dict[tuple[str, ...], Any]) -> None:
+    """As `set_value`, of several keys at once."""
+    whole = YAML(typ="safe").load(REAL)
+    for place, value in values.items():
+        section = whole
+        for part in place[:-1]:
+            section = section[part]
+        section[place[-1]] = value
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+
+
 def test_the_budget_is_no_less_than_the_fewest_repeats() -> None:
-    set_value(UNTIL, {"half_width": 0.05, "most_repeats": 4})
-    set_value((*UNTIL[:-1], "repeats"), 5)
+    set_values({UNTIL: {"half_width": 0.05, "most_repeats": 4}, (*UNTIL[:-1], "repeats"): 5})
     assert problems() == ["benchmark.workloads.eval: until.most_repeats is 4, expected at least repeats, 5, the fewest"]
 
 
 def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
-    set_value(UNTIL, {"half_width": 0.05, "most_repeats": 8})
+    until: dict[tuple[str, ...], Any] = {UNTIL: {"half_width": 0.05, "most_repeats": 8}}
+    set_values(until)
     assert schema.load_params().benchmark.workloads["eval"].fewest_repeats == 3
-    set_value(("benchmark_served", "workloads"), ["eval"])
+    until[("benchmark_served", "workloads")] = ["eval"]
+    set_values(until)
     assert "expected benchmark_served.interleave: true" in refusal()
-    set_value(("benchmark_served", "interleave"), True)
+    set_values(until | {("benchmark_served", "interleave"): True})
     schema.load_params()
 
 

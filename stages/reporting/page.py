@@ -205,9 +205,10 @@ class AcceptanceHistogram:
 def _select_histograms(cells: list[TorchCell]) -> list[AcceptanceHistogram]:
     """Return the histograms of at most four telling trees; cells without a cycle have none."""
     chains = [cell for cell in cells if cell.topk == 1]
+    faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
     picks = [
         ("highest tau", max(cells, key=lambda cell: cell.metrics.tau, default=None)),
-        ("fastest", max(cells, key=lambda cell: cell.metrics.speedup, default=None)),
+        ("fastest", max(faster, key=lambda cell: cell.metrics.speedup, default=None)),
         ("longest chain", max(chains, key=lambda cell: cell.num_steps, default=None)),
         ("lowest tau", min(cells, key=lambda cell: cell.metrics.tau, default=None)),
     ]

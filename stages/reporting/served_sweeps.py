@@ -26,6 +26,11 @@ class SweepCell:
         low, high = self.row.speedup_low, self.row.speedup_high
         return low is None or high is None or not low <= 1 <= high
 
+    @property
+    def colour(self) -> float:
+        """Return the strength of its colour; none where the interval holds 1, or is not known."""
+        return self.weight if self.clear and self.row.speedup_low is not None else 0.0
+
 
 @dataclass(frozen=True)
 class SweepLine:

@@ -40,7 +40,7 @@ class TimedCell:
 
 @dataclass(frozen=True)
 class TimingRemark:
-    """What is odd about the times of a stage."""
+    """A reason to doubt the times of a stage."""
 
     stage: str
     text: str

@@ -81,7 +81,7 @@ class SpeedupEvidence:
 
 @dataclass(frozen=True)
 class VerdictLine:
-    """What to do at one load."""
+    """The advice at one load."""
 
     load: VerdictLoad
     kind: VerdictKind
