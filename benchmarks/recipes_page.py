@@ -13,9 +13,12 @@ from stages.reproduce import estimate, target_size
 PAGE = Path("docs/recipes.md")
 HEAD = """# Recipes
 
+This page is for reproducing a published experiment, starting a run of a known size, and estimating what it takes.
+
 <!-- Written by: python -m benchmarks.recipes_page. Edit recipes/ or that file. -->
 
     aerie use RECIPE                    # its keys go into params.yaml; comments and other keys stay
+    aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
     aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
     aerie reproduce RECIPE --compare    # only compare: a cell that does not exist is `not run`
