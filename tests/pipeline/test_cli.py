@@ -14,7 +14,8 @@ from tests.conftest import ROOT
 
 BIN = Path(sys.executable).parent
 COMMANDS = (
-    "run", "stale", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker", "deps", "doctor",
+    "run", "stale", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker", "deps",
+    "doctor",
 )  # fmt: skip
 
 
