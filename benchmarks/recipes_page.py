@@ -8,14 +8,17 @@ from pathlib import Path
 from pipeline import recipes
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
-from stages.reproduce import estimate
+from stages.reproduce import estimate, target_size
 
 PAGE = Path("docs/recipes.md")
 HEAD = """# Recipes
 
+This page is for reproducing a published experiment, starting a run of a known size, and estimating what it takes.
+
 <!-- Written by: python -m benchmarks.recipes_page. Edit recipes/ or that file. -->
 
     aerie use RECIPE                    # its keys go into params.yaml; comments and other keys stay
+    aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
     aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
     aerie reproduce RECIPE --compare    # only compare: a cell that does not exist is `not run`
@@ -56,15 +59,26 @@ cell are counted by reason at the end.
 
 ## What each takes
 
-Sizes follow from recorded configs (`recipes/targets/`, each names its source; no target is downloaded), parameters are counted on
-the meta device, the draft's shape is inferred as `init_draft` does. Hours are an H200's: extraction at 43.4% of its
-989 TFLOP/s, training at 57%, online 59.1% ([training](results/2026-11-21-h200-training.md)); the torch engine at 1.19 ms a layer
-and token, since it waits for Python ([a small target](results/2026-11-21-h200-weather-tiny.md)); servers by the bytes of a step
-at 2.99 TB/s ([decoding](results/2026-11-20-h200-decoding.md)). Answers count at their length limit, and speculative
-decoding as plain. `--dry-run` prints the arithmetic. Mixtures of experts were not measured: a served step
-is assumed to read the experts that all tokens in flight can meet.
+`aerie estimate RECIPE` prints this for each stage, with the arithmetic; `aerie estimate` for params.yaml as it is. Its column "where the
+time comes from" says which figures were measured on your machine (`logs/stages.jsonl`), which on another, and which are arithmetic.
 
-"""
+Sizes follow from recorded configs (`recipes/targets/`, each names its source; no target is downloaded). Parameters are counted on
+the meta device. The draft's shape is inferred as `init_draft` does. **All hours below are arithmetic**, from rates measured on an H200:
+
+| stage | rate | measured |
+|---|---|---|
+| `extract_hiddens` | 43.4% of 989 TFLOP/s, compiled 55.9%; at most 1.95 GB/s to the disk | [training](results/2026-11-21-h200-training.md) |
+| `train_draft` | 57% of 989 TFLOP/s, online 59.1% | the same |
+| `benchmark` | weights and KV cache at 3.31 TB/s: 4.57 ms a step, 0.127 ms a layer, at Qwen3-8B's shape | [torch engine](results/2026-11-22-h200-one-engine.md) |
+| `sample_target`, transformers | 0.70 ms a layer and step, whatever the batch: that of EAGLE's engine, which runs transformers' modules | [the table of one prompt](results/2026-11-22-h200-engine.md) |
+| `sample_target`, servers; `benchmark_served` | weights and KV cache at 2.90 TB/s: 5.22 ms a step at that shape | [decoding](results/2026-11-20-h200-decoding.md) |
+
+Several GPUs use 97.5% (extraction) and 96% (training) of their time, as two do; more than two were not measured. `--gpu h100` scales
+decoding to an H100's 3.35 TB/s. Answers count at their length limit, and speculative decoding as plain. Mixtures of experts
+were not measured at size: a step is assumed to read the experts that all tokens in flight can meet. A stage that is "not
+estimated" takes seconds to minutes on the embedded target; at other sizes it was not measured.
+
+"""  # noqa: E501
 
 
 def render_page() -> str:
@@ -76,7 +90,7 @@ def render_page() -> str:
         assert recipe, path
         with recipes.merge_recipe(path.stem) as (file, _):
             p = schema.load_params(file)
-        target, result = estimate.read_target_size(p), estimate.estimate_recipe(p, recipe)
+        target, result = target_size.read_target_size(p), estimate.estimate_recipe(p, recipe)
         draft = sum(estimate.count_draft_parameters(estimate.init_draft.infer_config(p, target.manifest)).values())
         cells = (
             f"`{path.stem}`", ", ".join(dict.fromkeys(f"`{match.publication}`" for match in recipe.beside)) or "ours",

@@ -33,6 +33,9 @@ Recipe = Annotated[
 OptionalRecipe = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="Check this recipe instead of params.yaml as it is.")
 ]
+OptionalEstimated = Annotated[
+    str | None, typer.Argument(metavar="RECIPE", help="Estimate this recipe instead of params.yaml as it is.")
+]
 Stage = Annotated[str, typer.Argument(metavar="STAGE", help="Stage of dvc.yaml, such as report or train_draft@e009.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of .scratch/runs.")]
 
@@ -147,6 +150,24 @@ def reproduce(
         raise ValueError("expected --dry-run or --compare, found both")
     way = steps.describe_dry_run if dry_run else steps.compare_recipe if compare else steps.reproduce_recipe
     _print_lines(way(recipe))
+
+
+@app.command()
+def estimate(
+    recipe: OptionalEstimated = None,
+    params: Annotated[
+        Path | None, typer.Option("--params", metavar="FILE", help="A whole params.yaml other than the one here.")
+    ] = None,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="GPU", help="Arithmetic for an h200 or an h100.")] = "h200",
+) -> None:
+    """Print what a run takes: seconds, disk and GPU-hours of each stage.
+
+    Each figure says where it comes from: measured here, in logs/stages.jsonl; measured elsewhere, on which date and machine;
+    or arithmetic from FLOP and bytes. Changes, downloads and runs nothing, needs no GPU.
+    """
+    from pipeline import estimate as figures
+
+    _print_lines(figures.describe_estimate(recipe, params, gpu))
 
 
 @app.command()

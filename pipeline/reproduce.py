@@ -21,6 +21,15 @@ from stages.params.section import PARAMS_FILE
 GIB = 2**30
 
 
+class StageEstimate(BaseModel):
+    """Time and disk of all stages with one name before the @; None where nothing is known."""
+
+    model_config = ConfigDict(frozen=True)
+    seconds: float | None
+    gpu_hours: float | None
+    disk_bytes: float
+
+
 class RunEstimate(BaseModel):
     """The size of a run, as `stages.reproduce.estimate` prints it."""
 
@@ -30,6 +39,8 @@ class RunEstimate(BaseModel):
     download_bytes: float
     gpu_hours: float
     missing: list[str]  # files that the user brings
+    stages: dict[str, StageEstimate] = {}  # by the name in dvc.yaml before the @
+    origin: str = ""  # of the seconds in `stages`
 
 
 def reproduce_recipe(name: str) -> Iterator[str]:
@@ -57,7 +68,7 @@ def reproduce_recipe(name: str) -> Iterator[str]:
 
 def take_recipe(name: str) -> Iterator[str]:
     """Write the recipe into params.yaml after printing what it takes. Raises ValueError as `reproduce_recipe` beforehand."""
-    with _open_recipe(name) as (path, file, _):
+    with open_recipe(name) as (path, file, _):
         list_stages_with(file)
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
@@ -67,7 +78,7 @@ def take_recipe(name: str) -> Iterator[str]:
 
 def describe_dry_run(name: str) -> Iterator[str]:
     """Yield what would run and what it takes. Raises ValueError if the recipe is not valid."""
-    with _open_recipe(name) as (path, file, changes):
+    with open_recipe(name) as (path, file, changes):
         upstream = list_stages_with(file)
         estimate = estimate_params(path, file)
     yield f"{len(upstream)} stages:"
@@ -80,7 +91,7 @@ def describe_dry_run(name: str) -> Iterator[str]:
 
 def compare_recipe(name: str) -> Iterator[str]:
     """Yield the table of the results in results/ beside the published ones."""
-    with _open_recipe(name) as (path, file, _):
+    with open_recipe(name) as (path, file, _):
         table = _run_reproduce_module("compare", str(path), str(file))
     yield table.rstrip("\n")
 
@@ -96,17 +107,19 @@ def list_stages_with(file: Path) -> dict[str, list[str]]:
         return dvc_graph.list_stages(root)
 
 
-def estimate_params(recipe: Path | None, file: Path) -> RunEstimate:
+def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEstimate:
     """Return the size of a run with the parameters in `file`, whose rows are as long as the recipe's or may be.
+
+    `gpu` is a key of GPUS in stages/reproduce/measured_rates.py.
 
     Raises:
         ValueError: nothing is recorded of the target's shape, or the parameters are not valid.
     """
-    return RunEstimate.model_validate_json(_run_reproduce_module("estimate", str(recipe or "-"), str(file)))
+    return RunEstimate.model_validate_json(_run_reproduce_module("estimate", str(recipe or "-"), str(file), gpu))
 
 
 @contextmanager
-def _open_recipe(name: str) -> Iterator[tuple[Path, Path, list[str]]]:
+def open_recipe(name: str) -> Iterator[tuple[Path, Path, list[str]]]:
     """Yield the recipe's path, a file of params.yaml with its keys, and a line for each key that changed.
 
     Raises:

@@ -23,7 +23,7 @@ from stages import fix_data, init_draft, prepare_target, sample_target
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.literature import published
 from stages.params import schema
-from stages.reproduce import estimate
+from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision
 from stages.toy import text_targets
 from tests.conftest import ROOT, SMALL, copy_project, edit_params
@@ -43,7 +43,8 @@ def project(home: Path) -> Path:
 def test_every_recipe_that_was_asked_for_is_there() -> None:
     qwen = {f"angelslim-qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b")}
     hunyuan = {f"angelslim-hunyuan-{size}" for size in ("1.8b", "4b", "7b")}
-    assert set(NAMES) == qwen | hunyuan | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
+    train = {"train-qwen3-8b-8gpu", "train-qwen3-8b-1gpu", "train-qwen3-vl-8b-8gpu"}
+    assert set(NAMES) == qwen | hunyuan | train | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
     assert len(BUILTIN) == 4
 
 
@@ -98,7 +99,7 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     assert {stage for stage in stages if stage.partition("_")[0] in ("train", "import")} == made
     assert made < set(stages["report"]), "report depends on every draft's report"
 
-    shape, found = estimate.read_target_size(p), estimate.estimate_recipe(p, about)
+    shape, found = target_size.read_target_size(p), estimate.estimate_recipe(p, about)
     draft = init_draft.infer_config(p, shape.manifest)
     with torch.device("meta"):
         parameters = sum(x.numel() for x in Eagle3Draft(DraftConfig.from_json(draft)).parameters())

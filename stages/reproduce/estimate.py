@@ -1,65 +1,54 @@
-"""Estimate of a recipe: parameters, bytes and GPU-hours, without a GPU, a download or the data.
+"""Estimate of a run: parameters, bytes, seconds and GPU-hours, without a GPU, a download or the data.
 
-    python -m stages.reproduce.estimate RECIPE PARAMS    # JSON: lines to read, disk_bytes, download_bytes, gpu_hours, missing
-    python -m stages.reproduce.estimate - PARAMS         # without a recipe: rows as long as extract_hiddens.max_length allows
+    python -m stages.reproduce.estimate RECIPE PARAMS [GPU]    # JSON: lines to read, estimates by stage, totals, missing files
+    python -m stages.reproduce.estimate - PARAMS               # without a recipe: rows of extract_hiddens.max_length tokens
 
-The target's shape is that of recipes/targets/NAME.json; the draft's is inferred from it as init_draft does. Hours are
-an H200's, from the measured rates below. Loading, compiling, replays and check_overfit are left out: they are small.
-How long answers get is not known, so each counts as long as it may be.
+The target's shape is that of recipes/targets/NAME.json, or of its own config.json where that is on this machine; the draft's is
+inferred from it as init_draft does. Times follow from the rates in measured_rates.py. Loading, compiling, replays and
+check_overfit are left out: they are small. How long answers get is not known, so each counts as long as it may be.
 """
 
+import itertools
 import json
 import math
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants
-from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from stages import init_draft, prepare_target
+from stages import init_draft
 from stages.draft import checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
-from stages.params.recipe import RECIPES_FOLDER, Recipe
-from stages.target import loading
+from stages.params.recipe import Recipe
+from stages.reproduce import measured_rates
+from stages.reproduce.measured_rates import GPUS, MEASURED_GPU, SERVER_START_S, Gpu
+from stages.reproduce.target_size import TargetSize, get_itemsize, read_target_size
+from stages.serving.client import expand_urls
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 
-TARGETS_FOLDER = RECIPES_FOLDER / "targets"
-GIB, GB = 2**30, 1e9
-PEAK_FLOPS = 989e12  # FLOP/s of an H200 in bfloat16, by its datasheet
-# docs/results/2026-11-21-h200-training.md: shares of PEAK_FLOPS, at the shape of Qwen3-8B
-EXTRACTING_SHARE, EXTRACTING_COMPILED_SHARE, TRAINING_SHARE, ONLINE_SHARE = 0.434, 0.559, 0.57, 0.591
-# docs/results/2026-11-21-h200-weather-tiny.md: 120 tokens/s of plain decoding, 7 layers; the engine waits for Python
-TORCH_LAYER_S = 1 / 120 / 7
-# docs/results/2026-11-20-h200-decoding.md: SGLang's plain step at 8B shape reads 15.63 GB in 5.22 ms; it starts in 64 s
-SERVED_BYTES_S, SERVER_START_S = 15.63 * GB / 5.22e-3, 64
+GIB = 2**30
 
 
-@dataclass(frozen=True)
-class TargetSize:
-    """Numbers of parameters of a target, by its recorded config."""
+@dataclass
+class StageEstimate:
+    """Time and disk of all stages of dvc.yaml with one name before the @. None where nothing is known."""
 
-    manifest: TargetManifest
-    recorded_from: str
-    parameters: int
-    active: int  # those that one token meets: of a mixture's experts as many as it is sent to
-    blocks: int  # active ones in the language model's blocks
-    mixture: bool
-
-    def kv_bytes(self, dtype: str) -> int:
-        """Return the bytes of one token's keys and values in all layers."""
-        m = self.manifest
-        return 2 * m.num_layers * m.num_key_value_heads * m.head_dim * _get_itemsize(dtype)
+    seconds: float | None = None
+    gpu_hours: float | None = None
+    disk_bytes: float = 0.0
 
 
 @dataclass
 class RecipeEstimate:
     lines: list[str] = field(default_factory=list)
+    stages: dict[str, StageEstimate] = field(default_factory=dict)  # by the name in dvc.yaml before the @
+    origin: str = ""  # of the seconds in `stages`
     disk_bytes: float = 0.0
     download_bytes: float = 0.0
     gpu_hours: float = 0.0
@@ -68,13 +57,21 @@ class RecipeEstimate:
     def add_line(self, what: str, value: str, how: str) -> None:
         self.lines.append(f"{what}: {value} ({how})")
 
-    def add_disk(self, what: str, size: float, how: str) -> None:
+    def add_disk(self, stage: str, what: str, size: float, how: str) -> None:
         self.disk_bytes += size
+        self._get_stage(stage).disk_bytes += size
         self.add_line(what, f"{size / GIB:.2f} GiB", how)
 
-    def add_hours(self, what: str, seconds: float, how: str) -> None:
-        self.gpu_hours += seconds / 3600
-        self.add_line(what, f"{seconds / 3600:.2g} GPU-hours", how)
+    def add_hours(self, what: str, gpu_seconds: float, how: str, gpus: int = 1) -> None:
+        """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""
+        self.gpu_hours += gpu_seconds / 3600
+        stage = self._get_stage(what.partition(",")[0])
+        stage.seconds = (stage.seconds or 0) + gpu_seconds / gpus
+        stage.gpu_hours = (stage.gpu_hours or 0) + gpu_seconds / 3600
+        self.add_line(what, f"{gpu_seconds / 3600:.2g} GPU-hours", how + (f", on {gpus} GPUs" if gpus > 1 else ""))
+
+    def _get_stage(self, name: str) -> StageEstimate:
+        return self.stages.setdefault(name, StageEstimate())
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,11 @@ class RowCounts:
     length: int  # tokens of a row
 
 
-def main(recipe_file: str, params_file: str) -> None:
+def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
     p = schema.load_params(Path(params_file))
     recipe = _describe_params(p) if recipe_file == "-" else schema.read_recipe(Path(recipe_file))[0]
     assert recipe, recipe_file
-    print(json.dumps(vars(estimate_recipe(p, recipe))))
+    print(json.dumps(asdict(estimate_recipe(p, recipe, GPUS[gpu]))))
 
 
 def _describe_params(p: schema.Params) -> Recipe:
@@ -106,51 +103,23 @@ def _describe_params(p: schema.Params) -> Recipe:
     return Recipe(status="validated only", row_tokens=p.extract_hiddens.max_length, **nothing)
 
 
-def estimate_recipe(p: schema.Params, recipe: Recipe) -> RecipeEstimate:
+def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -> RecipeEstimate:
     target = read_target_size(p)
     draft = init_draft.infer_config(p, target.manifest)
-    result, rows = RecipeEstimate(missing=_list_missing_files(p)), _count_rows(p, recipe)
+    result = RecipeEstimate(missing=_list_missing_files(p), origin=gpu.origin)
+    rows = _count_rows(p, recipe)
     _add_sizes(result, p, target, draft)
     _add_disk(result, p, rows, target, draft)
     if p.target.device == "cpu":
         result.add_line("GPU", "none", "target.device is cpu")
     else:
-        _add_hours(result, p, rows, target, draft)
-        result.add_line("together", f"{result.gpu_hours:.2g} GPU-hours", "of an H200")
+        _add_hours(result, p, gpu, rows, target, draft)
+        result.add_line("together", f"{result.gpu_hours:.2g} GPU-hours", gpu.origin)
     result.add_line("together", f"{result.disk_bytes / GIB:.2f} GiB", "in this folder")
     return result
 
 
-# Shapes
-
-
-def read_target_size(p: schema.Params) -> TargetSize:
-    """Return the target's size. Raises ValueError where no config of the target is recorded."""
-    path = TARGETS_FOLDER / f"{p.target.model.rstrip('/').rsplit('/', 1)[-1]}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
-        raise ValueError(f"{path} not found, expected a recorded config.json of {p.target.model}; there are {known}")
-    recorded = json.loads(path.read_text(encoding="utf-8"))
-    config: PretrainedConfig = CONFIG_MAPPING[recorded["config"]["model_type"]].from_dict(recorded["config"])
-    manifest = prepare_target.describe_target(
-        p.target.model, p.target.revision, config, path.parent, p.target.feature_layers
-    )
-    return TargetSize(manifest, recorded["recorded_from"], *_count_parameters(config))
-
-
-def _count_parameters(config: PretrainedConfig) -> tuple[int, int, int, bool]:
-    """Return (all, active, active in blocks, whether it has experts), counted on the meta device."""
-    with torch.device("meta"):
-        model = loading.select_auto_class(config).from_config(config)
-    text = config.get_text_config()
-    experts = getattr(text, "num_experts", None)
-    share = text.num_experts_per_tok / experts if experts else 1.0
-    total = active = blocks = 0
-    for name, parameter in model.named_parameters():
-        met = round(parameter.numel() * (share if ".experts." in name else 1.0))
-        total, active = total + parameter.numel(), active + met
-        blocks += met if ".layers." in name and "visual" not in name else 0
-    return total, active, blocks, bool(experts)
+# Sizes
 
 
 def count_draft_parameters(draft: dict[str, Any]) -> dict[str, int]:
@@ -161,7 +130,7 @@ def count_draft_parameters(draft: dict[str, Any]) -> dict[str, int]:
 
 
 def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, draft: dict[str, Any]) -> None:
-    manifest, size = target.manifest, _get_itemsize(p.target.dtype)
+    manifest, size = target.manifest, get_itemsize(p.target.dtype)
     experts = f", {format_count(target.active)} of them active" if target.mixture else ""
     result.add_line(
         "target", f"{manifest.model}, {format_count(target.parameters)} parameters{experts}", target.recorded_from
@@ -192,18 +161,21 @@ def _add_disk(
     token, stored = _count_token_bytes(p, manifest), rows.stored_train + rows.sets * rows.evaluated
     counts = f"{rows.stored_train:,} + {rows.sets} * {rows.evaluated:,} rows"
     how = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes"
-    result.add_disk("hidden states", stored * rows.length * token, how)
-    segments, weights = p.train_draft.checkpoints, _get_itemsize(p.train_draft.dtype)
-    # e000 is float32; a segment keeps its draft, float32 weights and two moments, and another set while it runs.
-    kept = len(segments) + 1 if segments else 0
-    how = f"{format_count(total)} * (4 + {kept} * ({weights} + 12)) bytes"
-    result.add_disk("checkpoints", total * (4 + kept * (weights + 12)), how)
+    result.add_disk("extract_hiddens", "hidden states", stored * rows.length * token, how)
+    result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
+    if segments := p.train_draft.checkpoints:
+        # A segment keeps its draft, float32 weights and two moments; while it runs, another set.
+        kept, weights = len(segments) + 1, get_itemsize(p.train_draft.dtype)
+        how = f"{format_count(total)} * {kept} * ({weights} + 12) bytes"
+        result.add_disk("train_draft", "checkpoints", total * kept * (weights + 12), how)
     if imported := p.import_draft.checkpoints:
         size = 2 * total * len(imported)
-        result.add_disk("imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
+        result.add_disk("import_draft", "imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
         result.download_bytes += size
     if manifest.model.startswith("builtin/"):
-        result.add_disk("target", 4 * target.parameters, f"{format_count(target.parameters)} * 4 bytes")
+        result.add_disk(
+            "prepare_target", "target", 4 * target.parameters, f"{format_count(target.parameters)} * 4 bytes"
+        )
     else:
         result.download_bytes += 2 * target.parameters
         how = f"target and drafts, 2 bytes each; {_get_free_cache_bytes() / GIB:.0f} GiB are free in the Hugging Face cache"
@@ -242,27 +214,50 @@ def _get_eval_rows(p: schema.Params) -> int:
 
 
 def _add_hours(
-    result: RecipeEstimate, p: schema.Params, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
 ) -> None:
-    length, train = rows.length, rows.train
     if p.sample_target.backend != "keep":
-        _add_sampling(
-            result, p, target, train + rows.sets * rows.evaluated, min(length, p.sample_target.max_new_tokens)
-        )
-    stored, flop = rows.stored_train + rows.sets * rows.evaluated, compute_target_flop(target, length)
-    share = EXTRACTING_COMPILED_SHARE if p.extract_hiddens.compile else EXTRACTING_SHARE
+        tokens = min(rows.length, p.sample_target.max_new_tokens)
+        _add_sampling(result, p, gpu, target, rows.train + rows.sets * rows.evaluated, tokens)
+    _add_extraction(result, p, gpu, rows, target)
+    if p.train_draft.checkpoints:
+        _add_training(result, p, gpu, rows, target, draft)
+    _add_torch_cells(result, p, target, gpu)
+    _add_served_cells(result, p, target, gpu)
+
+
+def _add_extraction(result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize) -> None:
+    length, stored = rows.length, rows.stored_train + rows.sets * rows.evaluated
+    flop, gpus = compute_target_flop(target, length), p.extract_hiddens.processes
+    share = measured_rates.EXTRACTING_COMPILED_SHARE if p.extract_hiddens.compile else measured_rates.EXTRACTING_SHARE
     note = "; measured on dense targets only" if target.mixture else ""
-    how = f"{stored:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s"
-    result.add_hours("extract_hiddens", stored * length * flop / (share * PEAK_FLOPS), how + note)
-    if segments := p.train_draft.checkpoints:
-        epochs = sum(segment.epochs for segment in segments.values())
-        flop, share = compute_train_flop(target.manifest, draft, p.train_draft.ttt_steps), TRAINING_SHARE
-        if p.extract_hiddens.online:
-            flop, share = flop + compute_target_flop(target, length), ONLINE_SHARE
-        how = f"{epochs} epochs * {train:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
-        result.add_hours("train_draft", epochs * train * length * flop / (share * PEAK_FLOPS), how)
-    _add_torch_cells(result, p, target)
-    _add_served_cells(result, p, target)
+    peak = f"{share:.1%} of {gpu.peak_flops / 1e12:.0f} TFLOP/s"
+    how = f"{stored:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {peak}"
+    seconds = stored * length * flop / (share * gpu.peak_flops)
+    seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_EXTRACTING)
+    written = stored * length * _count_token_bytes(p, target.manifest)
+    if written / measured_rates.DISK_BYTES_S > seconds / gpus:
+        seconds = written / measured_rates.DISK_BYTES_S * gpus
+        how = f"{written / 1e9:,.0f} GB at {measured_rates.DISK_BYTES_S / 1e9} GB/s of the disk, the GPUs wait"
+    result.add_hours("extract_hiddens", seconds, how + note, gpus)
+
+
+def _add_training(
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+) -> None:
+    length, train, gpus = rows.length, rows.train, p.train_draft.processes
+    epochs = sum(segment.epochs for segment in p.train_draft.checkpoints.values())
+    flop = compute_train_flop(target.manifest, draft, p.train_draft.ttt_steps)
+    share = measured_rates.TRAINING_SHARE
+    if p.extract_hiddens.online:
+        flop, share = flop + compute_target_flop(target, length), measured_rates.ONLINE_SHARE
+    how = f"{epochs} epochs * {train:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
+    seconds = epochs * train * length * flop / (share * gpu.peak_flops)
+    seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_TRAINING)
+    if not p.extract_hiddens.online:
+        read = epochs * train * length * _count_token_bytes(p, target.manifest) / max(seconds / gpus, 1)
+        how += f"; the disk must give {read / 1e9:.1f} GB/s, unless memory holds the hidden states"
+    result.add_hours("train_draft", seconds, how, gpus)
 
 
 def compute_target_flop(target: TargetSize, length: int) -> float:
@@ -284,18 +279,31 @@ def compute_train_flop(manifest: TargetManifest, draft: dict[str, Any], steps: i
     )
 
 
-def _add_sampling(result: RecipeEstimate, p: schema.Params, target: TargetSize, rows: int, tokens: int) -> None:
+def _add_sampling(
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, target: TargetSize, rows: int, tokens: int
+) -> None:
     if p.sample_target.backend == "transformers":
-        batches = -(-rows // p.sample_target.batch_size)
-        step = TORCH_LAYER_S * target.manifest.num_layers
-        how = f"{batches:,} batches * {tokens:,} tokens * {1e3 * step:.1f} ms, {1e3 * TORCH_LAYER_S:.2f} a layer"
+        gpus, at_once = 1, p.sample_target.batch_size
+        step = measured_rates.estimate_generate_step(p, target, gpu, at_once, tokens)
     else:
-        batches = -(-rows // p.sample_target.server.concurrency)
-        step = _estimate_served_step(p, target, p.sample_target.server.concurrency, tokens)
-        how = (
-            f"{batches:,} times {p.sample_target.server.concurrency} at once * {tokens:,} tokens * {1e3 * step:.1f} ms"
-        )
-    result.add_hours("sample_target", batches * tokens * step, how)
+        gpus = _count_sampling_gpus(p)
+        at_once = max(1, p.sample_target.server.concurrency // gpus)  # of one GPU
+        step = measured_rates.estimate_served_step(p, target, gpu, at_once, tokens)
+    batches = -(-rows // (at_once * gpus))
+    together = f"{at_once} at once" + (f" on each of {gpus} GPUs" if gpus > 1 else "")
+    how = f"{batches:,} times {together} * {tokens:,} tokens * {1e3 * step:.1f} ms"
+    seconds = batches * tokens * step
+    result.add_hours("sample_target", seconds * gpus, how, gpus)
+
+
+def _count_sampling_gpus(p: schema.Params) -> int:
+    """Return the GPUs of the servers that sample: by tensor and data parallelism, or one for each URL."""
+    server = p.sample_target.server
+    if server.launch is None:
+        return max(1, len(expand_urls(server.base_urls)))
+    flags = {"--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size"}
+    words = [part for word in server.launch_args for part in word.split("=", 1)]
+    return math.prod(int(value) for flag, value in itertools.pairwise(words) if flag in flags and value.isdigit())
 
 
 def _count_prompts(p: schema.Params, workload: Workload) -> int:
@@ -303,8 +311,7 @@ def _count_prompts(p: schema.Params, workload: Workload) -> int:
     return (workload.num_prompts or _get_eval_rows(p)) * (2 if workload.turns == "all" else 1)
 
 
-def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSize) -> None:
-    step = TORCH_LAYER_S * target.manifest.num_layers
+def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSize, gpu: Gpu = MEASURED_GPU) -> None:
     for name in p.benchmark.torch_workloads:
         workload = p.benchmark.workloads[name]
         prompts = _count_prompts(p, workload) * workload.most_repeats + workload.warmup
@@ -312,42 +319,41 @@ def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSiz
         seconds, loads = 0.0, []
         for tokens, cap in workload.list_loads():
             at_once = min(prompts, cap or prompts)
+            context = (workload.input_tokens or 0) + tokens
+            step = measured_rates.estimate_torch_step(p, target, gpu, at_once, context)
             seconds += cells * prompts / at_once * tokens * 2 * step
-            loads.append(f"{prompts:,} prompts * {tokens:,} tokens" + (f" / {at_once} at once" if at_once > 1 else ""))
-        how = f"{cells} cells * {' + '.join(loads)} * 2 * {1e3 * step:.1f} ms: speculative counted as plain"
-        result.add_hours(f"benchmark, {name}", seconds, how)
+            together = f" / {at_once} at once" if at_once > 1 else ""
+            loads.append(f"{prompts:,} prompts * {tokens:,} tokens{together} * {1e3 * step:.1f} ms")
+        how = f"{cells} cells * 2 * ({' + '.join(loads)}): speculative counted as plain"
+        # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
+        result.add_hours(
+            f"benchmark, {name}", seconds * p.benchmark.num_gpus_per_model, how, p.benchmark.num_gpus_total
+        )
 
 
-def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSize) -> None:
+def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSize, gpu: Gpu) -> None:
     served = p.benchmark_served
-    cells = 1 + len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
+    cells = len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
     for name in served.workloads:
         workload = p.benchmark.workloads[name]
-        prompts = _count_prompts(p, workload) + workload.warmup
-        loads = []
-        for tokens, cap in workload.list_loads():
-            at_once = min(prompts, cap or prompts)
-            context = (workload.input_tokens or 0) + tokens
-            seconds = prompts / at_once * tokens * _estimate_served_step(p, target, at_once, context)
-            seconds += (
-                prompts
-                * (workload.input_tokens or 0)
-                * compute_target_flop(target, context)
-                / (EXTRACTING_SHARE * PEAK_FLOPS)
-            )
-            loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second))
-        seconds = cells * (SERVER_START_S + workload.most_repeats * sum(loads)) * served.server.tp
-        load = f"({SERVER_START_S} s + {workload.most_repeats} * {sum(loads):.0f} s of load)"
-        how = f"{cells} servers * {load}: speculative counted as plain"
-        result.add_hours(f"benchmark_served, {name}", seconds, how)
+        load = workload.most_repeats * sum(_list_load_seconds(p, target, gpu, workload))
+        how = f"({SERVER_START_S} s + {workload.most_repeats} * {load / workload.most_repeats:.0f} s of load): speculative counted as plain"
+        for stage, servers in {"benchmark_served": cells, "benchmark_served_baseline": 1}.items():
+            seconds = servers * (SERVER_START_S + load) * served.server.tp
+            result.add_hours(f"{stage}, {name}", seconds, f"{servers} servers * {how}", served.server.tp)
 
 
-def _estimate_served_step(p: schema.Params, target: TargetSize, at_once: int, context: int) -> float:
-    """Return seconds: the weights that `at_once` tokens meet, and their contexts, are read once."""
-    weights = min(target.parameters, target.active * at_once)
-    return (
-        weights * _get_itemsize(p.target.dtype) + at_once * context * target.kv_bytes(p.target.dtype)
-    ) / SERVED_BYTES_S
+def _list_load_seconds(p: schema.Params, target: TargetSize, gpu: Gpu, workload: Workload) -> list[float]:
+    """Return the seconds of each load of a served workload: prefill and plain decoding, or the time its arrivals take."""
+    prompts, loads = _count_prompts(p, workload) + workload.warmup, []
+    for tokens, cap in workload.list_loads():
+        at_once = min(prompts, cap or prompts)
+        context = (workload.input_tokens or 0) + tokens
+        seconds = prompts / at_once * tokens * measured_rates.estimate_served_step(p, target, gpu, at_once, context)
+        prefill = compute_target_flop(target, context) / (measured_rates.EXTRACTING_SHARE * gpu.peak_flops)
+        seconds += prompts * (workload.input_tokens or 0) * prefill
+        loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second))
+    return loads
 
 
 def _list_missing_files(p: schema.Params) -> list[str]:
@@ -361,10 +367,6 @@ def format_count(parameters: int) -> str:
     """Return the count with three digits: 8.19e9."""
     unit = next((unit for unit in (1e9, 1e6) if parameters >= unit), 1e3)
     return f"{parameters / unit:.3g}e{round(math.log10(unit))}"
-
-
-def _get_itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pipeline import (
     deps,
     doctor,
     dvc_graph,
+    estimate,
     processes,
     promotion,
     recipes,
@@ -27,7 +28,8 @@ from tests.conftest import ROOT
 
 BIN = Path(sys.executable).parent
 COMMANDS = (
-    "run", "stale", "rerun", "use", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker", "deps", "doctor",
+    "run", "stale", "rerun", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
+    "deps", "doctor",
 )  # fmt: skip
 
 
@@ -97,6 +99,9 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
         (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
         (["deps", "--write"], deps, "write_code_deps", ()),
         (["doctor"], doctor, "report_findings", (None,)),
+        (["estimate"], estimate, "describe_estimate", (None, None, "h200")),
+        (["estimate", "weather-tiny", "--gpu", "h100"], estimate, "describe_estimate", ("weather-tiny", None, "h100")),
+        (["estimate", "--params", "mine.yaml"], estimate, "describe_estimate", (None, Path("mine.yaml"), "h200")),
         (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
     ],
 )

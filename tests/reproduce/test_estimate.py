@@ -1,5 +1,6 @@
 """Estimates against what models really have, what was measured, and a slow count."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pipeline import recipes
 from stages.draft import checkpoint
 from stages.hidden_states import format
 from stages.params import schema
-from stages.reproduce import estimate
+from stages.reproduce import estimate, measured_rates, target_size
 from tests.conftest import ROOT
 
 PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
@@ -19,13 +20,16 @@ PRINTED = {  # model cards; Qwen3-VL's counts its vision tower
 }  # fmt: skip
 
 
+PEAK_FLOPS = measured_rates.MEASURED_GPU.peak_flops
+H200, H100 = measured_rates.GPUS["h200"], measured_rates.GPUS["h100"]
+
 pytestmark = pytest.mark.usefixtures("home")
 
 
-def shape_of(name: str) -> tuple[schema.Params, estimate.TargetSize]:
+def shape_of(name: str) -> tuple[schema.Params, target_size.TargetSize]:
     with recipes.merge_recipe(name) as (file, _):
         p = schema.load_params(file)
-    return p, estimate.read_target_size(p)
+    return p, target_size.read_target_size(p)
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -57,10 +61,10 @@ def test_training_and_extraction_take_the_hours_that_were_measured() -> None:
     draft = estimate.init_draft.infer_config(p, shape.manifest)
     flop = estimate.compute_train_flop(shape.manifest, draft, 7)
     assert flop == pytest.approx(16.46e9, rel=0.03)
-    assert estimate.TRAINING_SHARE * estimate.PEAK_FLOPS / flop == pytest.approx(34_250, rel=0.03)
+    assert measured_rates.TRAINING_SHARE * PEAK_FLOPS / flop == pytest.approx(34_250, rel=0.03)
     flop = estimate.compute_target_flop(shape, 2048)
     assert flop == pytest.approx(14.5e9, rel=0.01)
-    assert estimate.EXTRACTING_SHARE * estimate.PEAK_FLOPS / flop == pytest.approx(29_595, rel=0.01)
+    assert measured_rates.EXTRACTING_SHARE * PEAK_FLOPS / flop == pytest.approx(29_595, rel=0.01)
 
 
 def test_draft_parameters_are_those_of_its_tensors() -> None:
@@ -90,7 +94,7 @@ def test_a_target_that_is_not_recorded_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"recipes/targets/Other-9B.json not found, expected a recorded config.json of"
     ):
-        estimate.read_target_size(other)
+        target_size.read_target_size(other)
 
 
 def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
@@ -112,14 +116,68 @@ def test_the_page_of_recipes_is_what_its_command_writes() -> None:
 def test_loads_of_the_torch_engine_take_turns_at_once() -> None:
     """A sweep has as many passes as its rounds have tokens, of each concurrency."""
     p, shape = shape_of("angelslim-qwen3-8b")
-    (name, *_), step = p.benchmark.torch_workloads, estimate.TORCH_LAYER_S * shape.manifest.num_layers
+    name = p.benchmark.torch_workloads[0]
     w = p.benchmark.workloads[name].model_copy(
         update={"num_prompts": 30, "warmup": 2, "turns": "first", "max_new_tokens": [10, 50], "concurrency": [1, 8, 64]}
     )
     b = p.benchmark.model_copy(update={"torch_workloads": [name], "workloads": {name: w}})
     found = estimate.RecipeEstimate()
     estimate._add_torch_cells(found, p.model_copy(update={"benchmark": b}), shape)
-    rounds = 32 / 1 + 32 / 8 + 32 / 32  # 64 at once are never more than there are prompts
-    cells = len(b.checkpoints) * len(b.trees)
-    assert found.gpu_hours == pytest.approx(cells * rounds * (10 + 50) * 2 * step / 3600)
+    cells, hours = len(b.checkpoints) * len(b.trees), 0.0
+    for tokens in (10, 50):
+        for at_once in (1, 8, 32):  # 64 at once are never more than there are prompts
+            step = measured_rates.estimate_torch_step(p, shape, H200, at_once, tokens)
+            hours += cells * 32 / at_once * tokens * 2 * step / 3600
+    assert found.gpu_hours == pytest.approx(hours)
     assert "32 prompts * 50 tokens / 8 at once" in found.lines[0]
+    assert found.stages["benchmark"].seconds == pytest.approx(found.gpu_hours * 3600)
+
+
+@pytest.mark.parametrize(("at_once", "measured"), [(1, 4.574), (4, 4.71), (16, 5.18), (64, 6.84)])
+def test_steps_of_the_torch_engine_are_those_measured(at_once: int, measured: float) -> None:
+    """docs/results/2026-11-22-h200-one-engine.md and -engine.md: Qwen3-8B's shape, prompts of 512 tokens, answers of 64."""
+    p, shape = shape_of("angelslim-qwen3-8b")
+    assert measured_rates.estimate_torch_step(p, shape, H200, at_once, 576) * 1e3 == pytest.approx(measured, rel=0.1)
+
+
+def test_a_step_of_sglang_is_that_measured() -> None:
+    """docs/results/2026-11-20-h200-decoding.md: 5.22 ms; a tiny target's takes the engine's own 1.19 ms."""
+    p, shape = shape_of("angelslim-qwen3-8b")
+    assert measured_rates.estimate_served_step(p, shape, H200, 1, 512) * 1e3 == pytest.approx(5.22, rel=0.02)
+    tiny = shape_of("weather-tiny")
+    assert measured_rates.estimate_served_step(*tiny, H200, 1, 512) == measured_rates.SERVED_STEP_S
+
+
+def test_an_h100_decodes_slower_and_computes_as_fast() -> None:
+    p, shape = shape_of("angelslim-qwen3-8b")
+    steps = [measured_rates.estimate_torch_step(p, shape, gpu, 1, 512) for gpu in (H200, H100)]
+    assert steps[1] / steps[0] == pytest.approx(4.8 / 3.35)
+    about, _ = schema.read_recipe(Path("recipes/train-qwen3-8b-8gpu.yaml"))
+    p, _ = shape_of("train-qwen3-8b-8gpu")
+    assert about is not None
+    found = [estimate.estimate_recipe(p, about, gpu) for gpu in (H200, H100)]
+    assert found[0].stages["train_draft"] == found[1].stages["train_draft"]
+    assert "scaled to an H100" in found[1].origin and "scaled" not in found[0].origin
+
+
+def test_eight_gpus_share_the_work_and_one_disk() -> None:
+    """60,000 rows in fp8 are 1,014 GB: at 1.95 GB/s the disk needs longer than eight GPUs."""
+    about, _ = schema.read_recipe(Path("recipes/train-qwen3-8b-8gpu.yaml"))
+    p, _ = shape_of("train-qwen3-8b-8gpu")
+    assert about is not None
+    found = estimate.estimate_recipe(p, about).stages
+    for stage in ("sample_target", "extract_hiddens", "train_draft"):
+        seconds, hours = found[stage].seconds, found[stage].gpu_hours
+        assert seconds is not None and hours is not None and seconds * 8 == pytest.approx(hours * 3600)
+    assert found["extract_hiddens"].seconds == pytest.approx(found["extract_hiddens"].disk_bytes / 1.95e9)
+    assert estimate._count_sampling_gpus(p) == 8
+
+
+def test_a_target_of_a_local_folder_is_read_from_its_own_config(tmp_path: Path) -> None:
+    p, known = shape_of("angelslim-qwen3-1.7b")
+    recorded = json.loads(Path("recipes/targets/Qwen3-1.7B.json").read_text())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text(json.dumps(recorded["config"]))
+    own = p.model_copy(update={"target": p.target.model_copy(update={"model": str(tmp_path / "mine")})})
+    found = target_size.read_target_size(own)
+    assert found.parameters == known.parameters and found.recorded_from == "its own config.json"

@@ -1,0 +1,93 @@
+"""The size of a target by its config.json, counted without a GPU or its weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from stages import prepare_target
+from stages.params import schema
+from stages.params.recipe import RECIPES_FOLDER
+from stages.target import loading
+from stages.target.manifest import TargetManifest
+
+TARGETS_FOLDER = RECIPES_FOLDER / "targets"
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """Numbers of parameters of a target, by its recorded config."""
+
+    manifest: TargetManifest
+    recorded_from: str
+    parameters: int
+    active: int  # those that one token meets: of a mixture's experts as many as it is sent to
+    blocks: int  # active ones in the language model's blocks
+    all_blocks: int  # those of the blocks, met or not
+    mixture: bool
+
+    def kv_bytes(self, dtype: str) -> int:
+        """Return the bytes of one token's keys and values in all layers."""
+        m = self.manifest
+        return 2 * m.num_layers * m.num_key_value_heads * m.head_dim * get_itemsize(dtype)
+
+
+@dataclass(frozen=True)
+class _FoundConfig:
+    config: dict[str, Any]
+    source: str
+
+
+def read_target_size(p: schema.Params) -> TargetSize:
+    """Return the target's size. Raises ValueError where no config of the target is here."""
+    found = _find_config(p.target.model, p.target.revision)
+    config: PretrainedConfig = CONFIG_MAPPING[found.config["model_type"]].from_dict(found.config)
+    manifest = prepare_target.describe_target(
+        p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
+    )
+    return TargetSize(manifest, found.source, *_count_parameters(config))
+
+
+def _find_config(model: str, revision: str | None) -> _FoundConfig:
+    """Return the config of recipes/targets/, of the target's own folder, or of the Hugging Face cache."""
+    path = TARGETS_FOLDER / f"{model.rstrip('/').rsplit('/', 1)[-1]}.json"
+    if path.is_file():
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        return _FoundConfig(recorded["config"], recorded["recorded_from"])
+    own = Path(model) / "config.json"
+    if not own.is_file() and not Path(model).is_absolute() and model.count("/") <= 1:
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        own = Path(cached) if isinstance(cached, str) else own
+    if own.is_file():
+        config = json.loads(own.read_text(encoding="utf-8"))
+        if config.get("model_type") in CONFIG_MAPPING:
+            return _FoundConfig(config, "its own config.json")
+    known = ", ".join(sorted(file.stem for file in TARGETS_FOLDER.glob("*.json")))
+    raise ValueError(
+        f"{path} not found, expected a recorded config.json of {model}; there are {known}. Nor is it in the Hugging Face "
+        f"cache: hf download {model} config.json"
+    )
+
+
+def _count_parameters(config: PretrainedConfig) -> tuple[int, int, int, int, bool]:
+    """Return (all, active, active in blocks, all in blocks, whether it has experts), counted on the meta device."""
+    with torch.device("meta"):
+        model = loading.select_auto_class(config).from_config(config)
+    text = config.get_text_config()
+    experts = getattr(text, "num_experts", None)
+    share = text.num_experts_per_tok / experts if experts else 1.0
+    total = active = blocks = all_blocks = 0
+    for name, parameter in model.named_parameters():
+        met = round(parameter.numel() * (share if ".experts." in name else 1.0))
+        total, active = total + parameter.numel(), active + met
+        if ".layers." in name and "visual" not in name:
+            blocks, all_blocks = blocks + met, all_blocks + parameter.numel()
+    return total, active, blocks, all_blocks, bool(experts)
+
+
+def get_itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
