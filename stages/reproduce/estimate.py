@@ -336,8 +336,10 @@ def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSi
     cells = len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
     for name in served.workloads:
         workload = p.benchmark.workloads[name]
-        load = workload.most_repeats * sum(_list_load_seconds(p, target, gpu, workload))
-        how = f"({SERVER_START_S} s + {workload.most_repeats} * {load / workload.most_repeats:.0f} s of load): speculative counted as plain"
+        once = sum(_list_load_seconds(p, target, gpu, workload))
+        load = workload.most_repeats * once
+        repeated = f"{workload.most_repeats} * {once:.0f} s of load"
+        how = f"({SERVER_START_S} s + {repeated}): speculative counted as plain"
         for stage, servers in {"benchmark_served": cells, "benchmark_served_baseline": 1}.items():
             seconds = servers * (SERVER_START_S + load) * served.server.tp
             result.add_hours(f"{stage}, {name}", seconds, f"{servers} servers * {how}", served.server.tp)
