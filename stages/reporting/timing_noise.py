@@ -4,7 +4,7 @@ Plain decoding of the same prompts takes as long beside one tree as beside anoth
 the plain step of the timing grid; a prefill is compared likewise. On a CPU a cell also has its process's own time.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -123,14 +123,14 @@ def time_line(line: ServedTableLine) -> TimedCell | None:
 OddTime = tuple[str, str, str]  # stage, label, what is odd
 
 
-def _compare_with_peers(timed: list[TimedCell]) -> Iterator[OddTime]:
+def _compare_with_peers(timed: list[TimedCell], confirmed: Collection[str]) -> Iterator[OddTime]:
     """Yield the cells whose plain decoding or prefill is far from the median of the others that decode the same."""
     for cell in timed:
         others = [other for other in timed if other.peers == cell.peers and other is not cell]
         if not others:
             continue
         usual = median(other.plain_tok_s for other in others)
-        if not cell.allows(cell.plain_tok_s / usual):
+        if cell.stage not in confirmed and not cell.allows(cell.plain_tok_s / usual):
             gap = _describe_gap(cell.plain_tok_s / usual)
             text = f"plain decoding, {cell.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {usual:.0f}"
             yield cell.stage, cell.label, text
@@ -140,8 +140,18 @@ def _compare_with_peers(timed: list[TimedCell]) -> Iterator[OddTime]:
             yield cell.stage, cell.label, text
 
 
-def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> Iterator[OddTime]:
-    """Yield the cells whose plain step is not the timing grid's; the grid itself where it is alone against most of them."""
+@dataclass(frozen=True)
+class GridComparison:
+    """The plain steps of cells beside those of the timing grids of the same machine."""
+
+    odd: list[OddTime]
+    confirmed: frozenset[str]  # stages whose step is the grid's; their neighbours have nothing to add
+
+
+def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> GridComparison:
+    """Return the cells whose plain step is not the timing grid's; the grid itself where it is alone against most of them."""
+    odd: list[OddTime] = []
+    confirmed: set[str] = set()
     for grid in grids:
         plain = next((step for step in grid.plain if step.batch == 1), None)
         margin = interval.compute_margin(plain.error, plain.samples) if plain else None
@@ -152,17 +162,22 @@ def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> 
         off = [(cell, step_s) for cell, step_s in steps if not cell.allows(plain.step_s / step_s, margin)]
         if len(steps) > 2 and 2 * len(off) > len(steps):
             usual = median(step_s for _, step_s in steps)
-            text = f"its plain step, {1000 * plain.step_s:.2f} ms, is {_describe_gap(plain.step_s / usual)} that of most cells"
-            yield f"time_trees@{grid.checkpoint}", f"time_trees at {grid.checkpoint}", f"{text}, {1000 * usual:.2f} ms"
+            gap = _describe_gap(plain.step_s / usual)
+            text = f"its plain step, {1000 * plain.step_s:.2f} ms, is {gap} that of most cells, {1000 * usual:.2f} ms"
+            odd.append((f"time_trees@{grid.checkpoint}", f"time_trees at {grid.checkpoint}", text))
             continue
         for cell, step_s in off:
-            text = f"a plain step of {1000 * step_s:.2f} ms is {_describe_gap(step_s / plain.step_s)} time_trees'"
-            yield cell.stage, cell.label, f"{text} {1000 * plain.step_s:.2f}"
+            gap = _describe_gap(step_s / plain.step_s)
+            text = f"a plain step of {1000 * step_s:.2f} ms is {gap} time_trees' {1000 * plain.step_s:.2f}"
+            odd.append((cell.stage, cell.label, text))
+        confirmed |= {cell.stage for cell, _ in steps} - {cell.stage for cell, _ in off}
+    return GridComparison(odd, frozenset(confirmed))
 
 
 def _list_odd_times(cells: list[TorchCell], timed: list[TimedCell], grids: Iterable[TimingGrid]) -> Iterator[OddTime]:
-    yield from _compare_with_grids(cells, grids)
-    yield from _compare_with_peers(timed)
+    beside_grids = _compare_with_grids(cells, grids)
+    yield from beside_grids.odd
+    yield from _compare_with_peers(timed, beside_grids.confirmed)
     yield from _list_busy(timed)
     yield from _list_unsure(timed)
 

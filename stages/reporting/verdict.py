@@ -59,6 +59,7 @@ class SpeedupEvidence:
     low: float | None
     high: float | None
     stage: str | None = None  # that measured it; None of a prediction
+    is_doubted: bool = False  # its times are odd
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class SpeedupEvidence:
 
     def __str__(self) -> str:
         ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
-        return f"{self.speedup:.2f}x ({ends})"
+        return f"{self.speedup:.2f}x ({ends}{', its times in doubt' if self.is_doubted else ''})"
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def build_verdict(
 
     `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these.
     """
-    lines = judge_loads(_collect_predicted(launch, predicted), _collect_measured(cells, served), replayable)
+    doubted = frozenset(remark.stage for remark in remarks)
+    lines = judge_loads(_collect_predicted(launch, predicted), _collect_measured(cells, served, doubted), replayable)
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
     told = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
@@ -138,7 +140,7 @@ def build_verdict(
         headline=told[0] if told else NOTHING_TIMED,
         more=tuple(more),
         warnings=tuple(warnings),
-        doubted=frozenset(remark.stage for remark in remarks),
+        doubted=doubted,
     )
 
 
@@ -164,7 +166,9 @@ def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[Predi
     }
 
 
-def _collect_measured(cells: Iterable[TorchCell], served: Iterable[ServedRow]) -> Measurements:
+def _collect_measured(
+    cells: Iterable[TorchCell], served: Iterable[ServedRow], doubted: Collection[str]
+) -> Measurements:
     """Return the measured trees of each load."""
     found: Measurements = {}
     for cell in cells:
@@ -172,13 +176,15 @@ def _collect_measured(cells: Iterable[TorchCell], served: Iterable[ServedRow]) -
         load = VerdictLoad(cell.engine, cell.workload, None, cell.temperature, 1)
         ends = speeds.speedup_low, speeds.speedup_high
         stage = f"benchmark@{cell.workload}-{cell.checkpoint}-{cell.tree}"
-        found.setdefault(load, []).append(SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage))
+        found.setdefault(load, []).append(
+            SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage, stage in doubted)
+        )
     for row in served:
         if row.decoding == SPECULATIVE and row.speedup is not None and row.rate is None:
             load = VerdictLoad(row.engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency)
             stage = served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine)
             names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
-            found.setdefault(load, []).append(SpeedupEvidence(*names, row.speedup, *ends, stage))
+            found.setdefault(load, []).append(SpeedupEvidence(*names, row.speedup, *ends, stage, stage in doubted))
     return found
 
 
@@ -197,7 +203,9 @@ def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[
     """Return what to do at a load. What was measured of a tree outweighs what is predicted of it."""
     every = [*([guess] if guess else []), *measured]
     best = max(measured or every, key=lambda one: one.speedup)
-    faster = max((one for one in measured if one.is_faster), key=lambda one: one.speedup, default=None)
+    faster = max(
+        (one for one in measured if one.is_faster), key=lambda one: (not one.is_doubted, one.speedup), default=None
+    )
     if guess and guess.is_faster:
         own = next((one for one in measured if one.name == guess.name), None)
         return _judge_prediction(load, guess, own, faster, best)

@@ -83,3 +83,17 @@ def test_a_budget_that_did_not_suffice_is_told() -> None:
     cells[1] = cells[1].model_copy(update={"stopping": stopping.model_copy(update={"rule": "half_width"})})
     (told,) = say(*cells)
     assert "t5_1_6 with e009 (eval): its 8 repeats, the most, were spent at ±12% of its speedup; again" in told
+
+
+def test_a_cell_that_the_timing_grid_confirms_is_not_doubted_for_its_slow_neighbours() -> None:
+    """Bug: of three slow cells and one quiet one the quiet one was named too."""
+    slow = [timed_cell(tree, step_s=1.5 * costs.PLAIN_S) for tree in TREES[:2]]
+    told = say(*slow, *(timed_cell(tree) for tree in (*TREES[2:], "t8_1_9")), timed_cell("t5_4_16", 1.5, 1.47, 1.53))
+    assert [line.partition(" ")[0] for line in told] == list(TREES[:2])
+
+
+def test_without_a_timing_grid_of_the_machine_neighbours_are_compared() -> None:
+    cells = [timed_cell(tree).model_copy(update={"hardware": {"cpu": "another"}}) for tree in TREES[1:]]
+    odd = timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S).model_copy(update={"hardware": {"cpu": "another"}})
+    (told,) = say(odd, *cells)
+    assert told.startswith("t5_1_6 with e009 (eval): plain decoding, 273 tokens/s, is 32% below")

@@ -202,3 +202,13 @@ def test_many_warnings_are_counted_in_the_terminal() -> None:
     remarks = [TimingRemark(f"benchmark@{n}", f"{n}: odd") for n in range(9)]
     lines = give(cells=[timed_cell("t5_1_6")], remarks=remarks).list_lines()
     assert len(lines) == 1 + verdict.MAX_WARNINGS + 1 and lines[-1] == "! and 4 more, on the page"
+
+
+def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> None:
+    cells = [timed_cell("t5_1_6", 1.9, 1.6, 2.2), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
+    remarks = [TimingRemark("benchmark@eval-e009-t5_1_6", "odd")]
+    assert give(cells=cells, remarks=remarks).headline.startswith(
+        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80)"
+    )
+    (only,) = give(cells=cells[:1], remarks=remarks).list_lines()[:1]
+    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, its times in doubt) at 1 at once"
