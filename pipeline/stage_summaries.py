@@ -1,4 +1,4 @@
-"""What a stage made, in a few words for its line in the terminal: read from the report that the stage has written.
+"""Summarise what a stage made, in a few words for its line in the terminal, from the report that the stage has written.
 
 One function for each stage, in SUMMARIES. A report that is missing or of another form gives no words: the line then has the
 seconds alone, since a summary must not fail a run whose stages went well.

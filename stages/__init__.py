@@ -15,7 +15,8 @@ def _end_interrupted(kind: type[BaseException], error: BaseException, trace: Tra
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    print("aerie: stopped before the stage began; run again to go on", file=sys.stderr, flush=True)
+    if "RANK" not in os.environ:  # the process that has started the ranks says it for them
+        print("aerie: stopped before the stage began; run again to go on", file=sys.stderr, flush=True)
     os._exit(130)
 
 

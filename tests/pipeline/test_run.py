@@ -1,10 +1,14 @@
 """`make run`'s command: one DVC for all stages, guarded, with a dvc.lock that is healed first."""
 
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +200,19 @@ def test_a_verbose_run_prints_no_advice_of_dvc(committed: Project) -> None:
     done = run("--verbose")
     assert done.returncode == 0 and "this is middle" in done.stdout and done.stderr == ""
     assert not [word for word in ("git add", "dvc push", "autostage", "To track", "is empty") if word in done.stdout]
+
+
+def test_on_a_terminal_dvc_draws_no_bars(project: Project) -> None:
+    """Bug: `aerie stale` on a terminal wrote DVC's "Collecting files and computing hashes in ..." 1,670 times."""
+    assert run().returncode == 0
+    (project.root / "raw.csv").write_text("changed")
+    reads, writes = pty.openpty()
+    fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))  # no bar is drawn on one without columns
+    done = subprocess.run([*RUN[:-1], "stale"], stdout=subprocess.PIPE, stderr=writes, text=True)
+    os.write(writes, b"end")  # a read of nothing would wait
+    assert os.read(reads, 1 << 16) == b"end" and "stale: first (raw.csv modified)" in done.stdout
+    os.close(reads)
+    os.close(writes)
 
 
 def test_what_may_run_below_the_stale_stages_is_named() -> None:
