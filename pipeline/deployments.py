@@ -70,6 +70,7 @@ def remove_idle_pool() -> None:
     pool = read_deployments()[STAGE]["work_pool"]["name"]
     with get_client(sync_client=True) as client:
         with suppress(ObjectNotFound):
+            client.read_work_pool(pool)
             if any(one.status == WorkerStatus.ONLINE for one in client.read_workers_for_work_pool(pool)):
                 return
             client.delete_work_pool(pool)

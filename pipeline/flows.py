@@ -129,6 +129,8 @@ def _run_graph(
         try:
             stack.enter_context(processes.guard_run(held))
             reasons = dvc_graph.explain_stale()
+            if not change:
+                run_names.rename_run(f"{name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
             stack.enter_context(processes.preload_stages(len(reasons)))
             run_artifacts.publish_plan(reasons)
             states = run_stale_stages(graph, reasons, pool, hosts)

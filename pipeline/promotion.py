@@ -54,9 +54,11 @@ def promote_run(name: str) -> Iterator[str]:
         if run_git("status", "--porcelain", "--", str(PARAMS_FILE)).strip():
             yield f"{PARAMS_FILE} as it was is kept in {recipes.keep_copy(name)}"
         _take_files(folder, added)
-        yield f"{PARAMS_FILE} and {dvc_graph.LOCK_FILE} are those of {name}, and so are the results; git diff shows what changed"
         if added:
+            yield f"{PARAMS_FILE} lists what {name} measured too, and its results are here; git diff shows what changed"
             yield from _renew_table()
+        else:
+            yield f"{PARAMS_FILE} and {dvc_graph.LOCK_FILE} are those of {name}, and so are the results; git diff shows what changed"
 
 
 def find_obstacle(name: str) -> str | None:

@@ -21,7 +21,8 @@ SVG_PATTERN = re.compile(r"<svg\b[^>]*\bviewBox=.*?</svg>", re.DOTALL)
 COLOUR_DEFINITION = re.compile(r"--([a-z0-9-]+):\s*([^;{}]+);")
 COLOUR_USE = re.compile(r"var\(--([a-z0-9-]+)[^)]*\)")
 SVG = "http://www.w3.org/2000/svg"
-NAME_SPACES = f'xmlns="{SVG}" xmlns:xlink="http://www.w3.org/1999/xlink"'
+XLINK = "http://www.w3.org/1999/xlink"
+NAME_SPACES = f'xmlns="{SVG}" xmlns:xlink="{XLINK}"'
 PICTURE_WIDTH = 640
 ANSWER_TIMEOUT_S = 5.0
 
@@ -93,6 +94,7 @@ def extract_picture(page: str) -> str | None:
         return None
     picture.attrib.pop("height", None)
     picture.attrib |= {"width": str(PICTURE_WIDTH), "style": "background: #fff"}
-    ElementTree.register_namespace("", SVG)
+    for prefix, space in (("", SVG), ("xlink", XLINK)):
+        ElementTree.register_namespace(prefix, space)
     data = ElementTree.tostring(picture)
     return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}" if len(data) <= MAX_PICTURE_BYTES else None

@@ -125,6 +125,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests of pages did not run: a machine without a browser otherwise passes in silence."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    if count := sum("Chromium" in reason or "browser" in reason for reason in reasons):
+        terminalreporter.write_line(f"{count} browser tests were skipped: install Chromium (apt-get install chromium)")
+
+
 @pytest.fixture(scope="session")
 def torch_server() -> Iterator[str]:
     """The address of a process that has imported torch, from which stages fork: 5 s of a core less for each start.

@@ -16,7 +16,6 @@ from httpx import HTTPError
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, WorkerStatus
-from prefect.exceptions import ObjectNotFound
 from prefect.runtime import task_run
 from prefect.states import Crashed, State
 
@@ -91,10 +90,7 @@ class PoolWorkers:
         """Look for workers. Raises ValueError if none is online."""
         deployments.deploy_stage()
         with get_client(sync_client=True) as client:
-            try:
-                online = [one for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.ONLINE]
-            except ObjectNotFound:
-                online = []
+            online = [one for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.ONLINE]
         if not online:
             raise ValueError(
                 f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one on each "

@@ -202,7 +202,7 @@ def test_a_failure_on_a_worker_is_reported_here_and_other_stages_run(wide: Wide)
     wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
     state = wide.ended(run)
-    assert state["message"].startswith(f"see the log of cell@2; {CELLS + 3} stages: ")
+    assert state["message"].startswith("cell@2 failed: ") and f"; {CELLS + 3} stages: " in state["message"]
     assert "1 ran" in state["message"] and state["message"].endswith("1 failed, 1 not run")
     printed = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
     assert any("cell@2, made by " in line for line in printed)

@@ -33,7 +33,7 @@ def bar() -> list[str]:
     return [line for line in drawn.getvalue().replace("\r", "\n").splitlines() if line]
 
 
-def test_a_bar_is_one_artifact_and_its_end_in_the_log(calls, monkeypatch) -> None:
+def test_a_bar_is_one_artifact_and_no_line_of_the_log(calls, monkeypatch) -> None:
     monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0)
     log: list[str] = []
     lines = bar()
@@ -42,7 +42,7 @@ def test_a_bar_is_one_artifact_and_its_end_in_the_log(calls, monkeypatch) -> Non
         show(line)
     assert sorted({call[1] for call in calls}) == [0, 25, 50, 75, 100]
     assert calls[0][:3] == ("create", 0, "progress-replay-trees-e003") and "0/4 [00:00<?, ?row/s]" in calls[0][3]
-    assert (log[0], log[-1]) == ("reading 3/4 of it", "done") and all("100%|" in line for line in log[1:-1])
+    assert log == ["reading 3/4 of it", "done"]
 
 
 def test_the_server_is_not_asked_for_every_line(calls, monkeypatch) -> None:

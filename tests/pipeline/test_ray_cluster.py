@@ -78,7 +78,7 @@ def test_cells_are_made_on_both_nodes_and_dvc_lock_is_whole(wide: Wide) -> None:
 def test_a_failure_on_the_cluster_is_reported_here(wide: Wide) -> None:
     wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
-    assert wide.ended(run)["message"].startswith("see the log of cell@2; ")
+    assert wide.ended(run)["message"].startswith("cell@2 failed: ")
     assert wait_for(lambda: [line for line in wide.messages(run) if "made on Ray" in line and "out of cheese" in line])
 
 

@@ -1,12 +1,19 @@
 """A run's own workspace: what it begins with, and what promote and drop refuse."""
 
+import contextlib
+import re
 import subprocess
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline import dvc_graph, promotion, workspaces
+from pipeline import dvc_graph, promotion, recipes, workspaces
+from pipeline.forms import Sweep
 from pipeline.resources import try_lock
+from stages.params.schema import load_params
+from tests.pipeline.conftest import give_params
 
 
 @pytest.fixture
@@ -99,3 +106,56 @@ def test_a_second_run_here_waits_for_the_first(tmp_path, monkeypatch) -> None:
         order.append("first")
     waits.join(60)
     assert order == ["first", "second"]
+
+
+TREES = """
+import shutil, sys
+from ruamel.yaml import YAML
+trees = YAML(typ="safe").load(open("params.yaml"))["benchmark"]["trees"]
+open("results/benchmark.csv", "w").write("\\n".join(["tree", *trees, ""]))
+"""
+
+
+@pytest.fixture
+def in_git_with_trees(in_git) -> Any:
+    """A project whose last stage makes a row of each tree of params.yaml, with one tree there; dvc.lock is in no commit."""
+    give_params(in_git)
+    params = in_git.root / "params.yaml"
+    params.write_text(re.sub(r"(?s)(benchmark:.*?\n  trees:) \[.*?\]", r"\1 [t5_1_6]", params.read_text(), count=1))
+    (in_git.root / "last.py").write_text(TREES)
+    graph = in_git.root / "dvc.yaml"
+    graph.write_text(graph.read_text().replace("last.py]", "last.py]\n    params: [benchmark.trees]"))
+    in_git.commit()
+    dvc_graph.reproduce_stage("last", print)  # changes dvc.lock, as a fresh user's first run does
+    return in_git
+
+
+def sweep(name: str, trees: list[str]) -> None:
+    """Run a sweep of these trees in a workspace, as its flow does."""
+    with contextlib.chdir(workspaces.make_workspace(name)):
+        sections = Sweep(trees=trees).build_sections(load_params())
+        promotion.note_added(Path.cwd(), sections)
+        recipes.write_sections(sections)
+        dvc_graph.reproduce_stage("last", print)
+
+
+def test_promoted_sweeps_join_the_rows_that_were_there(in_git_with_trees) -> None:
+    """Bug: a fresh user's changed dvc.lock was an obstacle, and a sweep's rows replaced all others."""
+    assert load_params().benchmark.trees == ["t5_1_6"]
+    sweep("one", ["t4_2_8"])
+    sweep("two", ["t8_2_16"])
+    assert promotion.find_obstacle("one") is None
+    list(promotion.promote_run("one"))
+    printed = list(promotion.promote_run("two"))
+    assert printed[0].startswith("params.yaml as it was is kept in params.yaml.before-two")
+    assert Path("results/benchmark.csv").read_text().split() == ["tree", "t5_1_6", "t4_2_8", "t8_2_16"]
+    assert load_params().benchmark.trees == ["t5_1_6", "t4_2_8", "t8_2_16"]
+    assert dvc_graph.explain_stale() == {}
+
+
+def test_a_file_edited_since_a_run_began_is_an_obstacle_and_one_edited_before_is_none(in_git_with_trees) -> None:
+    in_git_with_trees.script("middle", "# edited")
+    sweep("one", ["t4_2_8"])
+    assert promotion.find_obstacle("one") is None
+    in_git_with_trees.script("middle", "# edited again")
+    assert str(promotion.find_obstacle("one")).endswith("commit or stash them:\n M middle.py")
