@@ -17,7 +17,7 @@ This page is for reproducing a published experiment, starting a run of a known s
 
 <!-- Written by: python -m benchmarks.recipes_page. Edit recipes/ or that file. -->
 
-    aerie use RECIPE                    # its keys go into params.yaml; comments and other keys stay
+    aerie use RECIPE                    # write its keys into params.yaml; comments and other keys stay
     aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
     aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
@@ -38,8 +38,8 @@ The block `recipe` describes what is reproduced (`stages/params/recipe.py`):
 | `substitutes` | what replaces a target, a draft or data that is not available; such numbers are never compared |
 | `notes` | other differences |
 | `train_rows`, `row_tokens` | for the estimate: training rows where `sample_target.train_rows` is null, mean tokens of a row |
-| `tolerance` | of a metric, the share that two right runs may differ by |
-| `beside` | rows of `published/`, our cells for them, assumptions for unstated settings, and the measure with their definition |
+| `tolerance` | for a metric, the relative difference that two correct runs may have |
+| `beside` | rows of `published/`, the cells to compare them with, assumptions for unstated settings, and which of our measures has their definition |
 
 `measures` names those of `MEASURES` in `stages/literature/comparison.py`.
 

@@ -1,4 +1,4 @@
-"""What a run takes, stage by stage: `aerie estimate`.
+"""Print the time, disk and GPU-hours of a run by stage: `aerie estimate`.
 
 A time is, in this order: measured here with the same parameters; arithmetic of `stages.reproduce.estimate`; measured here with
 other parameters of the same target; recorded in recipes/measured/, with date and machine. Every row says which.

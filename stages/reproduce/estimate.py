@@ -1,7 +1,7 @@
 """Estimate of a run: parameters, bytes, seconds and GPU-hours, without a GPU, a download or the data.
 
     python -m stages.reproduce.estimate RECIPE PARAMS [GPU]    # JSON: lines to read, estimates by stage, totals, missing files
-    python -m stages.reproduce.estimate - PARAMS               # without a recipe: rows of extract_hiddens.max_length tokens
+    python -m stages.reproduce.estimate - PARAMS               # without a recipe: rows as long as those here
 
 The target's shape is that of recipes/targets/NAME.json, or of its own config.json where that is on this machine; the draft's is
 inferred from it as init_draft does. Times follow from the rates in measured_rates.py. Loading, compiling, replays and
@@ -91,7 +91,7 @@ def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
 
 
 def _describe_params(p: schema.Params) -> Recipe:
-    """Return the description of a recipe of no other rows than the parameters': each as long as they allow."""
+    """Return the description of a recipe of no other rows than the parameters'."""
     nothing: dict[str, Any] = {
         "pins": {},
         "substitutes": {},
@@ -100,7 +100,20 @@ def _describe_params(p: schema.Params) -> Recipe:
         "beside": [],
         "train_rows": None,
     }
-    return Recipe(status="validated only", row_tokens=p.extract_hiddens.max_length, **nothing)
+    row_tokens = _read_row_tokens(p) or p.extract_hiddens.max_length
+    return Recipe(status="validated only", row_tokens=row_tokens, **nothing)
+
+
+def _read_row_tokens(p: schema.Params) -> int | None:
+    """Return the mean length of the rows that were extracted here with this target, None if none were."""
+    try:
+        target = json.loads(Path("artifacts/target/target.json").read_text(encoding="utf-8"))
+        report = json.loads(Path("results/hiddens_report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if target.get("model") != p.target.model or not report.get("rows_out"):
+        return None
+    return math.ceil(report["tokens"] / report["rows_out"])
 
 
 def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -> RecipeEstimate:
@@ -109,6 +122,10 @@ def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -
     result = RecipeEstimate(missing=_list_missing_files(p), origin=gpu.origin)
     rows = _count_rows(p, recipe)
     _add_sizes(result, p, target, draft)
+    if not rows.train and p.train_draft.checkpoints:
+        result.add_line(
+            "training rows", "not counted", "sample_target.train_rows is null, and the data is not read here"
+        )
     _add_disk(result, p, rows, target, draft)
     if p.target.device == "cpu":
         result.add_line("GPU", "none", "target.device is cpu")

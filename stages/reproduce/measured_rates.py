@@ -13,7 +13,7 @@ GB, MS = 1e9, 1e-3
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the datasheet says of a GPU."""
+    """Figures of a GPU's datasheet."""
 
     name: str
     peak_flops: float  # FLOP/s in bfloat16, dense

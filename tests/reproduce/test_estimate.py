@@ -181,3 +181,23 @@ def test_a_target_of_a_local_folder_is_read_from_its_own_config(tmp_path: Path) 
     own = p.model_copy(update={"target": p.target.model_copy(update={"model": str(tmp_path / "mine")})})
     found = target_size.read_target_size(own)
     assert found.parameters == known.parameters and found.recorded_from == "its own config.json"
+
+
+def test_without_a_recipe_rows_are_as_long_as_those_extracted_here() -> None:
+    """Bug: after `aerie use` rows counted as max_length, four times the recipe's. Rows of another target do not count."""
+    p, _ = shape_of("weather-tiny")
+    assert estimate._describe_params(p).row_tokens == p.extract_hiddens.max_length
+    Path("artifacts/target").mkdir(parents=True)
+    Path("results").mkdir(exist_ok=True)
+    Path("artifacts/target/target.json").write_text(json.dumps({"model": p.target.model}))
+    Path("results/hiddens_report.json").write_text(json.dumps({"rows_out": 300, "tokens": 49255}))
+    assert estimate._describe_params(p).row_tokens == 165
+    other, _ = shape_of("angelslim-qwen3-8b")
+    assert estimate._describe_params(other).row_tokens == other.extract_hiddens.max_length
+
+
+def test_a_number_of_training_rows_that_is_not_known_is_told() -> None:
+    p, _ = shape_of("weather-tiny")
+    p = p.model_copy(update={"sample_target": p.sample_target.model_copy(update={"train_rows": None})})
+    lines = estimate.estimate_recipe(p, estimate._describe_params(p)).lines
+    assert any(line.startswith("training rows: not counted (sample_target.train_rows is null") for line in lines)
