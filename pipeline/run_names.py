@@ -1,4 +1,4 @@
-"""What runs are called in Prefect's pages, by what they do, and the tags by which the pages find them.
+"""Names of runs in Prefect's pages, by what they do, and the tags by which the pages find them.
 
 The pages propose a name of random words for each run, which says nothing; a name that a person typed stays.
 """
