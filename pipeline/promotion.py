@@ -58,7 +58,8 @@ def promote_run(name: str) -> Iterator[str]:
             yield f"{PARAMS_FILE} lists what {name} measured too, and its results are here; git diff shows what changed"
             yield from _renew_table()
         else:
-            yield f"{PARAMS_FILE} and {dvc_graph.LOCK_FILE} are those of {name}, and so are the results; git diff shows what changed"
+            files = f"{PARAMS_FILE} and {dvc_graph.LOCK_FILE}"
+            yield f"{files} are those of {name}, and so are the results; git diff shows what changed"
 
 
 def find_obstacle(name: str) -> str | None:

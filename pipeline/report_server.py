@@ -4,8 +4,8 @@
     /report/KEY/RUN/index.html         that of a run's own workspace, .scratch/runs/RUN
 
 Browsers refuse `file://` links in pages of a server. A link cannot carry the password, which Prefect's pages keep in the
-browser's storage and send as a header, so its KEY is derived from the password: who has not logged in does not know it, and
-who knows it can read reports and nothing else. A browser sandboxes the pages: their scripts reach neither that storage nor
+browser's storage and send as a header, so its KEY is derived from the password: only users who have logged in are shown it,
+and it opens reports and nothing else. A browser sandboxes the pages: their scripts reach neither that storage nor
 the server.
 """
 
@@ -43,7 +43,7 @@ NO_REPORT = (
 
 
 def derive_key(password: str) -> str:
-    """Return the part of a report's address that stands for the password, from which nobody can compute the password."""
+    """Return the part of a report's address that stands for the password, from which the password cannot be computed."""
     return hmac.new(password.encode(), b"aerie report", hashlib.sha256).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a run's page shows: the plan before it, each stage's outcome, and the results."""
+"""The artifacts of a run's page: the plan before it, each stage's outcome, and the results."""
 
 import csv
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What runs are called in Prefect's pages, by what they do, and the tags by which the pages find them.
+"""Names of runs in Prefect's pages, by what they do, and the tags by which the pages find them.
 
 The pages propose a name of random words for each run, which says nothing; a name that a person typed stays.
 """
@@ -12,9 +12,10 @@ from prefect import get_client, runtime
 from pipeline.forms import Changes, Sweep
 from stages.params.schema import Params
 
-GREEK = "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|omicron|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega"
+GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau upsilon phi chi psi
+omega"""
 # Prefect's server makes two words, as phenomenal-wombat; its pages a letter and more, as xi3-kianira-band.
-RANDOM_NAME = re.compile(rf"[a-z]+-[a-z]+|({GREEK})\d*(-[A-Za-z0-9']+)+")
+RANDOM_NAME = re.compile(rf"[a-z]+-[a-z]+|({'|'.join(GREEK.split())})\d*(-[A-Za-z0-9']+)+")
 MAX_NAMES = 3
 NIGHTLY = "nightly"  # the deployment of prefect.yaml that a clock starts
 

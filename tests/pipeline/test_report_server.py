@@ -1,7 +1,6 @@
 """The reports over HTTP: whose link it is, and that nothing else can be read."""
 
 import asyncio
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def test_no_symbolic_link_leads_out(root: Path) -> None:
     (report / "folder").symlink_to(root / ".prefect")
     for name in ("metrics.json", "outside", "folder/password"):
         assert ask(root, f"{BASE}/main/{name}").status_code == 404
-    os.rename(report, root / "elsewhere")  # the folder itself, and one above it
+    report.rename(root / "elsewhere")  # the folder itself, and one above it
     report.symlink_to(root / "elsewhere")
     assert ask(root, f"{BASE}/main/index.html").status_code == 404
     (root / ".scratch/runs/linked-0123abcd").symlink_to(root / ".scratch/runs" / RUN)

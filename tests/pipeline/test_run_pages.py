@@ -1,0 +1,94 @@
+"""What a run's page says, without a server: its name, its error, the picture and the verdict of its report."""
+
+import base64
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pipeline import report_artifact
+from pipeline.dvc_output import find_error
+from pipeline.forms import Changes, Sweep
+from pipeline.progress import is_ours
+from pipeline.run_names import RANDOM_NAME, list_tags, name_build, name_sweep
+from stages.params.schema import load_params
+
+CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.fit, exited with 1"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["aerie: tau is 1.2, expected 6", CONCLUSION], "tau is 1.2, expected 6"),
+        (["aerie: 2 problems:", "  a: b", "  c: d", CONCLUSION], "2 problems: a: b c: d"),
+        (["Traceback (most recent call last):", "RuntimeError: no room", CONCLUSION], "RuntimeError: no room"),
+        (["fit: 100%|##########| 3/3 [00:00<00:00,  9.86it/s]", "Killed", "", CONCLUSION], "Killed"),
+        (["ERROR: failed to reproduce 'fit': output 'x' does not exist"],) * 2,
+        ([CONCLUSION], None),
+        ([], None),
+    ],
+)
+def test_the_error_of_a_stage_is_one_line(lines: list[str], expected: list[str] | str | None) -> None:
+    """Bug: a failed run's message held ten lines of log, bars among them, and the pages showed it three times."""
+    assert find_error(lines) == (expected[0] if isinstance(expected, list) else expected)
+
+
+def test_prefects_own_lines_on_states_are_hidden() -> None:
+    """Bug: `Task run failed with state: Failed(message="...\\\\n...")` and `NoneType: None` below it."""
+
+    def is_shown(text: str) -> bool:
+        return is_ours(logging.LogRecord("prefect.task_runs", logging.ERROR, "", 0, text, (), None))
+
+    assert not is_shown("Task run failed with %s: %r") and not is_shown("Finished in state Failed('x')")
+    assert is_shown("last is stale: last.py modified")
+
+
+def test_runs_are_named_and_tagged_by_what_they_do(home: Path) -> None:
+    now = load_params()
+    assert name_sweep(Sweep(trees=["t4_2_8"]), now) == "sweep t4_2_8 at e009"
+    wide = Sweep(
+        trees=["t4_2_8", "t5_1_6", "t5_2_8", "t8_2_16"], checkpoints=["e003"], workloads=["eval"], engine="served"
+    )
+    assert name_sweep(wide, now) == "sweep 4 trees at e003 on eval, served"
+    assert name_build(Changes(epochs=[3], other={"train_draft.seed": 1})) == "build epochs 3, train_draft.seed 1"
+    assert list_tags(now, "weather-tiny") == ["checkpoint:e009", "workload:eval", "recipe:weather-tiny"]
+
+
+@pytest.mark.parametrize("name", ["phenomenal-wombat", "xi3-kianira-band", "nu4-watson-k", "sigma53-egladil"])
+def test_the_names_that_prefect_makes_up_are_replaced(name: str) -> None:
+    assert RANDOM_NAME.fullmatch(name)
+
+
+@pytest.mark.parametrize("name", ["my sweep", "../../../elsewhere", "before-the-change", "sweep t4_2_8 at e009"])
+def test_the_names_that_people_type_stay(name: str) -> None:
+    assert not RANDOM_NAME.fullmatch(name)
+
+
+def test_lists_are_replaced_or_added_to(home: Path) -> None:
+    now = load_params()
+    added = Sweep(trees=["t4_2_8", "t5_1_6"], lists="add").build_sections(now)
+    assert added == {"benchmark": {"trees": [*now.benchmark.trees, "t4_2_8"]}}
+    changed = Changes(trees=["t4_2_8"], lists="add").build_sections(now)
+    assert changed == {"benchmark": {"trees": [*now.benchmark.trees, "t4_2_8"]}}
+
+
+PAGE = """<style>:root { --ink: #111; } @media dark { :root { --ink: #eee; } }</style><svg viewBox="0 0 1 1"><b/></svg>
+<figure><svg viewBox="0 0 9 9" role="img"><use xlink:href="#a" style="fill: var(--ink); stroke: var(--gone)"/></svg></figure>"""
+
+
+def test_the_report_has_verdict_picture_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    assert report_artifact.render_report() == ""
+    report_artifact.PAGE_FILE.parent.mkdir(parents=True)
+    report_artifact.PAGE_FILE.write_text(PAGE)
+    report_artifact.TABLE_FILE.write_text("tree  tau\n")
+    report_artifact.METRICS_FILE.write_text(json.dumps({"verdict": {"kind": "launch", "text": "Launch\nt6_4_32"}}))
+    verdict, place, picture, table = report_artifact.render_report().split("\n\n")
+    assert verdict == "**Launch t6_4_32**" and table == "```text\ntree  tau\n```"
+    assert place == f"The whole report is {tmp_path / 'results/report/index.html'}, a file of this machine."
+    svg = base64.b64decode(picture.partition("base64,")[2].removesuffix(")")).decode()
+    assert 'viewBox="0 0 9 9"' in svg and "fill: #111" in svg and "var(" not in svg and 'xlink:href="#a"' in svg
+    assert report_artifact.extract_picture("<figure><svg viewBox='0 0 1 1'>&nbsp;</svg></figure>") is None
+    assert report_artifact.extract_picture("<p>none</p>") is None
