@@ -173,9 +173,8 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(small_ru
     engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
     for row in list(reader.read_rows(small_run / "data/hiddens/eval"))[:3]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
-        plain = [t for step in engine.decode_plain(prompt, len(answer)) for t in step.tokens]
         steps = list(engine.decode_speculative(prompt, len(answer), TreeShape(6, 2, 12)))
-        assert [t for step in steps for t in step.tokens] == plain == answer
+        assert [t for step in steps for t in step.tokens] == answer  # plain decoding's: test_lossless
         accepted, cycles, *_ = replay_answers(
             draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
             torch.tensor([len(row.ids)]), [TreeShape(6, 2, 12)],

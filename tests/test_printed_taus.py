@@ -44,7 +44,6 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
     (project / "data/raw/weather_toon.jsonl").touch()
     shutil.copytree(SHIPPED, project / "shipped")
     edit_params(project, {
-        "target": {"num_threads": 1},
         "train_draft": {"checkpoints": {}},
         "import_draft": {
             "watch": "shipped", "checkpoints": {"shipped": {"model": "shipped", "revision": None, "rope_theta": None}},
