@@ -258,7 +258,8 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
     page = report.PAGE_FILE.read_text()
     assert "<strong>q7.0</strong>: 3 of 12 tokens, a whole answer" in page
     assert (
-        '<pre class="masked" tabindex="0" role="region" aria-label="Training row q7.0"><span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>'
+        '<pre class="masked" tabindex="0" role="region" aria-label="Training row q7.0">'
+        "<span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>"
         "<mark>&lt;i&gt;yes&lt;/i&gt;\n&lt;/mark&gt;</mark></pre>"
     ) in page
 

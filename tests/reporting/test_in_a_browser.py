@@ -16,6 +16,7 @@ import pytest
 
 from stages import report
 from stages.params import schema
+from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records
 from stages.results.replay_records import ReplayedTree
 from tests.conftest import EVAL, ROOT
@@ -272,14 +273,12 @@ def test_every_table_is_downloaded_as_csv(open_page: Open) -> None:
     caption = page.locator(".results caption").first.inner_text().strip()
     name, rows = download(page, caption)
     assert name == re.sub(r"[^a-z0-9_]+", "-", caption.lower()) + ".csv"
-    cells = {
-        f"{r['tree']}": r for r in csv.DictReader(Path("results/benchmark.csv").open()) if r["checkpoint"] in caption
-    }
+    cells = {row.tree: row for row in BenchmarkRow.read_table() if row.checkpoint in caption}
     assert len(rows) == len(cells) + 1 and rows[-1]["Tree_structure"] == "plain decoding"
     for row in rows[:-1]:
         cell = cells["t" + row["Tree_structure"].split()[0]]
-        assert row["speedup (95% interval)"] == f"{float(cell['speedup']):.2f}"
-        low, high = (f"{float(cell[f'speedup_{end}']):.2f}" for end in ("low", "high"))
+        assert row["speedup (95% interval)"] == f"{cell.speedup:.2f}"
+        low, high = (f"{value:.2f}" for value in (cell.speedup_low, cell.speedup_high))
         assert row["speedup (95% interval) note"] == f"({low}-{high})"
 
 
