@@ -42,8 +42,9 @@ def test_dvc_yaml_lists_the_import_closures() -> None:
 
 
 def files_of(folder: str) -> set[str]:
-    """Return the modules of a folder and the page templates below it."""
-    templates = {file.relative_to(ROOT).as_posix() for file in (ROOT / folder).rglob("*.j2")}
+    """Return the modules of a folder, and the page's templates, style and script below it."""
+    parts = (file for ending in ("j2", "css", "js") for file in (ROOT / folder).rglob(f"*.{ending}"))
+    templates = {file.relative_to(ROOT).as_posix() for file in parts}
     return list_modules(folder, ROOT) | templates
 
 

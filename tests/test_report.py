@@ -39,7 +39,9 @@ SPENT = [
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft@e003",
     "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
-PLOTS = 6 + 3  # the last three of latencies
+PLOTS = 7 + 3  # the last three of latencies
+PICTURE = '<svg role="img"'  # each has a second one over it, of its points
+ELSEWHERE = r"https?:|//[a-z]|<link|<img|@import|url\((?!#)|\bsrc=|\b(fetch|import)\("  # what a page loads from
 INSIDE = 4  # more, of what happens inside trees, where any was looked into
 
 
@@ -260,7 +262,8 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
     page = report.PAGE_FILE.read_text()
     assert "<strong>q7.0</strong>: 3 of 12 tokens, a whole answer" in page
     assert (
-        '<pre class="masked"><span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>'
+        '<pre class="masked" tabindex="0" role="region" aria-label="Training row q7.0">'
+        "<span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>"
         "<mark>&lt;i&gt;yes&lt;/i&gt;\n&lt;/mark&gt;</mark></pre>"
     ) in page
 
@@ -592,8 +595,8 @@ def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.P
 def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
     report.main()
     page = report.PAGE_FILE.read_text()
-    assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", page)
-    assert page.count("<svg") == PLOTS
+    assert not re.search(ELSEWHERE, page) and page.count("<script") == 1
+    assert page.count(PICTURE) == PLOTS
     assert "#0101" not in page
     for word in ("Tree_structure", "prefill_latency (s)", "spec_accept_rate (%)", "e2e_latency (s)", "compress ratio"):
         assert word in re.sub(r"<[^>]+>", "", page)
@@ -641,7 +644,7 @@ def test_one_checkpoint_alone_has_no_duel(made_up: schema.Params) -> None:
     )
     Path("params.yaml").write_text(text)
     report.main()
-    assert report.PAGE_FILE.read_text().count("<svg") == PLOTS - 1
+    assert report.PAGE_FILE.read_text().count(PICTURE) == PLOTS - 1
 
 
 def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: schema.Params) -> None:
@@ -652,7 +655,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
         TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
     report.main()
     page = report.PAGE_FILE.read_text()
-    assert page.count("<svg") == PLOTS + INSIDE and "#0303" not in page
+    assert page.count(PICTURE) == PLOTS + INSIDE and "#0303" not in page
     said = re.sub(r"(\s|<[^>]+>)+", " ", page)
     assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
 
@@ -733,7 +736,7 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     assert "&lt;b&gt;hot" in page and "<b>hot" not in page
     assert "When not to speculate" not in page
     assert re.search(r"^5_1_6 \(5_1_5\) +200 x 64 ", capsys.readouterr().out, re.MULTILINE)
-    assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page)
+    assert not re.search(ELSEWHERE, page) and page.count("<script") == 1
     found = json.loads(report.METRICS_FILE.read_text())["served"]
     assert (found["points"], found["plain_points"], found["unsupported"], found["off_replay"]) == (1, 1, 1, 0)
     assert found["best_by_speedup"]["speedup"] == float(chain["speedup"])
@@ -780,7 +783,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     page = report.PAGE_FILE.read_text()
     said = words(page)
     assert (
-        page.count("<svg") == PLOTS + 3 + 1 + 3
+        page.count(PICTURE) == PLOTS + 3 + 1 + 3
     )  # of each tree and of the best of both; predicted against measured; latencies
     assert "Slower than plain decoding at 2 of 6 loads (tokens × at once): 16 x 64, 64 x 64." in said
     at = re.search(

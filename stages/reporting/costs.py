@@ -209,5 +209,5 @@ def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoin
 
 def _tell_prediction(row: ComparedPrediction) -> PlotPoint:
     measured, predicted = row.measured.speedup, row.predicted.speedup
-    name = f"{format_tree(row.tree)}, {row.checkpoint}"
+    name = f"{format_tree(row.tree) if row.tree else 'plain decoding'}, {row.checkpoint}"
     return PlotPoint(measured, predicted, f"{name}: measured {measured:.2f}×, predicted {predicted:.2f}×")

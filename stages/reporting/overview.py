@@ -31,10 +31,6 @@ class TreeLine:
     predicted: PredictedSpeedup | None
     measured: BenchmarkRow | None
 
-    @property
-    def is_chosen(self) -> bool:
-        return self.measured is not None
-
 
 @dataclass(frozen=True)
 class Overview:
@@ -47,7 +43,7 @@ class Overview:
 def build_overview(
     trees: list[ReplayedTree], chosen: list[str], rows: list[BenchmarkRow], predicted: Iterable[PredictedSpeedup]
 ) -> Overview:
-    """Return the summary of one checkpoint's `trees`. `chosen` are names to mark, `rows` the lines of the main table."""
+    """Return the summary of one checkpoint's `trees`. `chosen` are names to mark, `rows` its lines of benchmark.csv."""
     guesses = index_torch_predictions(predicted)
     cells = {row.tree: row for row in rows if not row.is_replayed}
     lines = [
@@ -60,9 +56,10 @@ def build_overview(
             partial(draw_chosen_trees, trees=trees, chosen=marked), "tau against verified tokens", PLOT_HEIGHT
         )
     }
-    if cells or any(line.predicted for line in lines):
+    timed = [row for row in rows if row.speedup is not None]
+    if timed or any(line.predicted for line in lines):
         drawn["speedup"] = plots.render_svg(
-            partial(draw_tree_speedups, lines=lines, cells=list(cells.values())),
+            partial(draw_tree_speedups, lines=lines, rows=timed),
             "speedup against verified tokens",
             PLOT_HEIGHT,
         )
@@ -90,8 +87,8 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     return [tell_tree(tree) for tree in [*best, *chosen]]
 
 
-def draw_tree_speedups(axes: Any, lines: list[TreeLine], cells: list[BenchmarkRow]) -> list[PlotPoint]:
-    """Draw measured speedups with their intervals and names, and the fastest prediction at each num_draft_tokens."""
+def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow]) -> list[PlotPoint]:
+    """Draw the speedups of `rows` with their intervals and names, and the fastest prediction at each num_draft_tokens."""
     told: list[PlotPoint] = []
     named: list[tuple[str, float, float]] = []
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
@@ -100,16 +97,15 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], cells: list[BenchmarkRo
         xs, ys = [row.tokens for row in fastest], [row.speedup for row in fastest]
         axes.plot(xs, ys, color=INK_COLOUR, linewidth=0.9, linestyle=":", label="fastest predicted")
         told += [_tell_speedup(row.tokens, row.shape, row.speedup, row.low, row.high, "predicted") for row in fastest]
-    for place, row in zip(_spread_places(cells), cells, strict=True):
-        if row.speedup is None:
-            continue
+    for place, row in zip(_spread_places(rows), rows, strict=True):
+        assert row.speedup is not None, "build_overview selects rows with a speedup"
         colour = styles[row.topk]["color"] if row.topk in styles else INK_COLOUR
         axes.plot(place, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
         if row.speedup_low is not None:
             axes.vlines(place, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
         named.append((row.tree[1:], place, row.speedup))
-        shape = TreeShape.parse(row.tree)
-        told.append(_tell_speedup(place, shape, row.speedup, row.speedup_low, row.speedup_high, "measured"))
+        shape, how = TreeShape.parse(row.tree), "predicted" if row.is_replayed else "measured"
+        told.append(_tell_speedup(place, shape, row.speedup, row.speedup_low, row.speedup_high, how))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
     _annotate_names(axes, named)
     return told
@@ -138,10 +134,10 @@ def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
     return [fastest[tokens] for tokens in sorted(fastest)]
 
 
-def _spread_places(cells: list[BenchmarkRow]) -> list[float]:
-    """Return where on the axis each cell is drawn: cells of as many tokens side by side, so that intervals stay apart."""
-    counts, seen, places = Counter(row.num_draft_tokens for row in cells), Counter[int](), []
-    for row in cells:
+def _spread_places(rows: list[BenchmarkRow]) -> list[float]:
+    """Return where on the axis each tree is drawn: trees of as many tokens side by side, so that intervals stay apart."""
+    counts, seen, places = Counter(row.num_draft_tokens for row in rows), Counter[int](), []
+    for row in rows:
         tokens = row.num_draft_tokens
         places.append(tokens + 0.9 * (seen[tokens] - (counts[tokens] - 1) / 2))
         seen[tokens] += 1

@@ -92,7 +92,10 @@ def _build_results(settings: ReportSettings, found: ReportInputs, best: str) -> 
         "main": main,
         "others": [group for group in groups if group is not main],
         "overview": overview.build_overview(
-            found.replays[best], settings.benchmark_trees, main.rows if main else [], found.predicted.rows
+            found.replays[best],
+            settings.benchmark_trees,
+            next((group.rows for group in groups if group.checkpoint == best), []),
+            found.predicted.rows,
         ),
         "served": served.build_served_page(found.served, found.lines) if found.lines else None,
         "latencies": [*latencies.summarise_torch_cells(cells), *latencies.summarise_served_lines(found.lines)],
@@ -181,8 +184,8 @@ def _group_results(found: ReportInputs) -> list[ResultGroup]:
 
 
 def _select_main_group(groups: list[ResultGroup], best: str) -> ResultGroup | None:
-    """Return the group that the summary shows: of the best checkpoint where it has any, and measured if one is."""
-    return max(groups, key=lambda group: (group.checkpoint == best, bool(group.cells)), default=None)
+    """Return the group that the summary shows: measured if one is, and of the best checkpoint where it has one."""
+    return max(groups, key=lambda group: (bool(group.cells), group.checkpoint == best), default=None)
 
 
 @dataclass

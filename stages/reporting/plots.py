@@ -121,7 +121,7 @@ def tell_tree(tree: ReplayedTree, more: str = "") -> PlotPoint:
 
 def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> list[PlotPoint]:
     """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
-    told = []
+    told: list[PlotPoint] = []
     for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
         points = [t for t in trees if t.topk == topk and steps in (None, t.steps)]
         tokens = sorted({t.tokens for t in points})
@@ -150,7 +150,7 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     """Draw a line per checkpoint, starting where the checkpoint it continues ended."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
-    told = []
+    told: list[PlotPoint] = []
     for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
         parent, epochs = trained[name].from_, trained[name].epochs
         start, losses = ends.get(parent, 0), [epoch.loss for epoch in epochs]
@@ -173,7 +173,7 @@ def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
 
 
 def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
-    told = []
+    told: list[PlotPoint] = []
     for name, colour in zip(trained, _cycle_colours(), strict=False):
         accuracy = [100 * share for share in trained[name].epochs[-1].step_accuracy]
         axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)

@@ -1,28 +1,324 @@
-"""The page as a browser lays it out: no wider than a phone, with every part that it can have and every fold open.
+"""The page in a browser: its layout at three widths, in light, dark and print; who can read it; what its script does.
 
 And plots of DVC, which must be drawn without a network. Headless Chromium, where there is one.
 """
 
+import csv
+import io
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stages import report
 from stages.params import schema
-from stages.results import replay_records, timing_grid
-from tests import costs
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.results import replay_records
+from stages.results.replay_records import ReplayedTree
 from tests.conftest import EVAL, ROOT
 from tests.test_report import made_up_inside, made_up_project, make_up_served, serve
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH: nothing to lay the page out with")
 
-# A frame of a phone's width, for a window can't be as narrow; it writes down how wide its content came out.
-FRAME = """<body><iframe src="{page}" style="width:{width}px;height:900px;border:0"
-onload="document.body.dataset.found = this.contentDocument.documentElement.scrollWidth"></iframe></body>"""
+SIZES = {390: 844, 1024: 768, 1920: 1080}  # of a phone, a tablet and a wide screen
+OPEN_ALL = "() => document.querySelectorAll('details').forEach((part) => { part.open = true; })"
+Open = Callable[..., Any]  # (width, **of a browser's context) -> playwright's page, loaded
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A page with served cells, a row that is off, and what happens inside trees."""
+    with pytest.MonkeyPatch.context() as patch:
+        made_up_project(tmp_path_factory.mktemp("page"), patch)
+        p = schema.load_params()
+        for name in p.replay_trees.checkpoints:
+            buckets = made_up_inside(name, p.replay_trees.traced_trees())
+            replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
+        serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
+        make_up_served("code", off=0.7)
+        report.main()
+        yield report.PAGE_FILE.resolve()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, file: Path) -> Iterator[Open]:
+    """Open the page at a width. After the test, no page has asked for anything but itself, and none has complained."""
+    contexts, heard = [], []
+
+    def open_at(width: int, fragment: str = "", **how: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": SIZES[width]}, **how)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: heard.append(request.url.split("#")[0]))
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.goto(file.as_uri() + fragment)
+        return page
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    assert {url for url in heard if not url.startswith("blob:")} == {file.as_uri()}
+
+
+# Layout
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_the_page_is_no_wider_than_its_window(open_page: Open, width: int) -> None:
+    page = open_page(width)
+    measure = "() => document.documentElement.scrollWidth"
+    assert page.evaluate(measure) == width
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate(measure) == width
+    page.evaluate("() => { document.querySelector('main').style.minWidth = '3000px'; }")  # that the measure finds one
+    assert page.evaluate(measure) > width
+
+
+def test_a_wide_screen_shows_picture_and_table_at_once_and_the_rest_is_folded(open_page: Open) -> None:
+    """Bug: the page was 13,100 px high on a wide screen and 19,300 on a phone."""
+    page = open_page(1920)
+    table = page.locator(".results").first.bounding_box()
+    picture = page.locator(".picture").bounding_box()
+    assert picture["y"] + picture["height"] <= table["y"] and table["y"] + table["height"] <= SIZES[1920]
+    assert page.locator("details[open]").count() == 0
+    assert page.evaluate("() => document.documentElement.scrollHeight") < 2 * SIZES[1920]
+    assert open_page(390).evaluate("() => document.documentElement.scrollHeight") < 3 * SIZES[390]
+
+
+def test_a_phone_shows_tree_tau_and_speedup_without_scrolling(open_page: Open) -> None:
+    page = open_page(390)
+    fits = "(box) => box.scrollWidth <= box.clientWidth"
+    box = page.locator(".scroll:has(> .results)").first
+    assert box.evaluate(fits)
+    heads = page.locator(".results").first.locator("th[scope=col]:visible").all_inner_texts()
+    assert [head.split()[0] for head in heads] == ["Tree_structure", "compress", "speedup"]
+    page.get_by_label("all columns").first.check()
+    assert page.locator(".results").first.locator("th[scope=col]:visible").count() == 9 and not box.evaluate(fits)
+
+
+def test_print_opens_what_is_folded_and_begins_parts_on_new_pages(open_page: Open) -> None:
+    page = open_page(1024)
+    pages = page.pdf(format="A4").count(b"/Type /Page\n")
+    folded = "() => [...document.querySelectorAll('details')].filter((part) => !part.open).length"
+    assert page.evaluate(folded) == page.locator("details").count() > 8  # folded again afterwards
+    page.emulate_media(media="print")
+    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(folded) == 0
+    breaks = "(part) => getComputedStyle(part).breakBefore"
+    parts = page.locator(".part:not(.short)")
+    assert {parts.nth(at).evaluate(breaks) for at in range(parts.count())} == {"page"}
+    assert not page.locator(".tools:visible, svg.points:visible").count()
+    assert pages > parts.count()
+
+
+def test_without_its_script_print_opens_what_is_folded_and_no_control_is_shown(open_page: Open) -> None:
+    page = open_page(1024, java_script_enabled=False)
+    assert not page.locator("button, input").count()
+    assert not page.get_by_role("heading", name="What is trained on").is_visible()
+    page.emulate_media(media="print")
+    assert page.locator("#training figure svg").first.is_visible()
+
+
+# Who can read it
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1024, "dark"), (1920, "light")])
+def test_axe_finds_nothing_serious(open_page: Open, width: int, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason="axe-core is not installed: make install the test extra")
+    page = open_page(width, color_scheme=scheme, bypass_csp=True)
+    page.evaluate(OPEN_ALL)
+    page.evaluate(
+        "() => document.querySelectorAll('#all-trees tbody tr:nth-child(n+9)').forEach((row) => row.remove())"
+    )
+    page.add_script_tag(content=Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8"))
+    assert find_serious(page) == []
+    page.evaluate("() => { document.querySelector('.about').style.color = 'rgba(128, 128, 128, .3)'; }")
+    assert find_serious(page, ".about") == ["color-contrast"]  # that it looks
+
+
+def find_serious(page: Any, where: str = "html") -> list[str]:
+    found = page.evaluate("(where) => axe.run(where)", where)["violations"]
+    return [rule["id"] for rule in found if rule["impact"] in ("serious", "critical")]
+
+
+def test_tables_pictures_and_boxes_have_names(open_page: Open) -> None:
+    page = open_page(1920)
+    nameless = {
+        "table:not(:has(> caption span:not(:empty)))", "th:not([scope])", ".scroll:not([tabindex='0'][role=region][aria-label])",
+        "pre:not([tabindex='0'][role=region][aria-label])", ".plot > svg:first-child:not([role=img]:has(> title:not(:empty)))",
+    }  # fmt: skip
+    assert {selector: page.locator(selector).count() for selector in nameless} == dict.fromkeys(nameless, 0)
+    assert page.locator(".plot").count() >= 14 and page.locator("table").count() >= 14
+    box = page.locator(".scroll").first
+    box.focus()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Tab")
+    assert box.evaluate("(box) => getComputedStyle(box).outlineStyle") == "solid"
+
+
+# The script
+
+
+def test_no_other_script_runs_and_nothing_is_fetched(open_page: Open, browser: Any, file: Path) -> None:
+    """What users and models wrote is escaped; should any of it get through, the page's policy stops it."""
+    page = open_page(1024)
+    assert page.locator("button.unfold").is_visible()  # its own script runs
+    bad = file.with_name("bad.html")
+    add = "<script>document.title = 'ran'; fetch('https://example.org/')</script><img src='https://example.org/a.png'>"
+    bad.write_text(file.read_text(encoding="utf-8").replace("<main>", f"<main>{add}"), encoding="utf-8")
+    other = browser.new_page()
+    errors: list[str] = []
+    other.on("console", lambda message: errors.append(message.text))
+    other.goto(bad.as_uri())
+    assert other.title() == page.title() and len(errors) == 2
+    assert all("Content Security Policy" in error for error in errors)
+    other.close()
+
+
+def test_a_link_opens_the_part_that_it_leads_to(open_page: Open) -> None:
+    page = open_page(1920, "#all-trees")
+    assert page.locator("#all-trees").evaluate("(part) => part.open && part.closest('.part').open")
+    assert page.locator("#all-trees").is_visible()
+    page.evaluate("() => { location.hash = '#training'; }")
+    page.wait_for_selector("#training[open]")
+    links = page.locator("a[href^='#']")
+    page.evaluate(OPEN_ALL)
+    targets = [links.nth(at).get_attribute("href") for at in range(links.count())]
+    assert all(page.locator(target).count() == 1 for target in targets)
+
+
+def test_a_closed_part_opens_again_by_a_link_that_was_followed_before(open_page: Open) -> None:
+    """Bug that a listener to hashchange alone would have: the same link twice changes no hash."""
+    page = open_page(1920, "#training")
+    page.evaluate("() => { document.querySelector('#training').open = false; }")
+    page.evaluate(
+        "() => document.querySelector('main').insertAdjacentHTML('afterbegin', '<a href=\"#training\">there</a>')"
+    )
+    page.get_by_text("there", exact=True).click()
+    assert page.locator("#training").evaluate("(part) => part.open")
+
+
+def test_the_main_table_sorts_and_plain_decoding_stays_below(open_page: Open) -> None:
+    page = open_page(1920)
+    table = page.locator(".results").first
+    rows = table.locator("tbody tr")
+
+    def column(at: int) -> list[str]:
+        return [row.split("\t")[at].strip() for row in rows.all_inner_texts()]
+
+    before = column(0)
+    table.get_by_role("button", name="speedup").click()
+    speedups = [float(text.split("×")[0]) for text in column(5)]
+    assert speedups[:-1] == sorted(speedups[:-1], reverse=True) and column(0)[-1] == "plain decoding"
+    assert table.locator("th[aria-sort=descending]").inner_text().startswith("speedup")
+    table.get_by_role("button", name="speedup").press("Enter")
+    assert [float(text.split("×")[0]) for text in column(5)][:-1] == sorted(speedups[:-1])
+    table.get_by_role("button", name="Tree_structure").click()
+    shapes = [[int(part) for part in name.split()[0].split("_")] for name in column(0)[:-1]]
+    assert shapes == sorted(shapes) and sorted(before) == sorted(column(0))
+
+
+def test_all_trees_are_filtered_by_words_and_bounds(open_page: Open) -> None:
+    page = open_page(1920, "#all-trees")
+    field, part = page.get_by_label("Filter All trees"), page.locator("#all-trees")
+    shown = part.locator("tbody tr:visible")
+    trees = [tree for tree in read_trees() if tree.temperature == 0]
+    assert shown.count() == len(trees)
+    for wanted, kept in {
+        "topk=2 tau>3": [t for t in trees if t.topk == 2 and float(f"{t.tau:.2f}") > 3],
+        "num_draft_tokens<=16 num_steps>=5": [t for t in trees if t.tokens <= 16 and t.steps >= 5],
+        "8_2_": [t for t in trees if "8_2_" in t.shape.name],
+    }.items():
+        field.fill(wanted)
+        assert shown.count() == len(kept) > 0
+        assert part.locator("output").inner_text() == f"{len(kept)} of {len(trees)} trees"
+    field.fill("colour=3")
+    assert part.locator("output").inner_text() == "no column colour"
+    field.fill("")
+    assert shown.count() == len(trees) and part.locator("output").inner_text() == ""
+
+
+def read_trees() -> list[ReplayedTree]:
+    best = report.json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
+    return replay_records.read_replay(best)
+
+
+def download(page: Any, name: str) -> tuple[str, list[dict[str, str]]]:
+    with page.expect_download() as started:
+        page.get_by_role("button", name=f"Download {name} as CSV", exact=True).click()
+    text = Path(started.value.path()).read_text(encoding="utf-8")
+    return started.value.suggested_filename, list(csv.DictReader(io.StringIO(text)))
+
+
+def test_every_table_is_downloaded_as_csv(open_page: Open) -> None:
+    page = open_page(1920)
+    page.evaluate(OPEN_ALL)
+    assert page.get_by_role("button", name="as CSV").count() == page.locator("table").count()
+    caption = page.locator(".results caption").first.inner_text().strip()
+    name, rows = download(page, caption)
+    assert name == re.sub(r"[^a-z0-9_]+", "-", caption.lower()) + ".csv"
+    cells = {row.tree: row for row in BenchmarkRow.read_table() if row.checkpoint in caption}
+    assert len(rows) == len(cells) + 1 and rows[-1]["Tree_structure"] == "plain decoding"
+    for row in rows[:-1]:
+        cell = cells["t" + row["Tree_structure"].split()[0]]
+        assert row["speedup (95% interval)"] == f"{cell.speedup:.2f}"
+        low, high = (f"{value:.2f}" for value in (cell.speedup_low, cell.speedup_high))
+        assert row["speedup (95% interval) note"] == f"({low}-{high})"
+
+
+def test_csv_holds_the_rows_shown_and_lines_between_rows_as_columns(open_page: Open) -> None:
+    page = open_page(1920, "#all-trees")
+    page.get_by_label("Filter All trees").fill("topk=2")
+    best = report.json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
+    _, rows = download(page, f"All trees of {best}")
+    assert len(rows) == sum(tree.topk == 2 and tree.temperature == 0 for tree in read_trees())
+    assert {row["topk"] for row in rows} == {"2"}
+    page.evaluate(OPEN_ALL)
+    _, served = download(page, "code, checkpoint e009, sglang")
+    (off,) = (row for row in served if row["remark"].startswith("tau "))
+    assert "of the replayed" in off["remark"] and off["Tree_structure"].startswith("5_1_6")
+
+
+def test_a_point_tells_its_numbers_to_the_pointer_and_to_the_keyboard(open_page: Open) -> None:
+    page = open_page(1920)
+    plot, tip = page.locator(".picture .plot").first, page.locator(".tip")
+    assert not tip.is_visible()
+    widest = max(read_trees(), key=lambda tree: (tree.tokens, tree.tau))
+    text = f"{widest.shape.name[1:]}: tau {widest.tau:.2f} ({widest.tau_low:.2f}-{widest.tau_high:.2f})"
+    place = plot.locator(f"circle[aria-label='{text}']").bounding_box()
+    page.mouse.move(place["x"] + place["width"] / 2 + 3, place["y"] + place["height"] / 2)
+    assert tip.inner_text() == text
+    drawn = plot.locator("svg[role=img]").bounding_box()
+    assert abs(place["x"] - drawn["x"] - drawn["width"]) < 0.1 * drawn["width"]  # the widest tree, at the right
+    page.mouse.move(0, 0)
+    assert not tip.is_visible()
+    first, second = plot.locator("circle").nth(0), plot.locator("circle").nth(1)
+    first.focus()
+    assert tip.inner_text() == first.get_attribute("aria-label")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text() == second.get_attribute("aria-label") != first.get_attribute("aria-label")
+    assert plot.locator("circle[tabindex='0']").count() == 1  # one stop of the Tab key
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+# DVC's plots
 
 
 def browse(page: Path, *flags: str) -> str:
@@ -33,41 +329,6 @@ def browse(page: Path, *flags: str) -> str:
         "--allow-file-access-from-files", "--virtual-time-budget=10000", f"--user-data-dir={page.parent}/browser", *flags,
     ]  # fmt: skip
     return subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120).stdout
-
-
-def laid_out(page: Path, width: int) -> int:
-    frame = page.with_name("frame.html")
-    frame.write_text(FRAME.format(page=page.as_uri(), width=width))
-    found = re.search(r'data-found="(\d+)"', browse(frame))
-    assert found, "the frame was not loaded"
-    return int(found[1])
-
-
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With served cells, a row that is off, what happens inside trees, and published numbers; all of it unfolded."""
-    made_up_project(tmp_path, monkeypatch)
-    model = "meta-llama/Llama-3.1-8B-Instruct"
-    text = Path("params.yaml").read_text().replace("model: builtin/weather-tiny ", f"model: {model} ")
-    Path("params.yaml").write_text(text)
-    timing_grid.write_timing_grid(costs.made_up(model=model))
-    p = schema.load_params()
-    for name in p.replay_trees.checkpoints:
-        buckets = made_up_inside(name, p.replay_trees.traced_trees())
-        replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
-    make_up_served("code", off=0.7)
-    report.main()
-    unfolded = tmp_path / "unfolded.html"
-    unfolded.write_text(report.PAGE_FILE.read_text().replace("<details>", "<details open>"))
-    return unfolded
-
-
-def test_the_page_is_no_wider_than_its_window(page: Path) -> None:
-    assert {width: laid_out(page, width) for width in (390, 820)} == {390: 390, 820: 820}
-    wide = page.with_name("wide.html")  # that the measure can find one
-    wide.write_text(page.read_text().replace("<main>", '<main><div style="width: 500px">wide</div>'))
-    assert laid_out(wide, 390) > 390
 
 
 def test_dvc_plots_are_drawn_without_a_network(tmp_path: Path) -> None:

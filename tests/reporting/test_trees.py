@@ -13,7 +13,7 @@ from stages.results.replay_records import ReplayedTree, TreeBucket
 
 
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
-    return ReplayedTree.model_construct(steps=steps, topk=topk, tokens=tokens, tau=tau)
+    return ReplayedTree.model_construct(steps=steps, topk=topk, tokens=tokens, tau=tau, tau_low=None, tau_high=None)
 
 
 def some_trees(seed: int) -> list[ReplayedTree]:
