@@ -181,7 +181,11 @@ def test_after_a_failure_nothing_downstream_runs_and_the_rest_stays(server: Serv
     why = json.loads(server.artifacts(run)["plan"]["data"])
     assert why == [{"stage": "middle", "because": "middle.py modified"}]
     assert "| middle | failed | middle.py modified |" in server.artifacts(run)["outcomes"]["data"]
-    assert set(server.artifacts(run)) == {"outcomes", "plan"}  # the table on disk is from before the failure
+    assert set(server.artifacts(run)) == {
+        "outcomes",
+        "plan",
+        "progress-middle",
+    }  # the bar; the table on disk is from before the failure
     server.project.script("middle")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
