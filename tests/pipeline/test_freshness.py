@@ -1,27 +1,31 @@
 """pipeline/freshness.py: quick only where DVC itself would find nothing; any change of a file, and DVC is asked."""
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
+import dvc.cli
 import pytest
 
 from pipeline import dvc_graph, freshness
 from pipeline.commands import list_stale
-from tests.pipeline.conftest import Project
-from tests.pipeline.test_dvc_graph import run_all
+from tests.pipeline.conftest import Project, make_project
 
 PARAMETERS = "report: {title: one}\n"
 
 
-@pytest.fixture
-def done(project: Project) -> Project:
-    """All up to date, and known to be; the last stage reads a parameter, the first a folder, where byte code may lie."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that has run; the last stage reads a parameter, the first a folder, where byte code may lie."""
+    folder = tmp_path_factory.mktemp("fresh")
+    project = make_project(folder / "project")
     text = (project.root / "dvc.yaml").read_text()
     text = text.replace("last.py]", "last.py]\n    params: [report.title]").replace("[raw.csv,", "[raw.csv, more,")
     (project.root / "dvc.yaml").write_text(text)
@@ -29,15 +33,36 @@ def done(project: Project) -> Project:
     (project.root / ".dvcignore").write_text("__pycache__/\n")
     (project.root / "more/__pycache__").mkdir(parents=True)
     (project.root / "more/one.txt").write_text("one")
-    run_all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DVC_SITE_CACHE_DIR", str(folder / "site"))
+        patch.chdir(project.root)
+        by_dvc("repro")
+    return project.root
+
+
+@pytest.fixture
+def done(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A copy of it, all up to date, and known to be."""
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    project = Project(tmp_path / "project")
+    shutil.copytree(made, project.root)
+    monkeypatch.chdir(project.root)
     assert dvc_graph.explain_stale() == {}
     return project
 
 
-def by_dvc() -> set[str]:
+def by_dvc(*words: str) -> str:
+    """Run DVC's own command line, in this process: a start of it takes a second."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setenv("DVC_TEST", "1")  # else it prints JSON to where stdout went when colorama was imported
+        assert dvc.cli.main(list(words)) == 0
+    return printed.getvalue()
+
+
+def stale_by_dvc() -> set[str]:
     """Return the stages that DVC's own command line finds changed."""
-    status = subprocess.run([sys.executable, "-m", "dvc", "status", "--json"], capture_output=True, check=True).stdout
-    return set(json.loads(status))
+    return set(json.loads(by_dvc("status", "--json")))
 
 
 def test_without_a_change_dvc_is_not_imported(done: Project) -> None:
@@ -49,7 +74,7 @@ def test_without_a_change_dvc_is_not_imported(done: Project) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
     asked = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert (asked.returncode, asked.stdout) == (0, "{} ['first', 'middle', 'last'] None\n"), asked.stderr
-    assert by_dvc() == set()
+    assert stale_by_dvc() == set()
 
 
 CHANGES: dict[str, Callable[[], object]] = {
@@ -71,9 +96,9 @@ CHANGES: dict[str, Callable[[], object]] = {
 def test_after_any_change_dvc_is_asked(done: Project, change: str) -> None:
     CHANGES[change]()
     stale = dvc_graph.explain_stale()
-    assert stale and set(stale) == by_dvc()
-    run_all()
-    assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and by_dvc() == set()
+    assert stale and set(stale) == stale_by_dvc()
+    by_dvc("repro")
+    assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and stale_by_dvc() == set()
 
 
 def test_a_change_without_effect_for_dvc_is_asked_about_once(done: Project) -> None:
