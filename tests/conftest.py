@@ -58,8 +58,8 @@ SMALL = {
     "benchmark_served": {"checkpoints": ["e003"]},
 }
 
-# Files of half a minute or more, and the next longest. First those that wait most, for servers and workers; then the longest, and not two in
-# a row that wait for small_run. Another order is only slower.
+# The longest files: first those that wait most, for servers and workers; then by what they cost, and not two in a row
+# that wait for small_run. Another order is only slower.
 LONG = [
     "test_prefect_workers", "test_train_draft", "test_browser", "test_reruns", "test_flows", "test_sample_target",
     "test_benchmark_served", "test_batch_decode", "test_sampling", "test_prepare_prompts", "test_lossless", "test_report",
