@@ -327,8 +327,9 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(_yaml, "_dump", json.dump)
         # params.yaml is read once for each stage, and every leaf of it looked at for every key: half of the rest.
         patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
-        cached = lru_cache(maxsize=8)(partial(parse_json_or_yaml, parse))
-        patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(cached(text, path)))
+        # The path is only for errors; without it, all copies of a project share what was parsed.
+        cached = lru_cache(maxsize=8)(partial(parse_json_or_yaml, parse, path="a copy of the project"))
+        patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(cached(text)))
         # DVC's locks, which take an eighth of the time; no other process works in this project.
         patch.setattr(dvc.rwlock, "rwlock", lambda *_, **__: nullcontext())
         yield made
