@@ -54,7 +54,7 @@ def set_value(place: tuple[str, ...], value: Any) -> None:
     section[place[-1]] = value
     if value is ...:
         del section[place[-1]]
-    Path("params.yaml").write_text(json.dumps(whole))  # JSON is YAML, and written in no time
+    Path("params.yaml").write_text(json.dumps(whole, sort_keys=True))  # JSON is YAML, and written in no time
 
 
 def refusal() -> str:

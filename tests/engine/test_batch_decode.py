@@ -193,7 +193,7 @@ def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name:
     """Each prompt has its own pictures, or none, and its own way of counting places."""
     model = load(tmp_path, name)
     engine = Engine(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
-    some = [DecodeRequest(ids.tolist(), 16, shown) for ids, shown in documents()]
+    some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
         together = steps(engine.decode_batch(some, 3, tree), 4)
         assert tree is None or together == [alone(engine, ask, tree) for ask in some]  # plainly a step is a token
