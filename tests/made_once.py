@@ -34,13 +34,13 @@ def forget() -> None:
         kept.clear()
 
 
-def _render_svg(draw: Callable[[Any], None], height: float = 3.3) -> Any:
+def _render_svg(draw: Callable[[Any], Any], *settings: Any) -> Any:
     try:
-        key = pickle.dumps((draw, height))
+        key = pickle.dumps((draw, settings))
     except (pickle.PicklingError, AttributeError):  # of a function that a test has put in its place
-        return render_svg(draw, height)
+        return render_svg(draw, *settings)
     if key not in PLOTS:
-        PLOTS[key] = render_svg(draw, height)
+        PLOTS[key] = render_svg(draw, *settings)
     return PLOTS[key]
 
 
