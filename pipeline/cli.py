@@ -164,6 +164,8 @@ def estimate(
 
     Each figure says where it comes from: measured here, in logs/stages.jsonl; measured elsewhere, on which date and machine;
     or arithmetic from FLOP and bytes. Changes, downloads and runs nothing, needs no GPU.
+
+    Example: aerie estimate train-qwen3-8b-1gpu before aerie use of it.
     """
     from pipeline import estimate as figures
 

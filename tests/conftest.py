@@ -23,6 +23,9 @@ EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["w
 # Products this small gain nothing by a second thread, and where two tests run at once they lose a hundred times as much:
 # the threads wait for each other in turn. Before torch is imported, here and in what tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop(
+    "MAKELEVEL", None
+)  # of `make test`: what is stopped goes on by `aerie run`, started by make by `make run`
 
 # What makes the whole graph run in a minute or two. `straight` is e001 and then e003 in one go.
 SMALL = {

@@ -31,7 +31,7 @@ DRAWN = SamplingParams(0.7, 0.95, 50, seed=0)
 
 @pytest.fixture(scope="module")
 def prompts(small_run: Path) -> list[list[int]]:
-    """Half of the eval split: six prompts accepted and refused nothing that three don't."""
+    """Half of the eval split."""
     table = conversations.read_table(small_run / "data/sampled/eval", conversations.SAMPLED_SCHEMA, "sample_target")
     return table["prompt_ids"].to_list()[:3]
 
@@ -152,12 +152,12 @@ def test_every_method_says_what_plain_decoding_says(engines, prompts, plain, pla
     assert accepted > 0, "nothing is accepted, so nothing is tested"
 
 
-def test_a_trained_draft_is_accepted_more_than_a_random_one(decoded) -> None:
+def test_a_trained_draft_is_accepted_more_than_a_random_one(decoded, prompts) -> None:
     """Otherwise the lossless tests above could pass with trees that never accept anything."""
     accepted = {
         name: sum(s.num_accepted for steps in decoded(name, (8, 2, 16)) for s in steps) for name in ("e000", "e003")
     }
-    assert accepted["e003"] > max(50, 2 * accepted["e000"])
+    assert accepted["e003"] > max(8 * len(prompts), 2 * accepted["e000"])
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])

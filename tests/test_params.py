@@ -639,7 +639,7 @@ BAD_ROWS = [
 
 def test_a_sweep_is_no_workload_of_methods() -> None:
     """Bug: benchmark_methods took a workload of several answer lengths, and ended by an AssertionError."""
-    with_methods(("max_new_tokens: 200       # a list", "max_new_tokens: [100, 200]  # a list"))
+    with_methods(("max_new_tokens: 200       # toy; 8B: 512", "max_new_tokens: [100, 200]  # toy; 8B: 512"))
     (line,) = problems()
     assert line.startswith(
         "benchmark_methods.workload is 'eval', whose max_new_tokens is a sweep, [100, 200]; expected one"

@@ -243,7 +243,6 @@ RERUNS = [
         "benchmark_served@* benchmark_served_baseline@* report",
     ),
     Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
-    Row("published/table.yaml", comments("published/table.yaml"), "report"),
     Row("stages/params/schema.py: a comment", comments("stages/params/schema.py"), ""),
     Row("stages/telemetry/gpu_energy.py: a comment", comments("stages/telemetry/gpu_energy.py"), ""),
     Row("README.md", comments("README.md"), ""),
@@ -360,8 +359,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "draft_configs" / "theta_10000.json").touch()
     (root / "data/prompt_sets").mkdir(parents=True)
     (root / "data/prompt_sets/gsm8k.jsonl").touch()
-    (root / "published").mkdir()
-    (root / "published" / "table.yaml").touch()
     shutil.copy(REPO / "data/nothing", root / "data/nothing")
     (root / "data/targets").mkdir()
     (root / "data/targets/weights").touch()

@@ -8,10 +8,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Event, current_thread, main_thread
+from types import FrameType
 
+import stages
 from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
 from stages.telemetry.machine_errors import explain_machine_error
@@ -25,6 +28,11 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
     user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
+    with _watch_ctrl_c() as interrupted:
+        _run_watched(main, list_gpus, interrupted)
+
+
+def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | None], interrupted: Event) -> None:
     signature, started = inspect.signature(main), time.time()
     try:
         words = split_stage_name(sys.argv[1:])
@@ -39,16 +47,38 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
         with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
             main(*words)
         unfinished.end_stage()
-    except KeyboardInterrupt:
-        if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
-            print(f"aerie: {describe_stop(_stage_name(sys.argv), started)}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
+            if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
+                print(f"aerie: {describe_stop(_stage_name(sys.argv), started)}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
         if problem := explain_machine_error(error, _stage_name(sys.argv)):
             sys.exit(f"aerie: {problem}")
         if isinstance(error, ValueError):
             sys.exit(f"aerie: {error}")
         raise
+
+
+@contextmanager
+def _watch_ctrl_c() -> Iterator[Event]:
+    """Yield an event that is set by Ctrl-C, which raises KeyboardInterrupt.
+
+    An import that a KeyboardInterrupt meets may end in another exception, as NumPy's in an ImportError.
+    """
+    found, before = Event(), signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        found.set()
+        raise KeyboardInterrupt
+
+    if before not in (signal.default_int_handler, stages.end_interrupted) or current_thread() is not main_thread():
+        yield found
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def describe_stop(stage: str, since: float) -> str:
