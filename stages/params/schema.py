@@ -7,6 +7,7 @@ drops keys that are not strings, so a misspelt section would otherwise vanish fr
 its `deps`: DVC tracks the values, and the code holds no defaults.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -261,8 +262,10 @@ def check_raw_exists(params: Params) -> None:
     fix = params.fix_data
     raw, evaluation = Path(fix.raw), fix.eval_path()
     if not raw.exists():
+        is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
+        more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
         raise ValueError(
-            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder (docs/data.md)"
+            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
     if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
         raise ValueError(
