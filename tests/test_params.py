@@ -408,7 +408,10 @@ BAD_VALUES = [
     (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
     (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
-    ("  title: weather-tiny", "", "report: expected a section with title, found None"),
+    (REAL[REAL.index("  title: weather-tiny") : REAL.index("\nschedule:")], "",
+     "report: expected a section with title, output_dir, model_id, analysis, found None"),
+    ("output_dir: results/answers", "output_dir: results/cells",
+     "report.output_dir: is results/cells, which stages write; name another folder in results/, as results/answers"),
     ("e009: {from: e003, epochs: 6}", "e009: e003",
      "train_draft.checkpoints.e009: expected a section with from, epochs, found 'e003'"),
 ]  # fmt: skip

@@ -10,9 +10,9 @@ its `deps`: DVC tracks the values, and the code holds no defaults.
 import re
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from ruamel.yaml.error import YAMLError
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
@@ -31,10 +31,23 @@ from stages.params.tree_shape import TreeShape
 from stages.params.yaml_text import parse_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
+STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
 
 
 class Report(Section):
     title: Text
+    output_dir: Annotated[str, Field(pattern=r"^results/[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None
+    analysis: bool
+
+    @field_validator("output_dir")
+    @classmethod
+    def is_of_no_stage(cls, output_dir: str) -> str:
+        if output_dir.removeprefix("results/") in STAGE_FOLDERS:
+            raise ValueError(
+                f"is {output_dir}, which stages write; name another folder in results/, as results/answers"
+            )
+        return output_dir
 
 
 class Params(Section):
