@@ -1,0 +1,93 @@
+"""Small runs in which flags show their effect: data, a draft trained on a tiny target, cells of the torch engine and of a server."""
+
+import json
+import shutil
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stages import benchmark, extract_hiddens, fix_data, init_draft, prepare_prompts, sample_target, train_draft
+from stages.data import conversations, workload_prompts
+from stages.results import served_records, torch_records
+from tests.conftest import ROOT, edit_params
+from tests.talking import WORKLOADS, said
+
+CELL = ("e003", "t3_2_6")
+CHECKPOINTS = {  # e003 is talking_project's, of random weights
+    "e001": {"from": "e000", "epochs": 1}, "e002": {"from": "e001", "epochs": 1}, "e003": {"from": "e000", "epochs": 3},
+}  # fmt: skip
+TRAINED = {
+    "fix_data": {"raw": "raw", "answers": "text", "eval_share": 0.3, "max_dropped_share": None},
+    "sample_target": {
+        "backend": "keep", "train_rows": None, "eval_rows": 2, "temperature": 0.0, "max_new_tokens": 4, "shard_size": 4,
+    },
+    "extract_hiddens": {"max_length": 400},
+    "init_draft": {"draft_vocab_size": 64, "intermediate_size": 32},
+    "train_draft": {"checkpoints": CHECKPOINTS, "ttt_steps": 2, "warmup_steps": 0},
+    "check_overfit": {"min_tau": 1.0},
+    "replay_trees": {"checkpoints": ["e001"]},
+    "time_trees": {"checkpoints": ["e000"]},
+}  # fmt: skip
+
+
+def make_trained(project: Path) -> None:
+    """Train e001 for one epoch on the tiny target of `project`, as talking_project has it."""
+    drafts = (project / "drafts").resolve()
+    (project / "drafts").unlink()
+    shutil.copytree(drafts, project / "drafts")
+    write_rows(project / "raw/rows.jsonl", 24)
+    edit_params(project, TRAINED)
+    with chdir(project):
+        for stage in (fix_data, sample_target, extract_hiddens, init_draft):
+            stage.main()
+        train_draft.main("e001")
+
+
+def write_rows(path: Path, count: int, first: int = 0) -> None:
+    path.parent.mkdir(exist_ok=True)
+    texts = said()
+    rows = [{"prompt": f"{n}: {texts[n][:40]}", "answer": texts[n + 1][:60]} for n in range(first, first + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def copy_trained(made: Path, to: Path) -> Path:
+    shutil.copytree(made, to, symlinks=True)
+    return to
+
+
+def fix(**changes: Any) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Run fix_data with changed keys; return the rows of train and eval."""
+    edit_params(Path(), {"fix_data": changes})
+    fix_data.main()
+    train, evaluation = (
+        conversations.read_table(path, conversations.FIXED_SCHEMA, "fix_data")
+        for path in (fix_data.TRAIN_FILE, fix_data.EVAL_FILE)
+    )
+    return train, evaluation
+
+
+def decode(workload: dict[str, Any], cell: tuple[str, str] = CELL, **settings: Any) -> torch_records.TorchCell:
+    """Measure a cell of the workload `eval` with changed keys, and of `benchmark` with changed `settings`."""
+    edit_params(Path(), {"benchmark": {"workloads": {**WORKLOADS, "eval": WORKLOADS["eval"] | workload}, **settings}})
+    prepare_prompts.main("eval")
+    benchmark.main("eval", *cell)
+    return torch_records.read_torch_cell("eval", *cell)
+
+
+def prompts(workload: dict[str, Any]) -> pl.DataFrame:
+    """Return the prompts of the workload `eval` with changed keys."""
+    edit_params(Path(), {"benchmark": {"workloads": {**WORKLOADS, "eval": WORKLOADS["eval"] | workload}}})
+    prepare_prompts.main("eval")
+    return workload_prompts.read_prompts("eval")[0]
+
+
+def read_loads() -> served_records.ServedCell:
+    return served_records.read_served_cell("eval", *CELL, served_records.TORCH_ENGINE)
+
+
+def copy_root(*names: str) -> None:
+    """Copy folders of the repository here."""
+    for name in names:
+        shutil.copytree(ROOT / name, name, dirs_exist_ok=True)
