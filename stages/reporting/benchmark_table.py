@@ -22,11 +22,11 @@ from stages.results.prediction import PredictedSpeedup
 from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
-from stages.results.torch_records import TorchCell
+from stages.results.torch_records import TorchCell, name_torch_stage
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
-DOUBTED_MARK, DOUBTED_NOTE = " !", "! its times are in doubt, as the lines at the top say"
+DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top say"
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
 )
@@ -61,7 +61,7 @@ class BenchmarkRow(TableRow):
     @property
     def stage(self) -> str:
         """Return the stage of dvc.yaml that a measured line is of."""
-        return f"benchmark@{self.workload}-{self.checkpoint}-{self.tree}"
+        return name_torch_stage(self.workload, self.checkpoint, self.tree)
 
     @property
     def is_replayed(self) -> bool:

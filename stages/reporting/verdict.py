@@ -16,7 +16,7 @@ from stages.results.prediction import LaunchAdvice, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.served_table import SPECULATIVE, ServedRow
-from stages.results.torch_records import TorchCell
+from stages.results.torch_records import TorchCell, name_torch_stage
 
 VerdictKind = Literal["launch", "plain", "noisy", "disputed", "unknown"]
 MAX_WARNINGS = 5  # shown outright
@@ -77,7 +77,7 @@ class SpeedupEvidence:
 
     def __str__(self) -> str:
         ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
-        return f"{self.speedup:.2f}x ({ends}{', its times in doubt' if self.is_doubted else ''})"
+        return f"{self.speedup:.2f}x ({ends}{', doubtful timings' if self.is_doubted else ''})"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _collect_measured(
         speeds = cell.metrics
         load = VerdictLoad(cell.engine, cell.workload, None, cell.temperature, 1)
         ends = speeds.speedup_low, speeds.speedup_high
-        stage = f"benchmark@{cell.workload}-{cell.checkpoint}-{cell.tree}"
+        stage = name_torch_stage(cell.workload, cell.checkpoint, cell.tree)
         found.setdefault(load, []).append(
             SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage, stage in doubted)
         )

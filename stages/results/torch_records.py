@@ -203,6 +203,11 @@ class TorchCell(TorchMeasurement, TreeCell):
 METRICS, PROMPT_COLUMNS = CellMetrics.list_keys(), PromptRow.list_keys()
 
 
+def name_torch_stage(workload: str, checkpoint: str, tree: str) -> str:
+    """Return the DVC stage that makes a cell."""
+    return f"benchmark@{workload}-{checkpoint}-{tree}"
+
+
 def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:
     return CELLS_FOLDER / f"{workload}-{checkpoint}-{tree}.json"
 
@@ -218,8 +223,8 @@ def write_torch_cell(cell: Mapping[str, Any]) -> Path:
 def read_torch_cell(workload: str, checkpoint: str, tree: str) -> TorchCell:
     """Read a cell. Raises ValueError as `Cell.read_cell`."""
     names = {"workload": workload, "checkpoint": checkpoint, "tree": tree}
-    stage = f"benchmark@{workload}-{checkpoint}-{tree}"
-    return TorchCell.read_cell(locate_torch_cell(workload, checkpoint, tree), stage, **names)
+    place = locate_torch_cell(workload, checkpoint, tree)
+    return TorchCell.read_cell(place, name_torch_stage(workload, checkpoint, tree), **names)
 
 
 def compute_process_share(rows: Sequence[PromptRow | MethodPromptRow]) -> float | None:

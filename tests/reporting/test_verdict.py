@@ -211,4 +211,4 @@ def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> N
         "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80)"
     )
     (only,) = give(cells=cells[:1], remarks=remarks).list_lines()[:1]
-    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, its times in doubt) at 1 at once"
+    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, doubtful timings) at 1 at once"
