@@ -13,6 +13,7 @@ and on the terminal:
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -42,14 +43,12 @@ def main() -> None:
     os.chdir(told.folder)
     settings: dict[str, Any] = {"launch": told.engine, "launch_args": shlex.split(told.launch_args)}
     found: dict[str, Any] = {"engine": told.engine, "launch_args": told.launch_args}
-    set_params(device="cuda", dtype="float32", backend="transformers", server={})
+    set_params(device="cuda", dtype=told.dtypes[0], backend="transformers", server={})
     if not Path("data/fixed").exists():  # of the project that was copied
         run_stage("fix_data")
     run_stage("prepare_target")
     expected: dict[str, dict[str, pl.DataFrame]] = {}
-    for dtype in ("float32", "bfloat16"):
-        if dtype == "bfloat16" and "bf16" not in told.parts:
-            continue
+    for dtype in told.dtypes:
         set_params(device="cuda", dtype=dtype, backend="transformers", server={})
         found[f"{dtype}_transformers_s"] = run_stage("sample_target")
         expected[dtype] = read_answers()
@@ -59,19 +58,18 @@ def main() -> None:
         answers = read_answers()
         found[dtype] = compare(expected[dtype], answers)
         report(found)
-        if dtype == "float32":
-            first = answers
+    first = answers
     if "kill" in told.parts:
-        set_params(device="cuda", dtype="float32", backend="server", server=settings)
+        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found["killed"] = count_after_kill(told.engine, first)
         report(found)
     if "speed" in told.parts:
         with one_gpu():
-            found["speed"] = measure_speed(told.engine, settings)
+            found["speed"] = measure_speed(told.engine, settings, dtype)
         report(found)
     if "two" in told.parts:
-        set_params(device="cuda", dtype="float32", backend="server", server=settings)
+        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
         found["two_servers_s"] = run_stage("sample_target")
         logs = sorted(Path(".scratch").glob(f"{told.engine}_server_*.log"))
         found["two_servers"] = compare(first, read_answers()) | {"logs": len(logs)}
@@ -83,7 +81,8 @@ def parse_words() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", default="sglang")
     parser.add_argument("--launch-args", default="")
-    parser.add_argument("--parts", nargs="*", default=["bf16", "kill", "speed", "two"])
+    parser.add_argument("--parts", nargs="*", default=["kill", "speed", "two"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="SGLang's norms take no float32")
     return parser.parse_args()
 
 
@@ -183,11 +182,11 @@ def count_after_kill(engine: str, whole: dict[str, pl.DataFrame]) -> dict[str, A
             if sum(file.stat().st_size for file in journals if file.is_file()) < 100_000:
                 continue
             for child in psutil.Process(stage.pid).children(recursive=True):
-                if any(
-                    word in " ".join(child.cmdline()) for word in ("launch_server", f"{engine}::", f"{engine} serve")
-                ):
-                    child.kill()
-                    killed.append(child.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):  # also one that has just ended with its parent
+                    words = " ".join(child.cmdline())
+                    if any(word in words for word in ("launch_server", f"{engine}::", f"{engine} serve")):
+                        child.kill()
+                        killed.append(child.pid)
 
     seconds = run_stage("sample_target", kill)
     report = json.loads(Path("results/sample_report.json").read_text())
@@ -195,17 +194,17 @@ def count_after_kill(engine: str, whole: dict[str, pl.DataFrame]) -> dict[str, A
     return {"seconds": seconds, "killed": len(killed), **kept, **compare(whole, read_answers())}
 
 
-def measure_speed(engine: str, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_speed(engine: str, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return output tokens/s of the stage and of the engine's own client, in turns, on one running server."""
     from stages.serving.replicas import plan_replicas
     from stages.target import manifest
 
     folder = str(manifest.resolve_weights_folder(manifest.read_manifest()))
-    target = folder, "float32", "cuda", False
+    target = folder, dtype, "cuda", False
     rows: dict[str, Any] = {"stage": [], "client": []}
     with plan_replicas(engine, *target, settings["launch_args"], 600.0, Path(".scratch"), None) as running:
         (url,) = running.base_urls
-        set_params("cpu", "float32", "server", {"base_urls": [url], "model": folder})
+        set_params("cuda", dtype, "server", {"base_urls": [url], "model": folder})
         for _ in range(3):
             run_stage("sample_target")
             report = json.loads(Path("results/sample_report.json").read_text())
