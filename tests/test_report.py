@@ -272,11 +272,33 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
     assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,source,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
-        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine"
+        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine,process_speedup"
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
     assert joined[0] == ",".join(ReplayedTree.list_keys())
     assert len(joined) - 1 == len(made_up.replay_trees.list_trees()) * len(made_up.train_draft.checkpoints)
+
+
+def test_a_speedup_by_cpu_time_stands_beside_that_by_wall_time(made_up: schema.Params) -> None:
+    """Another program took half of the speculative answers' wall time; a GPU has no CPU time to compare."""
+    places = sorted(Path("results/cells").glob("eval-*.json"))
+    for place, busy in zip(places, (True, False, *[None] * len(places)), strict=False):
+        cell = json.loads(place.read_text())
+        for row in cell["prompts"]:
+            if busy:
+                row["process_s"] /= 2
+            elif busy is None:
+                row["process_s"] = row["baseline_process_s"] = None
+        place.write_text(json.dumps(cell))
+    report.main()
+    lines = {f"eval-{r['checkpoint']}-{r['tree']}.json": r for r in _lines(BenchmarkRow.TABLE)}
+    found = [lines[place.name] for place in places]
+    assert float(found[0]["process_speedup"]) == pytest.approx(2 * float(found[0]["speedup"]))
+    assert float(found[1]["process_speedup"]) == pytest.approx(float(found[1]["speedup"]))
+    assert {line["process_speedup"] for line in found[2:]} == {""}
+    page = report.PAGE_FILE.read_text()
+    assert page.count('<th scope="col">speedup, <br>CPU time</th>') >= 1
+    assert f"<td>{2 * float(found[0]['speedup']):.2f}×</td>" in page
 
 
 def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: schema.Params) -> None:

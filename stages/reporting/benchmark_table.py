@@ -57,6 +57,7 @@ class BenchmarkRow(TableRow):
     identical_share: float | None
     replay_tau: float | None
     engine: str
+    process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
 
     @property
     def stage(self) -> str:
@@ -91,6 +92,7 @@ def build_benchmark_row(cell: TorchCell, trees: list[ReplayedTree]) -> Benchmark
         **cell.metrics.model_dump(include=columns),
         source="measured",
         replay_tau=replay_records.find_replayed_tau(trees, cell),
+        process_speedup=cell.process_speedup,
     )
 
 
