@@ -21,8 +21,8 @@ NOTHING_STALE = "nothing is stale"
 
 WHAT_NEXT = (
     "What next",
-    "  your data      fix_data.raw in params.yaml: docs/data.md",
-    "  your target    target.model in params.yaml: docs/guide.md",
+    "  your data      fix_data.raw, format and answers in params.yaml: docs/data.md",
+    "  your target    target.model in params.yaml: docs/guide.md; a whole way to a served draft: docs/walkthrough.md",
     "  a recipe       .venv/bin/aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md",
     "  the pages      make ui: every stage with its log, forms for sweeps: docs/scheduling.md",
     "  the advice     .venv/bin/aerie launch: which draft and tree to serve, or none: docs/cost.md",

@@ -525,7 +525,7 @@ def test_a_draft_that_accepts_nothing_has_a_warning_and_no_badge(
     assert "! tau is exactly 1.00 in eval-e003-t8_1_9, " in printed
     assert "! tau of e009 is exactly 1.00 in every replayed tree: no draft token was accepted" in printed
     assert "! every measured tree is slower than plain decoding, the best at 0.50x" in printed
-    assert printed.startswith("Do not speculate at 1 at once: ")
+    assert printed.startswith("Do not speculate at concurrency 1: ")
     assert "best by tau" not in page and "the best checkpoint by tau" not in printed
     results = page[page.index('id="results"') : page.index('id="latencies"')]
     assert 'class="top"' not in results
@@ -807,7 +807,7 @@ def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     assert (
         page.count(PICTURE) == PLOTS + 3 + 1 + 3
     )  # of each tree and of the best of both; predicted against measured; latencies
-    assert "Slower than plain decoding at 2 of 6 loads (tokens × at once): 16 x 64, 64 x 64." in said
+    assert "Slower than plain decoding at 2 of 6 loads (tokens × concurrency): 16 x 64, 64 x 64." in said
     at = re.search(
         r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
     )

@@ -30,6 +30,7 @@ DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top 
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
 )
+CHAIN_NOTE = "in brackets: a chain's older name, which leaves the root out of the number of draft tokens"
 
 
 class BenchmarkRow(TableRow):
@@ -132,6 +133,8 @@ def format_benchmark_table(
         if any(row.stage in doubted for row in group):
             lines.append(DOUBTED_NOTE)
         lines += [*([REPLAYED_NOTE] if any(row.is_replayed for row in group) else []), ""]
+    if any(row.topk == 1 for row in rows):
+        lines[-1:] = [CHAIN_NOTE, ""]
     return lines
 
 

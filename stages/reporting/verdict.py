@@ -40,8 +40,8 @@ class VerdictLoad:
     concurrency: int | None  # None: no limit
 
     @property
-    def at_once(self) -> str:
-        return "without a limit" if self.concurrency is None else f"at {self.concurrency:g} at once"
+    def at_concurrency(self) -> str:
+        return "at any concurrency" if self.concurrency is None else f"at concurrency {self.concurrency:g}"
 
     @property
     def place(self) -> str:
@@ -262,11 +262,11 @@ def _format_group(group: list[VerdictLine]) -> str:
     load, more = line.load, f"; {line.more}" if line.more else ""
     if len(group) > 1:
         limits = [f"{one.load.concurrency:g}" if one.load.concurrency else "no limit" for one in group]
-        at = f"at {', '.join(limits[:-1])} and {limits[-1]} at once{load.place}"
-        return f"{line.advice} {at}: {line.evidence} {load.at_once}{more}"
+        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{load.place}"
+        return f"{line.advice} {at}: {line.evidence} {load.at_concurrency}{more}"
     if line.kind == "launch":
-        return f"{line.advice}: {line.evidence} {load.at_once}{load.place}{more}"
-    return f"{line.advice} {load.at_once}{load.place}: {line.evidence}{more}"
+        return f"{line.advice}: {line.evidence} {load.at_concurrency}{load.place}{more}"
+    return f"{line.advice} {load.at_concurrency}{load.place}: {line.evidence}{more}"
 
 
 def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
@@ -277,7 +277,7 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
         top = max(others, key=lambda other: other.speedup)
         if row.enable and row.shape != top.shape:
             pick = SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
-            told.append(f"On {row.engine}: {pick.name}, predicted {pick} at {row.concurrency:g} at once")
+            told.append(f"On {row.engine}: {pick.name}, predicted {pick} at concurrency {row.concurrency:g}")
     return told
 
 

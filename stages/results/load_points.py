@@ -115,7 +115,7 @@ def describe_point(point: LoadPoint, baseline: LoadPoint) -> str:
     """Return a point's tau and speeds in words."""
     assert point.acceptance is not None, "the point of a draft has counts"
     speed, plain = (float(np.mean([load.output_throughput for load in p.loads])) for p in (point, baseline))
-    load = f"{point.max_new_tokens} tokens, {point.concurrency or 'all'} at once"
+    load = f"{point.max_new_tokens} tokens, concurrency {point.concurrency or 'unlimited'}"
     return f"{load}: tau {point.acceptance.tau:.3f}, {speed:.1f} tokens/s, plain {plain:.1f}"
 
 

@@ -232,8 +232,8 @@ def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Pr
     project.script("middle", "sys.exit('out of cheese')")
     done = run()
     assert done.returncode == 1 and "out of cheese" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("aerie: a stage failed (dvc exited with")
-    assert "see above and logs/middle.log" in done.stderr and "middle" in done.stdout.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith("aerie: middle failed, see above and logs/middle.log;")
+    assert "failed to reproduce" in done.stderr and "middle" in done.stdout.splitlines()[-1]
     assert "out of cheese" in run("--verbose").stdout
     (project.root / "dvc.yaml").write_text("stages: [")
     done = run()
