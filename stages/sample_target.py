@@ -165,6 +165,11 @@ def _print_split(p: schema.Params, split: SampledSplit) -> None:
     cut = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
     cut += f", {selection.num_unrequested} questions not asked" if selection.num_unrequested else ""
     print(f"{split.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, {cut}")
+    if counted["truncated"] > selection.num_requests / 2:
+        print(
+            f"warning: most answers of {split.name} are cut, and drafts and tau know nothing of how answers go on; "
+            f"raise sample_target.max_new_tokens, or see whether the target ends its answers"
+        )
 
 
 def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:

@@ -178,7 +178,9 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes
     rest = one.stdout.read() if one.stdout else ""
     assert one.wait(60) == 128 + number and "Traceback" not in rest and gone(stage, 0)
     if number == signal.SIGINT:
-        assert rest.splitlines()[-1] == "aerie: stopped; `aerie run` goes on after epoch 4 of middle"
+        assert rest.splitlines()[-1] == (
+            "aerie: stopped; what has finished is kept, `aerie run` goes on after epoch 4 of middle"
+        )
     project.script("middle")
     done = run()
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
