@@ -29,6 +29,7 @@ from stages import fix_data, prepare_target, sample_target
 from stages.params import schema
 from stages.params.data_sections import SampleTarget, SamplingServer
 from stages.serving import client, load_generator, replicas, server
+from stages.serving.gpu_memory import GpuMemory
 from tests.conftest import ROOT, copy_project, edit_params
 from tests.serving.faulty_proxy import Proxy
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -518,7 +519,7 @@ def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.Monke
     whole = result(project)
     engine_that_falls(project, monkeypatch, "{10, 40}")
     plan = replicas.plan_replicas
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 2)
     monkeypatch.setattr(replicas, "plan_replicas", lambda *told: plan(*told[:3], "cuda", *told[4:]))
     sample_target.main()
     assert_same(result(project), whole)

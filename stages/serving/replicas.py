@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from stages.serving.gpu_memory import list_visible_gpus
 from stages.serving.server import ServerProcess, build_server_command, find_free_port, read_log_tail
 
 MAX_RESTARTS = 3  # of each server, in one run
@@ -100,7 +99,7 @@ def plan_replicas(
 
 def list_gpus(device: str) -> list[str]:
     """Return the visible GPUs that `device` (cuda, cuda:1) means, as CUDA_VISIBLE_DEVICES names them."""
-    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    count, visible = len(list_visible_gpus()), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
     number = device.partition(":")[2]
     return names[int(number) : int(number) + 1] if number else names
@@ -111,9 +110,8 @@ def count_gpus_per_server(launch_args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for key, flags in PARALLEL_FLAGS.items():
         parser.add_argument(*flags, dest=key, type=int, default=1)
-    parser.add_argument(
-        "--enable-dp-attention", action="store_true"
-    )  # SGLang: its dp divides tp and takes no GPUs of its own
+    # SGLang: its dp then divides tp and takes no GPUs of its own
+    parser.add_argument("--enable-dp-attention", action="store_true")
     try:
         found = vars(parser.parse_known_args(list(launch_args))[0])
     except argparse.ArgumentError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.serving import replicas, server
+from stages.serving.gpu_memory import GpuMemory
 from stages.serving.server import ServerProcess
 
 ENGINE = """#!{python}
@@ -37,7 +38,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine on which GPUs 4 to 7 are visible."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 4)
     return tmp_path
 
 
