@@ -149,7 +149,8 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> Trainer:
         tables = torch.randn(2, args.vocab, h, dtype=torch.bfloat16) * 0.02
     settings = TrainDraft.model_construct(
         checkpoints={}, ttt_steps=7, ttt_decay=0.8, mask="aligned", loss="ce", dtype=args.dtype, learning_rate=1e-4,
-        warmup_steps=10, weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
+        warmup_steps=10, schedule="constant", horizon_epochs=None,
+        weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
     )  # fmt: skip
     objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)

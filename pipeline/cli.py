@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -112,6 +112,24 @@ def rerun(
     from pipeline import rerun as steps
 
     _print_lines(steps.rerun_cell(cell))
+
+
+@app.command()
+def preview(
+    what: Annotated[Literal["data"], typer.Argument(metavar="data", help="Raw conversations, as fix_data reads them.")],
+    path: Annotated[
+        str | None, typer.Argument(metavar="PATH", help="A file or folder in place of fix_data.raw.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of each file.")] = 5,
+) -> None:
+    """Show what each row of your data becomes, before a long run.
+
+    The first rows of every file of `fix_data.raw`, judged as `fix_data` judges them: format, verdict, split, and the
+    turns that are kept, or why the row is dropped. Writes nothing, and exits with 1 if no row is kept.
+
+    Example: aerie preview data data/raw/support.csv --rows 20
+    """
+    _exec_module("stages.data.preview", str(rows), *([path] if path else []))
 
 
 @app.command()

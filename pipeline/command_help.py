@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 # A command without a place here is listed under the last group.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Run the pipeline": ("doctor", "stale", "estimate", "run", "rerun"),
+    "Run the pipeline": ("doctor", "preview", "stale", "estimate", "run", "rerun"),
     "Read the results": ("table", "launch"),
     "Use a recipe": ("use", "reproduce"),
     "Runs started in the pages": ("ui", "promote", "drop"),

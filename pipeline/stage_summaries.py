@@ -115,6 +115,7 @@ class ServedPoint(BaseModel):
 class ServedCell(BaseModel):
     status: str
     points: list[ServedPoint]
+    baseline_points: list[ServedPoint] = []
 
 
 class RunMetrics(BaseModel):
@@ -217,8 +218,10 @@ def _benchmark(item: str) -> str:
 
 def _summarise_served(path: Path) -> str:
     cell = _read(ServedCell, path)
-    if not cell.points:
+    if not cell.points and not cell.baseline_points:
         return cell.status
+    if not cell.points:
+        return f"plain decoding only, {len(cell.baseline_points)} load{'s' if len(cell.baseline_points) != 1 else ''}"
     loads = f"{len(cell.points)} load{'s' if len(cell.points) != 1 else ''}"
     taus = sorted(f"{point.acceptance.tau:.2f}" for point in cell.points if point.acceptance)
     return f"{loads}, tau {' to '.join(dict.fromkeys([taus[0], taus[-1]]))}" if taus else loads

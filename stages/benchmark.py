@@ -8,8 +8,11 @@ decoding's own earlier answers in both, so both decode the same prompt even afte
 A workload with several prompts at once, or a sweep, is measured in loads, as a server is: each load once by plain and once by
 speculative decoding, alternating (results/served_records.py has the cell). With several GPUs each process has a share of the
 prompts and of the slots; the first process writes the cell.
+
+With `benchmark.mode: eagle` or `baseline` only one of the two decodings runs, in loads too, and the cell has no speedup.
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -41,6 +44,7 @@ from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
 DECODING_KINDS = ("plain", "speculative")
+KINDS_BY_MODE = {"both": DECODING_KINDS, "eagle": ("speculative",), "baseline": ("plain",)}
 
 OutputsByKind = dict[str, list[int]]  # token ids of an answer, by kind of decoding
 
@@ -91,7 +95,8 @@ def _run_cell(
     if ranks.first:
         print(f"memory of a process: {memory}", flush=True)
     memory.check(measure_remaining_memory(work.engine.model, params.benchmark.max_gpu_memory), work.engine.device)
-    measured, summary = _measure_prompt_by_prompt(work) if workload.is_sequential else _measure_in_loads(work)
+    one_by_one = params.benchmark.is_decoded_one_by_one(workload_name)
+    measured, summary = _measure_prompt_by_prompt(work) if one_by_one else _measure_in_loads(work)
     if not ranks.first:
         return
     cell = {
@@ -112,7 +117,7 @@ def _run_cell(
         "gpus": meter.names(),
         "joules": meter.joules(),
     }
-    path = torch_records.write_torch_cell(cell) if workload.is_sequential else served_records.write_served_cell(cell)
+    path = torch_records.write_torch_cell(cell) if one_by_one else served_records.write_served_cell(cell)
     print(f"{tree_name} at {checkpoint_name}: {summary} -> {path}")
 
 
@@ -277,10 +282,10 @@ class TurnRequest:
 def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
     """Return as `_measure_prompt_by_prompt`, with a point for each answer length and concurrency."""
     _warm_up(work)
-    points: dict[str, list[LoadPoint]] = {kind: [] for kind in DECODING_KINDS}
+    points: dict[str, list[LoadPoint]] = {kind: [] for kind in DECODING_KINDS}  # of a kind that does not run: none
     for load in work.workload.list_loads():
         found = _repeat_load(work, *load)
-        for kind in DECODING_KINDS:
+        for kind in list_kinds(work):
             points[kind].append(_build_point(work, kind, *load, found))
     target = manifest.read_manifest()
     measured = LoadsMeasurement(
@@ -292,8 +297,13 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
         points=points["speculative"],
         baseline_points=points["plain"],
     )
-    summary = [load_points.describe_point(*pair) for pair in zip(points["speculative"], points["plain"], strict=True)]
-    return measured, "; ".join(summary)
+    pairs = itertools.zip_longest(points["speculative"], points["plain"])
+    return measured, "; ".join(load_points.describe_point(*pair) for pair in pairs)
+
+
+def list_kinds(work: TorchCellContext) -> tuple[str, ...]:
+    """Return the kinds of decoding that benchmark.mode asks for."""
+    return KINDS_BY_MODE[work.params.benchmark.mode]
 
 
 def _describe_memory(memory: MemoryEstimate) -> served_records.ServerMemory:
@@ -314,7 +324,7 @@ def _warm_up(work: TorchCellContext) -> None:
     """Decode two tokens of each warm-up prompt: first calls allocate and select kernels."""
     prompts = workload_prompts.list_rows(work.warmup_prompts)
     requests = [DecodeRequest(prompt.prompt_ids, 2, work.images[prompt.id]) for prompt in prompts]
-    for kind in DECODING_KINDS if requests else ():
+    for kind in list_kinds(work) if requests else ():
         list(work.engine.decode_batch(requests, len(requests), None if kind == "plain" else work.tree))
 
 
@@ -331,30 +341,33 @@ class RepeatedLoad:
 
 def _repeat_load(work: TorchCellContext, length: int, cap: int | None) -> RepeatedLoad:
     """Run one point until it was repeated often enough."""
-    records: dict[str, load_points.RepeatRecords] = {kind: [] for kind in DECODING_KINDS}
+    records: dict[str, load_points.RepeatRecords] = {kind: [] for kind in list_kinds(work)}
     started, process_started, ended = time.perf_counter(), time.process_time(), None
+    repeats = 0
     while ended is None:
-        both = _run_both_kinds(work, length, cap, len(records["plain"]))
-        for kind in DECODING_KINDS:
-            records[kind].append(both[kind])
-        speeds = [load_points.list_throughputs(records[kind]) for kind in ("speculative", "plain")]
-        ended = _judge_repeats(work, len(records["plain"]), stopping.measure_half_width(*speeds))
+        found = _run_kinds(work, length, cap, repeats)
+        repeats += 1
+        for kind in records:
+            records[kind].append(found[kind])
+        speeds = [load_points.list_throughputs(records[kind]) for kind in ("speculative", "plain") if kind in records]
+        ended = _judge_repeats(work, repeats, stopping.measure_half_width(*speeds) if len(speeds) == 2 else None)
     share = (time.process_time() - process_started) / (time.perf_counter() - started)
     is_alone_on_cpu = work.ranks.world == 1 and not work.params.target.device.startswith("cuda")
     return RepeatedLoad(records, share if is_alone_on_cpu else None, ended)
 
 
-def _run_both_kinds(
+def _run_kinds(
     work: TorchCellContext, length: int, cap: int | None, repeat: int
 ) -> dict[str, list[list[latency.RequestRecord]]]:
     """Run one repeat of one point: by kind of decoding, a load for each turn. The first kind alternates."""
-    records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in DECODING_KINDS}
+    kinds = list_kinds(work)
+    records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in kinds}
     prompts = workload_prompts.list_rows(work.prompts)
     requests = [TurnRequest(prompt, 0, prompt.messages, prompt.prompt_ids) for prompt in prompts]
     while requests:
-        for kind in DECODING_KINDS if (repeat + requests[0].turn) % 2 == 0 else DECODING_KINDS[::-1]:
+        for kind in kinds if (repeat + requests[0].turn) % 2 == 0 else kinds[::-1]:
             records[kind].append(_run_load(work, kind, requests, length, cap, repeat))
-        requests = _list_next_turns(work, requests, records["plain"][-1])
+        requests = _list_next_turns(work, requests, records[kinds[0]][-1])
     return records
 
 

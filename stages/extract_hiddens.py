@@ -55,7 +55,7 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     target = manifest.read_manifest()
     size = StoredRowSize(target.hidden_size, format.DTYPES[e.dtype], target.image_token_id)
     tables = {s: conversations.read_table(SAMPLED / s, conversations.SAMPLED_SCHEMA, "sample_target") for s in SPLITS}
-    fitting = {s: t.filter(shard_plan.make_length_expr() <= e.max_length) for s, t in tables.items()}
+    fitting = {s: shard_plan.fit_rows(t, e.max_length, e.longer_rows == "truncate") for s, t in tables.items()}
     _check_some_fit(tables, fitting, e.max_length)
     kept = fitting
     if size.image_token_id is not None:  # the target could not read an image token in an answer again: it has no image
@@ -107,15 +107,24 @@ def _write_report(
         "bytes": _count_bytes(tasks),
         "seconds": round(time.perf_counter() - started, 2),
     }
+    if p.extract_hiddens.longer_rows == "truncate":
+        report["truncated"] = sum(_count_longer(t, p.extract_hiddens.max_length) for t in tables.values())
+        report["truncated"] -= report["dropped"]["longer than max_length"]
     if size.image_token_id is not None:
         report["dropped"]["a picture's token in the answer"] = sum(map(len, fitting.values())) - rows_out
     assert report["rows_in"] == report["rows_out"] + sum(report["dropped"].values())
     atomic.write_json(REPORT, report)
     e = p.extract_hiddens
+    if report.get("truncated"):
+        print(f"{report['truncated']} rows are longer than max_length {e.max_length}: their answers are cut there")
     online = "; those of training rows are made online, by train_draft" if e.online else ""
     print(
         f"{rows_out} rows, {report['tokens']} tokens, {_count_bytes(tasks) / 2**20:.0f} MiB of {e.dtype} hidden states{online}"
     )
+
+
+def _count_longer(table: pl.DataFrame, max_length: int) -> int:
+    return int(table.select((shard_plan.make_length_expr() > max_length).sum()).item() or 0)
 
 
 def _check_images(tables: dict[str, pl.DataFrame], image_token_id: int | None) -> None:

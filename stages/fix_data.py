@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from stages.data import conversations, near_duplicates, readers, row_cleaning, train_eval_split
+from stages.data import chat_formats, conversations, near_duplicates, readers, row_cleaning, train_eval_split
 from stages.data.readers import HubRecord
 from stages.data.row_cleaning import (
     IMAGES_FOLDER,
@@ -88,7 +88,7 @@ def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator
     """Yield the verdicts of each chunk, in order: a single chunk is judged in this process, several in a process pool."""
     eval_path, raw = params.eval_path(), Path(params.raw)
     eval_source = eval_path.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if eval_path else None
-    chunks = readers.read_all_chunks(raw, eval_source, hub_records)
+    chunks = readers.read_all_chunks(raw, eval_source, hub_records, params.columns)
     start = list(islice(chunks, 2))
     jobs = ((c, params, WAITING_FOLDER / f"{n:06}.arrow", eval_source) for n, c in enumerate(chain(start, chunks)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -128,7 +128,7 @@ def write_splits(chunks: list[JudgedChunk], rows: pl.DataFrame, params: FixData)
     """Stream the rows into their tables; return the counts of the report. `rows` are all waiting rows with their fates."""
     dropped, first_dropped = count_dropped(chunks, rows)
     rows_in, split = sum(chunk.rows_in for chunk in chunks), Counter(rows.filter(IS_KEPT)["fate"].to_list())
-    check_split(split, dropped, params)
+    check_split(split, dropped, first_dropped, params)
     check_dropped(rows_in, dropped, first_dropped, params)
     _write_tables(chunks, rows)
     verdicts = rows.filter(IS_KEPT)["verdict"]
@@ -229,14 +229,15 @@ def describe_duplicates(chunks: list[JudgedChunk], assignment: SplitAssignment, 
     return {"overlap": overlap, "near_duplicates": found}
 
 
-def check_split(split: Counter[int], dropped: Counter[str], params: FixData) -> None:
+def check_split(
+    split: Counter[int], dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData
+) -> None:
     """Raise ValueError where a split has no rows: every later stage would fail on it."""
     rows = split.total()
     reasons = ", ".join(f"{reason} {n}" for reason, n in dropped.most_common()) or "it has no lines"
     if rows == 0:
         raise ValueError(
-            f"{params.raw}: expected conversations to keep, found none ({reasons}); "
-            f"if its answers are no TOON tables, set fix_data.answers: text"
+            f"{params.raw}: expected conversations to keep, found none ({reasons}); {_advise(dropped, first_dropped)}"
         )
     if split[SplitFate.EVAL] and split[SplitFate.TRAIN]:
         return
@@ -251,6 +252,18 @@ def check_split(split: Counter[int], dropped: Counter[str], params: FixData) -> 
         f"fix_data.eval_share is {params.eval_share}, which leaves the {name} split of {rows} rows empty; "
         f"{change} it or give more rows"
     )
+
+
+def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample]) -> str:
+    """Return what to do where no row is kept."""
+    if dropped["unknown_format"] and dropped["unknown_format"] == dropped.total():
+        first = first_dropped["unknown_format"]
+        return (
+            f"no row is of a known format, first {first.where}: {first.found}; the formats are "
+            f"{chat_formats.describe_formats()}; name other keys in fix_data.columns, as {{prompt: ..., answer: ...}}, "
+            "and see what each row becomes: aerie preview data"
+        )
+    return "if its answers are no TOON tables, set fix_data.answers: text"
 
 
 def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.reporting import benchmark_table, costs, methods, page, timing_noise, verdict
+from stages.reporting import answer_files, benchmark_table, costs, methods, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.methods import MethodRow
@@ -80,6 +80,12 @@ def write_report(p: schema.Params) -> None:
     prediction.write_launch(found.predicted.launch, found.predicted.costs)
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
+    answer_files.write_answer_files(
+        Path(p.report.output_dir),
+        p.report.model_id or answer_files.make_model_id(p.target.model),
+        answer_files.list_answer_sets(found.cells, found.served),
+        p.report.analysis,
+    )
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
     launch = found.predicted.launch
     table = format_terminal_table(found.table_rows, served_rows, metrics, launch, found.methods, found.verdict)
@@ -169,8 +175,7 @@ def read_methods(p: schema.Params) -> list[MethodCell]:
 
 def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     """Return the torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
-    workloads = p.benchmark.workloads
-    return [name for name in p.benchmark.torch_workloads if workloads[name].is_sequential == alone]
+    return [name for name in p.benchmark.torch_workloads if p.benchmark.is_decoded_one_by_one(name) == alone]
 
 
 def _select_replayable(p: schema.Params, names: Iterable[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """train_draft: hidden states -> draft checkpoint.   python -m stages.train_draft CHECKPOINT
 
 Trains one segment: `epochs` more epochs from the checkpoint it names, with that one's optimizer state, so that e009 after
-e003 is bit for bit nine epochs straight. The learning rate is constant after a warm-up, so a schedule needs no end. A killed
-run resumes after its last whole epoch. The log has loss and accuracy per TTT step; tau is computed by replay_trees, so that
-editing a tree never retrains.
+e003 is bit for bit nine epochs straight: a learning rate that falls (training/learning_rate.py) does so over
+`horizon_epochs` from e000, whatever a segment's length. A killed run resumes after its last whole epoch.
+The log has loss and accuracy per TTT step; tau is computed by replay_trees, so that editing a tree never retrains.
 
 A segment trains EAGLE-3's draft, or that of the method it names (EAGLE or Medusa, methods/registry.py), which starts from
 the sizes and the vocabulary of e000 and reads the same rows in the same order.

@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stages import benchmark, prepare_prompts
 from stages.data import conversations, workload_prompts
 from stages.engine.target_runner import TargetRunner
-from stages.results import interval, load_points, served_records, torch_records
+from stages.results import interval, load_points, served_records, served_table, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
@@ -69,6 +71,53 @@ def test_a_sweep_says_what_one_at_a_time_says(project: Path) -> None:
         assert sum(told["histogram"]) == cycles and sum(i * n for i, n in enumerate(told["histogram"])) == accepted
     assert found["points"][-1]["warnings"] == ["5 prompts, so never 64 at once"]
     assert found["points"][0]["warnings"] == [] and found["engine"] == "torch"
+
+
+def note_kind(started: list[str], run: Callable[..., Any], work: Any, kind: str, *more: Any) -> Any:
+    started.append(kind)
+    return run(work, kind, *more)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_one_kind_of_decoding_alone_says_what_both_say(project: Path, temperature: float) -> None:
+    """With benchmark.mode eagle or baseline the other kind is not run; what is run answers as it does beside the other."""
+    changes = {"concurrency": 2, "temperature": temperature}
+    both = measured(project, "eval", **changes)
+    for mode, measured_points, empty in (
+        ("eagle", "points", "baseline_points"),
+        ("baseline", "baseline_points", "points"),
+    ):
+        use(project, "eval", {"mode": mode}, **changes)
+        started: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(benchmark, "_run_load", partial(note_kind, started, benchmark._run_load))
+            benchmark.main("eval", *NAMES)
+        assert set(started) == {"speculative" if mode == "eagle" else "plain"}
+        found = served_records.read_served_cell("eval", *NAMES, served_records.TORCH_ENGINE).model_dump()
+        assert found[empty] == [] and len(found[measured_points]) == 1
+        (ours,), (theirs,) = found[measured_points], both[measured_points]
+        assert counted(ours, "cycles", "accepted", "answer") == counted(theirs, "cycles", "accepted", "answer")
+        lines = served_table.join_lines([served_records.ServedCell.model_validate(found)], {}, [])
+        assert [line.row.decoding for line in lines] == ["speculative" if mode == "eagle" else "plain"]
+        assert lines[0].row.speedup is None and lines[0].row.output_throughput
+        if mode == "eagle":
+            assert lines[0].row.remark == "not compared: plain decoding was not measured (benchmark.mode: eagle)"
+
+
+def test_a_workload_of_one_at_a_time_follows_the_mode_too(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Later turns follow the answers of the kind that runs; both kinds agree on them at temperature 0."""
+    both = alone(project, "mt_bench", turns="all")
+    for mode in ("eagle", "baseline"):
+        use(project, "mt_bench", {"mode": mode}, turns="all")
+        capsys.readouterr()
+        benchmark.main("mt_bench", *NAMES)
+        assert ("tau" in capsys.readouterr().out) == (mode == "eagle")
+        found = served_records.read_served_cell("mt_bench", *NAMES, served_records.TORCH_ENGINE)
+        (point,) = found.points or found.baseline_points
+        keys = ("id", "turn", "prompt_tokens", "output_tokens")
+        assert sorted(tuple(row[k] for k in keys) for row in point.requests) == sorted(
+            tuple(row[k] for k in keys) for row in both
+        )
 
 
 def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: Path) -> None:

@@ -1,6 +1,7 @@
 """extract_hiddens on a tiny random target: the right numbers, the same bytes whoever makes them, and none lost to a kill."""
 
 import io
+import json
 import os
 import random
 import subprocess
@@ -99,6 +100,33 @@ def run(project: Path, **changes: Any) -> str:
     with chdir(project), redirect_stdout(said):
         extract_hiddens.main()
     return said.getvalue()
+
+
+def test_longer_rows_are_cut_to_the_tokens_that_fit(project: Path) -> None:
+    """What is kept of a cut row is what an untruncated one has there: a causal target sees no later token."""
+    tables = {s: pl.read_parquet(project / "data/sampled" / s / "*.parquet") for s in ROWS}
+    run(project, max_length=LONGEST)
+    whole = {row.id: row for split in ("train", "eval") for row in reader.read_rows(project / "data/hiddens" / split)}
+    told = run(project, max_length=50, longer_rows="truncate")
+    report = json.loads((project / "results/hiddens_report.json").read_text())
+    lengths = {
+        name: (len(prompt), len(prompt) + len(answer))
+        for t in tables.values()
+        for name, prompt, answer in t.select("id", "prompt_ids", "answer_ids").iter_rows()
+    }
+    no_answer_left = {name for name, (prompt, _) in lengths.items() if prompt >= 50}
+    cut = {name for name, (_, length) in lengths.items() if length > 50} - no_answer_left
+    assert len(cut) > 10 and no_answer_left
+    assert report["truncated"] == len(cut) and report["dropped"] == {"longer than max_length": len(no_answer_left)}
+    assert f"{len(cut)} rows are longer than max_length 50" in told
+    rows = {row.id: row for split in ("train", "eval") for row in reader.read_rows(project / "data/hiddens" / split)}
+    assert set(rows) == set(lengths) - no_answer_left
+    for name, row in rows.items():
+        tokens = min(50, lengths[name][1])
+        assert torch.equal(row.ids, whole[name].ids[:tokens]) and torch.equal(row.mask, whole[name].mask[:tokens])
+        torch.testing.assert_close(row.features, whole[name].features[:tokens], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(row.last, whole[name].last[:tokens], rtol=1e-4, atol=1e-5)
+        assert row.finish_reason == ("length" if name in cut else whole[name].finish_reason)
 
 
 def run_apart(project: Path, **changes: Any) -> str:

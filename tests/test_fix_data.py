@@ -398,6 +398,39 @@ def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch
     assert not fix_data.WAITING_FOLDER.exists() and not fix_data.TRAIN_FILE.exists()
 
 
+def test_a_spreadsheet_gives_the_rows_of_the_jsonl_with_the_same_columns(home: Path) -> None:
+    rows = pairs(60)
+    write_raw(rows)
+    set_lines()
+    wanted = outcome()
+    table = pl.DataFrame([{"id": r["id"], "Frage": r["prompt"], "Antwort": r["answer"]} for r in rows])
+    for path, write in (("data/a.csv", table.write_csv), ("data/a.parquet", table.write_parquet)):
+        write(path)
+        set_lines(raw=path, columns='{"prompt":"Frage","answer":"Antwort"}')
+        found = outcome()
+        for one, other in zip(wanted[:2], found[:2], strict=True):
+            assert one.drop("source").equals(other.drop("source"))
+        set_lines(columns="null")
+    assert found[2]["formats"] == {"prompt_answer": 60}
+
+
+def test_rows_of_no_known_format_say_which_formats_there_are(home: Path) -> None:
+    write_raw([{"Frage": "a", "Antwort": "b"}] * 3)
+    with pytest.raises(
+        ValueError, match=r"row 0: .*Frage.* sharegpt: a list 'conversations'; .* fix_data.columns, as"
+    ) as e:
+        fix_data.main()
+    assert "toon" not in str(e.value).lower().replace("weather_toon.jsonl", "")
+
+
+def test_a_datasets_id_as_raw_says_how_it_is_read(home: Path) -> None:
+    set_lines(raw="HuggingFaceH4/ultrachat_200k")
+    with pytest.raises(
+        ValueError, match=r"for the dataset HuggingFaceH4/ultrachat_200k of the Hub write a file NAME\.hub\.yaml"
+    ):
+        fix_data.main()
+
+
 def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through datasets.load_dataset, on a folder in place of an id; its images' bytes are refused."""
     import datasets

@@ -18,13 +18,18 @@ Message = dict[str, str]
 ParsedTurn = tuple[Message, str | None, str | None]  # message, its tool calls as JSON, its reasoning
 SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
-TURN_LIST_KEYS = {"sharegpt": "conversations", "messages": "messages", "ultrachat": "messages"}
-PROMPT_KEYS = ("prompt", "question", "instruction", "query")
+TURN_LIST_KEYS = {  # the first of them that a row has
+    "sharegpt": ("conversations", "conversation"),
+    "messages": ("messages",),
+    "ultrachat": ("messages",),
+}
+PROMPT_KEYS = ("prompt", "question", "instruction", "query", "input")
 ANSWER_KEYS = ("answer", "response", "completion", "output")
 CHAT_FORMATS = (*TURN_LIST_KEYS, "prompt_answer")
 ROLE_NAMES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
-    "assistant": "assistant", "tool": "tool", "observation": "tool",
+    "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+    "tool": "tool", "observation": "tool",
 }  # fmt: skip
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
@@ -61,9 +66,9 @@ class Conversation:
 
 def detect_format(row: dict[str, Any]) -> str | None:
     """Return which of CHAT_FORMATS a row is, by its keys; None for an unknown format."""
-    if isinstance(row.get("conversations"), list):
+    if _find_turns(row, "sharegpt") is not None:
         return "sharegpt"
-    if isinstance(row.get("messages"), list):
+    if _find_turns(row, "messages") is not None:
         return "ultrachat" if row.get("prompt_id") is not None else "messages"
     if _find_first_key(row, PROMPT_KEYS) is not None and _find_first_key(row, ANSWER_KEYS) is not None:
         return "prompt_answer"
@@ -73,15 +78,24 @@ def detect_format(row: dict[str, Any]) -> str | None:
 def has_format(row: dict[str, Any], chat_format: str) -> bool:
     """Return whether a row has the keys of `chat_format`."""
     if chat_format in TURN_LIST_KEYS:
-        return isinstance(row.get(TURN_LIST_KEYS[chat_format]), list)
+        return _find_turns(row, chat_format) is not None
     return detect_format(row) == chat_format
 
 
 def describe_format(chat_format: str) -> str:
     """Return the keys that `chat_format` requires, for messages."""
     if chat_format in TURN_LIST_KEYS:
-        return f"a list {TURN_LIST_KEYS[chat_format]!r}"
+        return f"a list {TURN_LIST_KEYS[chat_format][0]!r}"
     return f"one of {', '.join(PROMPT_KEYS)} and one of {', '.join(ANSWER_KEYS)}"
+
+
+def describe_formats() -> str:
+    """Return all formats with the keys that they require, for messages."""
+    return "; ".join(f"{name}: {describe_format(name)}" for name in CHAT_FORMATS)
+
+
+def _find_turns(row: dict[str, Any], chat_format: str) -> list[Any] | None:
+    return next((row[key] for key in TURN_LIST_KEYS[chat_format] if isinstance(row.get(key), list)), None)
 
 
 def parse_conversation(
@@ -100,7 +114,10 @@ def parse_conversation(
         DroppedRowError: for a turn that is no text, is empty or has an unknown role, for turns out of order, and for
             images that are neither existing files nor bytes that `save_image` accepts.
     """
-    turns = row[TURN_LIST_KEYS[chat_format]] if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
+    if row.get("status") == "error" and row.get("error"):  # SpecForge's rows whose answers could not be made
+        raise DroppedRowError("marked_error", str(row["error"]))
+    turns = _find_turns(row, chat_format) if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
+    assert turns is not None, chat_format
     given = row.get("images") if row.get("images") is not None else row.get("image")
     row_images = [] if given is None else given if isinstance(given, list) else [given]
     part_images: list[Any] = []
@@ -191,7 +208,7 @@ def _parse_turn(turn: Any, part_images: list[Any]) -> ParsedTurn:
     role = ROLE_NAMES.get(role) if isinstance(role, str) else None
     if role is None or (calls is not None and role != "assistant"):
         raise DroppedRowError("unknown_role")
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning") or None
+    reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking") or None
     if reasoning is not None and (not is_text(reasoning) or role != "assistant"):
         raise DroppedRowError("not_text")
     calls_json = _dump_json(calls) if calls is not None else None
@@ -210,13 +227,25 @@ def _parse_content_part(part: dict[str, Any], part_images: list[Any]) -> str:
 
 
 def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
-    """Return the two turns of a prompt_answer row; where both are lists of turns, their concatenation."""
+    """Return the turns of a prompt_answer row; where both are lists of turns, their concatenation.
+
+    Alpaca's `input` is the rest of the question, its `history` the earlier [question, answer] pairs.
+    """
     prompt, answer = _find_first_key(row, PROMPT_KEYS), _find_first_key(row, ANSWER_KEYS)
     if isinstance(prompt, list) and isinstance(answer, list):
         return prompt + answer
-    if isinstance(more := row.get("input"), str) and more.strip() and isinstance(prompt, str):
-        prompt = f"{prompt}\n\n{more}"  # Alpaca's `input` is the rest of the question
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    has_own_key = any(isinstance(row.get(key), str | list) for key in PROMPT_KEYS[:-1])
+    if has_own_key and isinstance(more := row.get("input"), str) and more.strip() and isinstance(prompt, str):
+        prompt = f"{prompt}\n\n{more}" if prompt.strip() else more
+    turns: list[Any] = []
+    for pair in row.get("history") or []:
+        if isinstance(pair, dict):  # already a turn
+            turns.append(pair)
+            continue
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DroppedRowError("not_text")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
@@ -237,7 +266,7 @@ def _save_image(image: Any, folder: str | None, save_image: SaveImage) -> str:
         except OSError:  # no permission, a disk error, or too long a name
             data = None
         if data is None:
-            raise DroppedRowError("image_missing")
+            raise DroppedRowError("image_missing", str(file))
     path = save_image(data, extension)
     if path is None:
         raise DroppedRowError("image_bytes")

@@ -1,10 +1,10 @@
-"""Read raw conversations as chunks of rows: JSONL, JSON, Parquet, compressed, a folder of those, a dataset of the Hub.
+"""Read raw conversations as chunks of rows: JSONL, JSON, CSV, Parquet, compressed, a folder of those, a dataset of the Hub.
 
 A chunk is a few MiB, so a file of any length needs the memory of some chunks. Chunks of JSON are parsed where they are used,
 which may be another process. A `.json` file with one array is cut into its elements by json_stream.py.
 
 A dataset of the Hugging Face Hub is named by a small file `NAME.hub.yaml`, which is `fix_data.raw` or in its folder: DVC
-tracks that file, and the data changes only when its text does.
+tracks that file, and the data changes only when its text does. Its rows are streamed: nothing is downloaded ahead.
 
     dataset: HuggingFaceH4/ultrachat_200k
     name: null                                           # the configuration, where it has several
@@ -21,22 +21,27 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 import polars as pl
+from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.data import chat_formats, json_stream, nesting
+from stages.data import chat_formats, column_names, delimited_text, file_content, json_stream, nesting
+from stages.params.data_sections import ColumnNames
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
+STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
 HUB_PIN_SUFFIX = ".hub.yaml"
-FILE_KINDS = (".jsonl", ".ndjson", ".json", ".parquet", HUB_PIN_SUFFIX)
-ACCEPTED_FILES = "JSONL, JSON (both also as .gz, .bz2, .xz or .zst), Parquet, or NAME.hub.yaml; or a folder of those"
+FILE_KINDS = (".jsonl", ".ndjson", ".json", *delimited_text.DELIMITERS, ".parquet", HUB_PIN_SUFFIX)
+ACCEPTED_FILES = (
+    "JSONL, JSON, CSV, TSV (all also as .gz, .bz2, .xz or .zst), Parquet, or NAME.hub.yaml; or a folder of those"
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,21 @@ class HubPin:
     name: str | None  # configuration, where it has several
     split: str | None
     revision: str | None  # a commit or a branch; None: the default branch
+    columns: dict[str, str] | None = None  # as fix_data.columns, of this dataset; None: fix_data.columns
+    rows: int | None = None  # read no more than the first so many; None: all
+
+
+REQUIRED_PIN_KEYS = ("dataset", "name", "split", "revision")
 
 
 @dataclass(frozen=True)
-class HubRecord(HubPin):
+class HubRecord:
     """The revision and number of rows read from a dataset, for the report."""
 
+    dataset: str
+    name: str | None
+    split: str | None
+    revision: str | None
     commit: str | None  # that the revision was resolved to; None for a local folder
     rows: int
 
@@ -63,6 +77,7 @@ class ArrowRows:
 
     data: bytes
     num_rows: int
+    names: tuple[str, ...]  # of the columns
 
     def __len__(self) -> int:
         return self.num_rows
@@ -71,7 +86,7 @@ class ArrowRows:
     def from_frame(cls, frame: pl.DataFrame) -> "ArrowRows":
         file = io.BytesIO()
         frame.write_ipc(file)
-        return cls(file.getvalue(), frame.height)
+        return cls(file.getvalue(), frame.height, tuple(frame.columns))
 
 
 @dataclass(frozen=True)
@@ -83,13 +98,17 @@ class RawChunk:
     first_row: int  # row number in that file, from 0
     rows: list[bytes] | list[str] | ArrowRows
     display_name: str  # the file, for messages
+    columns: dict[str, str] | None = None  # as fix_data.columns: the rows are renamed by it
 
 
 def list_files(path: Path) -> list[Path]:
     """Return `path` itself, or the data files in it, sorted. Raise ValueError where there is no readable file."""
     if path.is_file():
         if detect_file_kind(path) is None:
-            raise ValueError(f"{path}: expected {ACCEPTED_FILES}, found a file of another name; rename or convert it")
+            raise ValueError(
+                f"{path}: expected {ACCEPTED_FILES}, found a file of another name with "
+                f"{file_content.describe_content(path)}; rename or convert it"
+            )
         return [path]
     known = (file for file in path.rglob("*") if file.is_file() and detect_file_kind(file))
     files = [file for file in known if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -108,27 +127,37 @@ def detect_file_kind(path: Path) -> str | None:
     return None if bare != name and kind in (".parquet", HUB_PIN_SUFFIX) else kind
 
 
-def read_chunks(path: Path, source: str, hub_records: dict[str, HubRecord]) -> Iterator[RawChunk]:
+def read_chunks(
+    path: Path, source: str, hub_records: dict[str, HubRecord], columns: dict[str, str] | None = None
+) -> Iterator[RawChunk]:
     """Yield the rows of one file in chunks. A dataset of the Hub adds its record to `hub_records` under `source`.
 
+    `columns` names the columns as fix_data.columns does; a NAME.hub.yaml may have its own.
+
     Raises:
-        ValueError: naming the file, where it can't be read.
+        ValueError: naming the file, where it can't be read or lacks a named column.
     """
-    kind = detect_file_kind(path)
+    kind = str(detect_file_kind(path))
     tables: Iterator[ArrowRows] | Iterator[list[bytes]] | Iterator[list[str]]
     if kind == HUB_PIN_SUFFIX:
-        tables = read_hub_dataset(read_hub_pin(path), str(path), source, hub_records)
+        pin = read_hub_pin(path)
+        columns = pin.columns or columns
+        tables = read_hub_dataset(pin, str(path), source, hub_records, stream=True)
     else:
-        tables = {".parquet": _read_parquet, ".json": _read_json}.get(str(kind), _read_lines)(path)
+        readers = {".parquet": _read_parquet, ".json": _read_json} | dict.fromkeys(delimited_text.DELIMITERS, _read_csv)
+        tables = readers.get(kind, _read_lines)(path)
     folder, first = None if kind == HUB_PIN_SUFFIX else str(path.parent), 0
     try:
         for rows in tables:
-            yield RawChunk(source, folder, first, rows, str(path))
+            if isinstance(rows, ArrowRows):
+                column_names.check_table_columns(rows.names, columns, str(path), kind in delimited_text.DELIMITERS)
+            if len(rows):
+                yield RawChunk(source, folder, first, rows, str(path), columns)
             first += len(rows)
     except (EOFError, OSError, zlib.error, lzma.LZMAError, pl.exceptions.PolarsError) as error:
         raise ValueError(
-            f"{path}: expected a whole {kind} file, found {type(error).__name__} after row {first} ({error}); "
-            "copy it again, or give another"
+            f"{path}: expected a whole {kind} file, found {type(error).__name__} after row {first} ({error}) in "
+            f"{file_content.describe_content(path)}; copy it again, or give another"
         ) from None
 
 
@@ -136,12 +165,28 @@ def parse_chunk(chunk: RawChunk) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield (row number, object); None for an object nested deeper than the JSON parsers go.
 
     Raises:
-        ValueError: naming file and line of the first row that is no JSON object.
+        ValueError: naming file and line of the first row that is no JSON object, or lacks a named column.
     """
-    if isinstance(chunk.rows, ArrowRows):
-        yield from enumerate(pl.read_ipc(chunk.rows.data, use_pyarrow=False).to_dicts(), chunk.first_row)
-        return
-    lines: list[Any] = chunk.rows
+    rows = _parse_table(chunk.rows, chunk.first_row) if isinstance(chunk.rows, ArrowRows) else _parse_lines(chunk)
+    for number, row in rows:
+        if row is not None and chunk.columns is not None:
+            where = f"{chunk.display_name}, line {number + 1}"
+            row = column_names.select_columns(row, chunk.columns, where)
+        yield number, row
+
+
+def _parse_table(table: ArrowRows, first_row: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    frame = pl.read_ipc(table.data, use_pyarrow=False)
+    texts = [
+        name for name in frame.columns if name in column_names.TURN_LIST_COLUMNS and frame[name].dtype == pl.String
+    ]
+    for number, row in enumerate(frame.to_dicts(), first_row):
+        yield number, row | {name: column_names.parse_turn_list(row[name]) for name in texts} if texts else row
+
+
+def _parse_lines(chunk: RawChunk) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    assert not isinstance(chunk.rows, ArrowRows), chunk.source
+    lines: list[Any] = [*chunk.rows]
     for number, line in enumerate(lines, chunk.first_row):
         try:
             row = orjson.loads(line)
@@ -156,11 +201,19 @@ def parse_chunk(chunk: RawChunk) -> Iterator[tuple[int, dict[str, Any] | None]]:
             except ValueError as error:  # of JSON or of UTF-8
                 raise ValueError(
                     f"{chunk.display_name}, line {number + 1}: expected one JSON object per line, found {abbreviate_row(line)} "
-                    f"({error}); mend that line, or give another file"
+                    f"({error}); mend that line, or give another file{_explain_first_line(chunk, number)}"
                 ) from None
         if not isinstance(row, dict):
             raise _make_no_object_error(chunk, number, line)
         yield number, row
+
+
+def _explain_first_line(chunk: RawChunk, number: int) -> str:
+    """Return what a file is whose first line is no JSON already, and what else can be read."""
+    path = Path(chunk.display_name)
+    if number or not path.is_file():
+        return ""
+    return f": {path.name} holds {file_content.describe_content(path)}. What can be read is {ACCEPTED_FILES}"
 
 
 def _make_no_object_error(chunk: RawChunk, number: int, line: bytes | str) -> ValueError:
@@ -198,6 +251,19 @@ def _read_lines(path: Path) -> Iterator[list[bytes]]:
     with _open_decompressed(path) as file:
         while lines := file.readlines(CHUNK_BYTES):
             yield lines
+
+
+def _read_csv(path: Path) -> Iterator[ArrowRows]:
+    kind = str(detect_file_kind(path))
+    with _open_decompressed(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
+        try:
+            for table in delimited_text.read_tables(text, path, kind, CHUNK_BYTES, CHUNK_ROWS):
+                yield ArrowRows.from_frame(table)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: expected UTF-8, found the byte 0x{error.object[error.start]:02x} ({error.reason}) in "
+                f"{file_content.describe_content(path)}; convert it, as with: iconv -f WINDOWS-1252 -t UTF-8"
+            ) from None
 
 
 def _read_json(path: Path) -> Iterator[list[bytes]] | Iterator[list[str]]:
@@ -245,25 +311,40 @@ def _count_rows_per_chunk(rows: int, size: int) -> int:
 
 
 def read_hub_pin(path: Path) -> HubPin:
-    """Return the pin in a NAME.hub.yaml. Raise ValueError where its keys are not exactly those of HubPin."""
+    """Return the pin in a NAME.hub.yaml. Raise ValueError where its keys are not those of HubPin, the last two optional."""
     keys = [field.name for field in dataclasses.fields(HubPin)]
     try:
         pin = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except (YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML ({error}); correct it") from None
-    if not isinstance(pin, dict) or set(pin) != set(keys):
+    if not isinstance(pin, dict) or not set(REQUIRED_PIN_KEYS) <= set(pin) <= set(keys):
         found = ", ".join(map(str, pin)) if isinstance(pin, dict) else repr(pin)
-        raise ValueError(f"{path}: expected the keys {', '.join(keys)}, found {found}; docs/data.md shows one")
-    for key, value in pin.items():
+        raise ValueError(
+            f"{path}: expected the keys {', '.join(REQUIRED_PIN_KEYS)}, and if need be columns and rows, found {found}; "
+            "docs/data.md shows one"
+        )
+    for key in REQUIRED_PIN_KEYS:
+        value = pin[key]
         if not (isinstance(value, str) and value) and not (value is None and key in ("name", "revision")):
             raise ValueError(f"{path}: {key}: expected text, found {value!r}; correct it (a commit in quotes)")
+    rows = pin.get("rows")
+    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+        raise ValueError(f"{path}: rows: expected a number of rows from 1, or null for all, found {rows!r}; correct it")
+    try:
+        TypeAdapter(ColumnNames | None).validate_python(pin.get("columns"))
+    except ValidationError as error:
+        found = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{path}: columns: {found}, found {pin['columns']!r}; correct it (docs/data.md)") from None
     return HubPin(**pin)
 
 
 def read_hub_dataset(
-    pin: HubPin, display_name: str, source: str, hub_records: dict[str, HubRecord]
+    pin: HubPin, display_name: str, source: str, hub_records: dict[str, HubRecord], stream: bool = False
 ) -> Iterator[ArrowRows]:
     """Yield a dataset's rows as stored: images stay bytes. `display_name` is the file or parameter that names it.
+
+    With `stream`, nothing is downloaded ahead or kept; else, and with HF_HUB_OFFLINE, the rows are in the cache of the Hub's
+    client, from which another reading takes them.
 
     Raises:
         ValueError: where the dataset is neither a local folder nor on the Hub.
@@ -271,27 +352,49 @@ def read_hub_dataset(
     import datasets  # takes two seconds, and most runs do not need it
     from huggingface_hub import HfApi
 
-    name, commit = pin.dataset, pin.revision
+    name, commit, done = pin.dataset, pin.revision, 0
     is_local = Path(name).is_dir()
+    options = {"streaming": True} if stream and not datasets.config.HF_HUB_OFFLINE else {}
     try:
         if not is_local and not re.fullmatch(r"[0-9a-f]{40}", commit or ""):
             commit = HfApi().dataset_info(name, revision=commit).sha
-        table = datasets.load_dataset(name, pin.name, split=pin.split, revision=None if is_local else commit)
+        revision = None if is_local else commit
+        rows = datasets.load_dataset(name, pin.name, split=pin.split, revision=revision, **options)
+        rows = rows if pin.rows is None else rows.take(pin.rows)
+        for table in _join_batches(rows.with_format("arrow").iter(batch_size=STREAMED_ROWS)):
+            yield ArrowRows.from_frame(table)
+            done += table.height
     except Exception as error:  # the Hub, the cache, the network and dataset builders each raise their own
         words = str(error).strip().splitlines() or [""]
+        read = f" after row {done}" if done else ""
         raise ValueError(
             f"{display_name}: dataset {name} (name {pin.name}, split {pin.split}, revision {pin.revision}) is "
-            f"neither a folder here nor to be had from the Hub ({type(error).__name__}: {words[0]}); check the "
+            f"neither a folder here nor to be had from the Hub{read} ({type(error).__name__}: {words[0]}); check the "
             "spelling, the network, and HF_TOKEN if it is gated"
         ) from None
-    hub_records[source] = HubRecord(**vars(pin), commit=None if is_local else commit, rows=len(table))
-    for batch in table.with_format("arrow").iter(batch_size=_count_rows_per_chunk(len(table), table.data.nbytes)):
-        yield ArrowRows.from_frame(pl.DataFrame(pl.from_arrow(batch)))
+    made = None if is_local else commit
+    hub_records[source] = HubRecord(name, pin.name, pin.split, pin.revision, commit=made, rows=done)
 
 
-def read_all_chunks(path: Path, first: str | None, hub_records: dict[str, HubRecord]) -> Iterator[RawChunk]:
-    """Yield the chunks of every file of `path`, starting with the file named `first`."""
+def _join_batches(batches: Iterable[Any]) -> Iterator[pl.DataFrame]:
+    """Yield Arrow tables joined to a chunk's size."""
+    waiting: list[pl.DataFrame] = []
+    rows = size = 0
+    for batch in batches:
+        waiting.append(pl.DataFrame(pl.from_arrow(batch)))
+        rows, size = rows + waiting[-1].height, size + int(waiting[-1].estimated_size())
+        if rows >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield pl.concat(waiting, how="diagonal_relaxed")
+            waiting, rows, size = [], 0, 0
+    if waiting:
+        yield pl.concat(waiting, how="diagonal_relaxed")
+
+
+def read_all_chunks(
+    path: Path, first: str | None, hub_records: dict[str, HubRecord], columns: dict[str, str] | None = None
+) -> Iterator[RawChunk]:
+    """Yield the chunks of every file of `path`, starting with the file named `first`; `columns` as in `read_chunks`."""
     files = list_files(path)
     names = {file: file.name if path.is_file() else file.relative_to(path).as_posix() for file in files}
     files.sort(key=lambda file: names[file] != first)  # stable: the others stay in order
-    return itertools.chain.from_iterable(read_chunks(file, names[file], hub_records) for file in files)
+    return itertools.chain.from_iterable(read_chunks(file, names[file], hub_records, columns) for file in files)

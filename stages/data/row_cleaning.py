@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -84,14 +85,14 @@ class JudgedChunk:
 
 def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_source: str | None) -> JudgedChunk:
     """Judge each row of a chunk and write the kept ones to `file`. `eval_source` is the source of fix_data.eval_file."""
-    judged = JudgedChunk(file)
+    judged, images_folder = JudgedChunk(file), file.parent / WAITING_IMAGES_FOLDER.name
     kept: list[KeptRow] = []
     for source_row, row in readers.parse_chunk(chunk):
         judged.rows_in += 1
         try:
             if row is None:
                 raise DroppedRowError("nested_too_deep")
-            conversation, repaired = judge_row(row, params, chunk, source_row, judged.formats)
+            conversation, repaired = judge_row(row, params, chunk, source_row, judged.formats, images_folder)
         except DroppedRowError as error:
             reason = str(error)
             judged.dropped[reason] += 1
@@ -119,7 +120,12 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
 
 
 def judge_row(
-    row: dict[str, Any], params: FixData, chunk: readers.RawChunk, source_row: int, formats: Counter[str]
+    row: dict[str, Any],
+    params: FixData,
+    chunk: readers.RawChunk,
+    source_row: int,
+    formats: Counter[str],
+    images_folder: Path = WAITING_IMAGES_FOLDER,
 ) -> tuple[Conversation, list[RepairedAnswer]]:
     """Return (the conversation after repair, its repaired answers and cut turns). Length limits apply after repair.
 
@@ -138,8 +144,9 @@ def judge_row(
             f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or mend the file"
         )
     trim = params.dangling_turns == "trim"
-    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_waiting_image, trim)
-    if any(images.is_too_large(locate_waiting_image(path)) for path in conversation.images or []):
+    save_image = partial(save_waiting_image, folder=images_folder)
+    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_image, trim)
+    if any(images.is_too_large(locate_waiting_image(path, images_folder)) for path in conversation.images or []):
         raise DroppedRowError("image_too_large")
     repaired = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
     length = sum(len(message["content"]) for message in conversation.messages)
@@ -153,16 +160,16 @@ def judge_row(
     return conversation, [*trimmed, *repaired]
 
 
-def save_waiting_image(data: bytes, extension: str | None) -> str | None:
+def save_waiting_image(data: bytes, extension: str | None, folder: Path = WAITING_IMAGES_FOLDER) -> str | None:
     """Save an image among the waiting rows and return its final path; None for bytes that are no known image."""
-    name = images.save_image(data, WAITING_IMAGES_FOLDER, extension)
+    name = images.save_image(data, folder, extension)
     return None if name is None else (IMAGES_FOLDER / name).as_posix()
 
 
-def locate_waiting_image(path: str) -> Path:
+def locate_waiting_image(path: str, folder: Path = WAITING_IMAGES_FOLDER) -> Path:
     """Return where the image with final path `path` is before it is published."""
     final = Path(path)
-    return WAITING_IMAGES_FOLDER / final.name if final.parent == IMAGES_FOLDER else final
+    return folder / final.name if final.parent == IMAGES_FOLDER else final
 
 
 def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"]) -> list[RepairedAnswer]:

@@ -93,6 +93,22 @@ def make_length_expr() -> pl.Expr:
     return pl.col("prompt_ids").list.len() + pl.col("answer_ids").list.len()
 
 
+def fit_rows(table: pl.DataFrame, max_length: int, truncate: bool) -> pl.DataFrame:
+    """Return the rows of at most `max_length` tokens; with `truncate` also longer ones, with their answers cut to fit.
+
+    A cut answer is one that ended by its length. A row whose prompt leaves no token of the answer has nothing to learn from,
+    and is dropped either way.
+    """
+    if not truncate:
+        return table.filter(make_length_expr() <= max_length)
+    room = max_length - pl.col("prompt_ids").list.len().cast(pl.Int64)
+    is_cut = make_length_expr() > max_length
+    return table.filter(room > 0).with_columns(
+        answer_ids=pl.when(is_cut).then(pl.col("answer_ids").list.head(room)).otherwise("answer_ids"),
+        finish_reason=pl.when(is_cut).then(pl.lit("length")).otherwise("finish_reason"),
+    )
+
+
 def list_lengths(rows: pl.DataFrame) -> list[int]:
     return rows.select(make_length_expr()).to_series().to_list()
 

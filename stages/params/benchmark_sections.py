@@ -121,6 +121,7 @@ class Workload(Section):
 
 class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
+    mode: Literal["both", "eagle", "baseline"]
     allow_unsandboxed_code: bool  # HumanEval answers run even where the kernel can't keep them from the user's files
     torch_workloads: Names
     tree_scoring: Literal["sglang", "eagle"]
@@ -140,12 +141,21 @@ class Benchmark(Section):
                     f"torch_workloads: workload {name} has request_rate {rate} (expected inf): the torch engine has no "
                     "arrival times; take it out of benchmark.torch_workloads, or serve it (benchmark_served)"
                 )
+            if self.mode != "both" and self.workloads[name].until:
+                raise ValueError(
+                    f"mode is {self.mode}, expected both while workload {name} has `until`, which waits for a speedup; set its "
+                    "until to null and repeats to a number"
+                )
         if self.num_gpus_total % self.num_gpus_per_model:
             raise ValueError(
                 f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, "
                 f"{self.num_gpus_per_model}, the GPUs that hold one copy of the target; correct one of them"
             )
         return self
+
+    def is_decoded_one_by_one(self, name: str) -> bool:
+        """Return whether the torch engine runs a workload prompt by prompt, both ways; otherwise it is measured in loads."""
+        return self.mode == "both" and get_named(self.workloads, name, "benchmark.workloads").is_sequential
 
     @property
     def processes(self) -> int:

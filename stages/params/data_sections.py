@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 
@@ -12,12 +12,32 @@ PROMPT_SETS_FOLDER = Path("data/prompt_sets")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
 # As section.SERVER_URL_PATTERN, and http://host:6000-6007 for a server on each of those ports.
 SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
+COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")
 OWN_PROMPTS = {"eval", "random"}  # names that prepare_prompts.sets must not use
+
+
+def check_column_names(columns: dict[str, str]) -> dict[str, str]:
+    """Return a column map. Raises ValueError unless it names messages, or a prompt and its answer."""
+    roles = set(columns)
+    if unknown := sorted(roles - set(COLUMN_ROLES)):
+        raise ValueError(f"has the key {unknown[0]}, expected some of {', '.join(COLUMN_ROLES)}; correct it")
+    if not ("messages" in roles and not roles & {"prompt", "input", "answer"}) and not {"prompt", "answer"} <= roles:
+        raise ValueError(
+            f"names columns for {', '.join(columns) or 'nothing'}, expected prompt and answer, or messages alone; as "
+            "{prompt: question, answer: reply}"
+        )
+    if "messages" in roles and "prompt" in roles:
+        raise ValueError("names columns for messages and for prompt, expected one of the two; leave one out")
+    return columns
+
+
+ColumnNames = Annotated[dict[str, Text], AfterValidator(check_column_names)]
 
 
 class FixData(Section):
     raw: Text
     format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
+    columns: ColumnNames | None
     answers: Literal["toon", "text"]
     surrounding_text: Literal["strip", "keep"]
     dangling_turns: Literal["trim", "drop"]
@@ -34,6 +54,10 @@ class FixData(Section):
     def keys_agree(self) -> "FixData":
         if self.min_chars > self.max_chars:
             raise ValueError(f"min_chars {self.min_chars} is above max_chars {self.max_chars}; lower it")
+        if self.columns is not None and self.format != "auto":
+            raise ValueError(
+                f"format is {self.format}, expected auto while columns names the columns: they say the format; set format: auto"
+            )
         if self.eval_rows is not None and self.eval_file is None:
             raise ValueError(
                 f"eval_rows is {self.eval_rows}, expected null while eval_file is null, since the split is then by "

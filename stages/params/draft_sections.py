@@ -94,6 +94,8 @@ class TrainDraft(Section):
     dtype: Literal["float32", "bfloat16"]
     learning_rate: Positive
     warmup_steps: Annotated[int, Field(ge=0)]
+    schedule: Literal["constant", "cosine", "linear"]
+    horizon_epochs: Count | None
     weight_decay: NonNegative
     grad_clip: Positive
     batch_tokens: Count
@@ -128,6 +130,28 @@ class TrainDraft(Section):
         if ROOT_CHECKPOINT in self.checkpoints:
             raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")
         return self
+
+    @model_validator(mode="after")
+    def horizon_holds_every_checkpoint(self) -> "TrainDraft":
+        if (self.schedule == "constant") != (self.horizon_epochs is None):
+            found = f"schedule is {self.schedule} and horizon_epochs {self.horizon_epochs or 'null'}"
+            raise ValueError(
+                f"{found}, expected null for constant and a number of epochs for cosine and linear: their rate is zero there"
+            )
+        for name in self.checkpoints if self.horizon_epochs is not None else ():
+            if (epochs := self.count_epochs(name)) > (self.horizon_epochs or 0):
+                raise ValueError(
+                    f"checkpoints.{name} is of {epochs} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
+                    f"{self.horizon_epochs}, where the learning rate is zero; raise it (every checkpoint is then trained anew)"
+                )
+        return self
+
+    def count_epochs(self, name: str) -> int:
+        """Return the epochs of a checkpoint from e000."""
+        epochs = 0
+        while name != ROOT_CHECKPOINT:
+            epochs, name = epochs + self.checkpoints[name].epochs, self.checkpoints[name].from_
+        return epochs
 
 
 class ImportedCheckpoint(Section):

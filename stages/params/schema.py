@@ -7,11 +7,12 @@ drops keys that are not strings, so a misspelt section would otherwise vanish fr
 its `deps`: DVC tracks the values, and the code holds no defaults.
 """
 
+import re
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from ruamel.yaml.error import YAMLError
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
@@ -30,10 +31,23 @@ from stages.params.tree_shape import TreeShape
 from stages.params.yaml_text import parse_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
+STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
 
 
 class Report(Section):
     title: Text
+    output_dir: Annotated[str, Field(pattern=r"^results/[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None
+    analysis: bool
+
+    @field_validator("output_dir")
+    @classmethod
+    def is_of_no_stage(cls, output_dir: str) -> str:
+        if output_dir.removeprefix("results/") in STAGE_FOLDERS:
+            raise ValueError(
+                f"is {output_dir}, which stages write; name another folder in results/, as results/answers"
+            )
+        return output_dir
 
 
 class Params(Section):
@@ -261,8 +275,10 @@ def check_raw_exists(params: Params) -> None:
     fix = params.fix_data
     raw, evaluation = Path(fix.raw), fix.eval_path()
     if not raw.exists():
+        is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
+        more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
         raise ValueError(
-            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder (docs/data.md)"
+            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
     if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
         raise ValueError(

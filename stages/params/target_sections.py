@@ -37,6 +37,7 @@ class PrepareTarget(Section):
 class ExtractHiddens(Section):
     dtype: Literal["float32", "bfloat16", "float16", "fp8"]
     max_length: Count
+    longer_rows: Literal["drop", "truncate"]
     batch_tokens: Count
     shard_mib: Count
     compile: bool

@@ -333,15 +333,16 @@ def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSiz
         workload = p.benchmark.workloads[name]
         prompts = _count_prompts(p, workload) * workload.most_repeats + workload.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
+        ways = 2 if p.benchmark.mode == "both" else 1
         seconds, loads = 0.0, []
         for tokens, cap in workload.list_loads():
             at_once = min(prompts, cap or prompts)
             context = (workload.input_tokens or 0) + tokens
             step = measured_rates.estimate_torch_step(p, target, gpu, at_once, context)
-            seconds += cells * prompts / at_once * tokens * 2 * step
+            seconds += cells * prompts / at_once * tokens * ways * step
             together = f" / {at_once} at once" if at_once > 1 else ""
             loads.append(f"{prompts:,} prompts * {tokens:,} tokens{together} * {1e3 * step:.1f} ms")
-        how = f"{cells} cells * 2 * ({' + '.join(loads)}): speculative counted as plain"
+        how = f"{cells} cells * {ways} * ({' + '.join(loads)}): speculative counted as plain"
         # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
         result.add_hours(
             f"benchmark, {name}", seconds * p.benchmark.num_gpus_per_model, how, p.benchmark.num_gpus_total

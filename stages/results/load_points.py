@@ -111,12 +111,21 @@ def make_request_row(request: PointRequest, correct: bool | None) -> RequestRow:
     )
 
 
-def describe_point(point: LoadPoint, baseline: LoadPoint) -> str:
-    """Return a point's tau and speeds in words."""
-    assert point.acceptance is not None, "the point of a draft has counts"
-    speed, plain = (float(np.mean([load.output_throughput for load in p.loads])) for p in (point, baseline))
-    load = f"{point.max_new_tokens} tokens, concurrency {point.concurrency or 'unlimited'}"
-    return f"{load}: tau {point.acceptance.tau:.3f}, {speed:.1f} tokens/s, plain {plain:.1f}"
+def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
+    """Return the tau and speeds of a load in words; one of the two may not have been measured."""
+    some = point or baseline
+    assert some is not None, "a load has a point"
+    told = []
+    if point is not None:
+        assert point.acceptance is not None, "the point of a draft has counts"
+        told += [f"tau {point.acceptance.tau:.3f}", f"{_average_throughput(point):.1f} tokens/s"]
+    if baseline is not None:
+        told.append(f"plain {_average_throughput(baseline):.1f}{'' if point else ' tokens/s'}")
+    return f"{some.max_new_tokens} tokens, concurrency {some.concurrency or 'unlimited'}: {', '.join(told)}"
+
+
+def _average_throughput(point: LoadPoint) -> float:
+    return float(np.mean([load.output_throughput for load in point.loads]))
 
 
 def _summarise_quality(

@@ -144,7 +144,9 @@ def join_lines(
             found += _build_plain_lines(cell, cell.points)
         else:
             # A cell measured in alternation with its own baseline does not need the workload's.
-            baseline = cell if cell.baseline_points else baselines[cell.workload]
+            # The torch engine's never has another: with benchmark.mode eagle there is no baseline at all.
+            own = cell.baseline_points or cell.engine == served_records.TORCH_ENGINE
+            baseline = cell if own else baselines[cell.workload]
             trees = replayed.get(cell.checkpoint, [])
             found += _build_speculative_lines(cell, baseline, trees, cell.workload in of_eval)
             found += _build_plain_lines(cell, cell.baseline_points)
@@ -166,11 +168,15 @@ def _build_speculative_lines(
     if cell.status == served_records.UNSUPPORTED:
         yield ServedTableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
         return
-    # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut.
-    longest = max(point.max_new_tokens for point in cell.points)
+    # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut. With benchmark.mode baseline
+    # there are no points.
+    longest = max((point.max_new_tokens for point in cell.points), default=0)
     for point in cell.points:
         whole = of_eval and cell.temperature == 0 and point.max_new_tokens == longest
-        load, others = (point.max_new_tokens, point.concurrency), cell.baseline_points or baseline.points
+        load, others = (
+            (point.max_new_tokens, point.concurrency),
+            cell.baseline_points if baseline is cell else baseline.points,
+        )
         plain = next((other for other in others if (other.max_new_tokens, other.concurrency) == load), None)
         row = ServedRow(
             **_get_names(cell, SPECULATIVE),
@@ -259,6 +265,8 @@ def _compare_with_baseline(
 
 def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell, other: LoadPoint | None) -> str:
     """Return why cell and baseline can't be compared, empty if they can. A cell's own baseline ran on the same server."""
+    if baseline is cell and not cell.baseline_points:
+        return "plain decoding was not measured (benchmark.mode: eagle)"
     if not cell.baseline_points:
         if baseline.status == served_records.UNSUPPORTED:
             return f"the baseline is unsupported: {baseline.reason}"

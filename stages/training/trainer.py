@@ -17,6 +17,7 @@ from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.training import trackers, ttt
 from stages.training.adamw import MasterWeightOptimizer
+from stages.training.learning_rate import LearningRateSchedule, plan_schedule
 from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 
 LOG_STEPS = 50  # reading the loss waits for the device
@@ -89,6 +90,7 @@ class Trainer:
         self.draft, self.objective, self.settings, self.ranks = draft, objective, settings, ranks
         self.epoch, self.step, self.log = start.epoch, start.step, list(start.epochs)
         self.dtype = getattr(torch, settings.dtype)
+        self.schedule: LearningRateSchedule | None = None  # planned from the rows of the first epoch
         self.online_packs: OnlinePacks | None = None  # where no hidden states of training rows are stored
         self.log_step: trackers.LogStep = lambda step, values: None
         self.num_shards = 1
@@ -124,6 +126,7 @@ class Trainer:
     def train_epoch(self, reader: HiddenStatesReader, bar: tqdm) -> None:
         """Train one epoch over all rows and append its results to the log."""
         started, steps = time.perf_counter(), plan_epoch(reader.lengths, self.settings, self.epoch)
+        self.schedule = self.schedule or plan_schedule(reader.lengths, self.settings)
         # Summed loss, argmax matches and supervised positions of each TTT step.
         totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
         loader = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs)
@@ -167,7 +170,8 @@ class Trainer:
         return sums
 
     def _get_learning_rate(self) -> float:
-        return self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+        assert self.schedule is not None, "train_step before train_epoch"
+        return self.schedule.get_rate(self.step)
 
     def _check_loss(self, totals: Tensor) -> float:
         """Return the mean loss of TTT step 0 so far. Raises ValueError where a loss is not finite."""

@@ -46,12 +46,36 @@ def read(row: dict[str, Any], folder: str | None = None) -> chat_formats.Convers
         ("prompt_answer", {"instruction": "Weather?", "input": "Bergen", "output": SAY},
          [{"role": "user", "content": "Weather?\n\nBergen"}, PLAIN[1]]),
         ("prompt_answer", {"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN),
+        ("prompt_answer", {"input": ASK, "output": SAY}, PLAIN),
+        ("prompt_answer", {"instruction": "", "input": ASK, "output": SAY}, PLAIN),
+        # LLaMA-Factory's form of Alpaca. Bug: its earlier turns were lost in silence.
+        ("prompt_answer", {"instruction": ASK, "input": "", "output": SAY, "history": [["a", "b"]], "system": "Be brief."},
+         [SYSTEM, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *PLAIN]),
+        ("sharegpt", {"conversations": [{"from": "human", "value": ASK}, {"from": "chatgpt", "value": SAY}]}, PLAIN),
+        ("sharegpt", {"conversations": [{"from": "user", "value": ASK}, {"from": "bard", "value": SAY}]}, PLAIN),
+        ("sharegpt", {"conversation_hash": "0", "conversation": [{**turn, "language": "English"} for turn in PLAIN]}, PLAIN),
+        ("sharegpt", {"id": 7, "conversations": PLAIN, "status": "success"}, PLAIN),  # SpecForge's regenerate_train_data.py
+        ("sharegpt", {"id": "0", "conversations": PLAIN, "metadata": {"finish_reason": "stop"}}, PLAIN),  # speculators
     ],
 )  # fmt: skip
 def test_a_row_of_each_format(kind: str, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     assert chat_formats.detect_format(row) == kind and chat_formats.has_format(row, kind)
     found = read(row)
     assert found.messages == messages and found.list_extras() == []
+
+
+def test_what_specforge_marks_as_failed_is_dropped_and_its_thinking_kept() -> None:
+    """Bug: a row with SpecForge's status `error` was trained on with its old answers; the key `thinking` was lost."""
+    with pytest.raises(chat_formats.DroppedRowError, match="marked_error") as dropped:
+        read({"conversations": PLAIN, "status": "error", "error": "timeout"})
+    assert dropped.value.found == "timeout"
+    kept = read({"conversations": [PLAIN[0], {**PLAIN[1], "thinking": "Clouds."}], "status": "success"})
+    assert kept.messages == PLAIN and kept.reasoning == [None, "Clouds."]
+
+
+def test_a_history_that_is_no_pairs_is_dropped() -> None:
+    with pytest.raises(chat_formats.DroppedRowError, match="not_text"):
+        read({"instruction": ASK, "output": SAY, "history": [["alone"]]})
 
 
 def test_tools_calls_and_reasoning_stay_with_their_messages() -> None:

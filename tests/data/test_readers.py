@@ -129,7 +129,7 @@ def test_a_folder_is_its_files_by_name_the_given_one_first(tmp_path: Path) -> No
     assert [s for s, _, _ in rows_of(tmp_path, "deep/a.jsonl")] == ["deep/a.jsonl", "b.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet.gz", "rows", "rows.hub.yaml.gz"])
+@pytest.mark.parametrize("name", ["rows.txt", "rows.parquet.gz", "rows", "rows.hub.yaml.gz"])
 def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"expected JSONL, .* or a folder of those, found"):
@@ -215,8 +215,8 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
             asked.append((name, revision))
             return type("Info", (), {"sha": COMMIT})
 
-    def load(name: str, config: str | None, split: str, revision: str) -> Any:
-        asked.append((name, config, split, revision))
+    def load(name: str, config: str | None, split: str, revision: str, streaming: bool) -> Any:
+        asked.append((name, config, split, revision, streaming))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
@@ -225,8 +225,36 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
     for revision in ("main", COMMIT):
         assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, hub_records))) == 1
         assert hub_records["talk.hub.yaml"].commit == COMMIT
-    loaded = ("someone/talk", "big", "train", COMMIT)
+    loaded = ("someone/talk", "big", "train", COMMIT, True)
     assert asked == [("someone/talk", "main"), loaded, loaded]
+
+
+def test_a_dataset_is_streamed_with_its_columns_and_first_rows(tmp_path: Path, offline_cache: Path) -> None:
+    """Bug: a dataset was downloaded whole into the cache, and its columns could not be named."""
+    folder = tmp_path / "talk"
+    folder.mkdir()
+    lines = [json.dumps({"n": n, "Q": f"ask {n}", "A": f"say {n}", "other": "x"}) for n in range(500)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    path = pin(
+        tmp_path / "talk.hub.yaml", dataset=str(folder), columns={"prompt": "Q", "answer": "A", "id": "n"}, rows=150
+    )
+    found = [row for c in readers.read_all_chunks(path, None, {}) for row in readers.parse_chunk(c)]
+    assert found == [(n, {"id": n, "prompt": f"ask {n}", "answer": f"say {n}"}) for n in range(150)]
+    assert not list(offline_cache.rglob("*.arrow"))
+    with pytest.raises(ValueError, match=r"talk\.hub\.yaml: expected the columns B \(for answer\)"):
+        rows_of(pin(path, dataset=str(folder), columns={"prompt": "Q", "answer": "B"}))
+
+
+def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def rows() -> Any:
+        yield from ({"prompt": "q", "answer": "a"} for _ in range(6000))
+        raise ConnectionError("line cut")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.IterableDataset.from_generator(rows))
+    with pytest.raises(ValueError, match=r"to be had from the Hub after row 4096 \(ConnectionError: line cut\)"):
+        rows_of(pin(tmp_path / "talk.hub.yaml", revision=COMMIT))
 
 
 def test_a_missing_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +273,20 @@ def test_a_missing_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dataset: a/b", "expected the keys dataset, name, split, revision, found dataset"),
+        ("dataset: a/b", "expected the keys dataset, name, split, revision, and .*, found dataset"),
         ("[1]", r"found \[1\]"),
         ("a: [", "is not valid YAML"),
         ("{dataset: a/b, name: null, split: null, revision: null}", "split: expected text, found None"),
         ("{dataset: a/b, name: null, split: train, revision: 8049631}", "revision: expected text, found 8049631"),
+        ("{dataset: a/b, name: null, split: train, revision: null, rows: 0}", "rows: expected a number of rows from 1"),
+        (
+            "{dataset: a/b, name: null, split: train, revision: null, columns: {prompt: q}}",
+            "columns: names columns for prompt",
+        ),
+        (
+            "{dataset: a/b, name: null, split: train, revision: null, columns: {ask: q}}",
+            "columns: has the key ask, expected some of prompt",
+        ),
     ],
 )
 def test_an_incomplete_pin(tmp_path: Path, text: str, message: str) -> None:

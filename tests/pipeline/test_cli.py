@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 BIN = Path(sys.executable).parent
 COMMANDS = (
     "run", "stale", "rerun", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
-    "deps", "doctor",
+    "deps", "doctor", "preview",
 )  # fmt: skip
 
 

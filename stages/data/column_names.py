@@ -1,0 +1,76 @@
+"""Apply a column map: which columns of a table, or keys of a row, hold the prompt, the answer and the rest.
+
+`fix_data.columns` of params.yaml, or `columns` of a NAME.hub.yaml, as {prompt: question, answer: reply}. A row then has the
+named columns only, under the names of chat_formats.py, and its own id.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stages.data import chat_formats
+from stages.params.spelling import suggest_name
+
+TURN_LIST_COLUMNS = frozenset(key for keys in chat_formats.TURN_LIST_KEYS.values() for key in keys)
+REQUIRED_ROLES = ("prompt", "answer", "messages")  # a row without one of these is no conversation
+MAX_SHOWN_COLUMNS = 20
+
+
+def check_table_columns(found: Sequence[str], columns: dict[str, str] | None, display_name: str, known: bool) -> None:
+    """Raise ValueError where a table lacks a named column; with `known`, also where no format is known by its columns."""
+    if columns is not None:
+        _check_named(found, columns, f"{display_name}: expected", "columns", columns)
+    elif known and chat_formats.detect_format({key: [] for key in found}) is None:
+        raise ValueError(
+            f"{display_name}: expected columns of a known format ({chat_formats.describe_formats()}), found the columns "
+            f"{list_names(found)}; say which is which, as fix_data.columns: {{prompt: {_show(found, 0)}, "
+            f"answer: {_show(found, 1)}}} (the first line of the file must name the columns)"
+        )
+
+
+def select_columns(row: dict[str, Any], columns: dict[str, str], where: str) -> dict[str, Any]:
+    """Return the named columns of a row under their roles, with its own `id`.
+
+    Raises:
+        ValueError: where the row lacks the key of a prompt, an answer or messages; others may be missing.
+    """
+    required = {role: column for role, column in columns.items() if role in REQUIRED_ROLES}
+    _check_named(list(row), required, f"{where}: expected", "keys", columns)
+    named = {role: row[column] for role, column in columns.items() if column in row}
+    if isinstance(named.get("messages"), str):
+        named["messages"] = parse_turn_list(named["messages"])
+    return ({"id": row["id"]} if row.get("id") is not None else {}) | named
+
+
+def parse_turn_list(value: Any) -> Any:
+    """Return the list that a text holds as JSON, as CSV files and some Parquet files have turns; else `value` itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        turns = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return turns if isinstance(turns, list) else value
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Return names for a message, the first of many."""
+    shown = list(names)
+    more = f" and {len(shown) - MAX_SHOWN_COLUMNS} more" if len(shown) > MAX_SHOWN_COLUMNS else ""
+    return (", ".join(name if name.strip() else repr(name) for name in shown[:MAX_SHOWN_COLUMNS]) or "none") + more
+
+
+def _check_named(found: Sequence[str], wanted: dict[str, str], start: str, noun: str, columns: dict[str, str]) -> None:
+    missing = {role: column for role, column in wanted.items() if column not in found}
+    if not missing:
+        return
+    named = ", ".join(f"{column}{suggest_name(column, found)} (for {role})" for role, column in missing.items())
+    given = ", ".join(f"{role}: {column}" for role, column in columns.items())
+    raise ValueError(
+        f"{start} the {noun} {named}, as the column map {{{given}}} says, found {list_names(found)}; correct the map "
+        "(fix_data.columns, or columns of a .hub.yaml), or give another file"
+    )
+
+
+def _show(names: Sequence[str], place: int) -> str:
+    return names[place] if place < len(names) else "..."

@@ -1,0 +1,85 @@
+"""Read CSV and TSV as tables of text, a few MiB at a time.
+
+The first line names the columns. Fields that hold the delimiter, a quote or a line break are quoted, as spreadsheets and
+csv writers do it. Not polars' and pyarrow's readers: neither names the line of a broken record.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import polars as pl
+
+DELIMITERS = {".csv": ",;\t|", ".tsv": "\t", ".tab": "\t"}  # of .csv the one that splits the header into most columns
+MAX_FIELD_CHARACTERS = 1 << 26  # beyond it a quote is missing, and the field would reach to the end of the file
+
+
+def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_rows: int) -> Iterator[pl.DataFrame]:
+    """Yield the records of an open file as columns of strings; an empty first table where there are none.
+
+    `text` is opened with newline="". Blank lines are no records.
+
+    Raises:
+        ValueError: naming the file and the line of a header or record that can't be read.
+    """
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
+    header, reader, line_before = _read_header(text, path, kind)
+    schema = dict.fromkeys(header, pl.String)
+    rows: list[list[str]] = []
+    size = 0
+    yield pl.DataFrame(schema=schema)
+    for start, record in _read_records(reader, path, line_before):
+        if len(record) != len(header):
+            raise ValueError(
+                f"{path}, line {start}: expected {len(header)} fields, as the header has columns, found {len(record)}: "
+                f"{_shorten(record)}; quote fields that hold the delimiter, a quote or a line break"
+            )
+        rows.append(record)
+        size += sum(map(len, record))
+        if size >= chunk_bytes or len(rows) >= chunk_rows:
+            yield pl.DataFrame(rows, schema=schema, orient="row")
+            rows, size = [], 0
+    if rows:
+        yield pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], Iterator[list[str]], int]:
+    """Return (names of the columns, a reader of the records, number of lines read)."""
+    delimiters, line, lines = DELIMITERS[kind], text.readline(), 1
+    if named := re.fullmatch(r"sep=(.)\s*", line):  # how spreadsheets name the delimiter
+        delimiters, line, lines = named[1], text.readline(), 2
+    if not line.strip():
+        raise ValueError(f"{path}: expected a first line that names the columns, found an empty one; add it")
+    try:
+        fields = [(next(csv.reader([line], delimiter=one, strict=True)), one) for one in delimiters]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {lines}: expected the names of the columns ({error}); mend that line") from None
+    header, delimiter = max(fields, key=lambda found: len(found[0]))
+    header = [name.strip() for name in header]
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise ValueError(f"{path}: expected each column named once, found {twice[0]!r} twice; rename one")
+    return header, csv.reader(text, delimiter=delimiter, strict=True), lines
+
+
+def _read_records(reader: "csv._reader", path: Path, line_before: int) -> Iterator[tuple[int, list[str]]]:  # type: ignore[name-defined]
+    """Yield (the line on which a record starts, its fields)."""
+    while True:
+        start = line_before + reader.line_num + 1
+        try:
+            record = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}, line {start}: expected a record of quoted or plain fields ({error}); double each quote inside a "
+                "quoted field, and close the last one"
+            ) from None
+        if record:
+            yield start, record
+
+
+def _shorten(record: list[str]) -> str:
+    text = " | ".join(record)
+    return repr(text if len(text) <= 80 else text[:80] + "…")

@@ -1,0 +1,138 @@
+"""Show what fix_data makes of the first rows of each raw file.   python -m stages.data.preview ROWS [PATH]
+
+Reads `fix_data` of params.yaml, or PATH in place of its `raw`, judges each row as the stage does, and writes nothing that a
+stage reads. Duplicates are found only by the stage, which sees all rows.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import polars as pl
+
+from stages.data import column_names, readers, row_cleaning
+from stages.data.readers import ArrowRows, RawChunk
+from stages.data.row_cleaning import WAITING_IMAGES_FOLDER
+from stages.params.data_sections import FixData
+from stages.params.schema import check_raw_exists, load_params
+from stages.telemetry.run_stage import run_stage
+
+SHOWN_CHARACTERS = 160  # of a text
+SHOWN_TURNS = 6
+
+
+@dataclass(frozen=True)
+class PreviewedRow:
+    """One raw row and what it becomes."""
+
+    source: str
+    number: int
+    chat_format: str
+    verdict: str  # clean, repaired:rule,rule, or dropped:reason
+    split: str  # train or eval; "" where the row is dropped
+    turns: list[tuple[str, str]]  # (role, text); of a dropped row its keys or the offending text
+    extras: list[str]  # tools and images of a kept row
+
+
+def main(rows: str, path: str = "") -> None:
+    params = load_params()
+    if path:
+        params = params.model_copy(
+            update={"fix_data": params.fix_data.model_copy(update={"raw": path, "eval_file": None, "eval_rows": None})}
+        )
+    check_raw_exists(params)
+    kept = print_preview(params.fix_data, int(rows))
+    if not kept:
+        sys.exit(1)
+
+
+def print_preview(params: FixData, rows: int) -> int:
+    """Print the first `rows` rows of each file, and a summary; return how many of them are kept."""
+    verdicts: Counter[str] = Counter()
+    splits: Counter[str] = Counter()
+    source = None
+    for row in preview_rows(params, rows):
+        if row.source != source:
+            source = row.source
+            print(f"{source}")
+        print("\n".join(format_row(row)), flush=True)
+        verdicts[row.verdict] += 1
+        splits[row.split] += 1
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no rows"
+    print(f"\n{verdicts.total()} rows read, the first {rows} of each file: {counted}")
+    print(f"{splits['train']} to train, {splits['eval']} to eval; nothing was written, duplicates were not looked for")
+    if splits[""]:
+        print("docs/data.md says what each reason means; fix_data.columns names the columns of another format")
+    return splits["train"] + splits["eval"]
+
+
+def preview_rows(params: FixData, rows: int) -> Iterator[PreviewedRow]:
+    """Yield what the first `rows` rows of each file become; images are looked at in a temporary folder."""
+    raw, evaluation = Path(params.raw), params.eval_path()
+    eval_source = evaluation.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if evaluation else None
+    with tempfile.TemporaryDirectory(prefix="aerie-preview-") as name:
+        (Path(name) / WAITING_IMAGES_FOLDER.name).mkdir()
+        for file in readers.list_files(raw):
+            source = file.name if raw.is_file() else file.relative_to(raw).as_posix()
+            chunks = readers.read_chunks(file, source, {}, params.columns)
+            for one in islice(_cut_rows(chunks), rows):
+                yield _preview_row(one, params, Path(name) / "row.arrow", eval_source)
+
+
+def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
+    """Yield each row as a chunk of its own, so that each has its own verdict."""
+    for chunk in chunks:
+        frame = pl.read_ipc(chunk.rows.data, use_pyarrow=False) if isinstance(chunk.rows, ArrowRows) else None
+        for place in range(len(chunk.rows)):
+            if frame is not None:
+                yield replace(chunk, first_row=chunk.first_row + place, rows=ArrowRows.from_frame(frame[place]))
+            else:
+                yield replace(chunk, first_row=chunk.first_row + place, rows=chunk.rows[place : place + 1])  # type: ignore[index]
+
+
+def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str | None) -> PreviewedRow:
+    judged = row_cleaning.judge_chunk(chunk, params, file, eval_source)
+    chat_format = next(iter(judged.formats), "unknown")
+    if judged.dropped:
+        (reason,) = judged.dropped
+        found = judged.first_dropped[reason].found
+        if reason == "unknown_format":
+            (_, row), *_ = readers.parse_chunk(chunk)
+            found = f"{column_names.list_names(row or {})}: {found}"
+        return PreviewedRow(chunk.source, chunk.first_row, chat_format, f"dropped:{reason}", "", [("found", found)], [])
+    kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
+    turns = [(message["role"], message["content"]) for message in kept["messages"]]
+    calls = sum(one is not None for one in kept["tool_calls"] or [])
+    counted = {
+        "tool call(s)": calls,
+        "image(s)": len(kept["images"] or []),
+        "character(s) of tools": len(kept["tools"] or ""),
+    }
+    extras = [f"{count} {what}" for what, count in counted.items() if count]
+    split = "eval" if kept["is_eval"] else "train"
+    return PreviewedRow(chunk.source, chunk.first_row, chat_format, kept["verdict"], split, turns, extras)
+
+
+def format_row(row: PreviewedRow) -> Iterator[str]:
+    """Yield the lines of one row: its verdict, then its turns, long ones abbreviated."""
+    kept = f", to {row.split}" if row.split else ""
+    extras = f"; {', '.join(row.extras)}" if row.extras else ""
+    yield f"  row {row.number}: {row.chat_format}, {row.verdict}{kept}{extras}"
+    for role, text in row.turns[:SHOWN_TURNS]:
+        yield f"      {role}: {_abbreviate(text)}"
+    if len(row.turns) > SHOWN_TURNS:
+        yield f"      ... and {len(row.turns) - SHOWN_TURNS} more turns"
+
+
+def _abbreviate(text: str) -> str:
+    shown = " ⏎ ".join(text.splitlines()) if text else "(no text)"
+    more = f"… ({len(text):,} characters)" if len(shown) > SHOWN_CHARACTERS else ""
+    return shown[:SHOWN_CHARACTERS] + more
+
+
+if __name__ == "__main__":
+    run_stage(main)

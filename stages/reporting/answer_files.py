@@ -1,0 +1,136 @@
+"""Write the answers of benchmark cells as AngelSlim's spec_benchmark.py does: a JSONL file for each way of decoding.
+
+One line a question, with the keys of EAGLE's evaluation (question_id, model_id, choices with new_tokens and wall_time of each
+turn), whose scripts thus read it. Texts of answers are not in cells. MODEL_ID-CELL-analysis.json has acceptance length and
+speedup ratio by AngelSlim's definitions, means over questions: docs/metrics.md, What others call accept length.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stages.results.served_records import LoadPoint, ServedCell
+from stages.results.torch_records import TorchCell
+from stages.runtime import atomic
+
+
+@dataclass(frozen=True)
+class DecodedTurn:
+    """One answer by one way of decoding."""
+
+    question: str
+    repeat: int
+    turn: int
+    new_tokens: int
+    wall_time: float
+    cycles: int | None = None  # of speculative decoding
+    accepted: int | None = None
+
+
+@dataclass(frozen=True)
+class AnswerSet:
+    """The answers of a cell, or of one load of a sweep; a way of decoding that was not measured has none."""
+
+    name: str
+    temperature: float
+    eagle: list[DecodedTurn]
+    baseline: list[DecodedTurn]
+
+
+def write_answer_files(folder: Path, model_id: str, sets: Iterable[AnswerSet], analysis: bool) -> None:
+    """Replace `folder` by the files of all sets; `analysis` writes a summary of each too."""
+    with atomic.write_folder(folder) as temporary:
+        for each in sets:
+            stem = f"{model_id}-{each.name}"
+            files: dict[str, str | None] = {}
+            for kind, turns in (("eagle", each.eagle), ("baseline", each.baseline)):
+                name = f"{stem}-temperature-{each.temperature}-{kind}.jsonl"
+                files[f"{kind}_file"] = name if turns else None
+                if turns:
+                    lines = (json.dumps(line) for line in _build_lines(turns, model_id))
+                    (temporary / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            if analysis:
+                summary = files | _summarise(each)
+                (temporary / f"{stem}-analysis.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def make_model_id(model: str) -> str:
+    """Return a target's name as part of file names."""
+    return re.sub(r"[^\w.-]+", "-", Path(model).name if model.startswith("/") else model)
+
+
+def list_answer_sets(cells: Iterable[TorchCell], served: Iterable[ServedCell]) -> Iterator[AnswerSet]:
+    for cell in cells:
+        rows = cell.prompts
+        yield AnswerSet(
+            f"{cell.workload}-{cell.checkpoint}-{cell.tree}",
+            cell.temperature,
+            [DecodedTurn(r.id, r.repeat, r.turn, r.output_tokens, r.e2e_latency_s, r.cycles, r.accepted) for r in rows],
+            [DecodedTurn(r.id, r.repeat, r.turn, r.baseline_output_tokens, r.baseline_e2e_latency_s) for r in rows],
+        )
+    for each in served:
+        yield from _list_load_sets(each)
+
+
+def _list_load_sets(cell: ServedCell) -> Iterator[AnswerSet]:
+    is_baseline = cell.checkpoint is None
+    points, plain = ([], cell.points) if is_baseline else (cell.points, cell.baseline_points)
+    for load in dict.fromkeys((point.max_new_tokens, point.concurrency) for point in [*points, *plain]):
+        config = "baseline" if is_baseline else f"{cell.checkpoint}-{cell.tree}"
+        is_sweep = max(len(points), len(plain)) > 1
+        name = f"{cell.workload}-{config}" + (f"-{load[0]}-at-{load[1] or 'all'}" if is_sweep else "")
+        eagle, baseline = (
+            [turn for point in some if (point.max_new_tokens, point.concurrency) == load for turn in _list_turns(point)]
+            for some in (points, plain)
+        )
+        yield AnswerSet(name, cell.temperature, eagle, baseline)
+
+
+def _list_turns(point: LoadPoint) -> Iterator[DecodedTurn]:
+    for row in point.requests:
+        if not row.failed and row.e2e_s is not None:
+            yield DecodedTurn(row.id, row.repeat, row.turn, row.output_tokens, row.e2e_s, row.cycles, row.accepted)
+
+
+def _build_lines(turns: list[DecodedTurn], model_id: str) -> Iterator[dict[str, Any]]:
+    """Yield a line for each question: a choice for each repeat, lists over its turns."""
+    for question, answers in _group_by_question(turns).items():
+        choices = []
+        for repeat in dict.fromkeys(answer.repeat for answer in answers):
+            mine = sorted((a for a in answers if a.repeat == repeat), key=lambda answer: answer.turn)
+            choice: dict[str, Any] = {
+                "index": repeat,
+                "new_tokens": [answer.new_tokens for answer in mine],
+                "wall_time": [answer.wall_time for answer in mine],
+            }
+            if all(answer.cycles is not None for answer in mine):
+                choice |= {"idxs": [a.cycles for a in mine], "accepted": [a.accepted for a in mine]}
+            choices.append(choice)
+        yield {"question_id": question, "model_id": model_id, "choices": choices}
+
+
+def _summarise(answers: AnswerSet) -> dict[str, float | None]:
+    lengths = []
+    for turns in _group_by_question(answers.eagle).values():
+        accepted, cycles = sum(t.accepted or 0 for t in turns), sum(t.cycles or 0 for t in turns)
+        lengths += [1 + accepted / cycles] if cycles else []
+    speeds = [_average_speed(turns) for turns in (answers.eagle, answers.baseline)]
+    ratio = speeds[0] / speeds[1] if speeds[0] and speeds[1] else None
+    return {"acceptance_length": fmean(lengths) if lengths else None, "speedup_ratio": ratio}
+
+
+def _average_speed(turns: list[DecodedTurn]) -> float | None:
+    """Return the mean over questions of their tokens/s."""
+    speeds = [sum(t.new_tokens for t in q) / sum(t.wall_time for t in q) for q in _group_by_question(turns).values()]
+    return fmean(speeds) if speeds else None
+
+
+def _group_by_question(turns: list[DecodedTurn]) -> dict[str, list[DecodedTurn]]:
+    found: dict[str, list[DecodedTurn]] = {}
+    for turn in turns:
+        found.setdefault(turn.question, []).append(turn)
+    return found

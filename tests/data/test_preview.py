@@ -1,0 +1,75 @@
+"""`aerie preview data` says of each row what fix_data then does with it."""
+
+import json
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from stages import fix_data
+from stages.data import conversations, preview
+from stages.params.schema import load_params
+from tests.conftest import ROOT
+
+PNG = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose raw data is a folder with a file of each kind and rows of every fate."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    for key, value in (("raw", "raw"), ("answers", "text"), ("eval_share", "0.5")):
+        text = re.sub(rf"^(  {key}: )\S+", rf"\g<1>{value}", text, count=1, flags=re.MULTILINE)
+    Path("params.yaml").write_text(text)
+    Path("raw").mkdir()
+    rows = [{"id": f"a{n}", "prompt": f"q{n}", "answer": "yes"} for n in range(6)]
+    Path("raw/a.csv").write_text("id,prompt,answer\n" + "".join(f"{','.join(row.values())}\n" for row in rows))
+    turns = [
+        {"from": "human", "value": "<image>\nWhat?"},
+        {"from": "gpt", "value": "A\nsquare."},
+        {"from": "human", "value": "Thanks"},
+    ]
+    lines = [{"id": "b0", "conversations": turns, "image": PNG}, {"id": "b1", "text": "x"}]
+    Path("raw/b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    pl.DataFrame(rows).with_columns(id=pl.col("id") + "p", prompt=pl.col("prompt") + "?").write_parquet("raw/c.parquet")
+    return tmp_path
+
+
+def test_each_row_becomes_what_the_stage_makes_of_it(home: Path) -> None:
+    params = load_params().fix_data
+    shown = list(preview.preview_rows(params, 100))
+    assert not Path(".scratch").exists() and not Path("data").exists()
+    fix_data.main()
+    made = {}
+    for split, path in (("train", fix_data.TRAIN_FILE), ("eval", fix_data.EVAL_FILE)):
+        for row in conversations.read_table(path, conversations.FIXED_SCHEMA, "fix_data").iter_rows(named=True):
+            turns = [(message["role"], message["content"]) for message in row["messages"]]
+            made[row["source"], row["source_row"]] = (split, row["verdict"], turns)
+    kept = {(row.source, row.number): (row.split, row.verdict, row.turns) for row in shown if row.split}
+    assert kept == made and len({split for split, _, _ in made.values()}) == 2
+    dropped = [(row.source, row.number, row.verdict) for row in shown if not row.split]
+    assert dropped == [("b.jsonl", 1, "dropped:unknown_format")]
+
+
+def test_the_page_shows_the_first_rows_of_each_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preview.main("2")
+    text = capsys.readouterr().out
+    assert re.search(
+        r"a\.csv\n  row 0: prompt_answer, clean, to \w+\n      user: q0\n      assistant: yes\n  row 1", text
+    )
+    assert "repaired:closing_question, to" in text and "1 image(s)" in text and "assistant: A ⏎ square." in text
+    assert "  row 1: unknown, dropped:unknown_format\n      found: id, text: " in text and "docs/data.md" in text
+    assert (
+        "6 rows read, the first 2 of each file: 4 clean, 1 dropped:unknown_format, 1 repaired:closing_question" in text
+    )
+
+
+def test_another_path_and_no_row_that_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("z.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(SystemExit) as ended:
+        preview.main("5", "z.jsonl")
+    assert ended.value.code == 1 and "1 rows read" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"fix_data\.raw is none\.csv, which does not exist"):
+        preview.main("5", "none.csv")
