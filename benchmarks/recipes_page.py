@@ -17,7 +17,7 @@ This page is for reproducing a published experiment, starting a run of a known s
 
 <!-- Written by: python -m benchmarks.recipes_page. Edit recipes/ or that file. -->
 
-    aerie use RECIPE                    # write its keys into params.yaml; comments and other keys stay
+    aerie use RECIPE                    # params.yaml as committed, with its keys; --keep keeps local edits
     aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
     aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published

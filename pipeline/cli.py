@@ -36,6 +36,7 @@ OptionalRecipe = Annotated[
 OptionalEstimated = Annotated[
     str | None, typer.Argument(metavar="RECIPE", help="Estimate this recipe instead of params.yaml as it is.")
 ]
+Keep = Annotated[bool, typer.Option("--keep", help="Keep local edits of params.yaml, on top of the recipe.")]
 Stage = Annotated[str, typer.Argument(metavar="STAGE", help="Stage of dvc.yaml, such as report or train_draft@e009.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of .scratch/runs.")]
 
@@ -132,16 +133,17 @@ def preview(
 
 
 @app.command()
-def use(recipe: Recipe) -> None:
-    """Write a recipe's keys into params.yaml. Comments and other keys stay.
+def use(recipe: Recipe, keep: Keep = False) -> None:
+    """Write a recipe's keys into params.yaml as committed, so that recipes never mix.
 
-    The previous params.yaml is kept beside it, and the last line says how to return to it.
+    Local edits that would go are named; --keep keeps them. The previous params.yaml is kept beside it, and the last line
+    says how to return to it.
 
     Example: aerie use weather-tiny-vl, then aerie run.
     """
     from pipeline import recipes
 
-    _print_lines(recipes.use_recipe(recipe))
+    _print_lines(recipes.use_recipe(recipe, keep))
 
 
 @app.command()
@@ -153,6 +155,7 @@ def reproduce(
     compare: Annotated[
         bool, typer.Option("--compare", help="Only compare results/ with the published numbers. Runs nothing.")
     ] = False,
+    keep: Keep = False,
 ) -> None:
     """Run a published experiment and compare the results.
 
@@ -167,7 +170,7 @@ def reproduce(
     if dry_run and compare:
         raise ValueError("expected --dry-run or --compare, found both")
     way = steps.describe_dry_run if dry_run else steps.compare_recipe if compare else steps.reproduce_recipe
-    _print_lines(way(recipe))
+    _print_lines(way(recipe, keep))
 
 
 @app.command()

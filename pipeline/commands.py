@@ -20,12 +20,12 @@ MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
 NOTHING_STALE = "nothing is stale"
 
 WHAT_NEXT = (
-    "What next",
-    "  your data      fix_data.raw in params.yaml: docs/data.md",
-    "  your target    target.model in params.yaml: docs/guide.md",
-    "  a recipe       .venv/bin/aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md",
+    "What next (`. .venv/bin/activate` puts aerie on the PATH)",
+    "  your data      fix_data.raw, format and answers in params.yaml: docs/data.md",
+    "  your target    target.model in params.yaml: docs/guide.md; a whole way to a served draft: docs/walkthrough.md",
+    "  a recipe       aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md",
     "  the pages      make ui: every stage with its log, forms for sweeps: docs/scheduling.md",
-    "  the advice     .venv/bin/aerie launch: which draft and tree to serve, or none: docs/cost.md",
+    "  the advice     aerie launch: which draft and tree to serve, or none: docs/cost.md",
 )
 
 
@@ -105,7 +105,10 @@ def describe_stop(words: list[str], since: float) -> str:
 
     again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else " ".join(["aerie", *words])
     if notes := unfinished.list_notes(since):
-        return f"stopped; `{again}` goes on {' and '.join(f'{where} of {stage}' for stage, where in notes.items())}"
+        places = [
+            f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes.items()
+        ]
+        return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(places)}"
     return f"stopped; what has finished is kept, `{again}` goes on with the rest"
 
 

@@ -117,7 +117,10 @@ def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:
         estimate = reproduce.estimate_params(recipe, file)
     except ValueError as error:
         yield _check_disk(None)
-        yield Finding("size of a run", f"not known: {str(error).splitlines()[-1]}")
+        problem = str(error).splitlines()[-1]
+        # A wrong parameter is the user's to correct; a target that is not recorded has no size before it is fetched.
+        is_wrong = problem.startswith("params.yaml: ")
+        yield Finding("size of a run", problem if is_wrong else f"not known: {problem}", False if is_wrong else None)
         return
     yield _check_disk(estimate.disk_bytes)
     for line in estimate.lines:

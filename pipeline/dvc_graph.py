@@ -270,15 +270,15 @@ def run_all_stages(stages: Collection[str], keep_going: bool = False, verbose: b
     words = [DVC_MODULE, "--wait-for-lock", "repro", *(["--keep-going"] if keep_going else [])]
     if verbose:
         status, logs = run_command(words, DvcOutput(stages, lambda *_: None, show_line), {}, ()), ""
+        failed = f"a stage failed (dvc exited with {status})"
     else:
         with RunDisplay(stages) as display:
             status = run_command(words, DvcOutput(stages, display.begin, display.show), {}, ())
             display.finish(status)
         logs = "".join(f" and {locate_log(name)}" for name in display.failed)
+        failed = f"{' and '.join(display.failed)} failed" if display.failed else f"dvc exited with {status}"
     if status:
-        raise StageError(
-            f"a stage failed (dvc exited with {status}), see above{logs}; mend it and run again, what has finished is cached"
-        )
+        raise StageError(f"{failed}, see above{logs}; mend it and run again, what has finished is cached")
 
 
 def check_stage_name(name: str) -> str:

@@ -51,14 +51,18 @@ def find_error(lines: Iterable[str]) -> str | None:
     said = [
         line for line in lines if line.strip() and not EXIT_STATUS.match(line) and not PROGRESS_PATTERN.search(line)
     ]
-    ours = [at for at, line in enumerate(said) if line.startswith(ERROR_PREFIX)]
-    # A message of several lines ends where DVC's own begins.
-    message = said[ours[-1] :] if ours else said[-1:]
-    message = (
-        [message[0], *itertools.takewhile(lambda line: not line.startswith("ERROR: "), message[1:])] if message else []
-    )
-    joined = " ".join(" ".join(message).removeprefix(ERROR_PREFIX).split())
+    joined = " ".join(" ".join(list_error_lines(said) or said[-1:]).split())
     return joined[:MAX_ERROR_LENGTH] or None
+
+
+def list_error_lines(lines: Iterable[str]) -> list[str]:
+    """Return a stage's last own error, `aerie: ...` without the prefix: one line or more, up to DVC's own; empty without one."""
+    said = list(lines)
+    ours = [at for at, line in enumerate(said) if line.startswith(ERROR_PREFIX)]
+    if not ours:
+        return []
+    more = itertools.takewhile(lambda line: not line.startswith("ERROR: "), said[ours[-1] + 1 :])
+    return [said[ours[-1]].removeprefix(ERROR_PREFIX), *more]
 
 
 class DvcOutput:

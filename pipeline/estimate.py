@@ -86,7 +86,7 @@ def describe_estimate(recipe: str | None, params_file: Path | None, gpu: str) ->
 
 
 def _try_estimate(recipe: Path | None, file: Path, gpu: str) -> tuple[reproduce.RunEstimate, str]:
-    """Return the arithmetic, or an empty one and why there is none."""
+    """Return the estimate and ""; if it cannot be made, an empty one and the reason."""
     try:
         return reproduce.estimate_params(recipe, file, gpu), ""
     except ValueError as error:

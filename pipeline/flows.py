@@ -131,7 +131,7 @@ def _run_graph(
             reasons = dvc_graph.explain_stale()
             if not change:
                 run_names.rename_run(f"{name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
-            stack.enter_context(processes.preload_stages(len(reasons)))
+            stack.enter_context(processes.preload_stages(len(reasons.keys() - graph.remote)))
             run_artifacts.publish_plan(reasons)
             states = run_stale_stages(graph, reasons, pool, hosts)
         except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal

@@ -23,7 +23,7 @@ def hide_engine_lines() -> None:
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """Return whether the record is none of ENGINE_LINES."""
+    """Return whether the record begins with none of ENGINE_LINES."""
     return not str(record.msg).startswith(ENGINE_LINES)
 
 

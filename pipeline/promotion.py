@@ -5,7 +5,6 @@ the sweep did not touch stay in the table. Entries of the run's dvc.lock replace
 loses anything: DVC's run-cache has every result, and a params.yaml that is in no commit is kept in a copy.
 """
 
-import io
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir
@@ -14,11 +13,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, recipes
+from pipeline import dvc_graph, dvc_internals, recipes
 from pipeline.resources import try_lock
 from pipeline.workspaces import LOCK_PATH, STARTED_PARAMS, copy_file, locate_run, run_dvc, run_git
 from stages.params.schema import load_params
 from stages.params.section import PARAMS_FILE
+from stages.runtime import atomic
 
 ADDED = Path(".scratch/added.json")  # in a sweep's workspace: the lists that it measured
 Sections = dict[str, dict[str, list[str]]]  # section -> key -> names
@@ -146,18 +146,15 @@ def _merge_locks(theirs: Path, keep_last: bool) -> None:
 
     A sweep's report is of its own cells alone: the one here stays until it is made of both.
     """
-    yaml, ours = YAML(), dvc_graph.LOCK_FILE
+    yaml, ours = YAML(typ="safe"), dvc_graph.LOCK_FILE
     if not ours.exists():
         copy_file(theirs, ours)
         return
     whole, new = yaml.load(ours.read_text("utf-8")), yaml.load(theirs.read_text("utf-8"))
     kept = _list_last_stages() & set(whole["stages"]) if keep_last else set()
     whole["stages"] |= {name: entry for name, entry in new["stages"].items() if name not in kept}
-    text = io.StringIO()
-    yaml.dump(whole, text)
-    temporary = ours.with_name(f"{ours.name}.merged")
-    temporary.write_text(text.getvalue(), encoding="utf-8")
-    temporary.replace(ours)
+    with atomic.write_file(ours) as temporary, temporary.open("w", encoding="utf-8") as file:
+        dvc_internals.dump_with_libyaml(whole, file)
 
 
 def _list_last_stages() -> set[str]:

@@ -5,8 +5,10 @@ Their block `recipe` describes what they reproduce (stages/params/recipe.py) and
 
 import io
 import itertools
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,6 +23,10 @@ from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section
 from stages.params.spelling import suggest_name
+from stages.runtime import atomic
+
+USED_FILE = Path(".scratch/used_recipe.json")  # the keys of the recipe that `use_recipe` wrote last
+Sections = dict[str, dict[str, Any]]  # section -> key -> value
 
 
 def list_recipes() -> list[str]:
@@ -36,18 +42,28 @@ def locate_recipe(name: str) -> Path:
     return path
 
 
-def use_recipe(name: str) -> list[str]:
-    """Write the recipe's keys into params.yaml -> a line for each that changed, and one on how to return.
+def use_recipe(name: str, keep: bool = False) -> list[str]:
+    """Write the committed params.yaml with the recipe's keys -> a line for each key that changed, and one on how to return.
+
+    So recipes never mix: what an earlier one set is gone. Local edits are gone too, and named, unless `keep` sets them again.
 
     Raises:
         ValueError: there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
     """
-    with merge_recipe(name) as (file, changes):
+    _, sections = schema.read_recipe(locate_recipe(name))
+    edits = _find_local_edits()
+    with merge_recipe(name, keep) as (file, changes):
+        _write_used(sections)
         if not changes:
             return []
         kept = keep_copy(locate_recipe(name).stem)
         os.replace(file, PARAMS_FILE)
-    return [*changes, f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}"]
+    dropped = {line.partition(":")[0] for line in changes} & edits.keys()
+    lines = [
+        f"{line}  (a local edit; --keep keeps it)" if line.partition(":")[0] in dropped else line for line in changes
+    ]
+    lines += [f"kept: {path}: {_describe_value(value)}" for path, value in edits.items() if keep]
+    return [*lines, f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}"]
 
 
 def keep_copy(name: str) -> Path:
@@ -62,22 +78,72 @@ def keep_copy(name: str) -> Path:
     return kept
 
 
-def merge_recipe(name: str) -> AbstractContextManager[tuple[Path, list[str]]]:
-    """Return a context with a temporary params.yaml that has the recipe's keys, and a line for each change of a key."""
+def merge_recipe(name: str, keep: bool = False) -> AbstractContextManager[tuple[Path, list[str]]]:
+    """Return a context with a temporary params.yaml as `use_recipe` would write it, and a line for each change of a key."""
     _, recipe = schema.read_recipe(locate_recipe(name))
-    return _write_merged(recipe, f"recipe {name}")
+    edits = _nest_keys(_find_local_edits()) if keep else {}
+    return _write_merged(_read_committed(), [recipe, edits], f"recipe {name}")
 
 
-def write_sections(sections: dict[str, dict[str, Any]]) -> list[str]:
+def write_sections(sections: Sections) -> list[str]:
     """Write these keys into params.yaml -> a line for each that changed. Raises ValueError as `use_recipe`."""
-    with _write_merged(sections, "these parameters") as (file, changes):
+    with _write_merged(PARAMS_FILE.read_text(encoding="utf-8"), [sections], "these parameters") as (file, changes):
         os.replace(file, PARAMS_FILE)
     return changes
 
 
+# Local edits: what differs from the committed params.yaml, but for the keys of the recipe that was used last
+
+
+def _read_committed() -> str:
+    """Return params.yaml of git's last commit; the file as it is where git has none of it."""
+    command = ["git", "show", f"HEAD:./{PARAMS_FILE}"]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8") if shutil.which("git") else None
+    return done.stdout if done and done.returncode == 0 else PARAMS_FILE.read_text(encoding="utf-8")
+
+
+def _write_used(sections: Sections) -> None:
+    """Remember the recipe's keys as they are written, since its file may change or go."""
+    atomic.write_json(USED_FILE, sections)
+
+
+def _find_local_edits() -> dict[str, Any]:
+    """Return the keys that neither the committed params.yaml nor the recipe used last has set as they are, with their values."""
+    used = json.loads(USED_FILE.read_text(encoding="utf-8")) if USED_FILE.is_file() else {}
+    text, _ = _merge_sections(_read_committed(), [used])
+    expected, now = _read_leaves(text), _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
+    return {path: value for path, value in now.items() if path not in expected or expected[path] != value}
+
+
+def _read_leaves(text: str) -> dict[str, Any]:
+    """Return the keys of params.yaml by their path, such as target.model; a mapping with users' names is one value."""
+    return dict(_list_leaves(YAML(typ="safe").load(text), schema.Params, ""))
+
+
+def _list_leaves(values: dict[str, Any], model: Any, place: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and (inner := _get_section(model, name)):
+            yield from _list_leaves(value, inner, f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value
+
+
+def _nest_keys(leaves: dict[str, Any]) -> Sections:
+    nested: Sections = {}
+    for path, value in leaves.items():
+        *sections, key = path.split(".")
+        inside: dict[str, Any] = nested
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[key] = value
+    return nested
+
+
 @contextmanager
-def _write_merged(sections: dict[str, dict[str, Any]], label: str) -> Iterator[tuple[Path, list[str]]]:
-    text, changes = _merge_sections(sections)
+def _write_merged(base: str, layers: list[Sections], label: str) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a temporary params.yaml that is `base` with these keys, and a line for each that differs from params.yaml here."""
+    text, touched = _merge_sections(base, layers)
+    changes = _list_changes(PARAMS_FILE.read_text(encoding="utf-8"), text, touched)
     with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         file.write(text)
     shutil.copymode(PARAMS_FILE, file.name)  # a temporary file is readable by its owner alone
@@ -98,27 +164,49 @@ class _NullRepresenter(RoundTripRepresenter):
 _NullRepresenter.add_representer(type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null"))
 
 
-def _merge_sections(recipe: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return the text of params.yaml with the recipe's keys, its comments kept, and a line for each key that changed."""
+def _merge_sections(base: str, layers: list[Sections]) -> tuple[str, list[str]]:
+    """Return the text of params.yaml with these keys, its comments kept, and the paths of the keys, in their order."""
     yaml = YAML()
     yaml.width = 200  # long comments and lists stay on their lines
     yaml.Representer = _NullRepresenter
-    whole = yaml.load(PARAMS_FILE.read_text(encoding="utf-8"))
-    changes = [line for section, keys in recipe.items() for line in _set_key(whole, section, keys, schema.Params, "")]
+    whole = yaml.load(base)
+    touched = [
+        path
+        for keys in layers
+        for key, value in keys.items()
+        for path in _set_key(whole, key, value, schema.Params, "")
+    ]
     text = io.StringIO()
     yaml.dump(whole, text)
-    return text.getvalue(), changes
+    return text.getvalue(), touched
 
 
 def _set_key(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
-    """Set a key -> lines on what changed. Keys of a section are set one by one; a mapping with users' names is replaced."""
+    """Set a key -> the paths set. Keys of a section are set one by one; a mapping with users' names is replaced."""
+    inner = _get_section(model, key)
+    if isinstance(new, dict) and inner:
+        section = into.setdefault(key, {})
+        return [path for name, value in new.items() for path in _set_key(section, name, value, inner, f"{place}{key}.")]
+    into[key] = _lay_out_value(new)
+    return [f"{place}{key}"]
+
+
+def _get_section(model: Any, key: str) -> Any:
+    """Return the section that a key of a section is; None where it is a value."""
     fields = {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
     inner = fields[key].annotation if key in fields else None
-    if isinstance(new, dict) and isinstance(inner, type) and issubclass(inner, Section):
-        section = into.setdefault(key, {})
-        return [line for name, value in new.items() for line in _set_key(section, name, value, inner, f"{place}{key}.")]
-    old, into[key] = into.get(key), _lay_out_value(new)
-    return [f"{place}{key}: {_describe_value(old)} -> {_describe_value(new)}"] if old != new else []
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+def _list_changes(before: str, after: str, first: list[str]) -> list[str]:
+    """Return a line for each key that differs; those of `first`, in their order, before the others."""
+    old, new = _read_leaves(before), _read_leaves(after)
+    paths = dict.fromkeys([*first, *old, *new])
+    return [
+        f"{path}: {_describe_value(old.get(path))} -> {_describe_value(new.get(path))}"
+        for path in paths
+        if (path in old) != (path in new) or old.get(path) != new.get(path)
+    ]
 
 
 def _lay_out_value(value: Any) -> Any:

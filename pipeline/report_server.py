@@ -48,12 +48,12 @@ def derive_key(password: str) -> str:
 
 
 def build_path(password: str, workspace: str = MAIN) -> str:
-    """Return the path of the report of this workspace, or of a run's."""
+    """Return the URL path of the report of a workspace: this one, or a run's."""
     return f"{PREFIX}{derive_key(password)}/{workspace}/{INDEX}"
 
 
 def locate_report(root: Path, workspace: str) -> Path | None:
-    """Return the folder of a report below `root`; None if there is none there, or a symbolic link is on the way."""
+    """Return the folder of a report below `root`; None if it does not exist, or a symbolic link leads to it."""
     if not RUN_NAME.fullmatch(workspace):
         return None
     folder = root.resolve() / (FOLDER if workspace == MAIN else RUNS_FOLDER / workspace / FOLDER)

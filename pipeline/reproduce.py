@@ -43,7 +43,7 @@ class RunEstimate(BaseModel):
     origin: str = ""  # of the seconds in `stages`
 
 
-def reproduce_recipe(name: str) -> Iterator[str]:
+def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Write the recipe into params.yaml, bring every stage up to date and compare, as the only run in this workspace.
 
     Raises:
@@ -52,33 +52,33 @@ def reproduce_recipe(name: str) -> Iterator[str]:
     """
     stale: list[str] | None = None
     with workspaces.exclusive_run(print) as held_files:
-        yield from take_recipe(name)
+        yield from take_recipe(name, keep)
         stages = dvc_graph.list_stages()
         with processes.guard_run(held_files), processes.preload_stages(len(stages)):
             try:
                 dvc_graph.run_all_stages(stages, keep_going=True)
             except processes.StageError:  # which stage failed and which were skipped is printed
                 stale = list(dvc_graph.explain_stale())
-        yield from compare_recipe(name)
+        yield from compare_recipe(name, keep)
     if stale is not None:
         raise ValueError(
             f"{len(stale)} of {len(stages)} stages failed: {', '.join(stale)}; see above, mend it, run again"
         )
 
 
-def take_recipe(name: str) -> Iterator[str]:
+def take_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Write the recipe into params.yaml after printing what it takes. Raises ValueError as `reproduce_recipe` beforehand."""
-    with open_recipe(name) as (path, file, _):
+    with open_recipe(name, keep) as (path, file, _):
         list_stages_with(file)
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
         _check_feasible(estimate)
-    yield from recipes.use_recipe(name)
+    yield from recipes.use_recipe(name, keep)
 
 
-def describe_dry_run(name: str) -> Iterator[str]:
+def describe_dry_run(name: str, keep: bool = False) -> Iterator[str]:
     """Yield what would run and what it takes. Raises ValueError if the recipe is not valid."""
-    with open_recipe(name) as (path, file, changes):
+    with open_recipe(name, keep) as (path, file, changes):
         upstream = list_stages_with(file)
         estimate = estimate_params(path, file)
     yield f"{len(upstream)} stages:"
@@ -89,9 +89,9 @@ def describe_dry_run(name: str) -> Iterator[str]:
     yield from estimate.lines
 
 
-def compare_recipe(name: str) -> Iterator[str]:
+def compare_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Yield the table of the results in results/ beside the published ones."""
-    with open_recipe(name) as (path, file, _):
+    with open_recipe(name, keep) as (path, file, _):
         table = _run_reproduce_module("compare", str(path), str(file))
     yield table.rstrip("\n")
 
@@ -119,7 +119,7 @@ def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEs
 
 
 @contextmanager
-def open_recipe(name: str) -> Iterator[tuple[Path, Path, list[str]]]:
+def open_recipe(name: str, keep: bool = False) -> Iterator[tuple[Path, Path, list[str]]]:
     """Yield the recipe's path, a file of params.yaml with its keys, and a line for each key that changed.
 
     Raises:
@@ -128,7 +128,7 @@ def open_recipe(name: str) -> Iterator[tuple[Path, Path, list[str]]]:
     path = recipes.locate_recipe(name)
     if schema.read_recipe(path)[0] is None:
         raise ValueError(f"{path} has no block `recipe`, expected one that says what it reproduces; see recipes/")
-    with recipes.merge_recipe(name) as (file, changes):
+    with recipes.merge_recipe(name, keep) as (file, changes):
         yield path, file, changes
 
 

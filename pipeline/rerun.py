@@ -1,4 +1,4 @@
-"""Measure one cell again, where its times are in doubt: `aerie rerun CELL`."""
+"""Measure one cell with doubtful timings again: `aerie rerun CELL`."""
 
 import difflib
 from collections.abc import Iterator

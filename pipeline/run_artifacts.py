@@ -18,7 +18,9 @@ def publish_plan(reasons: dict[str, list[str]]) -> None:
     rows = [{"stage": name, "because": "; ".join(changes)} for name, changes in reasons.items()]
     if rows:
         create_table_artifact(rows, key="plan", description="Stale stages before the run; those below them may follow")
-    get_run_logger().info(f"{len(rows)} stages are stale" + (f": {', '.join(reasons)}" if rows else ""))
+    get_run_logger().info(
+        f"{len(rows)} stale stage{'s' * (len(rows) != 1)}" + (f": {', '.join(reasons)}" if rows else "")
+    )
 
 
 def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]) -> None:

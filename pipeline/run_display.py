@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome
+from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome, list_error_lines
 from pipeline.stage_summaries import summarise_stage
 
 LOGS_FOLDER = Path("logs")
@@ -81,7 +81,7 @@ class RunDisplay:
         self._end()
 
     def _end(self) -> None:
-        """Print the line of the stage that has ended; the end of its log if it failed."""
+        """Print the line of the stage that has ended; if it failed, its own error, or without one the end of its log."""
         if self._stage is None:
             return
         self._close_log()
@@ -89,10 +89,10 @@ class RunDisplay:
         duration = format_duration(time.monotonic() - self._since)
         if self._has_failed:
             self.failed.append(self._stage)
-            self._print(
-                f"{self._stage:<{self._width}}   failed after {duration}; the end of {locate_log(self._stage)}:"
-            )
-            self._print("\n".join(f"  {line}" for line in self._tail), error=True)
+            error = list_error_lines(self._tail)
+            where = "" if error else f"; the end of {locate_log(self._stage)}"
+            self._print(f"{self._stage:<{self._width}}   failed after {duration}{where}:")
+            self._print("\n".join(f"  {line}" for line in error or self._tail), error=True)
         elif self._outcome == Outcome.RAN:
             self._print_outcome(duration)
         elif self._outcome == Outcome.RESTORED:

@@ -44,6 +44,7 @@ from stages.telemetry.run_stage import run_stage
 
 SECTION = "benchmark_served.server"
 LOGS_FOLDER = Path(".scratch/served")
+PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -384,10 +385,7 @@ def _write_cell(
             [work.manifest.model, work.manifest.revision, work.manifest.config_digest],
             work.setup,
             version,
-            [
-                work.prompts.select("id", "prompt_ids", "length_share").to_dicts(),
-                workload.model_dump(exclude={"until"}),
-            ],
+            [work.prompts.select(*PROMPT_COLUMNS).to_dicts(), workload.model_dump(exclude={"until"})],
             hardware,
         ),
         "server": served_points.describe_server(measured).model_dump(),

@@ -36,6 +36,9 @@ from stages.trees import accept_length
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/overfit_report.json"), Path("results/overfit_pass.json")
 NUM_CANDIDATES = 16  # rows of median length, of which the most predictable one is learned
+LEAST_TELLING_TAU = (
+    2.0  # of perfect guesses; below, the row has too few argmax tokens for the engine's tau to tell anything
+)
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,16 @@ def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> 
         # The trainer counts argmax matches even where the row has another token, so all of min_tau can be reached.
         tau, required = measurement.trainer_tau, settings.min_tau
     else:
-        # min_tau is for a row of argmax tokens only; scaled by the share of whole chains that this row allows.
-        scaled = settings.min_tau * perfect_tau / (params.train_draft.ttt_steps + 1)
-        tau, required = measurement.engine_tau, min(settings.min_tau, scaled)
+        tau, required = (
+            measurement.engine_tau,
+            scale_threshold(settings.min_tau, perfect_tau, params.train_draft.ttt_steps),
+        )
     report = {
         "row": measurement.row,
         "tau": tau,
         "min_tau": settings.min_tau,
         "perfect_tau": perfect_tau,
+        "required_tau": round(required, 3),
         "steps": settings.steps,
         "losses": [round(x, 5) for x in losses[:: max(1, len(losses) // 40)]],
     }
@@ -133,9 +138,25 @@ def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> 
             f"check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect guesses reach on "
             f"this row. {_advise(measurement.trainer_tau, required, losses)}"
         )
+    if perfect_tau < LEAST_TELLING_TAU and measurement.trainer_tau < settings.min_tau:
+        raise ValueError(
+            f"check_overfit: after {settings.steps} steps on row {measurement.row} the trainer's own forward accepts "
+            f"{measurement.trainer_tau:.2f} tokens of the target's most likely ones, expected at least check_overfit.min_tau "
+            f"{settings.min_tau}. It decides here, since the row's own tokens are seldom those: perfect guesses reach "
+            f"{perfect_tau:.2f} on it. {_advise(measurement.trainer_tau, math.inf, losses)}"
+        )
     atomic.write_json(REPORT, report)
     draft = manifest.digest_files(checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", "*.safetensors")
     atomic.write_json(PASS, {"passed": True, "row": measurement.row, "draft": draft})
+
+
+def scale_threshold(min_tau: float, perfect_tau: float, num_steps: int) -> float:
+    """Return the accept length that a row must reach.
+
+    `min_tau` is for a row of argmax tokens only, whose chains of `num_steps` drafts perfect guesses fill. Its drafted part is
+    scaled by what they fill of this row's; the token that every cycle has in any case is not.
+    """
+    return 1 + (min_tau - 1) * (perfect_tau - 1) / num_steps
 
 
 def _advise(trainer_tau: float, required: float, losses: list[float]) -> str:
@@ -147,8 +168,8 @@ def _advise(trainer_tau: float, required: float, losses: list[float]) -> str:
         )
     return (
         f"Loss went {losses[0]:.3f} -> {losses[-1]:.3f}: if it fell, raise check_overfit.steps; if not, look at "
-        "results/vocab_report.json (coverage), target.feature_layers, and the row's loss span; if it is nan, lower "
-        "check_overfit.learning_rate"
+        "results/vocab_report.json (no token that init_draft.draft_vocab_size leaves out can be learned), at "
+        "target.feature_layers and at the row's loss span; if it is nan, lower check_overfit.learning_rate"
     )
 
 

@@ -21,6 +21,7 @@ from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 
 HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
+LEAST_COVERAGE = 0.98  # of the eval answers' tokens by the draft's vocabulary, below which a warning is due
 
 
 def main() -> None:
@@ -62,6 +63,11 @@ def _write_report(config: dict[str, Any], draft: Eagle3Draft, counts: dict[str, 
         f"e000: {report['draft_parameters']:,} parameters, draft vocabulary {config['draft_vocab_size']} of "
         f"{config['vocab_size']}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
     )
+    if report["coverage_eval"] < LEAST_COVERAGE:
+        print(
+            f"warning: {1 - report['coverage_eval']:.1%} of the eval answers' tokens are not in the draft's vocabulary, and each "
+            f"ends a chain of accepted drafts; raise init_draft.draft_vocab_size (null: all {config['vocab_size']})"
+        )
 
 
 def _build_fresh_draft(

@@ -160,7 +160,7 @@ def describe_target(
     if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
             f"params.yaml: target.feature_layers {layers} must be three different ids below {shapes['num_layers']}, "
-            f"the number of {model}'s layers; name them by hand for a target under 7 layers"
+            f"the number of {model}'s layers; correct it, or set it to null"
         )
     return TargetManifest(
         model=model,

@@ -30,7 +30,7 @@ from stages.data.sampled_split import SampledSplit
 from stages.params import schema
 from stages.runtime import atomic, scratch
 from stages.runtime.journal import make_journal_key
-from stages.serving import client, http_session, server
+from stages.serving import client, http_session, replicas
 from stages.serving.conversation_sampling import ConversationSampler
 from stages.target import chat_template, generation, loading, manifest, row_preview, served_answers, vision
 from stages.target.prompt_encoder import PromptEncoder
@@ -46,7 +46,6 @@ ACCESS_KEYS = {
     "attempts",
     "api_key_env",
 }  # change no answer
-MAX_SERVER_RESTARTS = 3  # of a server started here, in one run
 PREVIEW_ROWS = 3  # in the report
 PREVIEW_COLUMNS = ("id", "prompt_ids", "answer_ids", "finish_reason")
 
@@ -60,7 +59,7 @@ class SamplingContext:
     folder: Path  # of the target's weights
     encoder: PromptEncoder
     retries: Counter = field(default_factory=Counter)  # by reason
-    local_server: server.ServerProcess | None = None  # where one was started
+    local_servers: replicas.ServerReplicas | None = None  # where some were started
 
 
 def main(*words: str) -> None:
@@ -166,6 +165,11 @@ def _print_split(p: schema.Params, split: SampledSplit) -> None:
     cut = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
     cut += f", {selection.num_unrequested} questions not asked" if selection.num_unrequested else ""
     print(f"{split.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, {cut}")
+    if counted["truncated"] > selection.num_requests / 2:
+        print(
+            f"warning: most answers of {split.name} are cut, and drafts and tau know nothing of how answers go on; "
+            f"raise sample_target.max_new_tokens, or see whether the target ends its answers"
+        )
 
 
 def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
         **asdict(counts),
         "backend": context.p.sample_target.backend,
         "asked_again": dict(context.retries),
-        "server_restarts": context.local_server.restarted if context.local_server else 0,
+        "server_restarts": context.local_servers.restarted if context.local_servers else 0,
         "preview": [
             asdict(row_preview.describe_row(context.encoder.tokenizer, *row))
             for row in rows.select(PREVIEW_COLUMNS).iter_rows()
@@ -318,22 +322,18 @@ def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
 def _open_servers(
     context: SamplingContext, stack: contextlib.ExitStack, place: Path
 ) -> Callable[[], client.ChatClient]:
-    """Return a function that makes a client, which lives as long as one event loop; start a server if asked to."""
+    """Return a function that makes a client, which lives as long as one event loop; start servers if asked to."""
     s, t = context.p.sample_target.server, context.p.target
     limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
         urls, secret = client.expand_urls(s.base_urls), http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
-    folder, port = str(context.folder), server.find_free_port()
-    line = server.build_server_command(s.launch, folder, port, t.dtype, t.device, t.trust_remote_code) + s.launch_args
-    log = place.parent / f"{s.launch}_server.log"  # outlives the run, to explain a failure
-    print(f"starting {s.launch} on port {port}; its log is {log}", flush=True)
-    threads = t.num_threads if t.device == "cpu" else None
-    running = server.ServerProcess(
-        s.launch, line, port, log, s.start_timeout_s, restarts=MAX_SERVER_RESTARTS, threads=threads
-    )
-    own = context.local_server = stack.enter_context(running)
-    return lambda: client.ChatClient([own.base_url], folder, *limits, None, s.launch, own.check_alive)
+    folder, threads = str(context.folder), t.num_threads if t.device == "cpu" else None
+    target = folder, t.dtype, t.device, t.trust_remote_code
+    logs = place.parent  # they outlive the run, to explain a failure
+    planned = replicas.plan_replicas(s.launch, *target, s.launch_args, s.start_timeout_s, logs, threads)
+    own = context.local_servers = stack.enter_context(planned)
+    return lambda: client.ChatClient(own.base_urls, folder, *limits, None, s.launch, own.check_alive)
 
 
 async def _sample_from_servers(
@@ -400,8 +400,7 @@ class _ServedAnswerHandler:
         return not encoder.has_image_token(recovered.answer_ids)
 
     def read_log_tail(self) -> str:
-        own = self.context.local_server
-        return f"\nThe last lines of its log, {own.log}:\n{server.read_log_tail(own.log)}" if own else ""
+        return self.context.local_servers.read_log_tails() if self.context.local_servers else ""
 
 
 def _print_preview(p: schema.Params, *words: str) -> None:

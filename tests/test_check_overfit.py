@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,32 @@ def test_an_overfitted_row_is_accepted_by_the_engine(learned: Path, capsys: pyte
     report = json.loads(REPORT.read_text())
     assert report["tau"] > 4 and report["perfect_tau"] > 4.5
     assert f"{report['tau']:.2f} by the trainer's own forward" in capsys.readouterr().out
+
+
+def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: with a target of random weights perfect guesses reach 1.06, of which 6.0 / 8 is below any tau: nothing could fail."""
+    measurement = check_overfit.OverfitMeasurement("r.0", 1.064, 2.41, 1.042, [14.35, 13.27])
+    monkeypatch.setattr(check_overfit, "_learn_row", lambda _: measurement)
+    edit_params(learned, {"check_overfit": {"min_tau": 1.2}})
+    check_overfit.main()
+    assert json.loads(REPORT.read_text())["required_tau"] == pytest.approx(1 + 0.2 * 0.064 / 4, abs=1e-3)
+    edit_params(learned, {"check_overfit": {"min_tau": 3.5}})
+    with pytest.raises(
+        ValueError, match=r"trainer's own forward accepts 2\.41 .*min_tau 3\.5\. .*perfect guesses reach 1\.06 on it"
+    ):
+        check_overfit.main()
+    low = replace(measurement, trainer_tau=4.0, engine_tau=1.0)
+    shutil.rmtree(".scratch")
+    monkeypatch.setattr(check_overfit, "_learn_row", lambda _: low)
+    with pytest.raises(ValueError, match=r"accepted 1\.00 tokens long, expected at least 1\.04"):
+        check_overfit.main()
+
+
+@pytest.mark.parametrize(
+    ("min_tau", "perfect_tau", "required"), [(6.0, 8.0, 6.0), (6.0, 1.0, 1.0), (1.0, 5.0, 1.0), (8.0, 4.5, 4.5)]
+)
+def test_the_drafted_part_of_the_threshold_is_scaled(min_tau: float, perfect_tau: float, required: float) -> None:
+    assert check_overfit.scale_threshold(min_tau, perfect_tau, 7) == pytest.approx(required)
 
 
 prefill = TargetRunner.prefill

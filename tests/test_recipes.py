@@ -7,6 +7,7 @@ hours are known, without a GPU or a download. All in this process, for each part
 import csv
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,59 @@ def test_and_back_again(project: Path) -> None:
     use_recipe("weather-tiny")
     assert schema.load_params() == schema.load_params(ROOT / "params.yaml")
     assert (project / "params.yaml").read_text().split() == before.split()
+
+
+@pytest.fixture
+def committed(project: Path) -> Path:
+    """The project with params.yaml in git."""
+    for words in (
+        ["init", "-q"],
+        ["add", "params.yaml"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"],
+    ):
+        subprocess.run(["git", *words], cwd=project, check=True)
+    return project
+
+
+@pytest.mark.parametrize("first", ["weather-tiny-vl", "qwen3-coder-30b-a3b"])
+def test_recipes_never_mix(committed: Path, first: str) -> None:
+    """Bug: `use A` then `use B` kept what A had set and B does not name."""
+    use_recipe("angelslim-qwen3-1.7b")
+    alone = (committed / "params.yaml").read_bytes()
+    use_recipe(first)
+    assert (committed / "params.yaml").read_bytes() != alone
+    assert not [line for line in use_recipe("angelslim-qwen3-1.7b") if "local edit" in line]
+    assert (committed / "params.yaml").read_bytes() == alone
+
+
+def test_a_local_edit_that_goes_is_named_and_kept_on_request(committed: Path) -> None:
+    use_recipe("weather-tiny-moe")
+    edit_params(committed, {"train_draft": {"learning_rate": 0.0125}, "target": {"num_threads": 1}})
+    edited = (committed / "params.yaml").read_bytes()
+    dropped = use_recipe("weather-tiny-vl")
+    assert "train_draft.learning_rate: 0.0125 -> 0.001  (a local edit; --keep keeps it)" in dropped
+    assert sum("a local edit" in line for line in dropped) == 2 and "target.num_threads: 1 -> 2" in "".join(dropped)
+    (kept_copy,) = [line.split()[-2] for line in dropped if "to return to it: cp" in line]
+    assert (committed / kept_copy).read_bytes() == edited
+    shutil.copy(committed / kept_copy, committed / "params.yaml")
+    recipes._write_used(schema.read_recipe(committed / "recipes/weather-tiny-moe.yaml")[1])
+    kept = use_recipe("weather-tiny-vl", keep=True)
+    p = schema.load_params()
+    assert (p.train_draft.learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny-vl")
+    assert "kept: train_draft.learning_rate: 0.0125" in kept and not [line for line in kept if "a local edit" in line]
+    again = use_recipe("weather-tiny", keep=True)
+    p = schema.load_params()
+    assert (p.train_draft.learning_rate, p.target.num_threads, p.target.model) == (0.0125, 1, "builtin/weather-tiny")
+    assert "kept: target.num_threads: 1" in again
+
+
+def test_an_edit_that_the_recipe_makes_invalid_leaves_everything(committed: Path) -> None:
+    edit_params(committed, {"benchmark": {"trees": ["t4_1_5"]}, "time_trees": {"num_steps": [1, 4]}})
+    before = (committed / "params.yaml").read_bytes()
+    (committed / "mine.yaml").write_text("target: {device: tpu}\n")
+    with pytest.raises(ValueError, match=r"recipe mine\.yaml: (?s:.*)target\.device"):
+        use_recipe("mine.yaml", keep=True)
+    assert (committed / "params.yaml").read_bytes() == before and not (committed / recipes.USED_FILE).exists()
 
 
 def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces(project: Path) -> None:

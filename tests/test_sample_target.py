@@ -28,7 +28,8 @@ from transformers import AutoTokenizer
 from stages import fix_data, prepare_target, sample_target
 from stages.params import schema
 from stages.params.data_sections import SampleTarget, SamplingServer
-from stages.serving import client, load_generator, server
+from stages.serving import client, load_generator, replicas, server
+from stages.serving.gpu_memory import GpuMemory
 from tests.conftest import ROOT, copy_project, edit_params
 from tests.serving.faulty_proxy import Proxy
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -477,7 +478,7 @@ def reply(body, number):
         print("CUDA error: an illegal memory access", flush=True)
         os._exit(9)
     return misbehaving_server.echo(body, number)
-print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+print("threads", os.environ["OMP_NUM_THREADS"], "GPU", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 port = int(sys.argv[sys.argv.index("--port") + 1])
 with misbehaving_server.Fake(reply, port=port) as running:
     running._thread.join()
@@ -487,7 +488,8 @@ with misbehaving_server.Fake(reply, port=port) as running:
 def engine_that_falls(project: Path, monkeypatch: pytest.MonkeyPatch, falls_at: str) -> None:
     """An `sglang` on the PATH that ends itself at the requests whose numbers are in `falls_at`."""
     program = project / "bin/sglang"
-    program.parent.mkdir()
+    program.parent.mkdir(exist_ok=True)
+    (project / "asked").unlink(missing_ok=True)
     settings = {"python": sys.executable, "root": str(ROOT), "asked": str(project / "asked"), "falls_at": falls_at}
     program.write_text(FAKE_ENGINE.format(**settings))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -506,7 +508,25 @@ def test_a_server_that_falls_is_started_again(
     assert found["server_restarts"] == 2 and found["rows_out"] == 66
     log = Path(".scratch/sglang_server.log").read_text()
     assert log.count("illegal memory access") == 2
-    assert log.count("threads 1\n") == 3  # of target.num_threads: else it would take the stage's cores
+    assert log.count("threads 1 GPU None\n") == 3  # of target.num_threads: else it would take the stage's cores
+
+
+def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two GPUs has a server. Answers are those of one server, each once, though one of the two falls twice."""
+    engine_that_falls(project, monkeypatch, "{}")
+    use(project, "server", {"launch": "sglang"}, train_rows=60)
+    sample_target.main()
+    whole = result(project)
+    engine_that_falls(project, monkeypatch, "{10, 40}")
+    plan = replicas.plan_replicas
+    monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 2)
+    monkeypatch.setattr(replicas, "plan_replicas", lambda *told: plan(*told[:3], "cuda", *told[4:]))
+    sample_target.main()
+    assert_same(result(project), whole)
+    assert report(project)["server_restarts"] == 2
+    logs = [Path(f".scratch/sglang_server_{number}.log").read_text() for number in (0, 1)]
+    assert sum(log.count("illegal memory access") for log in logs) == 2
+    assert [log.splitlines()[0] for log in logs] == ["threads 1 GPU 0", "threads 1 GPU 1"]
 
 
 @pytest.mark.long

@@ -55,9 +55,8 @@ class Conversation:
     tool_calls: list[str | None] | None = None  # per message, JSON; None where no message has any
     reasoning: list[str | None] | None = None  # per message
     images: list[str] | None = None  # paths, in the order of their placeholders in the text
-    trimmed: dict[str, str] = field(
-        default_factory=dict
-    )  # opening_answer, closing_question -> the text that was cut off
+    # opening_answer, closing_question -> the text that was cut off
+    trimmed: dict[str, str] = field(default_factory=dict)
 
     def list_extras(self) -> list[Any]:
         """Return tools, tool calls, reasoning and images; an empty list where a row has none of them."""
@@ -161,10 +160,8 @@ def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[Any]) -> tuple[d
     if not found:
         return {}, images
     trimmed: dict[str, str] = {}
-    for kind in (
-        "closing_question",
-        "opening_answer",
-    ):  # from the end, so that places in `letters` stay those in `parsed`
+    # From the end, so that places in `letters` stay those in `parsed`.
+    for kind in ("closing_question", "opening_answer"):
         place = slice(*found.span(kind))
         if cut := parsed[place]:
             trimmed[kind] = text = "\n".join(message["content"] for message, _, _ in cut)

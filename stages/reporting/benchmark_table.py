@@ -7,6 +7,7 @@ docs/metrics.md defines the columns. The first six of the terminal's table are t
 
 from collections.abc import Collection
 from pathlib import Path
+from statistics import median_low
 from typing import Literal
 
 from stages.reporting.text import (
@@ -22,14 +23,15 @@ from stages.results.prediction import PredictedSpeedup
 from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
-from stages.results.torch_records import TorchCell
+from stages.results.torch_records import TorchCell, name_torch_stage
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
-DOUBTED_MARK, DOUBTED_NOTE = " !", "! its times are in doubt, as the lines at the top say"
+DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top say"
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
 )
+CHAIN_NOTE = "in brackets: a chain's older name, which leaves the root out of the number of draft tokens"
 
 
 class BenchmarkRow(TableRow):
@@ -57,11 +59,12 @@ class BenchmarkRow(TableRow):
     identical_share: float | None
     replay_tau: float | None
     engine: str
+    process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
 
     @property
     def stage(self) -> str:
         """Return the stage of dvc.yaml that a measured line is of."""
-        return f"benchmark@{self.workload}-{self.checkpoint}-{self.tree}"
+        return name_torch_stage(self.workload, self.checkpoint, self.tree)
 
     @property
     def is_replayed(self) -> bool:
@@ -91,6 +94,7 @@ def build_benchmark_row(cell: TorchCell, trees: list[ReplayedTree]) -> Benchmark
         **cell.metrics.model_dump(include=columns),
         source="measured",
         replay_tau=replay_records.find_replayed_tau(trees, cell),
+        process_speedup=cell.process_speedup,
     )
 
 
@@ -126,10 +130,12 @@ def format_benchmark_table(
         mark = ", the best checkpoint by tau" if checkpoint == best_checkpoint else ""
         lines += [f"{workload}, checkpoint {checkpoint}{mark}", *_align_benchmark_rows(group, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
-            lines.append(f"plain decoding, at its best: {max(plain_tok_s):.1f} tokens/s")
+            lines.append(f"plain decoding: {median_low(plain_tok_s):.1f} tokens/s, the median of the measured rows")
         if any(row.stage in doubted for row in group):
             lines.append(DOUBTED_NOTE)
         lines += [*([REPLAYED_NOTE] if any(row.is_replayed for row in group) else []), ""]
+    if any(row.topk == 1 for row in rows):
+        lines[-1:] = [CHAIN_NOTE, ""]
     return lines
 
 

@@ -25,7 +25,7 @@ from stages.results.torch_records import TorchCell
 MAX_TABLE_TREES = 8  # trees of a table on the page
 NO_INTERVAL = "none"  # one conversation was replayed, or the plain step was timed in one repeat
 LAUNCH_HEADINGS = (
-    "launch", "at once", "speculate", "tree", "checkpoint", "tau", "C", "speedup", "95% interval", "costs of",
+    "launch", "concurrency", "speculate", "tree", "checkpoint", "tau", "C", "speedup", "95% interval", "costs of",
 )  # fmt: skip
 
 

@@ -164,13 +164,13 @@ class ResultGroup:
         return f"{prompts} prompts{more}"
 
     @property
-    def fastest(self) -> TorchCell:
-        """Return the cell with the fastest plain decoding."""
-        return max(self.cells, key=lambda cell: cell.metrics.baseline_output_tok_s)
+    def typical(self) -> TorchCell:
+        """Return the cell with the median of plain decoding: a disturbed one is neither the fastest nor the slowest of all."""
+        return latencies.select_typical(self.cells)
 
     def average_plain(self, column: str) -> float:
-        """Return the mean over prompts of the fastest plain decoding."""
-        return fmean(prompt[column] for prompt in self.fastest.prompts)
+        """Return the mean over prompts of the median plain decoding."""
+        return fmean(prompt[column] for prompt in self.typical.prompts)
 
 
 def _group_results(found: ReportInputs) -> list[ResultGroup]:

@@ -30,7 +30,7 @@ MATPLOTLIB_STYLE = {
 
 @dataclass(frozen=True)
 class PlotPoint:
-    """A point of a plot, in its axes' units, and what is told where it is pointed at."""
+    """A point of a plot, in its axes' units, and the text that is shown where the pointer hovers over it."""
 
     x: float
     y: float

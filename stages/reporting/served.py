@@ -27,7 +27,7 @@ from stages.results.served_table import PLAIN, SPECULATIVE, LoadKey, ServedRow, 
 
 MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CSV by the terminal
 SERVED_HEADINGS = (
-    ("Tree_structure", ""), ("tokens", "x at once"), ("tau", ""), ("95%", "interval"), ("tau,", "replayed"),
+    ("Tree_structure", ""), ("tokens", "x concurrency"), ("tau", ""), ("95%", "interval"), ("tau,", "replayed"),
     ("accept", "rate (%)"), ("TTFT mean", "(ms)"), ("p99", ""), ("TPOT mean", "(ms)"), ("p50", ""), ("p90", ""), ("p99", ""),
     ("ITL mean", "(ms)"), ("output", "tokens/s"), ("total", "tokens/s"), ("speedup", ""), ("95%", "interval"),
 )  # fmt: skip
@@ -72,7 +72,7 @@ def format_load(load: LoadKey) -> str:
 
 def describe_load(load: tuple[int, float | None]) -> str:
     tokens, cap = load
-    return f"{tokens:g} tokens, {'no limit of concurrency' if cap is None or math.isinf(cap) else f'{cap:g} at once'}"
+    return f"{tokens:g} tokens, {'unlimited concurrency' if cap is None or math.isinf(cap) else f'concurrency {cap:g}'}"
 
 
 def describe_decoding(row: ServedRow) -> str:

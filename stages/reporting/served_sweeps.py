@@ -140,7 +140,7 @@ def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[floa
         axis, unit = "concurrency", "tokens"
         series = {tokens: [(cap, by_load.get((tokens, cap))) for cap in limits] for tokens in lengths}
     elif len(lengths) > 1:
-        axis, unit = "answer length (tokens)", "at once"
+        axis, unit = "answer length (tokens)", "concurrency"
         series = {cap: [(tokens, by_load.get((tokens, cap))) for tokens in lengths] for cap in caps}
     else:
         return None

@@ -12,7 +12,7 @@ from stages.results import cost_measured, interval, served_records, timing_grid
 from stages.results.method_records import MethodCell
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import TimingGrid
-from stages.results.torch_records import StoppingRecord, TorchCell
+from stages.results.torch_records import StoppingRecord, TorchCell, name_torch_stage
 
 FAR_PREFILL = 2.0  # times the neighbours' median
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
@@ -74,7 +74,7 @@ def time_torch_cell(cell: TorchCell) -> TimedCell:
     """Return the times of a cell whose prompts were answered one by one."""
     found, decoding = cell.metrics, cost_measured.measure_torch_cell(cell)
     return TimedCell(
-        stage=f"benchmark@{cell.workload}-{cell.checkpoint}-{cell.tree}",
+        stage=name_torch_stage(cell.workload, cell.checkpoint, cell.tree),
         label=f"{cell.tree} with {cell.checkpoint} ({cell.workload})",
         peers=(cell.workload, cell.engine, *sorted(cell.hardware.items())),
         plain_tok_s=found.baseline_output_tok_s,
@@ -107,7 +107,7 @@ def time_line(line: ServedTableLine) -> TimedCell | None:
     row, cell = line.row, line.cell
     if row.decoding != SPECULATIVE or not row.speedup or not row.baseline_output_throughput:
         return None
-    at = f"{row.max_new_tokens} tokens, {row.concurrency or 'all'} at once"
+    at = f"{row.max_new_tokens} tokens, concurrency {row.concurrency or 'unlimited'}"
     return TimedCell(
         stage=served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine),
         label=f"{row.tree} with {row.checkpoint} ({row.workload}, {at})",

@@ -16,7 +16,7 @@ from stages.results.prediction import LaunchAdvice, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.served_table import SPECULATIVE, ServedRow
-from stages.results.torch_records import TorchCell
+from stages.results.torch_records import TorchCell, name_torch_stage
 
 VerdictKind = Literal["launch", "plain", "noisy", "disputed", "unknown"]
 MAX_WARNINGS = 5  # shown outright
@@ -40,8 +40,8 @@ class VerdictLoad:
     concurrency: int | None  # None: no limit
 
     @property
-    def at_once(self) -> str:
-        return "without a limit" if self.concurrency is None else f"at {self.concurrency:g} at once"
+    def at_concurrency(self) -> str:
+        return "at any concurrency" if self.concurrency is None else f"at concurrency {self.concurrency:g}"
 
     @property
     def place(self) -> str:
@@ -77,7 +77,7 @@ class SpeedupEvidence:
 
     def __str__(self) -> str:
         ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
-        return f"{self.speedup:.2f}x ({ends}{', its times in doubt' if self.is_doubted else ''})"
+        return f"{self.speedup:.2f}x ({ends}{', doubtful timings' if self.is_doubted else ''})"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _collect_measured(
         speeds = cell.metrics
         load = VerdictLoad(cell.engine, cell.workload, None, cell.temperature, 1)
         ends = speeds.speedup_low, speeds.speedup_high
-        stage = f"benchmark@{cell.workload}-{cell.checkpoint}-{cell.tree}"
+        stage = name_torch_stage(cell.workload, cell.checkpoint, cell.tree)
         found.setdefault(load, []).append(
             SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage, stage in doubted)
         )
@@ -262,11 +262,11 @@ def _format_group(group: list[VerdictLine]) -> str:
     load, more = line.load, f"; {line.more}" if line.more else ""
     if len(group) > 1:
         limits = [f"{one.load.concurrency:g}" if one.load.concurrency else "no limit" for one in group]
-        at = f"at {', '.join(limits[:-1])} and {limits[-1]} at once{load.place}"
-        return f"{line.advice} {at}: {line.evidence} {load.at_once}{more}"
+        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{load.place}"
+        return f"{line.advice} {at}: {line.evidence} {load.at_concurrency}{more}"
     if line.kind == "launch":
-        return f"{line.advice}: {line.evidence} {load.at_once}{load.place}{more}"
-    return f"{line.advice} {load.at_once}{load.place}: {line.evidence}{more}"
+        return f"{line.advice}: {line.evidence} {load.at_concurrency}{load.place}{more}"
+    return f"{line.advice} {load.at_concurrency}{load.place}: {line.evidence}{more}"
 
 
 def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
@@ -277,7 +277,7 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
         top = max(others, key=lambda other: other.speedup)
         if row.enable and row.shape != top.shape:
             pick = SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
-            told.append(f"On {row.engine}: {pick.name}, predicted {pick} at {row.concurrency:g} at once")
+            told.append(f"On {row.engine}: {pick.name}, predicted {pick} at concurrency {row.concurrency:g}")
     return told
 
 

@@ -121,7 +121,7 @@ def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
         told += [f"tau {point.acceptance.tau:.3f}", f"{_average_throughput(point):.1f} tokens/s"]
     if baseline is not None:
         told.append(f"plain {_average_throughput(baseline):.1f}{'' if point else ' tokens/s'}")
-    return f"{some.max_new_tokens} tokens, {some.concurrency or 'all'} at once: {', '.join(told)}"
+    return f"{some.max_new_tokens} tokens, concurrency {some.concurrency or 'unlimited'}: {', '.join(told)}"
 
 
 def _average_throughput(point: LoadPoint) -> float:

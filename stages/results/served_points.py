@@ -83,7 +83,7 @@ def describe_load(
     tau = f"tau {metrics.pool_acceptance([accepted], [cycles], 1, None).tau:.3f}, " if cycles else ""
     which = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
-        f"{server.config_name}, {load[0]} tokens, {load[1] or 'no limit'} at once{which}: {tau}"
+        f"{server.config_name}, {load[0]} tokens, concurrency {load[1] or 'unlimited'}{which}: {tau}"
         f"{summary.output_throughput:.1f} output tokens/s, {summary.completed} of {summary.requests} answered, "
         f"{seconds:.1f} s"
     )

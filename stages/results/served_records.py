@@ -141,10 +141,8 @@ def name_server_config(checkpoint: str | None, tree: str | None) -> str:
 def name_served_stage(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> str:
     """Return the DVC stage that makes a cell."""
     if engine == TORCH_ENGINE:
-        return f"benchmark@{workload}-{checkpoint}-{tree}"
-    return f"benchmark_served{'' if checkpoint else '_baseline'}@{workload}" + (
-        f"-{checkpoint}-{tree}" if checkpoint else ""
-    )
+        return torch_records.name_torch_stage(workload, str(checkpoint), str(tree))
+    return f"benchmark_served@{workload}-{checkpoint}-{tree}" if checkpoint else f"benchmark_served_baseline@{workload}"
 
 
 def write_served_cell(cell: Mapping[str, Any]) -> Path:

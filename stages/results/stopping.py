@@ -15,9 +15,8 @@ class RepeatRule:
 
     fewest: int
     most: int
-    half_width: (
-        float | None
-    )  # of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is
+    # Of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is.
+    half_width: float | None
 
     def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
         """Return why a measurement of this half-width ends after so many repeats; None while it goes on.

@@ -199,8 +199,18 @@ class TorchCell(TorchMeasurement, TreeCell):
         """Return the CPU time of the process as a share of the wall time of all answers; None on a GPU."""
         return compute_process_share(self.prompts)
 
+    @property
+    def process_speedup(self) -> float | None:
+        """Return the speedup by CPU time, which other processes on the machine hardly change; None on a GPU."""
+        return compute_process_speedup(self.prompts)
+
 
 METRICS, PROMPT_COLUMNS = CellMetrics.list_keys(), PromptRow.list_keys()
+
+
+def name_torch_stage(workload: str, checkpoint: str, tree: str) -> str:
+    """Return the DVC stage that makes a cell."""
+    return f"benchmark@{workload}-{checkpoint}-{tree}"
 
 
 def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:
@@ -218,8 +228,8 @@ def write_torch_cell(cell: Mapping[str, Any]) -> Path:
 def read_torch_cell(workload: str, checkpoint: str, tree: str) -> TorchCell:
     """Read a cell. Raises ValueError as `Cell.read_cell`."""
     names = {"workload": workload, "checkpoint": checkpoint, "tree": tree}
-    stage = f"benchmark@{workload}-{checkpoint}-{tree}"
-    return TorchCell.read_cell(locate_torch_cell(workload, checkpoint, tree), stage, **names)
+    place = locate_torch_cell(workload, checkpoint, tree)
+    return TorchCell.read_cell(place, name_torch_stage(workload, checkpoint, tree), **names)
 
 
 def compute_process_share(rows: Sequence[PromptRow | MethodPromptRow]) -> float | None:
@@ -227,6 +237,16 @@ def compute_process_share(rows: Sequence[PromptRow | MethodPromptRow]) -> float 
     process_s = [row[name] for row in rows for name in ("process_s", "baseline_process_s")]
     wall_s = sum(row.e2e_latency_s + row.baseline_e2e_latency_s for row in rows)
     return None if None in process_s or not wall_s else sum(process_s) / wall_s
+
+
+def compute_process_speedup(rows: Sequence[PromptRow]) -> float | None:
+    """Return tokens per second of CPU time over those of plain decoding; None where an answer has no CPU time."""
+    seconds = [row.process_s for row in rows if row.process_s]
+    plain_seconds = [row.baseline_process_s for row in rows if row.baseline_process_s]
+    if not len(seconds) == len(plain_seconds) == len(rows):
+        return None
+    tokens, plain_tokens = (sum(row[name] for row in rows) for name in ("output_tokens", "baseline_output_tokens"))
+    return tokens / sum(seconds) / (plain_tokens / sum(plain_seconds))
 
 
 def describe_hardware(device: str, num_threads: int) -> Hardware:

@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -81,13 +82,16 @@ class ChatClient:
     attempts: int
     key: InitVar[str | None] = None
     engine: str | None = None
-    check: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: (
+        None
+    )  # called after a failure, in a thread: it may restart servers of this machine
     first_backoff_s: float = FIRST_BACKOFF_S
     retries_by_reason: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self, key: str | None) -> None:
         self.endpoints = [Endpoint(url, self.engine or "") for url in self.urls]
         self._gate = asyncio.Semaphore(self.concurrency)
+        self._checker, self._checking = ThreadPoolExecutor(1), asyncio.Lock()
         self._http = http_session.HttpSession(self.model, self.timeout_s, PARAMS_SECTION, key)
 
     async def __aenter__(self) -> "ChatClient":
@@ -102,6 +106,9 @@ class ChatClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
+        self._checker.shutdown(
+            wait=False, cancel_futures=True
+        )  # a server that is being started is stopped by its owner
 
     async def complete(self, body: Body, engine_fields: dict[str, Body] | None = None) -> ChatAnswer:
         """Return the answer to one request.
@@ -132,7 +139,7 @@ class ChatClient:
             except http_session.ExchangeFailedError as error:
                 failure, avoid = f"{endpoint.url}: {error}", endpoint
                 self._record_failure(endpoint, error)
-                self.check()
+                await self._check_servers()
                 # The first retry goes to another server at once.
                 if attempt + 1 < self.attempts and (attempt or len(self.endpoints) == 1):
                     backoff_s = self._compute_backoff_s(attempt)
@@ -146,6 +153,14 @@ class ChatClient:
             f"no answer in {self.attempts} attempts, the last at {failure}; see to the servers and run again: what was "
             "answered is kept. Or raise sample_target.server.attempts or timeout_s"
         )
+
+    async def _check_servers(self) -> None:
+        """Run `check` while other servers answer.
+
+        Requests that failed meanwhile wait for it and count as in flight, so that no more are sent to a server that restarts.
+        """
+        async with self._checking:
+            await asyncio.get_running_loop().run_in_executor(self._checker, self.check)
 
     def _read_answer(self, endpoint: Endpoint, body: bytes) -> ChatAnswer:
         """Parse a response; one that is cut or malformed is retried."""

@@ -6,13 +6,11 @@ not. `server.build_server_command` has the flags that sampling needs; this modul
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stages.serving import server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
-ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 
 
@@ -112,14 +110,12 @@ def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
 def build_setup_command(setup: ServerSetup, port: int, program: list[str]) -> list[str]:
     """Return the command line of a server without a draft.
 
-    `program`, if not empty, replaces the engine's own: that of the engine's own environment if it exists, or on the PATH.
+    `program`, if not empty, replaces the engine's own.
     """
     whole = server.build_server_command(
         setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
     )
-    own = ENVIRONMENTS_FOLDER / setup.engine / "bin" / whole[0]
-    first = [str(own.absolute()) if own.exists() else whole[0], whole[1]]  # sglang serve, vllm serve
-    return [*(program or first), *whole[2:], *setup.build_flags()]
+    return [*(program or whole[:2]), *whole[2:], *setup.build_flags()]  # sglang serve, vllm serve
 
 
 # What a server reports of itself

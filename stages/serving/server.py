@@ -26,6 +26,7 @@ import httpx
 from stages.serving import server_guard
 
 HOST = "127.0.0.1"
+ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
 STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
@@ -48,15 +49,32 @@ class ServerProcess:
     settle_s: float = STOP_TIMEOUT_S
     restarts: int = 0  # how often `check_alive` may restart it
     threads: int | None = None  # CPU threads; None: no limit
+    gpus: str | None = None  # its CUDA_VISIBLE_DEVICES; None: that of the stage
     section: str = "sample_target.server"  # of params.yaml, for messages
     restarted: int = 0
-    _guard: subprocess.Popen = field(init=False, repr=False)
+    _guard: subprocess.Popen | None = field(default=None, init=False, repr=False)
+    _is_closed: bool = field(
+        default=False, init=False, repr=False
+    )  # `check_alive` in another thread starts nothing more
 
     @property
     def base_url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> "ServerProcess":
+        try:
+            self.start()
+            self.await_start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the command, and return before it is ready. Raises ValueError if there is no such command."""
         if shutil.which(self.line[0]) is None:
             raise ValueError(
                 f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it into an "
@@ -65,16 +83,17 @@ class ServerProcess:
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start("wb")
-        try:
-            if not self.wait_until_ready():  # at the first start the command is at fault
-                raise self._make_error(self.get_exit_status() or 0)
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def await_start(self) -> None:
+        """Wait until the server is ready. Raises ValueError if it ends before: at the first start the command is at fault."""
+        if not self.wait_until_ready():
+            raise self._make_error(self.get_exit_status() or 0)
+
+    def close(self) -> None:
+        """Stop the server for good, if it was started."""
+        self._is_closed = True
+        if self._guard:
+            self.stop()
 
     def check_alive(self) -> None:
         """Restart the server if it has ended, and wait until it is ready.
@@ -82,10 +101,12 @@ class ServerProcess:
         Raises:
             ValueError: with the tail of its log, if it has ended too often, or is not ready in time.
         """
+        guard = self._guard
+        assert guard
         if not self._is_listening():  # it is ending, and the guard a moment after it
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guard.wait(ENDING_GRACE_S)
-        while (status := self.get_exit_status()) is not None:
+                guard.wait(ENDING_GRACE_S)
+        while (status := self.get_exit_status()) is not None and not self._is_closed:
             if self.restarted == self.restarts:
                 raise self._make_error(status)
             self.restarted += 1
@@ -101,6 +122,7 @@ class ServerProcess:
     def _start(self, mode: str) -> None:
         # Without a limit it uses every core, and the stage and other servers wait for it.
         limit = {} if self.threads is None else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
+        devices = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         with self.log.open(mode) as file:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", server_guard.__file__, str(self.settle_s), *self.line],
@@ -108,18 +130,18 @@ class ServerProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches only the stage, which then stops the server
-                env={**os.environ, **limit},
+                env={**os.environ, **limit, **devices},
             )
 
     def get_exit_status(self) -> int | None:
-        return self._guard.poll()
+        return self._guard.poll() if self._guard else None
 
     def wait_until_ready(self) -> bool:
         """Wait until the server is ready (True) or has ended (False). Raises ValueError after the start timeout."""
         deadline = time.monotonic() + self.timeout_s
         with httpx.Client(trust_env=False, timeout=5.0) as http:  # no proxy for loopback
             while time.monotonic() < deadline:
-                if self.get_exit_status() is not None:
+                if self.get_exit_status() is not None or self._is_closed:
                     return False
                 try:
                     if http.get(f"{self.base_url}/health").status_code == 200:
@@ -135,7 +157,7 @@ class ServerProcess:
     def stop(self) -> None:
         """Let the guard stop the server and all its descendants: by SIGTERM, then SIGKILL."""
         guard = self._guard
-        assert guard.stdin is not None
+        assert guard and guard.stdin
         guard.stdin.close()
         try:
             guard.wait(self.settle_s + server_guard.KILL_S + SLACK_S)
@@ -166,7 +188,7 @@ class ServerProcess:
 def build_server_command(
     engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool
 ) -> list[str]:
-    """Return the command line of `engine` for the target in `folder`.
+    """Return the command line of `engine`, from its own environment if that exists or else the PATH, for the target in `folder`.
 
     The flags keep SGLang and vLLM from taking top_k, top_p and penalties from the model's generation_config.json, which would
     change the distribution of the answers.
@@ -176,8 +198,10 @@ def build_server_command(
         "sglang": (["sglang", "serve", "--model-path"], {"--sampling-defaults": "openai"}),
         "vllm": (["vllm", "serve"], {"--generation-config": "vllm"}),
     }[engine]
+    installed = ENVIRONMENTS_FOLDER / engine / "bin" / first[0]
+    program = str(installed.absolute()) if installed.exists() else first[0]
     flags = {"--host": HOST, "--port": port, "--dtype": dtype, **own, "--trust-remote-code": trust_remote_code}
-    return [*first, folder, *format_flags(flags)]
+    return [program, *first[1:], folder, *format_flags(flags)]
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:

@@ -83,7 +83,7 @@ def _watch_ctrl_c() -> Iterator[Event]:
 
 def describe_stop(stage: str, since: float) -> str:
     """Return a line on where the stage, which began at `since`, goes on after Ctrl-C."""
-    return f"{stage} stopped; run again to go on {unfinished.list_notes(since).get(stage, 'from its beginning')}"
+    return f"{stage} stopped; run again to go on {unfinished.list_notes(since).get(stage) or 'from its beginning'}"
 
 
 def split_stage_name(words: list[str]) -> list[str]:

@@ -13,9 +13,10 @@ _stage: str | None = None
 
 
 def begin_stage(stage: str) -> None:
-    """Take notes for this stage of dvc.yaml from now on. Without it, as in tests of a stage's `main`, none are written."""
+    """Begin the note of this stage of dvc.yaml. Without it, as in tests of a stage's `main`, none are written."""
     global _stage
     _stage = stage if os.environ.get("RANK", "0") == "0" else None
+    note_progress("")
 
 
 def end_stage() -> None:
@@ -26,7 +27,7 @@ def end_stage() -> None:
 
 
 def note_progress(where: str) -> None:
-    """Write where the next run goes on, as "after epoch 4". A note that cannot be written is left out."""
+    """Write where the next run goes on, as "after epoch 4"; "" if at the beginning. A note that cannot be written is left out."""
     if _stage is None:
         return
     with suppress(OSError):
@@ -35,12 +36,12 @@ def note_progress(where: str) -> None:
 
 
 def list_notes(since: float) -> dict[str, str]:
-    """Return the notes written after `since`, a `time.time()`, by their stages; the oldest first."""
+    """Return the notes written after `since`, a `time.time()`, by their unfinished stages; the oldest first."""
     found = []
     for path in NOTES_FOLDER.glob("*"):
         with suppress(OSError):
-            if (written := path.stat().st_mtime) >= since and (where := path.read_text(encoding="utf-8")):
-                found.append((written, path.name, where))
+            if (written := path.stat().st_mtime) >= since:
+                found.append((written, path.name, path.read_text(encoding="utf-8")))
     return {stage: where for _, stage, where in sorted(found)}
 
 

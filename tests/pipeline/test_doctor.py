@@ -98,6 +98,17 @@ def test_a_target_of_unknown_shape_leaves_the_size_open(home: Path, monkeypatch:
     assert found["size of a run"].ok is None and "mine.json not found" in found["size of a run"].found
 
 
+def test_a_parameter_that_does_not_fit_the_target_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `nothing is in the way of a run` stood below it."""
+
+    def refuse(recipe: Path | None, file: Path) -> RunEstimate:
+        raise ValueError("params.yaml: target.feature_layers [1, 2, 2] must be three different ids below 4")
+
+    monkeypatch.setattr(reproduce, "estimate_params", refuse)
+    found = check()["size of a run"]
+    assert found.ok is False and found.found.startswith("params.yaml: target.feature_layers")
+
+
 def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(home: Path) -> None:
     key = "fix_data.raw"
     Path(check()[key].found).unlink()

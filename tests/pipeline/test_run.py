@@ -178,7 +178,9 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes
     rest = one.stdout.read() if one.stdout else ""
     assert one.wait(60) == 128 + number and "Traceback" not in rest and gone(stage, 0)
     if number == signal.SIGINT:
-        assert rest.splitlines()[-1] == "aerie: stopped; `aerie run` goes on after epoch 4 of middle"
+        assert rest.splitlines()[-1] == (
+            "aerie: stopped; what has finished is kept, `aerie run` goes on after epoch 4 of middle"
+        )
     project.script("middle")
     done = run()
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
@@ -232,8 +234,8 @@ def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Pr
     project.script("middle", "sys.exit('out of cheese')")
     done = run()
     assert done.returncode == 1 and "out of cheese" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("aerie: a stage failed (dvc exited with")
-    assert "see above and logs/middle.log" in done.stderr and "middle" in done.stdout.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith("aerie: middle failed, see above and logs/middle.log;")
+    assert "failed to reproduce" in done.stderr and "middle" in done.stdout.splitlines()[-1]
     assert "out of cheese" in run("--verbose").stdout
     (project.root / "dvc.yaml").write_text("stages: [")
     done = run()

@@ -110,12 +110,24 @@ def test_a_line_says_what_the_stage_made(capsys: pytest.CaptureFixture[str]) -> 
     assert "train_draft@e003     restored   epoch 3, loss 1.92, 61% of first drafts right\n" in capsys.readouterr().out
 
 
-def test_a_failure_shows_the_end_of_the_log_and_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_shows_the_stages_own_error_and_nothing_of_dvcs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: an error of one line came with four of DVC's."""
     end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
     assert show(FAILED.format(end), 255).failed == ["fix_data"]
     printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].startswith("fix_data") and printed.out.endswith(" s:\n")
+    assert printed.err == "  data/raw is empty\n"
+
+
+def test_a_failure_without_an_own_error_shows_the_end_of_the_log_and_where_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
+    output = FAILED.format(end).replace("aerie: data/raw is empty", "MemoryError")
+    assert show(output, 255).failed == ["fix_data"]
+    printed = capsys.readouterr()
     assert "failed after" in printed.out and "the end of logs/fix_data.log:" in printed.out
-    assert printed.err.splitlines()[-2:] == ["  aerie: data/raw is empty", f"  {end.rstrip()}"]
+    assert printed.err.splitlines()[-2:] == ["  MemoryError", f"  {end.rstrip()}"]
 
 
 def test_a_dvc_that_is_killed_has_failed_with_its_stage() -> None:

@@ -71,8 +71,8 @@ def test_a_load_beside_a_busy_process_is_told_and_its_baseline_compared() -> Non
         plain = [point(64, 8, plain_s, repeats=3)]
         cells.append(served_cell("load", "e009", tree, [made], engine="torch", baseline_points=plain))
     busy, slow = say(lines=join(cells))
-    assert busy.startswith("t5_1_6 with e009 (load, 64 tokens, 8 at once): another process had the CPU")
-    assert slow.startswith("t8_1_9 with e009 (load, 64 tokens, 8 at once): plain decoding, ")
+    assert busy.startswith("t5_1_6 with e009 (load, 64 tokens, concurrency 8): another process had the CPU")
+    assert slow.startswith("t8_1_9 with e009 (load, 64 tokens, concurrency 8): plain decoding, ")
     assert slow.endswith("aerie rerun benchmark@load-e009-t8_1_9")
 
 

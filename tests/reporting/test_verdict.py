@@ -56,7 +56,7 @@ def test_a_prediction_and_a_measurement_that_agree_are_one_line() -> None:
     )
     assert (found.kind, found.more, found.warnings) == ("launch", (), ())
     assert found.headline == (
-        "Launch t6_4_32 with e009: predicted 1.62x (1.24 to 2.12) at 1 at once; measured t8_3_16 1.48x (1.15 to 1.96)"
+        "Launch t6_4_32 with e009: predicted 1.62x (1.24 to 2.12) at concurrency 1; measured t8_3_16 1.48x (1.15 to 1.96)"
     )
 
 
@@ -68,7 +68,7 @@ def test_the_predicted_trees_own_measurement_is_shown_before_others() -> None:
 def test_a_tree_that_was_measured_as_no_faster_is_not_launched_on_its_prediction() -> None:
     cells = [timed_cell("t6_4_32", 1.0, 0.8, 1.3), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
     assert give([predict(1.6, 1.2, 2.1)], cells).headline == (
-        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80) at 1 at once; t6_4_32 with e009 is predicted 1.60x "
+        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80) at concurrency 1; t6_4_32 with e009 is predicted 1.60x "
         "(1.20 to 2.10), but measured 1.00x (0.80 to 1.30)"
     )
 
@@ -80,7 +80,7 @@ def test_what_was_not_measured_says_so() -> None:
 
 def test_measurements_without_predictions() -> None:
     cells = [timed_cell("t8_3_16", 1.5, 1.3, 1.8, checkpoint="e003"), timed_cell("t5_1_6", 1.2, 1.1, 1.3)]
-    assert give(cells=cells).headline == "Launch t8_3_16 with e003: measured 1.50x (1.30 to 1.80) at 1 at once"
+    assert give(cells=cells).headline == "Launch t8_3_16 with e003: measured 1.50x (1.30 to 1.80) at concurrency 1"
 
 
 @pytest.mark.parametrize(("speedup", "low", "high"), [(0.83, 0.7, 0.95), (0.98, 0.8, 1.2)])
@@ -90,7 +90,7 @@ def test_where_plain_decoding_is_as_fast_the_verdict_is_not_to_speculate(
     found = give([predict(0.9, 0.8, 1.05)], [timed_cell("t8_3_16", speedup, low, high)])
     ends = f"{speedup:.2f}x ({low:.2f} to {high:.2f})"
     assert found.kind == "plain"
-    assert found.headline == f"Do not speculate at 1 at once: the best measured, t8_3_16 with e009, is {ends}"
+    assert found.headline == f"Do not speculate at concurrency 1: the best measured, t8_3_16 with e009, is {ends}"
     assert found.warnings == (f"every measured tree is slower than plain decoding, the best at {speedup:.2f}x",)
 
 
@@ -99,8 +99,8 @@ def test_an_interval_that_holds_1_is_never_the_advice() -> None:
     found = give(cells=[timed_cell("t5_1_6", 1.74, 0.72, 3.53), timed_cell("t8_3_16", 1.4, 0.9, 2.0)])
     assert found.kind == "noisy" and "Launch" not in found.headline
     assert found.headline == (
-        "Timings are too noisy to say at 1 at once: the best measured, t5_1_6 with e009, is 1.74x (0.72 to 3.53); aerie rerun "
-        "benchmark@eval-e009-t5_1_6 on an idle machine, or set benchmark.workloads.eval.until"
+        "Timings are too noisy to say at concurrency 1: the best measured, t5_1_6 with e009, is 1.74x (0.72 to 3.53); "
+        "aerie rerun benchmark@eval-e009-t5_1_6 on an idle machine, or set benchmark.workloads.eval.until"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_prediction_that_no_measurement_bears_out() -> None:
     assert give(guess, [timed_cell("t5_1_6", 1.2, 0.9, 1.6)]).kind == "noisy"
     found = give(guess, [timed_cell("t5_1_6", 0.8, 0.7, 0.9)])
     assert found.kind == "disputed" and found.headline.startswith(
-        "Prediction and measurement disagree at 1 at once: t6_4_32"
+        "Prediction and measurement disagree at concurrency 1: t6_4_32"
     )
 
 
@@ -117,7 +117,7 @@ def test_a_speedup_without_an_interval_is_not_sure() -> None:
     found = give(cells=[timed_cell("t5_1_6", 1.74, None, None)])
     assert found.kind == "unknown"
     assert found.headline.startswith(
-        "No speedup is sure at 1 at once: the best measured, t5_1_6 with e009, is 1.74x (no interval)"
+        "No speedup is sure at concurrency 1: the best measured, t5_1_6 with e009, is 1.74x (no interval)"
     )
 
 
@@ -134,18 +134,23 @@ def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> N
     assert found.kind == "launch"
     faster, slower = found.list_lines()
     place = "(sglang, code, 200 tokens)"
-    assert faster == f"Launch t8_3_16 with e009 at 1 and 8 at once {place}: measured 1.80x (1.70 to 1.90) at 1 at once"
+    assert (
+        faster
+        == f"Launch t8_3_16 with e009 at concurrency 1 and 8 {place}: measured 1.80x (1.70 to 1.90) at concurrency 1"
+    )
     best = "the best measured, t8_3_16 with e009, is 0.80x (0.70 to 0.90)"
-    assert slower == f"Do not speculate at 32 and 64 at once {place}: {best} at 32 at once"
+    assert slower == f"Do not speculate at concurrency 32 and 64 {place}: {best} at concurrency 32"
 
 
 def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_its_own() -> None:
     own = predict(1.3, 1.1, 1.5, engine="sglang", workload="code", max_new_tokens=200, concurrency=8)
     found = give([own, predict(1.6, 1.2, 2.1)], [timed_cell("t8_3_16")], [serve(8, 1.2, 1.05, 1.4)])
     torch, served = found.list_lines()
-    assert torch.startswith("Launch t6_4_32 with e009: predicted 1.60x") and "at 1 at once; measured t8_3_16" in torch
+    assert (
+        torch.startswith("Launch t6_4_32 with e009: predicted 1.60x") and "at concurrency 1; measured t8_3_16" in torch
+    )
     assert served == (
-        "Launch t6_4_32 with e009: predicted 1.30x (1.10 to 1.50) at 8 at once (sglang, code, 200 tokens); measured t8_3_16 "
+        "Launch t6_4_32 with e009: predicted 1.30x (1.10 to 1.50) at concurrency 8 (sglang, code, 200 tokens); measured t8_3_16 "
         "1.20x (1.05 to 1.40)"
     )
 
@@ -161,7 +166,7 @@ def test_predictions_hold_for_replayed_prompts_only() -> None:
 def test_an_engine_that_cannot_run_the_fastest_tree_has_its_own() -> None:
     fast, chain = predict(1.6, 1.2, 2.1), predict(1.3, 1.1, 1.5, topk=1, tokens=7)
     found = give([fast, chain], launch=[advise(fast), advise(chain, "vllm")])
-    assert found.more == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at 1 at once",)
+    assert found.more == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at concurrency 1",)
 
 
 def test_many_loads_are_counted() -> None:
@@ -211,4 +216,4 @@ def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> N
         "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80)"
     )
     (only,) = give(cells=cells[:1], remarks=remarks).list_lines()[:1]
-    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, its times in doubt) at 1 at once"
+    assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, doubtful timings) at concurrency 1"

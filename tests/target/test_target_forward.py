@@ -248,3 +248,12 @@ def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
         ValueError, match=r"GPT2Config.* has no intermediate_size or moe_intermediate_size; such a model"
     ):
         config_facts.read_config_facts(transformers.GPT2Config())
+
+
+@pytest.mark.parametrize("num_layers", range(3, 13))
+def test_every_target_of_three_layers_has_three_feature_layers(num_layers: int) -> None:
+    """Bug: a target of 4 layers was refused until its layers were named by hand."""
+    found = config_facts.default_feature_layers(num_layers)
+    assert sorted(set(found)) == found and len(found) == 3 and found[0] >= 0 and found[-1] < num_layers
+    if num_layers > 6:
+        assert found == [2, num_layers // 2, num_layers - 3]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import commands
 from stages.telemetry import run_stage, unfinished
 from tests.conftest import ROOT, copy_project
 
@@ -139,3 +140,12 @@ def test_ctrl_c_at_any_time_of_a_stage_prints_no_traceback(tmp_path: Path, wait_
             assert not rest, rest
         else:
             assert status == 130 and len(rest) == 1 and rest[0].startswith("aerie: "), (status, rest)
+
+
+def test_a_stage_without_progress_goes_on_from_its_beginning(started: None) -> None:
+    """Bug: `aerie run` said that it goes on with the rest, and named no stage that is lost."""
+    assert fail(KeyboardInterrupt()) == 130
+    assert unfinished.list_notes(0) == {"train_draft@e009": ""}
+    assert commands.describe_stop(["run", "--verbose"], 0) == (
+        "stopped; what has finished is kept, `aerie run --verbose` goes on with train_draft@e009 from its beginning"
+    )

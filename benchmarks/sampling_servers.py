@@ -1,0 +1,243 @@
+"""Sample the embedded target through real servers on GPUs, and compare with the transformers backend.
+
+    python3 -m benchmarks.sampling_servers FOLDER [--engine sglang] [--launch-args "..."] [--parts ...]
+
+FOLDER becomes a copy of the project. The engine is that of serving-env, as for a user. What is compared, in results/ of FOLDER
+and on the terminal:
+
+- temperature 0 (the eval split): the share of answers that are the transformers backend's to the token, by dtype;
+- temperature 0.7: a paired permutation test of the tokens' frequencies, training answers of both backends to the same prompts;
+- tokens/s of the stage beside the engine's own benchmark client, on the same running server, with as many requests in flight;
+- a server that is killed in the middle: every row once, and the same eval answers;
+- two GPUs: a server on each.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import psutil
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("data", "dvc.yaml", "params.yaml", "pipeline", "published", "recipes", "stages", "templates", "draft_configs")
+ENGINE_BENCHMARK = {"sglang": "sglang.benchmark.serving", "vllm": "vllm.benchmarks.serve"}
+MAX_NEW_TOKENS, PERMUTATIONS = 200, 2000
+
+
+def main() -> None:
+    told = parse_words()
+    make_project(told.folder)
+    os.chdir(told.folder)
+    settings: dict[str, Any] = {"launch": told.engine, "launch_args": shlex.split(told.launch_args)}
+    found: dict[str, Any] = {"engine": told.engine, "launch_args": told.launch_args}
+    set_params(device="cuda", dtype=told.dtypes[0], backend="transformers", server={})
+    if not Path("data/fixed").exists():  # of the project that was copied
+        run_stage("fix_data")
+    run_stage("prepare_target")
+    expected: dict[str, dict[str, pl.DataFrame]] = {}
+    for dtype in told.dtypes:
+        set_params(device="cuda", dtype=dtype, backend="transformers", server={})
+        found[f"{dtype}_transformers_s"] = run_stage("sample_target")
+        expected[dtype] = read_answers()
+        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
+        with one_gpu():
+            found[f"{dtype}_server_s"] = run_stage("sample_target")
+        answers = read_answers()
+        found[dtype] = compare(expected[dtype], answers)
+        report(found)
+    first = answers
+    if "kill" in told.parts:
+        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
+        with one_gpu():
+            found["killed"] = count_after_kill(told.engine, first)
+        report(found)
+    if "speed" in told.parts:
+        with one_gpu():
+            found["speed"] = measure_speed(told.engine, settings, dtype)
+        report(found)
+    if "two" in told.parts:
+        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
+        found["two_servers_s"] = run_stage("sample_target")
+        logs = sorted(Path(".scratch").glob(f"{told.engine}_server_*.log"))
+        found["two_servers"] = compare(first, read_answers()) | {"logs": len(logs)}
+        report(found)
+
+
+def parse_words() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--engine", default="sglang")
+    parser.add_argument("--launch-args", default="")
+    parser.add_argument("--parts", nargs="*", default=["kill", "speed", "two"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="SGLang's norms take no float32")
+    return parser.parse_args()
+
+
+def make_project(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name in COPIED:
+        source = ROOT / name
+        shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(source, folder)
+    if (ROOT / "serving-env").exists():
+        (folder / "serving-env").symlink_to(ROOT / "serving-env")
+
+
+def set_params(device: str, dtype: str, backend: str, server: dict[str, Any]) -> None:
+    """Ask for all rows of the data: 2,000 requests."""
+    yaml, path = YAML(), Path("params.yaml")
+    params = yaml.load(path)
+    params["target"] |= {"device": device, "dtype": dtype}
+    section = params["sample_target"]
+    section |= {"backend": backend, "train_rows": None, "eval_rows": None, "batch_size": 256}
+    section |= {"max_new_tokens": MAX_NEW_TOKENS}
+    section["server"] |= {"launch": None, "launch_args": [], "base_urls": []} | server
+    with path.open("w") as file:
+        yaml.dump(params, file)
+
+
+class one_gpu:  # noqa: N801: a context manager in a verb's place
+    """Only the first GPU is visible inside the block."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = (self.before or "0").split(",")[0]
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.before
+
+
+def run_stage(name: str, beside: Callable[[subprocess.Popen[bytes]], None] | None = None) -> float:
+    """Run a stage and return its seconds, imports included; `beside` runs in a thread and gets the process."""
+    begun = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", f"stages.{name}"], env={**os.environ, "PYTHONPATH": join_path()})
+    if beside:
+        threading.Thread(target=beside, args=(process,), daemon=True).start()
+    if process.wait():
+        for log in sorted(Path(".scratch").glob("*_server*.log")):
+            print(log, "\n".join(log.read_text(errors="replace").splitlines()[-40:]), sep="\n", flush=True)
+        raise SystemExit(f"stages.{name} ended with status {process.returncode}")
+    return round(time.perf_counter() - begun, 2)
+
+
+def join_path() -> str:
+    return os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def read_answers() -> dict[str, pl.DataFrame]:
+    return {
+        split: pl.read_parquet(f"data/sampled/{split}/*.parquet").sort("id") for split in ("train", "eval", "eval_t")
+    }
+
+
+def compare(expected: dict[str, pl.DataFrame], found: dict[str, pl.DataFrame]) -> dict[str, Any]:
+    """Return shares of equal eval answers, and the permutation test's p of each split above temperature 0."""
+    result: dict[str, Any] = {}
+    for split, table in expected.items():
+        both = table.join(found[split], on="id", how="inner", suffix="_found")
+        same = (both["answer_ids"] == both["answer_ids_found"]).mean()
+        assert both["id"].is_unique().all() and found[split]["id"].is_unique().all()
+        row = {"rows": len(table), "found": len(found[split]), "in_both": len(both), "identical": same}
+        row["prompts_identical"] = (both["prompt_ids"] == both["prompt_ids_found"]).mean()
+        row["tokens"] = [int(both[name].list.len().sum()) for name in ("answer_ids", "answer_ids_found")]
+        if split != "eval":
+            row["p"] = permute_pairs(both["answer_ids"].to_list(), both["answer_ids_found"].to_list())
+        result[split] = row
+    return result
+
+
+def permute_pairs(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Return the p of: the two answers of a prompt are exchangeable. The statistic is the distance of token frequencies."""
+    size = 1 + max(map(max, filter(None, [*ours, *theirs])))
+    counts = [np.array([np.bincount(row, minlength=size) for row in side], float) for side in (ours, theirs)]
+    difference = counts[0] - counts[1]
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(PERMUTATIONS, len(ours)))
+    drawn = np.abs(signs @ difference).sum(1)
+    return float((1 + (drawn >= np.abs(difference.sum(0)).sum()).sum()) / (1 + PERMUTATIONS))
+
+
+def count_after_kill(engine: str, whole: dict[str, pl.DataFrame]) -> dict[str, Any]:
+    """Kill the server with its children once a third of the training answers are there."""
+    killed: list[int] = []
+
+    def kill(stage: subprocess.Popen[bytes]) -> None:
+        while stage.poll() is None and not killed:
+            time.sleep(0.05)
+            journals = Path(".scratch").glob("sample_target-*/train/**/*")
+            if sum(file.stat().st_size for file in journals if file.is_file()) < 100_000:
+                continue
+            for child in psutil.Process(stage.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):  # also one that has just ended with its parent
+                    words = " ".join(child.cmdline())
+                    if any(word in words for word in ("launch_server", f"{engine}::", f"{engine} serve")):
+                        child.kill()
+                        killed.append(child.pid)
+
+    seconds = run_stage("sample_target", kill)
+    report = json.loads(Path("results/sample_report.json").read_text())
+    kept = {key: report[key] for key in ("rows_in", "rows_out", "asked_again", "server_restarts")}
+    return {"seconds": seconds, "killed": len(killed), **kept, **compare(whole, read_answers())}
+
+
+def measure_speed(engine: str, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return output tokens/s of the stage and of the engine's own client, in turns, on one running server."""
+    from stages.serving.replicas import plan_replicas
+    from stages.target import manifest
+
+    folder = str(manifest.resolve_weights_folder(manifest.read_manifest()))
+    target = folder, dtype, "cuda", False
+    rows: dict[str, Any] = {"stage": [], "client": []}
+    with plan_replicas(engine, *target, settings["launch_args"], 600.0, Path(".scratch"), None) as running:
+        (url,) = running.base_urls
+        set_params("cuda", dtype, "server", {"base_urls": [url], "model": folder})
+        for _ in range(3):
+            run_stage("sample_target")
+            report = json.loads(Path("results/sample_report.json").read_text())
+            tables = read_answers()
+            tokens = sum(int(table["answer_ids"].list.len().sum()) for table in tables.values())
+            rows["stage"].append([tokens, report["seconds"], round(tokens / report["seconds"])])
+            answers = pl.concat([table.select("prompt_ids", "answer_ids") for table in tables.values()])
+            sizes = [round(answers[name].list.len().mean()) for name in ("prompt_ids", "answer_ids")]
+            rows["client"].append(run_client(engine, url, folder, len(answers), *sizes))
+    return rows
+
+
+def run_client(engine: str, url: str, folder: str, count: int, prompt: int, answer: int) -> str:
+    words = {
+        "--backend": engine, "--base-url": url, "--model": folder, "--dataset-name": "random-ids", "--num-prompts": count,
+        "--random-input-len": prompt, "--random-output-len": answer, "--random-range-ratio": "1.0", "--max-concurrency": 64,
+        "--output-file": "/tmp/client.jsonl", "--seed": 1,
+    }  # fmt: skip
+    command = [word for pair in words.items() for word in map(str, pair)]
+    program = os.environ.get("ENGINE_PYTHON", f"{sys.executable} -m {ENGINE_BENCHMARK[engine]}")
+    done = subprocess.run(f"{program} {shlex.join(command)}", shell=True, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if "throughput" in line or "duration" in line]
+    return "; ".join(" ".join(line.split()) for line in lines) or done.stderr[-1500:]
+
+
+def report(found: dict[str, Any]) -> None:
+    """Write what was found so far, since the machine may be taken away."""
+    text = json.dumps(found, indent=1)
+    place = Path(os.environ.get("OUT", "results")) / "sampling_servers.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(text)
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
