@@ -43,7 +43,7 @@ def main() -> None:
         set_params(project, patch, told)
         cells = [["eval"], *(["eval", CHECKPOINT, tree] for tree in trees)]
         with ThreadPoolExecutor(told.jobs) as pool:
-            list(pool.map(lambda cell: run_cell(project, cell), cells))
+            list(pool.map(run_cell, [project] * len(cells), cells))
         with chdir(project):
             print_table(name, trees)
 
