@@ -220,10 +220,10 @@ def measure_speed(told: argparse.Namespace, settings: dict[str, Any], dtype: str
         set_params(told.train_rows, dtype, "server", {"base_urls": [url], "model": folder})
         for _ in range(told.rounds):
             run_stage("sample_target")
-            report = json.loads(Path("results/sample_report.json").read_text())
+            seconds = json.loads(Path("results/sample_report.json").read_text())["seconds"]
             tables = read_answers()
             tokens = sum(int(table["answer_ids"].list.len().sum()) for table in tables.values())
-            rows["stage"].append([tokens, report["seconds"], round(tokens / report["seconds"])])
+            rows["stage"].append([tokens, seconds, round(tokens / seconds)])
             answers = pl.concat([table.select("prompt_ids", "answer_ids") for table in tables.values()])
             sizes = [round(answers[name].list.len().mean()) for name in ("prompt_ids", "answer_ids")]
             begun = time.perf_counter()
