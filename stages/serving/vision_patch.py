@@ -33,8 +33,8 @@ def describe_outcome(log: Path, version: str) -> str | None:
     applied = {line.rpartition(" ")[2] for line in lines if line.startswith(f"{PREFIX} applied to ")}
     if missing := sorted(TARGETS.keys() - applied):
         raise ValueError(
-            f"SGLang {version} was to run with the vision patch, expected a line of {log} for each of its modules, found none for "
-            f"{', '.join(missing)}; its Python must read PYTHONPATH (no -I or -E in benchmark_served.server.command), or set "
+            f"SGLang {version} was to run with the vision patch, expected a line of {log} for each of its modules, found none "
+            f"for {', '.join(missing)}; its Python must read PYTHONPATH (no -I or -E in benchmark_served.server.command), or set "
             f"{SWITCH}: false and accept a lower tau"
         )
     return f"drafted with the vision patch of SGLang {VERSION} ({SWITCH}; docs/serving.md)"

@@ -194,6 +194,7 @@ def test_a_misspelt_name_in_form_may_set_is_refused(home) -> None:
 HARMLESS = {
     "target.lm_head_key",  # the name of a tensor
     "report.title",  # shown; the page escapes it
+    "report.analysis",
     "fix_data.columns.*",  # names of columns in the raw data
     "sample_target.thinking",
     "extract_hiddens.compile",
@@ -206,6 +207,7 @@ HARMLESS = {
     "benchmark.workloads.*.grade",  # runs what the target wrote, in the sandbox
     "benchmark_served.interleave",
     "benchmark_served.server.torch_compile",
+    "benchmark_served.server.vision_patch",
     "schedule.stages.*.exclusive",
     # names of trees, which Tree.parse reads whole
     "replay_trees.trace_trees",
