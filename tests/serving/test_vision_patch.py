@@ -45,7 +45,7 @@ class EAGLEDraftExtendCudaGraphRunner:
 ''',
 }  # fmt: skip
 # What a draft is given in a prompt of four tokens, of which the target's first layer adds 100 to the embeddings in place.
-PROBE = '''
+PROBE = """
 import multiprocessing
 from types import SimpleNamespace
 
@@ -86,7 +86,7 @@ if __name__ == "__main__":
     process.start()
     process.join()
     raise SystemExit(process.exitcode)
-'''
+"""
 ANSWERED = [103.0, 105.0, 106.0, 101.0]
 FILLED = [[7, 8, 0], [4, 5, 0], [2, 3, 0]]
 CORRECT = [ANSWERED, [5.0, 6.0, 1.0], [FILLED, FILLED], [[7, 4, 2], [8, 5, 3], [9, 6, 4]], False]
@@ -163,6 +163,8 @@ def test_another_version_is_left_alone_with_a_notice(
 def test_a_changed_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run_probe(tmp_path, "0.5.17", monkeypatch, own_digests=False)
     assert done.returncode and not done.stdout
-    assert "aerie vision patch: refused: sglang.srt.managers.mm_utils.general_mm_embed_routine has digest" in done.stderr
+    assert (
+        "aerie vision patch: refused: sglang.srt.managers.mm_utils.general_mm_embed_routine has digest" in done.stderr
+    )
     with pytest.raises(ValueError, match=r"was to run with the vision patch.*its Python must read PYTHONPATH"):
         vision_patch.describe_outcome(tmp_path / "log", "0.5.17")

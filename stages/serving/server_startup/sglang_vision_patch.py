@@ -156,7 +156,9 @@ class _PatchFinder(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.origin is None:
             return None
-        return importlib.util.spec_from_file_location(fullname, spec.origin, loader=_PatchingLoader(fullname, spec.origin))
+        return importlib.util.spec_from_file_location(
+            fullname, spec.origin, loader=_PatchingLoader(fullname, spec.origin)
+        )
 
 
 def install() -> None:
