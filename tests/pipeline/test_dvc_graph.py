@@ -193,8 +193,8 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     project.script("first", "# edited")
     assert dvc_graph.explain_stale() == {
         "first": ["first.py modified"],
-        "middle": ["middle.csv deleted"],
-        "last": ["middle.csv deleted", "params.yaml: report.title modified"],
+        "middle": ["middle.csv missing"],
+        "last": ["middle.csv missing", "params.yaml: report.title modified"],
     }
     assert dvc_graph.explain_stale(["first"]) == {"first": ["first.py modified"]}
 

@@ -147,7 +147,7 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
     Path("middle.csv").unlink()
     assert asked() == (
         1,
-        "stale: middle (middle.csv deleted)\nstale: last (middle.csv deleted; params.yaml: report.title modified)\n",
+        "stale: middle (middle.csv missing)\nstale: last (middle.csv missing; params.yaml: report.title modified)\n",
     )
     shutil.rmtree(".dvc/cache")
     for made in ("first.csv", "results/benchmark.csv"):

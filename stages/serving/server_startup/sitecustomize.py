@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = str(Path(__file__).parent)
 
 if os.environ.get("AERIE_SGLANG_PATCH") == "vision":
-    import sglang_vision_patch
+    import sglang_vision_patch  # type: ignore[import-not-found]  # beside this file, on PYTHONPATH
 
     sglang_vision_patch.install()
 
