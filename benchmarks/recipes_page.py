@@ -19,7 +19,8 @@ This page is for reproducing a published experiment, starting a run of a known s
 
     aerie use RECIPE                    # params.yaml as committed, with its keys; --keep keeps local edits
     aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
-    aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
+    aerie fetch RECIPE                  # the files and prompt sets that it needs, from the places that it names (`files`)
+    aerie reproduce RECIPE --dry-run    # what it needs of this machine, stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
     aerie reproduce RECIPE --compare    # only compare: a cell that does not exist is `not run`
 
