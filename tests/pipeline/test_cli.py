@@ -108,7 +108,7 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
             ("weather-tiny", None, "h100"),
         ),
         (
-            ["estimate", "fetch", "--params", "mine.yaml"],
+            ["estimate", "--params", "mine.yaml"],
             estimate,
             "describe_estimate",
             (None, Path("mine.yaml"), "h200"),

@@ -153,7 +153,10 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
 ) -> None:
     before = (home / "params.yaml").read_bytes()
     run_command_line(["reproduce", "angelslim-hunyuan-7b", "--compare"])
-    assert "16 published numbers: 0 within, 0 outside, 0 not comparable, 16 not run." in capsys.readouterr().out
+    assert (
+        "16 published numbers: 0 within, 0 outside, 0 consistent, 0 not comparable, 16 not run."
+        in capsys.readouterr().out
+    )
     assert (home / "params.yaml").read_bytes() == before and ran == []
 
 
