@@ -23,6 +23,9 @@ EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["w
 # Products this small gain nothing by a second thread, and where two tests run at once they lose a hundred times as much:
 # the threads wait for each other in turn. Before torch is imported, here and in what tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Hundreds of processes import this project's code: compiled once, where its copies take the byte code along.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop(
     "MAKELEVEL", None
 )  # of `make test`: what is stopped goes on by `aerie run`, started by make by `make run`
