@@ -36,7 +36,7 @@ SMALL = {
     "sample_target": {"train_rows": 16, "eval_rows": 6, "max_new_tokens": 40},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
     "train_draft": {
-        "batch_tokens": 448,  # several packs in an epoch
+        "batch_tokens": 224,  # several packs in an epoch
         "checkpoints": {
             "e001": {"from": "e000", "epochs": 1},
             "e003": {"from": "e001", "epochs": 2},

@@ -312,6 +312,11 @@ def opened(root: Path) -> Iterator[Repo]:
         yield repo
 
 
+def names(root: Path) -> set[str]:
+    with opened(root) as repo:
+        return {stage.addressing for stage in repo.index.stages}
+
+
 def parse_json_or_yaml(parse: Callable[..., Any], text: str, path: str) -> Any:
     return json.loads(text) if text.startswith("{") else parse(text, path)
 
