@@ -33,10 +33,9 @@ os.environ.pop(
 # What makes the whole graph run in a minute or two. `straight` is e001 and then e003 in one go.
 SMALL = {
     "target": {"num_threads": 1},
-    "sample_target": {"train_rows": 16, "eval_rows": 6, "max_new_tokens": 40},
+    "sample_target": {"train_rows": 32, "eval_rows": 6, "max_new_tokens": 40},
     "check_overfit": {"steps": 60, "min_tau": 1.5},
     "train_draft": {
-        "batch_tokens": 224,  # several packs in an epoch
         "checkpoints": {
             "e001": {"from": "e000", "epochs": 1},
             "e003": {"from": "e001", "epochs": 2},
