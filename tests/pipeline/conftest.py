@@ -5,11 +5,14 @@ import os
 import shutil
 import subprocess
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
 import dvc.cli
 import pytest
 from ruamel.yaml import YAML
+
+from pipeline import reproduce
 
 REPO = Path(__file__).resolve().parents[2]
 os.environ["PYTHONPATH"] = str(REPO)  # what these tests start is this checkout's, whichever one is installed
@@ -111,6 +114,18 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     made = make_project(tmp_path / "project")
     monkeypatch.chdir(made.root)
     return made
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run stages.reproduce in this process: importing torch takes seconds."""
+
+    def run(what: str, *words: str) -> str:
+        with redirect_stdout(io.StringIO()) as printed:
+            import_module(f"stages.reproduce.{what}").main(*words)
+        return printed.getvalue()
+
+    monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
 
 
 @pytest.fixture(scope="session")
