@@ -1,13 +1,10 @@
 """`aerie reproduce`: the estimate before it, refusals, the stages it runs, and the table at its end."""
 
-import io
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Collection
-from contextlib import redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +30,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(ROOT / file, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run stages.reproduce in this process: importing torch takes seconds."""
-
-    def run(what: str, *words: str) -> str:
-        with redirect_stdout(io.StringIO()) as printed:
-            import_module(f"stages.reproduce.{what}").main(*words)
-        return printed.getvalue()
-
-    monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
 
 
 @pytest.fixture
@@ -148,6 +133,7 @@ def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
     assert ran == []
 
 
+@pytest.mark.usefixtures("here")
 def test_comparing_needs_no_gpu_and_leaves_params_alone(
     home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
