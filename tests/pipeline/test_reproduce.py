@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, processes, reproduce, requirements, resources
+from pipeline import dvc_graph, processes, requirements, resources
 from pipeline.cli import run_command_line
 from tests.conftest import ROOT
 
