@@ -37,6 +37,7 @@ from stages.data.row_cleaning import (
     JudgedChunk,
     RepairedAnswer,
 )
+from stages.data.table_schema import load_table_file
 from stages.data.train_eval_split import SplitAssignment, SplitFate
 from stages.params.data_sections import FixData
 from stages.params.schema import Params, check_raw_exists, load_params
@@ -54,6 +55,8 @@ IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
+    if params.fix_data.tables is not None and params.fix_data.answers != "text":
+        load_table_file(Path(params.fix_data.tables))
     with scratch.lock_scratch(WAITING_FOLDER):
         _fix(params)
 
