@@ -6,7 +6,7 @@ values. docs/data.md explains every key, data/tables/weather.yaml is an example.
 
 import re
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -170,7 +170,7 @@ class TableFile(Section):
         _check_value("", self.document, self.units)
         return self
 
-    @property
+    @cached_property
     def document(self) -> Value:
         """Return the whole document as one value."""
         return self.root or ObjectValue(type="object", keys=self.keys, other_keys=self.other_keys)

@@ -97,6 +97,8 @@ class Table:
 
 def read_header(line: str) -> Header | None:
     """Return the header that a line is; None for any other line."""
+    if "[" not in line and "{" not in line:
+        return None
     found = _HEADER.fullmatch(line.rstrip(" \t\r"))
     assert found is not None
     bracket, rest, fields = found["bracket"], found["rest"], None
