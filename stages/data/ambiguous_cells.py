@@ -1,8 +1,8 @@
 """Find the one reading of a table's row with more cells than its header has: a value that holds a delimiter without quotes.
 
-Two kinds of evidence count. White space: values of prose have a space after a comma, `New York, NY`, where the table has none.
-Types: exactly one way to join cells puts numbers into the columns that hold numbers in all other rows. Where neither leaves
-one reading, the row may as well have a cell too many, and it has none.
+Three kinds of evidence count. A single column: the whole row is its value. White space: values of prose have a space after a
+comma, `New York, NY`, where the table has none. A schema: exactly one way to join cells puts numbers where it has numbers.
+Without any, the row may as well have a cell too many: a bare `x,y` is not joined because the cells around it are numbers.
 """
 
 import json
@@ -46,9 +46,8 @@ def merge_cells(rows: list[str], header: Header, columns: Mapping[str, Value] | 
         reading = None
         if '"' not in row or _quotes_are_whole(cells):
             reading = None if has_spaces else _read_by_spaces(row, mark, forms)
-            reading = reading or _read_by_forms(
-                row, mark, forms, is_known=len(known) >= MIN_KNOWN_ROWS or bool(columns)
-            )
+            if width == 1 or columns:
+                reading = reading or _read_by_forms(row, mark, forms)
         made.append(None if reading is None else mark.join(reading))
     return made
 
@@ -94,7 +93,7 @@ def _read_by_spaces(row: str, mark: str, forms: list[str | None]) -> list[str] |
     return [json.dumps(cell.replace("\0", mark), ensure_ascii=False) if "\0" in cell else cell for cell in cells]
 
 
-def _read_by_forms(row: str, mark: str, forms: list[str | None], is_known: bool) -> list[str] | None:
+def _read_by_forms(row: str, mark: str, forms: list[str | None]) -> list[str] | None:
     """Return the cells where one way to join them fits the columns' forms, and a column with a form follows the joined one.
 
     Without such a column, a cell too many at the end would be taken for a part of the last text.
@@ -102,7 +101,7 @@ def _read_by_forms(row: str, mark: str, forms: list[str | None], is_known: bool)
     spans = _split_with_spaces(row, mark)
     if len(forms) == 1:
         return [json.dumps(row.strip(), ensure_ascii=False)] if _may_be_one_value(spans) and '"' not in row else None
-    if not is_known or len(spans) > MAX_CELLS or sum(form is None for form in forms) > 3:
+    if len(spans) > MAX_CELLS or sum(form is None for form in forms) > 3:
         return None
     readings = []
     for reading in _iterate_readings(spans, forms):
@@ -146,5 +145,5 @@ def _iterate_readings(cells: list[str], forms: list[str | None]) -> Iterator[lis
 def _may_be_one_value(parts: list[str]) -> bool:
     """Return whether parts look like one text: none is empty or a number, and no two neighbours are equal."""
     texts = [part.strip() for part in parts]
-    is_text = all(text and not re.fullmatch(r"[-+]?[\d.]+%?", text) for text in texts)
+    is_text = all(text and not re.fullmatch(r"[-+]?[\d.]+%?|true|false|null", text) for text in texts)
     return is_text and all(texts[at] != texts[at - 1] for at in range(1, len(texts)))

@@ -14,11 +14,12 @@ import toon_format
 from stages.data import json_answers
 from stages.data.ambiguous_cells import AmbiguousTextError
 from stages.data.answer_verdict import JudgedAnswer, drop, judge, name_surroundings
+from stages.data.json_repairs import BrokenJsonError
 from stages.data.schema_check import SchemaMismatchError, conform_document, find_asked_rows
 from stages.data.table_schema import TableFile
 from stages.data.toon_document import FoundDocument, locate_document
-from stages.data.toon_lines import Header, find_tables, split_row
-from stages.data.toon_repairs import REPAIR_RULES, RepairContext
+from stages.data.toon_lines import Header, find_tables, read_header, split_row
+from stages.data.toon_repairs import REPAIR_RULES, RepairContext, may_be_cut
 
 
 def repair_toon(
@@ -49,11 +50,14 @@ def _find_json(text: str) -> FoundDocument | None:
     """Return JSON in place of TOON as TOON; None where the answer holds no JSON."""
     if not re.search(r'^[ \t]*(?:\{|\[[ \t]*(?:[\[{"]|$))', text, re.MULTILINE):
         return None
-    found = json_answers.locate_json(text)
-    if found is None or found.rules:
+    try:
+        found = json_answers.locate_json(text)
+    except BrokenJsonError:  # its lines would pass as keys of TOON
+        raise AmbiguousTextError("not_toon") from None
+    if found is None or found.lead.strip() or found.tail.strip():
         return None
     table = toon_format.dumps(found.value)
-    return FoundDocument(found.before, table.split("\n"), found.after, rules=["json"], is_ended=True)
+    return FoundDocument(found.before, table.split("\n"), found.after, rules=[*found.rules, "json"])
 
 
 def _repair(
@@ -78,6 +82,8 @@ def _repair(
             applied.append(name)
     if problem is not None:
         return drop(text, _explain_undecodable(lines, work) if problem == "not_toon" else problem)
+    if document.is_open and schema is None and not work.was_cut and may_be_cut(lines):
+        return drop(text, "count_or_cut")
     table = "\n".join(lines)
     if changes:
         tables = find_tables(lines)
@@ -104,6 +110,8 @@ def _check(text: str, schema: TableFile | None, question: str | None) -> tuple[A
             document, changes = conform_document(document, schema, question)
         except SchemaMismatchError as error:
             return None, str(error), []
+    elif "- [" in text and any(re.match(r"\s*- +\[", line) and read_header(line) is None for line in text.split("\n")):
+        return None, "not_toon", []  # a header that was cut, which decodes as text
     elif not _has_structure(document):
         return None, "no_table", []
     elif "\N{MINUS SIGN}" in text and _has_minus_number(document):

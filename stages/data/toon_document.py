@@ -33,6 +33,7 @@ class FoundDocument:
     after: list[str]  # and what was between two parts of the document
     rules: list[str] = field(default_factory=list)  # applied already
     is_ended: bool = True  # something follows the document: no token limit cut it
+    is_open: bool = False  # a fence is open at the end: its last value may be cut
 
 
 def locate_document(text: str, schema: TableFile | None) -> FoundDocument:
@@ -57,8 +58,6 @@ def locate_document(text: str, schema: TableFile | None) -> FoundDocument:
     marked = _mark_structure(inner, names, schema)
     if not marked:
         raise AmbiguousTextError("no_table")
-    if blocks and schema is None:
-        marked = {at for at, line in enumerate(inner) if line.strip()}
     start, end = min(marked), max(marked) + 1
     document, between = _remove_prose_between(inner, start, end, marked)
     after = inner[end:]
@@ -67,7 +66,8 @@ def locate_document(text: str, schema: TableFile | None) -> FoundDocument:
         _check_edges(document)
     before = [*lines[:first], *inner[:start]]
     rest = [*between, *after, *lines[last:]]
-    return FoundDocument(before, document, rest, is_ended=bool([*after, *lines[last:]]))
+    is_ended = bool([*after, *lines[last:]])
+    return FoundDocument(before, document, rest, is_ended=is_ended, is_open=bool(blocks) and not is_ended)
 
 
 def _list_names(schema: TableFile) -> set[str]:
@@ -87,7 +87,8 @@ def _join_blocks(lines: list[str], blocks: list[tuple[int, int]]) -> FoundDocume
     inside = {at for start, end in blocks for at in range(start, end)}
     around = [line for at, line in enumerate(lines) if at not in inside]
     is_ended = blocks[-1][1] < len(lines)
-    return FoundDocument(around, [line for part in parts for line in part], [], is_ended=is_ended)
+    joined = [line for part in parts for line in part]
+    return FoundDocument(around, joined, [], is_ended=is_ended, is_open=not is_ended)
 
 
 def _list_root_keys(lines: list[str]) -> list[str]:
@@ -171,12 +172,15 @@ def _check_lost_rows(lines: list[str], after: list[str], end: int) -> None:
     tables = find_tables(lines)
     last = tables[-1] if tables and tables[-1].end == end else None
     is_whole = last is not None and last.header.count == len(last.rows)
+    if last is not None and last.header.leaves == 1 and after and after[0].strip() and not is_fence(after[0]):
+        if measure_indent(lines[last.rows[-1]] if last.rows else "") == measure_indent(after[0]):
+            raise AmbiguousTextError("broken_row")  # a table of one column, not indented: any line may be its row
     for line in after:
         if not line.strip() or is_fence(line):
             continue
         if last is not None and _has_width(line, last):
             raise AmbiguousTextError("broken_row")
-        if not is_whole and re.match(r"\s*[-−]?\d|\s+[^\s`]", line):
+        if re.match(r"\s+[^\s`]", line) or (not is_whole and re.match(r"[-−]?\d", line)):
             raise AmbiguousTextError("broken_row" if tables else "no_table")
 
 

@@ -237,7 +237,7 @@ def _is_row(line: str, header: Header, is_flat: bool) -> bool:
 
 def ends_rows(line: str, delimiter: str) -> bool:
     """Return whether a line has a colon before its first delimiter, outside quotes: a key, by the format."""
-    bare = re.sub(QUOTED, lambda m: "_" * len(m[0]), line)
+    bare = re.sub(rf'{QUOTED}|".*$', lambda m: "_" * len(m[0]), line)
     colon, split = bare.find(":"), bare.find(delimiter)
     return colon >= 0 and (split < 0 or colon < split)
 

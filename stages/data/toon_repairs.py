@@ -152,14 +152,15 @@ def _correct_delimiters(lines: list[str], work: RepairContext) -> list[str]:
             for mark in READ_DELIMITERS
             if all(len(split_row(lines[row], header, mark)) == header.leaves for row in whole)
         ]
-        if header.delimiter in fitting and header.field_delimiter == header.delimiter:
-            if len(fitting) > 1 and header.delimiter != ",":  # declared on purpose
-                continue
-            continue
+        is_declared = any(len(split_row(lines[row], header)) >= header.leaves for row in whole)
+        if is_declared and header.field_delimiter == header.delimiter:
+            continue  # other rows have another defect
         if len(fitting) > 1:
             raise AmbiguousTextError("two_readings")
         if not fitting:
             continue
+        if any(cell.endswith(header.delimiter) for row in whole for cell in split_row(lines[row], header, fitting[0])):
+            raise AmbiguousTextError("two_readings")
         mark = fitting[0] if fitting[0] in TOON_DELIMITERS else ","
         fields = mark.join(split_cells(header.fields or "", header.field_delimiter))
         changed[table.place] = replace(header.declare(delimiter=mark), fields=fields).write()
@@ -291,6 +292,17 @@ def _is_complete(cells: tuple[str, ...]) -> bool:
         return False
     fixed = (r"true|false|null", r"\d{4}-\d\d-\d\d")
     return any(all(re.fullmatch(form, cell) for cell in cells) for form in fixed)
+
+
+def may_be_cut(lines: list[str]) -> bool:
+    """Return whether the last value of a document may lack its end."""
+    tables = find_tables(lines)
+    if tables and tables[-1].end == len(lines):
+        table = tables[-1]
+        rows = [split_row(lines[row], table.header) for row in table.rows]
+        return not rows or not _is_complete(tuple(cells[-1] for cells in rows))
+    token = re.split(r"[:,|\t] *", re.sub(QUOTED, "true", lines[-1]))[-1].strip() if lines else ""
+    return token not in ("true", "false", "null")
 
 
 def _correct_list_counts(lines: list[str], work: RepairContext) -> list[str]:

@@ -16,7 +16,19 @@ import toons
 
 NAMES = ["Ada", "Grace Hopper", "Zoë", "Łukasz", "李雷", "O'Brien", "Jean-Luc", "Smith, Ann", "de la Cruz, María"]
 CITIES = ["Oslo", "New York, NY", "São Paulo", "Paris, France", "Łódź", "Nome"]
-WORDS = ["nail", "screw", "bolt (M4)", "washer", "left, right", "tape: wide", 'so-called "glue"', "# 5", "- x", "x,y", "50%"]
+WORDS = [
+    "nail",
+    "screw",
+    "bolt (M4)",
+    "washer",
+    "left, right",
+    "tape: wide",
+    'so-called "glue"',
+    "# 5",
+    "- x",
+    "x,y",
+    "50%",
+]
 STATES = ["open", "closed", "on hold", "n/a"]
 
 
@@ -103,7 +115,9 @@ def find_written_tables(lines: list[str]) -> list[WrittenTable]:
     for at, line in enumerate(lines):
         found = re.fullmatch(r"\s*(?:- )?.*\[(\d+)([|\t]?)\]\{.*\}:", line)
         if found:
-            tables.append(WrittenTable(at, int(found[1]), found[2] or ",", tuple(range(at + 1, at + 1 + int(found[1])))))
+            tables.append(
+                WrittenTable(at, int(found[1]), found[2] or ",", tuple(range(at + 1, at + 1 + int(found[1]))))
+            )
     return tables
 
 
@@ -146,7 +160,9 @@ def is_part(made: Any, truth: Any) -> bool:
 Damage = Callable[[random.Random, str], DamagedText | None]
 
 
-def _each_table(change: Callable[[random.Random, list[str], WrittenTable], bool | None], outcome: Outcome = "same") -> Damage:
+def _each_table(
+    change: Callable[[random.Random, list[str], WrittenTable], bool | None], outcome: Outcome = "same"
+) -> Damage:
     """Return a damage of one table; `change` edits the lines and may return whether one reading is left (None: not applicable)."""
 
     def damage(rng: random.Random, text: str) -> DamagedText | None:
@@ -165,7 +181,9 @@ def _whole(change: Callable[[random.Random, str], str]) -> Damage:
 
 
 def _set_count(rng: random.Random, lines: list[str], table: WrittenTable, written: str) -> None:
-    lines[table.place] = re.sub(r"\[\d+([|\t]?)\]\{", lambda m: f"[{written}{m[1]}]{{" if written else "{", lines[table.place])
+    lines[table.place] = re.sub(
+        r"\[\d+([|\t]?)\]\{", lambda m: f"[{written}{m[1]}]{{" if written else "{", lines[table.place]
+    )
 
 
 def _count_down(rng: random.Random, lines: list[str], table: WrittenTable) -> bool:
@@ -195,7 +213,10 @@ def _no_count(rng: random.Random, lines: list[str], table: WrittenTable) -> bool
 
 
 def _split(row: str, delimiter: str) -> list[str]:
-    return re.findall(rf'(?:"(?:[^"\\]|\\.)*"|[^{re.escape(delimiter)}"])+|(?<={re.escape(delimiter)})(?={re.escape(delimiter)}|$)', row.strip(" "))
+    return re.findall(
+        rf'(?:"(?:[^"\\]|\\.)*"|[^{re.escape(delimiter)}"])+|(?<={re.escape(delimiter)})(?={re.escape(delimiter)}|$)',
+        row.strip(" "),
+    )
 
 
 def _change_delimiter(rng: random.Random, lines: list[str], table: WrittenTable) -> bool | None:
@@ -237,7 +258,9 @@ def _cut(rng: random.Random, text: str) -> DamagedText | None:
     kept = row[: rng.randrange(indent + 1, len(row))]
     is_open = len(_split(row, table.delimiter)) > len(_split(kept, table.delimiter)) or kept.count('"') % 2 == 1
     fence = ["```toon"] if rng.random() < 0.3 else []
-    return DamagedText("\n".join([*fence, *lines[:place], kept]), "shorter", is_open and not kept.endswith(table.delimiter))
+    return DamagedText(
+        "\n".join([*fence, *lines[:place], kept]), "shorter", is_open and not kept.endswith(table.delimiter)
+    )
 
 
 def _cut_anywhere(rng: random.Random, text: str) -> DamagedText:
@@ -249,11 +272,17 @@ def _lose_cell(rng: random.Random, lines: list[str], table: WrittenTable) -> boo
     cells = _split(lines[row], table.delimiter)
     del cells[rng.randrange(len(cells))]
     lines[row] = lines[row][: len(lines[row]) - len(lines[row].lstrip(" "))] + table.delimiter.join(cells)
-    return False
+    return False  # of the last row it may be a cut, and only that row is given up
 
 
-def _add_cell(rng: random.Random, lines: list[str], table: WrittenTable) -> bool:
-    lines[rng.choice(table.rows)] += table.delimiter + rng.choice(["7", "extra", "0.5", "true", "x y"])
+def _add_cell(rng: random.Random, lines: list[str], table: WrittenTable) -> bool | None:
+    """Add a cell anywhere in a row; of a table with one column that would be a value that holds a delimiter."""
+    row = rng.choice(table.rows)
+    cells = _split(lines[row], table.delimiter)
+    if len(cells) < 2:
+        return None
+    cells.insert(rng.randrange(len(cells) + 1), rng.choice(["7", "extra", "0.5", "true", "x y", rng.choice(cells)]))
+    lines[row] = lines[row][: len(lines[row]) - len(lines[row].lstrip(" "))] + table.delimiter.join(cells)
     return False
 
 
@@ -278,7 +307,9 @@ def _each_row(change: Callable[[str, WrittenTable], str]) -> Damage:
 
 
 def _comment(rng: random.Random, lines: list[str], table: WrittenTable) -> bool:
-    lines.insert(table.place, lines[table.place][: len(lines[table.place]) - len(lines[table.place].lstrip())] + "# the table")
+    lines.insert(
+        table.place, lines[table.place][: len(lines[table.place]) - len(lines[table.place].lstrip())] + "# the table"
+    )
     return True
 
 
@@ -324,7 +355,7 @@ DAMAGES: dict[str, Damage] = {
     "[#N]": _header(r"\[(\d+)([|\t]?)\]\{", r"[#\1\2]{"),
     "last row cut": _cut,
     "cut anywhere": _cut_anywhere,
-    "cell lost": _each_table(_lose_cell, "drop"),
+    "cell lost": _each_table(_lose_cell, "shorter"),
     "cell too many": _each_table(_add_cell, "drop"),
     "row lost": _each_table(_lose_row, "shorter"),
     "row repeated": _each_table(_repeat_row, "drop"),
