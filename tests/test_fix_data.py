@@ -37,6 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     RAW.parent.mkdir(parents=True)
     shutil.copy(ROOT / RAW, RAW)
+    shutil.copytree(ROOT / "data/tables", "data/tables")
     return tmp_path
 
 
@@ -501,7 +502,7 @@ def test_an_answer_that_is_nested_too_deep_is_no_table(home: Path, levels: int) 
     """Bug: such JSON was parsed to convert it to a table."""
     write_raw([*questions(30), row("Forecast for Oslo, 1 day.", nested(levels)), row("And?", "[" * levels)])
     set_params(max_chars="9000000")
-    assert outcome()[2]["dropped_reasons"] == {"wrong_keys": 2}
+    assert outcome()[2]["dropped_reasons"] == {"not_toon": 2}
 
 
 def test_unknown_keys_may_be_nested(home: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import chat_formats, conversations, images, json_answers, near_duplicates, readers, toon
+from stages.data import chat_formats, conversations, images, json_answers, json_lines, near_duplicates, readers, toon
 from stages.data.answer_verdict import JudgedAnswer
 from stages.data.chat_formats import Conversation, DroppedRowError, Message
 from stages.data.table_schema import load_table_file
@@ -99,7 +99,7 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
             reason = str(error)
             judged.dropped[reason] += 1
             if reason not in judged.first_dropped:
-                found = "" if row is None else readers.abbreviate_row(row if error.found is None else error.found)
+                found = "" if row is None else json_lines.abbreviate_row(row if error.found is None else error.found)
                 judged.first_dropped[reason] = DroppedExample(f"{chunk.source}, row {source_row}", found)
             continue
         for answer in repaired:
@@ -142,7 +142,7 @@ def judge_row(
     if not chat_formats.has_format(row, chat_format):
         raise ValueError(
             f"{chunk.display_name}, line {source_row + 1}: expected an object with {chat_formats.describe_format(chat_format)}, "
-            f"as fix_data.format: {chat_format} says, found {readers.abbreviate_row(row)}; choose another format "
+            f"as fix_data.format: {chat_format} says, found {json_lines.abbreviate_row(row)}; choose another format "
             f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or mend the file"
         )
     trim = params.dangling_turns == "trim"

@@ -56,8 +56,15 @@ def _find_json(text: str) -> FoundDocument | None:
         raise AmbiguousTextError("not_toon") from None
     if found is None or found.lead.strip() or found.tail.strip():
         return None
-    table = toon_format.dumps(found.value)
+    table = _write(found.value, ",")
     return FoundDocument(found.before, table.split("\n"), found.after, rules=[*found.rules, "json"])
+
+
+def _write(document: Any, delimiter: str) -> str:
+    try:
+        return str(toon_format.dumps(document, delimiter=delimiter))
+    except (ValueError, RecursionError):  # half a surrogate pair, or nested too deep
+        raise AmbiguousTextError("not_toon") from None
 
 
 def _repair(
@@ -88,7 +95,7 @@ def _repair(
     if changes:
         tables = find_tables(lines)
         mark = tables[0].header.delimiter if tables else ","
-        table = toon_format.dumps(made, delimiter=mark)
+        table = _write(made, mark)
         applied += [change for change in changes if change not in applied]
     if surrounding == "keep":
         before = document.before
@@ -146,7 +153,8 @@ def _explain_undecodable(lines: list[str], work: RepairContext) -> str:
     if len(set(names)) != len(names):
         return "repeated_table"
     if not tables or not any(table.rows for table in tables):
-        return "no_table" if work.schema is not None or not tables else "row_count"
+        is_list = work.schema is None and any(read_header(line) for line in lines)
+        return "row_count" if tables and work.schema is None else "not_toon" if is_list else "no_table"
     for table in tables:
         if any(len(split_row(lines[row], table.header)) != table.header.leaves for row in table.rows):
             return "row_width"

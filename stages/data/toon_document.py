@@ -64,6 +64,9 @@ def locate_document(text: str, schema: TableFile | None) -> FoundDocument:
     _check_lost_rows(inner, after, end)
     if schema is None and not blocks:
         _check_edges(document)
+        header = read_header(document[0])
+        if header is not None and not header.key and header.rest and (inner[:start] or after or len(document) > 1):
+            raise AmbiguousTextError("no_table")  # a footnote: [1]: ...
     before = [*lines[:first], *inner[:start]]
     rest = [*between, *after, *lines[last:]]
     is_ended = bool([*after, *lines[last:]])
@@ -173,8 +176,9 @@ def _check_lost_rows(lines: list[str], after: list[str], end: int) -> None:
     last = tables[-1] if tables and tables[-1].end == end else None
     is_whole = last is not None and last.header.count == len(last.rows)
     if last is not None and last.header.leaves == 1 and after and after[0].strip() and not is_fence(after[0]):
-        if measure_indent(lines[last.rows[-1]] if last.rows else "") == measure_indent(after[0]):
-            raise AmbiguousTextError("broken_row")  # a table of one column, not indented: any line may be its row
+        depth = measure_indent(lines[last.rows[-1]]) if last.rows else 0
+        if measure_indent(after[0]) == depth:  # of one column, not indented: any line may be a row
+            raise AmbiguousTextError("broken_row")
     for line in after:
         if not line.strip() or is_fence(line):
             continue

@@ -241,7 +241,9 @@ def _replace_typography(lines: list[str], work: RepairContext) -> list[str]:
 def _remove_cut_row(lines: list[str], work: RepairContext) -> list[str]:
     """Remove the last row where a token limit cut it: it has fewer cells than the header, and nothing follows."""
     for table in find_tables(lines):
-        place, header = _find_cut_row(table, lines, work), table.header
+        place, header, schema = _find_cut_row(table, lines, work), table.header, work.find_table(table.header)
+        if schema is not None and schema.rows.asked is not None:
+            continue  # the number of rows is asked for
         if place is None or header.count is None or header.count < len(table.rows) or len(table.rows) < 2:
             continue
         text = lines[place]

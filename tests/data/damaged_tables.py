@@ -4,6 +4,7 @@ The truth is the document itself, never a reading of the damaged text. A damage 
 document, or the document without what was cut off, or nothing but a drop.
 """
 
+import itertools
 import json
 import random
 import re
@@ -48,44 +49,77 @@ def _day(rng: random.Random, n: int) -> str:
     return f"2026-{rng.randrange(1, 13):02}-{n:02}"
 
 
+def _order(rng: random.Random, n: int) -> dict[str, Any]:
+    return {"id": n * 7, "customer": {"name": _name(rng), "city": rng.choice(CITIES)}, "total": _price(rng)}
+
+
+def _reading(rng: random.Random, n: int) -> dict[str, Any]:
+    return {"at": f"2026-01-{n:02}T10:00:00Z", "value": rng.randrange(-400, 400) / 10, "ok": True}
+
+
 SCHEMAS: dict[str, Callable[[random.Random], Any]] = {
     "users": lambda r: {"users": _rows(r, lambda n: {"id": n, "name": _name(r), "active": r.random() < 0.5})},
-    "orders": lambda r: {
-        "orders": _rows(r, lambda n: {"id": n * 7, "customer": {"name": _name(r), "city": r.choice(CITIES)}, "total": _price(r)}),
-        "currency": "EUR",
-    },
-    "readings": lambda r: {
-        "sensor": f"s-{r.randrange(99)}",
-        "readings": _rows(r, lambda n: {"at": f"2026-01-{n:02}T10:00:00Z", "value": r.randrange(-400, 400) / 10, "ok": True}),
-    },
+    "orders": lambda r: {"orders": _rows(r, lambda n: _order(r, n)), "currency": "EUR"},
+    "readings": lambda r: {"sensor": f"s-{r.randrange(99)}", "readings": _rows(r, lambda n: _reading(r, n))},
     "products": lambda r: {
-        "products": _rows(r, lambda n: {"sku": f"A{n:03}", "title": r.choice(WORDS), "price": _price(r), "stock": r.randrange(90)})
+        "products": _rows(
+            r, lambda n: {"sku": f"A{n:03}", "title": r.choice(WORDS), "price": _price(r), "stock": r.randrange(90)}
+        )
     },
     "root_table": lambda r: _rows(r, lambda n: {"n": n, "city": r.choice(CITIES), "people": r.randrange(10**6)}),
-    "tags": lambda r: {"title": "Tags of a post", "tags": _rows(r, lambda n: r.choice(STATES)), "sizes": _rows(r, lambda n: n * n)},
+    "tags": lambda r: {
+        "title": "Tags of a post",
+        "tags": _rows(r, lambda n: r.choice(STATES)),
+        "sizes": _rows(r, lambda n: n * n),
+    },
     "nested": lambda r: {
-        "report": {"year": 2026, "author": {"name": _name(r), "id": 3}, "lines": _rows(r, lambda n: {"k": f"k{n}", "v": n / 4})},
+        "report": {
+            "year": 2026,
+            "author": {"name": _name(r), "id": 3},
+            "lines": _rows(r, lambda n: {"k": f"k{n}", "v": n / 4}),
+        },
         "final": False,
     },
-    "mixed_list": lambda r: {"events": _rows(r, lambda n: {"kind": "a", "n": n} if n % 2 else {"kind": "b", "note": r.choice(WORDS)})},
+    "mixed_list": lambda r: {
+        "events": _rows(r, lambda n: {"kind": "a", "n": n} if n % 2 else {"kind": "b", "note": r.choice(WORDS)})
+    },
     "one_column": lambda r: {"guests": _rows(r, lambda n: {"name": _name(r)})},
-    "keyed": lambda r: {"stock": {f"item{n}": {"count": r.randrange(50), "price": _price(r)} for n in range(1, r.randrange(3, 7))}},
+    "keyed": lambda r: {
+        "stock": {f"item{n}": {"count": r.randrange(50), "price": _price(r)} for n in range(1, r.randrange(3, 7))}
+    },
     "two_tables": lambda r: {
         "teams": _rows(r, lambda n: {"id": n, "team": r.choice(CITIES)}),
-        "games": _rows(r, lambda n: {"home": n, "away": n + 1, "score": f"{r.randrange(9)}:{r.randrange(9)}", "day": _day(r, n)}),
+        "games": _rows(r, lambda n: {"home": n, "away": n + 1, "score": f"{n}:{r.randrange(9)}", "day": _day(r, n)}),
     },
-    "spaced_keys": lambda r: {"total sales": _price(r), "by region": _rows(r, lambda n: {"region name": r.choice(CITIES), "sum": n})},
+    "spaced_keys": lambda r: {
+        "total sales": _price(r),
+        "by region": _rows(r, lambda n: {"region name": r.choice(CITIES), "sum": n}),
+    },
     "unicode": lambda r: {"词": _rows(r, lambda n: {"字": _name(r), "größe": n}), "résumé": "naïve"},
-    "numbers": lambda r: {"points": _rows(r, lambda n: {"x": -n, "y": r.choice([1e-7, 2.5e9, -0.125, 3]), "z": r.randrange(-9, 9)})},
-    "nulls": lambda r: {"tasks": _rows(r, lambda n: {"id": n, "done": r.choice([True, False, None]), "due": r.choice([None, "2026-02-03"])})},
-    "texts_like_numbers": lambda r: {"codes": _rows(r, lambda n: {"code": f"00{n}", "zip": str(r.randrange(10**5)), "flag": "true"})},
+    "numbers": lambda r: {
+        "points": _rows(r, lambda n: {"x": -n, "y": r.choice([1e-7, 2.5e9, -0.125, 3]), "z": r.randrange(-9, 9)})
+    },
+    "nulls": lambda r: {
+        "tasks": _rows(
+            r, lambda n: {"id": n, "done": r.choice([True, False, None]), "due": r.choice([None, "2026-02-03"])}
+        )
+    },
+    "texts_like_numbers": lambda r: {
+        "codes": _rows(r, lambda n: {"code": f"00{n}", "zip": str(r.randrange(10**5)), "flag": "true"})
+    },
     "hard_texts": lambda r: {"quotes": _rows(r, lambda n: {"who": _name(r), "said": r.choice(WORDS), "page": n})},
     "matrix": lambda r: {"matrix": _rows(r, lambda n: [n, n + 1, r.randrange(9)]), "name": "m"},
-    "empties": lambda r: {"rows": _rows(r, lambda n: {"id": n, "note": r.choice(["", "ok"]), "state": r.choice(STATES)}), "none": [], "more": {}},
-    "nested_tables": lambda r: {
-        "groups": _rows(r, lambda n: {"name": f"g{n}", "members": _rows(r, lambda m: {"id": m, "name": _name(r)}), "size": n})
+    "empties": lambda r: {
+        "rows": _rows(r, lambda n: {"id": n, "note": r.choice(["", "ok"]), "state": r.choice(STATES)}),
+        "none": [],
+        "more": {},
     },
-}  # fmt: skip
+    "nested_tables": lambda r: {
+        "groups": _rows(
+            r, lambda n: {"name": f"g{n}", "members": _rows(r, lambda m: {"id": m, "name": _name(r)}), "size": n}
+        )
+    },
+}
 
 Outcome = Literal["same", "shorter", "drop"]  # the most that a repair may make of the text; a drop is always allowed
 
@@ -148,7 +182,7 @@ def _normalise(value: Any) -> Any:
 
 
 def is_part(made: Any, truth: Any) -> bool:
-    """Return whether `made` is `truth` without some rows and without what comes after a cut; every value that is left is right."""
+    """Return whether `made` is `truth` without some rows and what comes after a cut; every value that is left is right."""
     if isinstance(made, dict) and isinstance(truth, dict):
         return list(made) == list(truth)[: len(made)] and all(is_part(inner, truth[key]) for key, inner in made.items())
     if isinstance(made, list) and isinstance(truth, list):
@@ -163,7 +197,7 @@ Damage = Callable[[random.Random, str], DamagedText | None]
 def _each_table(
     change: Callable[[random.Random, list[str], WrittenTable], bool | None], outcome: Outcome = "same"
 ) -> Damage:
-    """Return a damage of one table; `change` edits the lines and may return whether one reading is left (None: not applicable)."""
+    """Return a damage of one table. `change` edits the lines, and returns whether one reading is left; None: not applicable."""
 
     def damage(rng: random.Random, text: str) -> DamagedText | None:
         lines = text.split("\n")
@@ -189,7 +223,7 @@ def _set_count(rng: random.Random, lines: list[str], table: WrittenTable, writte
 def _count_down(rng: random.Random, lines: list[str], table: WrittenTable) -> bool:
     _set_count(rng, lines, table, str(rng.randrange(table.count)))
     texts = [lines[row].strip() for row in table.rows]
-    return all(one != two for one, two in zip(texts, texts[1:], strict=False))
+    return all(one != two for one, two in itertools.pairwise(texts))
 
 
 def _count_up(rng: random.Random, lines: list[str], table: WrittenTable) -> bool:
@@ -213,10 +247,8 @@ def _no_count(rng: random.Random, lines: list[str], table: WrittenTable) -> bool
 
 
 def _split(row: str, delimiter: str) -> list[str]:
-    return re.findall(
-        rf'(?:"(?:[^"\\]|\\.)*"|[^{re.escape(delimiter)}"])+|(?<={re.escape(delimiter)})(?={re.escape(delimiter)}|$)',
-        row.strip(" "),
-    )
+    mark = re.escape(delimiter)
+    return re.findall(rf'(?:"(?:[^"\\]|\\.)*"|[^{mark}"])+|(?<={mark})(?={mark}|$)', row.strip(" "))
 
 
 def _change_delimiter(rng: random.Random, lines: list[str], table: WrittenTable) -> bool | None:
@@ -331,6 +363,10 @@ def _indent_all(text: str, unit: str) -> str:
     return re.sub(r"^(?:  )+", lambda m: unit * (len(m[0]) // 2), text, flags=re.MULTILINE)
 
 
+def _write_json(rng: random.Random, text: str) -> str:
+    return json.dumps(toon_format.loads(text), indent=rng.choice([None, 2]), ensure_ascii=False)
+
+
 DAMAGES: dict[str, Damage] = {
     "none": _whole(lambda r, t: t),
     "fence": _whole(lambda r, t: f"```{r.choice(['', 'toon', 'text'])}\n{t}\n```"),
@@ -359,7 +395,7 @@ DAMAGES: dict[str, Damage] = {
     "cell too many": _each_table(_add_cell, "drop"),
     "row lost": _each_table(_lose_row, "shorter"),
     "row repeated": _each_table(_repeat_row, "drop"),
-    "JSON instead": lambda rng, text: DamagedText(json.dumps(toon_format.loads(text), indent=rng.choice([None, 2]), ensure_ascii=False), "same", True),
+    "JSON instead": _whole(lambda r, t: _write_json(r, t)),
 }  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from stages.data import toon
 from stages.data.answer_verdict import JudgedAnswer
-from stages.data.table_schema import TableFile, load_table_file
+from stages.data.schema_check import find_asked_rows
+from stages.data.table_schema import TableFile, TableValue, load_table_file
 from stages.toy import damaged_exports, weather
 
 FORECAST = weather.WeatherForecast(
@@ -38,6 +39,9 @@ days[3]{date,low,high,rain,sky}:
   2026-02-28,-1,3,80,snow
   2026-03-01,0,8,0,sunny"""
 WEATHER = load_table_file(Path(__file__).parents[2] / "data/tables/weather.yaml")
+DAYS = WEATHER.keys["days"]
+assert isinstance(DAYS, TableValue)
+ROWS = DAYS.rows
 SKIES = ["sunny", "cloudy", "fog", "rain", "storm", "snow"]
 HEADER = "days[3]{date,low,high,rain,sky}:"
 
@@ -76,7 +80,7 @@ TABLE = [
     ("prose and fence", f"Sure:\n```toon\n{TEXT}\n```\nBye.", "repaired:fence,prose"),
     ("wrong count, rows complete", TEXT.replace("[3]", "[5]"), "repaired:count"),
     ("truncated last row", TEXT.removesuffix(",0,sunny"), "dropped:row_width"),
-    ("truncated inside the first cell", TEXT.removesuffix("-01,0,8,0,sunny"), "dropped:broken_row"),
+    ("truncated inside the first cell", TEXT.removesuffix("-01,0,8,0,sunny"), "dropped:row_width"),
     ("truncated inside the last cell", TEXT.removesuffix("ny"), "dropped:wrong_value"),
     ("truncated between rows", TEXT.removesuffix("\n  2026-03-01,0,8,0,sunny"), "dropped:row_count"),
     ("truncated, and the count agrees", TEXT.removesuffix("\n  2026-03-01,0,8,0,sunny").replace("[3]", "[2]"),
@@ -87,7 +91,7 @@ TABLE = [
     ("trailing comma", TEXT.replace(ROW, ROW + ","), "repaired:trailing_comma"),
     ("trailing comma for the last cell", TEXT.replace(ROW, "  2026-02-28,-1,3,80,"), "dropped:wrong_value"),
     ("decimal comma", TEXT.replace(",8,0,", ",8,5,0,"), "dropped:row_width"),
-    ("date with a time", TEXT.replace("2026-02-28", "2026-02-28T10:00"), "dropped:row_count"),
+    ("date with a time", TEXT.replace("2026-02-28", "2026-02-28T10:00"), "dropped:broken_row"),
     ("4 spaces", TEXT.replace("  ", "    "), "repaired:indent"),
     ("3 spaces", TEXT.replace("  ", "   "), "repaired:indent"),
     ("tabs", TEXT.replace("  ", "\t"), "repaired:indent"),
@@ -119,7 +123,7 @@ TABLE = [
     ("markdown table", MARKDOWN, "dropped:no_table"),
     ("repeated document", f"{TEXT}\n{TEXT}", "dropped:repeated_table"),
     ("looping rows", f"{TEXT}\n{ROW}\n{ROW}", "dropped:row_count"),
-    ("prose between the rows", TEXT.replace(ROW, f"{ROW}\nand then"), "dropped:not_toon"),
+    ("prose between the rows", TEXT.replace(ROW, f"{ROW}\nand then"), "dropped:broken_row"),
     # and what only the schema sees
     ("unknown unit", TEXT.replace("unit: C", "unit: K"), "dropped:wrong_value"),
     ("rain over 100", TEXT.replace(",80,", ",180,"), "dropped:wrong_value"),
@@ -131,8 +135,8 @@ TABLE = [
     ("other columns", TEXT.replace("low,high", "min,max"), "dropped:wrong_columns"),
     ("carriage returns, which pass", TEXT.replace("\n", "\r\n"), "repaired:line_ends"),
     ("white space around", f"\t\n{TEXT}\n\t", "repaired:blank_line"),
-    ("an empty answer", "", "dropped:wrong_keys"),
-    ("no TOON at all", "I can't help with that.", "dropped:wrong_keys"),
+    ("an empty answer", "", "dropped:no_table"),
+    ("no TOON at all", "I can't help with that.", "dropped:no_table"),
 ]  # fmt: skip
 
 
@@ -189,7 +193,7 @@ def test_another_table_is_another_schema() -> None:
     broken = "```\n" + text.replace("[2]", "[#9]").replace("  ", "\t") + "\n```"
     assert judge(broken, 2, "strip", stock) == JudgedAnswer(text, "repaired:fence,old_dialect,indent,count")
     assert judge(text.replace("week: 7", "week: 54"), 2, "strip", stock).verdict == "dropped:wrong_value"
-    assert judge(text, 2, "strip").verdict == "dropped:wrong_keys"
+    assert judge(text, 2, "strip").verdict == "dropped:no_table"
 
 
 # --- every truncation, every corruption ------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
     for messages in (next(stream) for _ in range(300)):
         for question, answer in zip(messages[1::2], messages[2::2], strict=True):
             rows = answer["content"].count("\n") - 2
-            assert toon.parse_horizon(question["content"]) == rows, question
+            assert find_asked_rows(ROWS, question["content"]) == rows, question
 
 
 @pytest.mark.parametrize(
@@ -342,7 +346,7 @@ def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
     ],
 )
 def test_horizon_of_other_questions(question: str, horizon: int | None) -> None:
-    assert toon.parse_horizon(question) == horizon
+    assert find_asked_rows(ROWS, question) == horizon
 
 
 def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
