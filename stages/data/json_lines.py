@@ -42,8 +42,8 @@ class BrokenLines:
         if not is_plain or not 0 < len(self.numbers) <= MAX_REMOVED_LINES or len(self.numbers) == self.total:
             return ", or give another file"
         script = ";".join(f"{number}d" for number in self.numbers)
-        copy = Path(path).with_suffix(f".whole{Path(path).suffix}")
-        return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {shlex.quote(str(copy))}"
+        copy = shlex.quote(f"{path}.whole")  # no name that a folder of data would be read with
+        return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {copy}, and put that in its place"
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:

@@ -5,15 +5,16 @@ Renamed columns, casts and converted units are what the schema's author asked fo
 
 import datetime as dt
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 from stages.data.table_schema import (
+    AnyValue,
     ListValue,
     NumberValue,
-    ObjectValue,
     PlainValue,
     RowsRule,
     TableFile,
@@ -36,7 +37,7 @@ class SchemaMismatchError(Exception):
 
 @dataclass
 class _Conforming:
-    """What the document's check needs and finds."""
+    """Inputs of a document's check, and the changes that it makes."""
 
     units: dict[str, UnitConversion]
     question: str | None
@@ -65,21 +66,25 @@ def find_asked_rows(rule: RowsRule, question: str | None) -> int | None:
     return numbers.pop() if len(numbers) == 1 else None
 
 
-def _conform(value: Any, schema: Value, work: _Conforming) -> Any:
-    if isinstance(value, str) and value in schema.missing:
+def _conform(value: Any, schema: AnyValue, work: _Conforming) -> Any:
+    if schema.missing and isinstance(value, str) and value in schema.missing:
         work.rules["missing"] = None
         value = None
     if value is None and schema.optional:
         return None
-    if isinstance(schema, ObjectValue):
-        return _conform_object(value, schema, work, "wrong_keys", schema.other_keys == "keep")
-    if isinstance(schema, TableValue):
-        return _conform_table(value, schema, work)
-    if isinstance(schema, ListValue):
-        return _conform_list(value, schema, work)
-    if isinstance(schema, NumberValue):
-        return _conform_number(value, schema, work)
-    return _conform_text(value, schema, work) if isinstance(schema, TextValue) else _conform_plain(value, schema, work)  # type: ignore[arg-type]
+    match schema.type:  # a chain of isinstance takes longer than the checks
+        case "text":
+            return _conform_text(value, schema, work)
+        case "integer" | "number":
+            return _conform_number(value, schema, work)
+        case "object":
+            return _conform_object(value, schema, work, "wrong_keys", schema.other_keys == "keep")
+        case "table":
+            return _conform_table(value, schema, work)
+        case "list":
+            return _conform_list(value, schema, work)
+        case _:
+            return _conform_plain(value, schema, work)
 
 
 def _conform_object(value: Any, schema: Value, work: _Conforming, reason: str, keeps_others: bool) -> dict[str, Any]:
@@ -87,23 +92,33 @@ def _conform_object(value: Any, schema: Value, work: _Conforming, reason: str, k
     if not isinstance(value, dict):
         raise SchemaMismatchError(reason)
     parts = list_parts(schema)
-    names = {other: (key, unit) for key, part in parts.items() for other, unit in part.names.items()}
-    found: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for name, inner in value.items():
-        key, unit = names.get(name, (name, None)) if name not in parts else (name, None)
-        if key not in parts:
-            others[name] = inner
-            continue
-        if key in found:  # under two of its names
-            raise SchemaMismatchError(reason)
-        found[key] = _convert_unit(inner, parts[key], unit, work) if unit else inner
+    found, others = _collect(value, parts, reason, work)
     if (others and not keeps_others) or any(key not in found and not part.optional for key, part in parts.items()):
         raise SchemaMismatchError(reason)
     made = {key: _conform(found[key], part, work) for key, part in parts.items() if key in found} | others
     if list(made) != list(value):
         work.rules["columns"] = None
     return made
+
+
+def _collect(
+    value: dict[str, Any], parts: Mapping[str, Value], reason: str, work: _Conforming
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (values by the schema's names, in its units; values that it has no name for)."""
+    if value.keys() == parts.keys():
+        return value, {}
+    names = {other: (key, unit) for key, part in parts.items() for other, unit in part.names.items()}
+    found: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, inner in value.items():
+        key, unit = (name, None) if name in parts else names.get(name, (name, None))
+        if key not in parts:
+            others[name] = inner
+            continue
+        if key in found:  # under two of its names
+            raise SchemaMismatchError(reason)
+        found[key] = _convert_unit(inner, parts[key], unit, work) if unit else inner
+    return found, others
 
 
 def _conform_list(value: Any, schema: ListValue, work: _Conforming) -> list[Any]:
@@ -147,7 +162,11 @@ def _conform_text(value: Any, schema: TextValue, work: _Conforming) -> str:
         value = str(value).lower() if isinstance(value, bool) else str(value)
     if not isinstance(value, str):
         raise SchemaMismatchError("wrong_value")
-    if re.fullmatch(r"“[^“”]*”", value) and ("“" in schema.forbid or value[1:-1] in schema.choices):
+    if (
+        value[:1] == "“"
+        and re.fullmatch(r"“[^“”]*”", value)
+        and ("“" in schema.forbid or value[1:-1] in schema.choices)
+    ):
         work.rules["typography"] = None
         value = value[1:-1]
     is_chosen = value in schema.choices if schema.choices else value != ""

@@ -56,7 +56,7 @@ class UnitConversion(Section):
 
 
 class Value(Section):
-    """What all values have."""
+    """The keys that values of every type have."""
 
     optional: bool = False  # may be missing or null
     missing: list[Text] = Field(default_factory=list)  # texts that stand for null, as N/A
@@ -171,7 +171,7 @@ class TableFile(Section):
         return self
 
     @cached_property
-    def document(self) -> Value:
+    def document(self) -> AnyValue:
         """Return the whole document as one value."""
         return self.root or ObjectValue(type="object", keys=self.keys, other_keys=self.other_keys)
 
@@ -180,11 +180,11 @@ for _model in (ListValue, ObjectValue, TableValue, TableFile):
     _model.model_rebuild()
 
 
-def list_parts(value: Value) -> dict[str, Value]:
+def list_parts(value: Value) -> dict[str, AnyValue]:
     """Return the named values inside an object or a table; {} for others."""
     if isinstance(value, ObjectValue):
-        return {**value.keys}
-    return {**value.columns} if isinstance(value, TableValue) else {}
+        return value.keys
+    return value.columns if isinstance(value, TableValue) else {}
 
 
 def _check_value(place: str, value: Value, units: dict[str, UnitConversion]) -> None:

@@ -5,6 +5,7 @@ Nothing here decides what a value is: that is the strict decoder's work, once th
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 TOON_DELIMITERS = (",", "\t", "|")
 READ_DELIMITERS = (*TOON_DELIMITERS, ";")  # `;` is written by models, not by the format
@@ -34,36 +35,36 @@ class Header:
     colon: str  # with the white space before it; "" where it is missing
     rest: str  # values on the same line
 
-    @property
+    @cached_property
     def parts(self) -> re.Match[str] | None:
         return _BRACKET.fullmatch(self.bracket) if self.bracket else None
 
-    @property
+    @cached_property
     def count(self) -> int | None:
         """Return the declared number of rows; None where it is missing or a letter."""
         digits = self.parts["count"] if self.parts else ""
         return int(digits) if digits.isdigit() and len(digits) < 10 else None
 
-    @property
+    @cached_property
     def keyed(self) -> bool:
         return bool(self.parts and self.parts["keyed"])
 
-    @property
+    @cached_property
     def delimiter(self) -> str:
         return (self.parts["delimiter"] if self.parts else "") or ","
 
-    @property
+    @cached_property
     def field_delimiter(self) -> str:
         """Return the only delimiter between the field names, else the declared one."""
         found = [mark for mark in READ_DELIMITERS if len(split_cells(self.fields or "", mark)) > 1]
         return found[0] if len(found) == 1 else self.delimiter
 
-    @property
+    @cached_property
     def leaves(self) -> int:
         """Return the number of cells of a row: of `id,name,at{x,y}` 4, since a group is its inner fields."""
         return len(split_cells(self.fields or "", self.field_delimiter))
 
-    @property
+    @cached_property
     def leaf_names(self) -> list[str]:
         """Return the innermost names, without quotes; of `id,at{x,y}` id, x, y."""
         names = split_cells(self.fields or "", self.field_delimiter)
@@ -95,6 +96,7 @@ class Table:
     end: int  # place after its last row
 
 
+@lru_cache(maxsize=4096)  # each rule reads the same lines
 def read_header(line: str) -> Header | None:
     """Return the header that a line is; None for any other line."""
     if "[" not in line and "{" not in line:

@@ -33,7 +33,7 @@ MINUS_NUMBER = re.compile("\N{MINUS SIGN}" + NUMBER_PATTERN.removeprefix("-?"))
 
 @dataclass
 class RepairContext:
-    """What the rules know of a document besides its lines."""
+    """The facts about a document, besides its lines, that the rules need."""
 
     schema: TableFile | None = None
     question: str | None = None
