@@ -246,7 +246,14 @@ def ends_rows(line: str, delimiter: str) -> bool:
 
 def split_row(line: str, table_header: Header, delimiter: str | None = None) -> list[str]:
     """Return the cells of a row as written."""
-    text = line.strip(" \t")
+    delimiter = table_header.delimiter if delimiter is None else delimiter
+    text = strip_row(line, delimiter)
     if table_header.keyed:
         text = text[re.match(rf"(?:{QUOTED}|[^:])*:?", text).end() :]  # type: ignore[union-attr]
-    return split_cells(text.strip(" "), table_header.delimiter if delimiter is None else delimiter)
+    return split_cells(text.strip(" "), delimiter)
+
+
+def strip_row(line: str, delimiter: str) -> str:
+    """Return a row without indentation and white space at its end; a tab there is an empty cell where tabs are delimiters."""
+    text = line.lstrip(" \t")
+    return text.rstrip(" ") if delimiter == "\t" else text.rstrip(" \t")

@@ -26,6 +26,7 @@ from stages.data.toon_lines import (
     read_header,
     split_cells,
     split_row,
+    strip_row,
 )
 
 MINUS_NUMBER = re.compile("\N{MINUS SIGN}" + NUMBER_PATTERN.removeprefix("-?"))
@@ -129,7 +130,8 @@ def _correct_indent(lines: list[str], _: RepairContext) -> list[str]:
     for at, line in enumerate(lines):
         table = row_levels.get(at)
         deep = level(line) if table is None else level(lines[table.place]) + (2 if table.header.hyphen else 1)
-        changed.append("  " * deep + line.strip(" \t") if line.strip() else line)
+        text = strip_row(line, "," if table is None else table.header.delimiter)
+        changed.append("  " * deep + text if line.strip() else line)
     return changed
 
 
@@ -152,7 +154,7 @@ def _correct_delimiters(lines: list[str], work: RepairContext) -> list[str]:
             for mark in READ_DELIMITERS
             if all(len(split_row(lines[row], header, mark)) == header.leaves for row in whole)
         ]
-        is_declared = any(len(split_row(lines[row], header)) >= header.leaves for row in whole)
+        is_declared = any(len(split_row(lines[row], header)) >= header.leaves for row in table.rows)
         if is_declared and header.field_delimiter == header.delimiter:
             continue  # other rows have another defect
         if len(fitting) > 1:
@@ -161,6 +163,9 @@ def _correct_delimiters(lines: list[str], work: RepairContext) -> list[str]:
             continue
         if any(cell.endswith(header.delimiter) for row in whole for cell in split_row(lines[row], header, fitting[0])):
             raise AmbiguousTextError("two_readings")
+        texts = [re.sub(QUOTED, "", lines[row]) for row in whole]
+        if all(text.count(f"{fitting[0]} ") == header.leaves - 1 for text in texts):
+            raise AmbiguousTextError("two_readings")  # `Paris, France` may be one value of a row that lost another
         mark = fitting[0] if fitting[0] in TOON_DELIMITERS else ","
         fields = mark.join(split_cells(header.fields or "", header.field_delimiter))
         changed[table.place] = replace(header.declare(delimiter=mark), fields=fields).write()
@@ -188,7 +193,8 @@ def _remove_trailing_delimiter(lines: list[str], _: RepairContext) -> list[str]:
         for row in table.rows:
             cells = split_row(lines[row], table.header)
             if len(cells) == table.header.leaves + 1 and not cells[-1]:
-                changed[row] = lines[row].rstrip().removesuffix(table.header.delimiter.strip() or "\t")
+                changed[row] = strip_row(lines[row], table.header.delimiter).removesuffix(table.header.delimiter)
+                changed[row] = lines[row][: len(lines[row]) - len(lines[row].lstrip(" \t"))] + changed[row]
     return changed
 
 
@@ -203,7 +209,7 @@ def _quote_delimiters(lines: list[str], work: RepairContext) -> list[str]:
         if not wide:
             continue
         columns = work.find_table(table.header)
-        texts = [lines[row].strip(" \t") for row in table.rows]
+        texts = [strip_row(lines[row], table.header.delimiter) for row in table.rows]
         merged = merge_cells(texts, table.header, columns.columns if columns else None)
         for at in wide:
             if merged[at] is None:

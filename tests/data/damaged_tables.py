@@ -408,17 +408,13 @@ def is_still_valid(text: str) -> bool:
 
 
 def iterate_cases(seed: int, count: int) -> Iterator[tuple[str, str, Any, DamagedText]]:
-    """Yield (schema, damage, truth, damaged text), schemas and damages in turn."""
-    rng, made = random.Random(seed), 0
-    while True:
-        for kind, damage in DAMAGES.items():
+    """Yield (schema, damage, truth, damaged text), each damage as often, of schemas drawn from those that it applies to."""
+    rng = random.Random(seed)
+    for kind in itertools.islice(itertools.cycle(DAMAGES), count):
+        damaged = None
+        while damaged is None:
             schema = rng.choice(list(SCHEMAS))
             truth = SCHEMAS[schema](rng)
             text = encode(rng, truth)
-            damaged = None if text is None else damage(rng, text)
-            if damaged is None:
-                continue
-            if made == count:
-                return
-            made += 1
-            yield schema, kind, truth, damaged
+            damaged = None if text is None else DAMAGES[kind](rng, text)
+        yield schema, kind, truth, damaged

@@ -38,6 +38,8 @@ CASES = [
      "repaired:cut_row,count"),
     ("cut in the first row", "users[3]{id,name}:\n  1", None, "dropped:row_width"),
     ("cut in the fenced last cell", f"```\n{USERS}", None, "dropped:count_or_cut"),
+    ("cut before the last cell, where tabs are delimiters", "```\na[1\t]{x\ty}:\n  1\t", None, "dropped:count_or_cut"),
+    ("one value with a comma, or two", "a[1|]{x|y}:\n  Paris, France\nn: 1", None, "dropped:two_readings"),
     ("a row too short in the middle", USERS.replace("2,Grace Hopper", "2"), None, "dropped:row_width"),
     ("a row twice", USERS.replace("  3", "  2,Grace Hopper\n  3"), None, "dropped:repeated_row"),
     ("pipes where commas are declared", USERS.replace("1,", "1|").replace("2,", "2|").replace("3,", "3|"),
