@@ -119,7 +119,7 @@ def _check(text: str, schema: TableFile | None, question: str | None) -> tuple[A
             return None, str(error), []
     elif "- [" in text and any(re.match(r"\s*- +\[", line) and read_header(line) is None for line in text.split("\n")):
         return None, "not_toon", []  # a header that was cut, which decodes as text
-    elif not _has_structure(document):
+    elif not _has_structure(document, text):
         return None, "no_table", []
     elif "\N{MINUS SIGN}" in text and _has_minus_number(document):
         return None, "minus_or_text", []
@@ -128,14 +128,14 @@ def _check(text: str, schema: TableFile | None, question: str | None) -> tuple[A
     return document, "untidy" if is_untidy else None, changes
 
 
-def _has_structure(document: Any) -> bool:
+def _has_structure(document: Any, text: str) -> bool:
     """Return whether a document is more than a line of prose with a colon, which decodes as one key."""
     if isinstance(document, list):
         return bool(document)
     if not isinstance(document, dict) or not document:
         return False
     value = next(iter(document.values()))
-    return len(document) > 1 or not isinstance(value, str) or " " not in value
+    return len(document) > 1 or not isinstance(value, str) or " " not in value or text.rstrip().endswith('"')
 
 
 def _has_minus_number(value: Any) -> bool:

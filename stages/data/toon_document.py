@@ -215,7 +215,7 @@ def _check_edges(document: list[str]) -> None:
     for edge in (roots, roots[::-1]):
         for at in edge:
             key = None if read_header(document[at]) else read_key(document[at])
-            if key is None or _has_content(document, at, base):
+            if key is None or document[at].lstrip().startswith('"') or _has_content(document, at, base):
                 break
             others = [name for place, name in names.items() if place != at]
             is_capital = key[0][:1].isupper()
