@@ -5,6 +5,7 @@ written otherwise (a comma too many, True for true) or refused. `json.loads` mus
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from stages.data.answer_verdict import JudgedAnswer, drop, find_fenced_blocks, j
 from stages.data.json_repairs import BrokenJsonError, read_json, starts_json
 from stages.data.schema_check import SchemaMismatchError, conform_document
 from stages.data.table_schema import TableFile
+
+LOOKED_AT = 200  # characters that show whether a bracket starts JSON
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,9 @@ def locate_json(text: str) -> LocatedJson | None:
 
 def _find_start(text: str) -> int | None:
     """Return where the first JSON object or array starts: an object anywhere, an array at the start of a line."""
-    for at, mark in enumerate(text):
-        if mark == "{" and starts_json(text[at : at + 200]):
-            return at
-        line_start = text.rfind("\n", 0, at) + 1
-        if mark == "[" and not text[line_start:at].strip() and starts_json(text[at : at + 200]):
+    for found in re.finditer(r"\{|^[ \t]*(?P<list>\[)", text, re.MULTILINE):
+        at = found.start("list") if found["list"] else found.start()
+        if starts_json(text[at : at + LOOKED_AT]):
             return at
     return None
 

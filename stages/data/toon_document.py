@@ -145,12 +145,13 @@ def _is_open_item(lines: list[str], at: int, marked: set[int]) -> bool:
 def _remove_prose_between(lines: list[str], start: int, end: int, marked: set[int]) -> tuple[list[str], list[str]]:
     """Return (the document's lines, lines of prose between its parts). Prose is only what follows a complete table or a key."""
     tables = find_tables(lines)
-    kept, removed = [], []
+    owners = {place: table for table in tables for place in (table.place, *table.rows)}
+    kept, removed, previous = [], [], start
     for at in range(start, end):
         line = lines[at]
         is_prose = bool(line.strip()) and at not in marked and not is_comment(line)
-        previous = max((place for place in marked if place < at), default=at)
-        table = next((table for table in tables if previous in (table.place, *table.rows)), None)
+        table = owners.get(previous)
+        previous = at if at in marked else previous
         is_whole = table is None or table.header.count == len(table.rows)
         loose = _LOOSE_KEY.match(line)
         if (
@@ -191,9 +192,11 @@ def _check_lost_rows(lines: list[str], after: list[str], end: int) -> None:
 def _has_width(line: str, table: Table) -> bool:
     """Return whether a line has as many cells as a table's rows, where these are many or begin like it."""
     width = table.header.leaves
-    if width < 2 or not any(len(split_cells(line, mark)) == width for mark in READ_DELIMITERS):
+    readings = [cells for mark in READ_DELIMITERS if len(cells := split_cells(line, mark)) == width]
+    if width < 2 or not readings:
         return False
-    return table.header.count != len(table.rows) or ", " not in line
+    is_whole = table.header.count == len(table.rows)
+    return not is_whole or (", " not in line and any(all(cells) for cells in readings))
 
 
 def _check_edges(document: list[str]) -> None:
@@ -217,12 +220,11 @@ def _check_edges(document: list[str]) -> None:
             key = None if read_header(document[at]) else read_key(document[at])
             if key is None or document[at].lstrip().startswith('"') or _has_content(document, at, base):
                 break
-            others = [name for place, name in names.items() if place != at]
             is_capital = key[0][:1].isupper()
+            others = [name for place, name in names.items() if place != at] if is_capital else []
             is_wordy = not key[1] or (" " in key[1] and not key[1].startswith('"'))
             is_apart = any(0 <= place < len(document) and not document[place].strip() for place in (at - 1, at + 1))
-            is_odd = bool(others) and all(name[:1].islower() for name in others)
-            if is_capital and is_wordy and (is_odd or is_apart or not others):
+            if is_capital and is_wordy and (is_apart or all(name[:1].islower() for name in others)):
                 raise AmbiguousTextError("prose_or_key")
 
 

@@ -206,22 +206,28 @@ def _find_rows(lines: list[str], place: int, header: Header) -> tuple[int, ...]:
     """Return the places of a table's rows.
 
     They are the lines that are indented deeper than its header, up to a key or another header. Where the first of them is not
-    indented, they are those beside the header that have as many cells as the header has fields.
+    indented, they are those beside the header, up to an empty line, that have as many cells as the header has fields: prose
+    that follows may have a comma too.
     """
     base = measure_indent(header.indent) + (2 if header.hyphen else 0)
     rows: list[int] = []
-    is_flat = False
+    is_flat = is_apart = has_spaces = False
     for at in range(place + 1, len(lines)):
         line = lines[at]
         if not line.strip() or is_comment(line):
+            is_apart |= not line.strip()
             continue
         is_deeper = measure_indent(line) > base
         if not rows:
             is_flat = not is_deeper
         if FENCE.match(line) or is_deeper == is_flat or not _is_row(line, header, is_flat):
             break
-        if is_flat and header.leaves == 1 and header.count is not None and len(rows) == header.count:
-            break
+        if is_flat:
+            is_full = header.leaves == 1 and header.count is not None and len(rows) == header.count
+            is_spaced = f"{header.delimiter} " in re.sub(QUOTED, '""', line)
+            if is_apart or is_full or (rows and is_spaced and not has_spaces):
+                break
+            has_spaces |= is_spaced
         rows.append(at)
     return tuple(rows)
 

@@ -356,7 +356,21 @@ def _header(pattern: str, new: str) -> Damage:
 
 
 BEFORE = ["Here is the table:\n\n", "Sure! Here you go:\n", "Of course.\n\n", "Here are the results you asked for:\n"]
-AFTER = ["\n\nHope this helps!", "\n\nLet me know if you need anything else.", "\nThat is all, thanks."]
+AFTER = [
+    "\n\nHope this helps!",
+    "\n\nLet me know if you need anything else.",
+    "\nThat is all, thanks.",
+    "\n\nBest,\nyour bot",
+]
+
+
+def _flatten_and_add_prose(rng: random.Random, text: str) -> DamagedText | None:
+    """Prose after rows that are not indented: a closing formula with a comma must not become a row."""
+    flat = _each_row(lambda row, table: row.lstrip(" "))(rng, text)
+    if flat is None:
+        return None
+    is_flat_column = re.search(r"\{[^,|\t{}]*\}:\n(?! )", flat.text) is not None  # of one column any line may be a row
+    return DamagedText(flat.text + rng.choice(AFTER), "same", not is_flat_column)
 
 
 def _indent_all(text: str, unit: str) -> str:
@@ -382,6 +396,7 @@ DAMAGES: dict[str, Damage] = {
     "four spaces": _whole(lambda r, t: _indent_all(t, "    ")),
     "all lines indented": _whole(lambda r, t: "  " + t.replace("\n", "\n  ")),
     "rows not indented": _each_row(lambda row, table: row.lstrip(" ")),
+    "rows not indented, prose after": _flatten_and_add_prose,
     "carriage returns": _whole(lambda r, t: t.replace("\n", "\r\n")),
     "blank lines": _each_row(lambda row, table: row + "\n"),
     "comment": _each_table(_comment),
