@@ -214,6 +214,7 @@ RERUNS = [
         "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
     ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
+    Row("data/tables/weather.yaml", comments("data/tables/weather.yaml"), "* -prepare_target"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("target.watch: other weights in a local folder", replaces_weights, "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
@@ -400,6 +401,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "README.md").touch()
     (root / "local" / "mine").mkdir(parents=True)
     (root / "local" / "mine" / "model.safetensors").write_text("weight")
+    shutil.copytree(REPO / "data/tables", root / "data/tables")
     (root / "templates").mkdir()
     (root / "templates" / "chatml.jinja").touch()
     (root / "draft_configs").mkdir()

@@ -115,6 +115,7 @@ def test_impossible_fields_are_refused(given: dict, message: str) -> None:
         ({"fix_data.raw": "file:/etc/passwd"}, "fix_data.raw"),
         ({"fix_data.raw": ".prefect/password"}, "fix_data.raw"),
         ({"fix_data.eval_file": "../../x"}, "fix_data.eval_file"),
+        ({"fix_data.tables": "data/tables/../../x.yaml"}, "fix_data.tables"),
         ({"extract_hiddens.import": "/theirs"}, "extract_hiddens.import"),
         ({"init_draft.from": "../draft"}, "init_draft.from"),
         ({"init_draft.draft_config_path": "draft_configs/.."}, "init_draft.draft_config_path"),
