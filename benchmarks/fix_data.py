@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from stages.data import toon  # noqa: E402
+from stages.data.table_schema import load_table_file  # noqa: E402
 from stages.results import torch_records  # noqa: E402
 from stages.toy import damaged_exports  # noqa: E402
 
@@ -58,6 +59,7 @@ def weather(rows: int):
 def project(home: Path, lines, **changes) -> Path:
     """A folder with params.yaml and the raw file."""
     home.mkdir(exist_ok=True)
+    shutil.copytree(ROOT / "data/tables", home / "data/tables", dirs_exist_ok=True)
     raw = home / "raw.jsonl"
     if not raw.exists():
         with raw.open("w") as file:
@@ -96,7 +98,7 @@ def processors(of: int) -> float:
 
 def loop(raw: Path, answers: str, limit: int) -> tuple[float, float]:
     """Seconds per row of the plain loop, by the clock and of the processor."""
-    busy = processors(resource.RUSAGE_SELF)
+    busy, schema = processors(resource.RUSAGE_SELF), load_table_file(ROOT / "data/tables/weather.yaml")
     started, seen, count = time.perf_counter(), set(), 0
     with raw.open() as file, (raw.parent / "loop.jsonl").open("w") as out:
         for line in itertools.islice(file, limit):
@@ -109,7 +111,7 @@ def loop(raw: Path, answers: str, limit: int) -> tuple[float, float]:
                 if role == "user":
                     question = text
                 if role == "assistant" and answers == "toon":
-                    text = toon.repair_toon(text, toon.parse_horizon(question), "strip").text
+                    text = toon.repair_toon(text, "strip", schema, question).text
                 kept.append({"role": role, "content": text})
             digest = hashlib.sha256(json.dumps(kept).encode()).digest()
             if digest not in seen:

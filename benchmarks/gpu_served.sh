@@ -2,7 +2,7 @@
 # On a lent machine of two GPUs, in three calls: embedded targets and drafts that lie in .arts/RECIPE are replayed there, served
 # by SGLang's kit, then put under seed 002's loads. What it found goes to $OUT as it comes.
 #   benchmarks/gpu_served.sh replay    (the stages' wheels in /tmp/site; 80 s)
-#   benchmarks/gpu_served.sh serve     (the kit in /tmp/kit, changed by `python3 -m benchmarks.sglang_seeing /tmp/kit/site`, or
+#   benchmarks/gpu_served.sh serve     (the kit in /tmp/kit, from serving-env, so that the vision patch applies, or
 #                                      weather-tiny-vl is served a third below replay; seven cells each on both GPUs, 140 s)
 #   benchmarks/gpu_served.sh load
 set -u

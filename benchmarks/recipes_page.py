@@ -19,7 +19,8 @@ This page is for reproducing a published experiment, starting a run of a known s
 
     aerie use RECIPE                    # params.yaml as committed, with its keys; --keep keeps local edits
     aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
-    aerie reproduce RECIPE --dry-run    # stages, sizes, disk, hours; changes and runs nothing, needs no GPU
+    aerie fetch RECIPE                  # the files and prompt sets that it needs, from the places that it names (`files`)
+    aerie reproduce RECIPE --dry-run    # what it needs of this machine, stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
     aerie reproduce RECIPE --compare    # only compare: a cell that does not exist is `not run`
 
@@ -51,6 +52,9 @@ cell are counted by reason at the end.
 - **Tolerance**: half of the last decimal printed, half of our 95% interval (docs/metrics.md, "Intervals": of accept
   lengths and rates over prompts, of times over repeats; the table explains where one is missing), and the recipe's share of the
   published number. **within** and **outside**: the two differ by less or by more.
+- **consistent**: the numbers can't be compared, the tables can. Of one metric and draft, over at least five trees, the rank correlation
+  (Spearman's) of the published numbers and ours is 0.8 or more, and each difference of two trees that lies outside our intervals has the
+  published sign. The row's note has both counts, also where they do not suffice.
 - **not comparable**, with the reason: the metric's definition is not stated or is another; the temperature is not stated; the
   target, draft or data is a substitute, or the target has another name; the engine can't run it; and for all but accept lengths
   and rates, machine, engine or version differ or are not stated. The ratio is shown all the same.

@@ -31,6 +31,8 @@ import polars as pl
 import psutil
 from ruamel.yaml import YAML
 
+from pipeline.recipes import use_recipe
+
 ROOT = Path(__file__).parent.parent
 COPIED = ("data", "dvc.yaml", "params.yaml", "pipeline", "published", "recipes", "stages", "templates", "draft_configs")
 ENGINE_BENCHMARK = {"sglang": "sglang.benchmark.serving", "vllm": "vllm.benchmarks.serve"}
@@ -39,20 +41,23 @@ MAX_NEW_TOKENS, PERMUTATIONS = 200, 2000
 
 def main() -> None:
     told = parse_words()
-    make_project(told.folder)
+    make_project(told.folder, told.given)
     os.chdir(told.folder)
+    if told.recipe:
+        use_recipe(told.recipe)
     settings: dict[str, Any] = {"launch": told.engine, "launch_args": shlex.split(told.launch_args)}
     found: dict[str, Any] = {"engine": told.engine, "launch_args": told.launch_args}
-    set_params(device="cuda", dtype=told.dtypes[0], backend="transformers", server={})
+    set_params(told.train_rows, dtype=told.dtypes[0], backend="transformers", server={})
     if not Path("data/fixed").exists():  # of the project that was copied
         run_stage("fix_data")
-    run_stage("prepare_target")
+    if not Path("artifacts/target").exists():
+        found["prepare_target_s"] = run_stage("prepare_target")
     expected: dict[str, dict[str, pl.DataFrame]] = {}
     for dtype in told.dtypes:
-        set_params(device="cuda", dtype=dtype, backend="transformers", server={})
+        set_params(told.train_rows, dtype=dtype, backend="transformers", server={})
         found[f"{dtype}_transformers_s"] = run_stage("sample_target")
         expected[dtype] = read_answers()
-        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
+        set_params(told.train_rows, dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found[f"{dtype}_server_s"] = run_stage("sample_target")
         answers = read_answers()
@@ -60,16 +65,15 @@ def main() -> None:
         report(found)
     first = answers
     if "kill" in told.parts:
-        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
+        set_params(told.train_rows, dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found["killed"] = count_after_kill(told.engine, first)
         report(found)
     if "speed" in told.parts:
         with one_gpu():
-            found["speed"] = measure_speed(told.engine, settings, dtype)
-        report(found)
+            measure_speed(told, settings, dtype, found)
     if "two" in told.parts:
-        set_params(device="cuda", dtype=dtype, backend="server", server=settings)
+        set_params(told.train_rows, dtype=dtype, backend="server", server=settings)
         found["two_servers_s"] = run_stage("sample_target")
         logs = sorted(Path(".scratch").glob(f"{told.engine}_server_*.log"))
         found["two_servers"] = compare(first, read_answers()) | {"logs": len(logs)}
@@ -81,27 +85,35 @@ def parse_words() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--engine", default="sglang")
     parser.add_argument("--launch-args", default="")
+    parser.add_argument("--recipe", help="another embedded target, as weather-tiny-moe")
+    parser.add_argument("--given", type=Path, help="a project whose data and target are taken, instead of made")
+    parser.add_argument("--train-rows", type=int, help="default: all rows of the data, about 2,000")
+    parser.add_argument("--rounds", type=int, default=3, help="of part speed")
     parser.add_argument("--parts", nargs="*", default=["kill", "speed", "two"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="SGLang's norms take no float32")
     return parser.parse_args()
 
 
-def make_project(folder: Path) -> None:
+def make_project(folder: Path, given: Path | None) -> None:
     folder.mkdir(parents=True)
+    given = given and given.resolve()
     for name in COPIED:
         source = ROOT / name
         shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(source, folder)
+    for name in ("data/fixed", "data/targets", "artifacts") if given else ():
+        if (given / name).exists():
+            shutil.rmtree(folder / name, ignore_errors=True)
+            shutil.copytree(given / name, folder / name)
     if (ROOT / "serving-env").exists():
         (folder / "serving-env").symlink_to(ROOT / "serving-env")
 
 
-def set_params(device: str, dtype: str, backend: str, server: dict[str, Any]) -> None:
-    """Ask for all rows of the data: 2,000 requests."""
+def set_params(train_rows: int | None, dtype: str, backend: str, server: dict[str, Any]) -> None:
     yaml, path = YAML(), Path("params.yaml")
     params = yaml.load(path)
-    params["target"] |= {"device": device, "dtype": dtype}
+    params["target"] |= {"device": "cuda", "dtype": dtype}
     section = params["sample_target"]
-    section |= {"backend": backend, "train_rows": None, "eval_rows": None, "batch_size": 256}
+    section |= {"backend": backend, "train_rows": train_rows, "eval_rows": None, "batch_size": 256}
     section |= {"max_new_tokens": MAX_NEW_TOKENS}
     section["server"] |= {"launch": None, "launch_args": [], "base_urls": []} | server
     with path.open("w") as file:
@@ -194,27 +206,30 @@ def count_after_kill(engine: str, whole: dict[str, pl.DataFrame]) -> dict[str, A
     return {"seconds": seconds, "killed": len(killed), **kept, **compare(whole, read_answers())}
 
 
-def measure_speed(engine: str, settings: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return output tokens/s of the stage and of the engine's own client, in turns, on one running server."""
+def measure_speed(told: argparse.Namespace, settings: dict[str, Any], dtype: str, found: dict[str, Any]) -> None:
+    """Add output tokens/s of the stage and of the engine's own client, in turns, on one running server."""
     from stages.serving.replicas import plan_replicas
     from stages.target import manifest
 
     folder = str(manifest.resolve_weights_folder(manifest.read_manifest()))
     target = folder, dtype, "cuda", False
     rows: dict[str, Any] = {"stage": [], "client": []}
-    with plan_replicas(engine, *target, settings["launch_args"], 600.0, Path(".scratch"), None) as running:
+    found["speed"] = rows
+    with plan_replicas(told.engine, *target, settings["launch_args"], 600.0, Path(".scratch"), None) as running:
         (url,) = running.base_urls
-        set_params("cuda", dtype, "server", {"base_urls": [url], "model": folder})
-        for _ in range(3):
+        set_params(told.train_rows, dtype, "server", {"base_urls": [url], "model": folder})
+        for _ in range(told.rounds):
             run_stage("sample_target")
-            report = json.loads(Path("results/sample_report.json").read_text())
+            seconds = json.loads(Path("results/sample_report.json").read_text())["seconds"]
             tables = read_answers()
             tokens = sum(int(table["answer_ids"].list.len().sum()) for table in tables.values())
-            rows["stage"].append([tokens, report["seconds"], round(tokens / report["seconds"])])
+            rows["stage"].append([tokens, seconds, round(tokens / seconds)])
             answers = pl.concat([table.select("prompt_ids", "answer_ids") for table in tables.values()])
             sizes = [round(answers[name].list.len().mean()) for name in ("prompt_ids", "answer_ids")]
-            rows["client"].append(run_client(engine, url, folder, len(answers), *sizes))
-    return rows
+            begun = time.perf_counter()
+            rows["client"].append(run_client(told.engine, url, folder, len(answers), *sizes))
+            rows["client"].append(f"{time.perf_counter() - begun:.0f} s in all")
+            report(found)
 
 
 def run_client(engine: str, url: str, folder: str, count: int, prompt: int, answer: int) -> str:

@@ -147,6 +147,20 @@ def use(recipe: Recipe, keep: Keep = False) -> None:
 
 
 @app.command()
+def fetch(recipe: Recipe) -> None:
+    """Download the files and prompt sets that a recipe needs.
+
+    From the datasets and URLs that the recipe names, at their revisions, with checksums where they are known. What is here
+    already stays. A token for gated datasets is read from HF_TOKEN.
+
+    Example: aerie fetch angelslim-qwen3-8b, then aerie reproduce angelslim-qwen3-8b.
+    """
+    from pipeline import fetch as steps
+
+    _print_lines(steps.fetch_recipe(recipe))
+
+
+@app.command()
 def reproduce(
     recipe: Recipe,
     dry_run: Annotated[
@@ -159,9 +173,9 @@ def reproduce(
 ) -> None:
     """Run a published experiment and compare the results.
 
-    Writes the recipe into params.yaml, brings every stage up to date and prints the results beside the published ones.
-    Refuses before changing anything if files are missing or the disk is too small. If a stage fails, those that do not
-    need it still run.
+    Writes the recipe into params.yaml, brings every stage up to date and prints the results beside the published ones. Refuses
+    before changing anything if files, an engine, GPUs or disk are missing, and names the command that gets each. If a
+    stage fails, those that do not need it still run.
 
     Example: aerie reproduce angelslim-qwen3-8b --dry-run, then the same without --dry-run.
     """

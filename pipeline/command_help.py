@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 GROUPS: dict[str, tuple[str, ...]] = {
     "Run the pipeline": ("doctor", "preview", "stale", "estimate", "run", "rerun"),
     "Read the results": ("table", "launch"),
-    "Use a recipe": ("use", "reproduce"),
+    "Use a recipe": ("use", "fetch", "reproduce"),
     "Runs started in the pages": ("ui", "promote", "drop"),
     "Several hosts": ("worker", "pull"),
     "Work on aerie itself": ("deps",),

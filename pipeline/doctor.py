@@ -6,33 +6,19 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline import dvc_graph, recipes, reproduce, resources
 from pipeline.remote import dvc_remote
+from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
-from stages.params.schema import Params, load_params
+from stages.params.schema import load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "datasets", "polars", "safetensors", "dvc", "prefect", "typer")
 MIN_FREE_GIB = 2.0  # a run of the embedded target with its cache takes under 1 GiB
-MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. `ok` is None where the line only informs."""
-
-    subject: str
-    found: str
-    ok: bool | None = None
-    advice: str = ""
-
-    def __str__(self) -> str:
-        return f"{MARKS[self.ok]}  {self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
 
 
 def report_findings(recipe: str | None = None) -> Iterator[str]:
@@ -54,10 +40,13 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
     with contextlib.ExitStack() as stack:
         name, file = str(PARAMS_FILE), PARAMS_FILE
         path: Path | None = None
+        fetched: tuple[Collection[str], str] = ((), "")
         try:
             if recipe:
                 name = f"{PARAMS_FILE} with {recipe}"
                 path = recipes.locate_recipe(recipe)
+                block, _ = read_recipe(path)
+                fetched = (block.files if block else (), f"run: aerie fetch {recipe}")
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
         except ValueError as error:
@@ -65,7 +54,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield _check_disk(None)
         else:
             yield Finding(name, f"valid, target {params.target.model}", True)
-            yield from _check_files(params)
+            yield from check_files(params, *fetched)
             yield from _check_estimate(path, file)
     yield from _check_dvc()
 
@@ -90,25 +79,10 @@ def _check_hardware() -> Iterator[Finding]:
 def _check_engines() -> Iterator[Finding]:
     for folder in map(Path, SERVING_ENVIRONMENTS):
         name = folder.name
-        if (folder / "bin/python").exists():
-            yield Finding(name, f"installed in {folder}")
-        elif command := shutil.which(name):
-            yield Finding(name, f"{command} on the PATH")
+        if place := find_engine(name):
+            yield Finding(name, f"{place} on the PATH" if place.startswith("/") else f"installed in {place}")
         else:
             yield Finding(name, f"not found; only benchmark_served needs it: make serving-env ENGINE={name}")
-
-
-def _check_files(params: Params) -> Iterator[Finding]:
-    """Check the files that the parameters name and the user brings."""
-    sets = params.prepare_prompts.sets
-    asked = {workload.prompts for workload in params.benchmark.workloads.values()} & set(sets)
-    wanted = {"fix_data.raw": params.fix_data.raw}
-    wanted |= {f"prepare_prompts.sets.{name}.from": sets[name].from_ for name in sorted(asked) if sets[name].is_file}
-    for key, path in wanted.items():
-        if Path(path).exists():
-            yield Finding(key, path, True)
-        else:
-            yield Finding(key, f"{path} not found", False, "put it there, or correct the key")
 
 
 def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:

@@ -134,7 +134,7 @@ def _format_changes(found: list[Any]) -> Iterator[str]:
             if isinstance(change, dict):  # parameters
                 yield from (f"{path}: {key} {how}" for key, how in change.items())
             else:
-                yield f"{path} {change}"
+                yield f"{path} {'missing' if change == 'deleted' else change}"  # DVC itself removes outputs before a run
 
 
 def pull_inputs(name: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from ruamel.yaml import YAML
 
-from pipeline import reproduce
+from pipeline import reproduce, requirements
 from pipeline.dvc_graph import LOCK_FILE
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
@@ -81,8 +81,8 @@ def describe_estimate(recipe: str | None, params_file: Path | None, gpu: str) ->
     yield from _format_table(list(_build_rows(upstream, size, measured, params.target.model)))
     yield ""
     yield from size.lines or [f"no arithmetic: {problem}"]
-    if size.missing:
-        yield f"to get before the run: {', '.join(size.missing)}"
+    if missing := [path for path in requirements.list_files(params).values() if not Path(path).exists()]:
+        yield f"to get before the run: {', '.join(missing)}"
 
 
 def _try_estimate(recipe: Path | None, file: Path, gpu: str) -> tuple[reproduce.RunEstimate, str]:
@@ -90,7 +90,7 @@ def _try_estimate(recipe: Path | None, file: Path, gpu: str) -> tuple[reproduce.
     try:
         return reproduce.estimate_params(recipe, file, gpu), ""
     except ValueError as error:
-        empty = reproduce.RunEstimate(lines=[], disk_bytes=0, download_bytes=0, gpu_hours=0, missing=[])
+        empty = reproduce.RunEstimate(lines=[], disk_bytes=0, download_bytes=0, gpu_hours=0, weight_bytes=0)
         return empty, str(error).splitlines()[-1]
 
 

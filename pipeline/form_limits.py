@@ -38,6 +38,7 @@ PATHS = (
     "target.chat_template",
     "fix_data.raw",
     "fix_data.eval_file",
+    "fix_data.tables",
     "sample_target.server.model",
     "extract_hiddens.import",
     "init_draft.draft_config_path",

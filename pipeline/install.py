@@ -100,6 +100,10 @@ def build_commands(uv: str, torch: str, extra: str) -> Iterator[list[str]]:
         # Alone: what torch needs comes from the user's index, in the versions of constraints.txt. Anew: a torch of
         # another kind has the same version.
         index = ["--index-url", f"{TORCH_INDEX}/{torch}"]
+        print(
+            f"torch for {torch} comes from {TORCH_INDEX}; where that can't be reached, pip retries for a minute or two",
+            flush=True,
+        )
         yield [*pip, "--no-deps", "--force-reinstall", *index, "-c", CONSTRAINTS, read_torch_requirement()]
     yield [*pip, *project]
 
@@ -148,7 +152,8 @@ def describe_phase(line: str) -> str | None:
     if line.startswith("Obtaining "):
         return "finding packages"
     if line.startswith("Installing collected packages: "):
-        return f"unpacking {line.count(',') + 1} packages"
+        count = line.count(",") + 1
+        return f"unpacking {count} package{'s' if count > 1 else ''}"
     return line.strip() if PHASES.match(line.strip()) else None
 
 

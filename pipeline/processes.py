@@ -96,10 +96,11 @@ def guard_run(held_files: Iterable[int] = ()) -> Iterator[None]:
 def preload_stages(number: int) -> Iterator[None]:
     """Have the stages that this process starts forked from one that has imported torch (stages/telemetry/fork_server.py).
 
-    Does nothing for fewer than FEWEST_PRELOADED stages: the import takes as long as in a stage. Until it is done, beside the
-    first stages, they start as without it. Needs Linux, for process handles.
+    Does nothing for fewer than FEWEST_PRELOADED stages: the import takes as long as in a stage. Nor where the current folder
+    has no `stages`, so that no stage is one of ours. Until it is done, beside the first stages, they start as without it.
+    Needs Linux, for process handles.
     """
-    if number < FEWEST_PRELOADED or not hasattr(os, "pidfd_open"):
+    if number < FEWEST_PRELOADED or not Path("stages").is_dir() or not hasattr(os, "pidfd_open"):
         yield
         return
     with TemporaryDirectory(prefix="aerie-") as folder:  # readable by this user only

@@ -14,11 +14,9 @@ from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline import dvc_graph, processes, recipes, workspaces
+from pipeline import dvc_graph, processes, recipes, requirements, workspaces
 from stages.params import schema
 from stages.params.section import PARAMS_FILE
-
-GIB = 2**30
 
 
 class StageEstimate(BaseModel):
@@ -38,7 +36,7 @@ class RunEstimate(BaseModel):
     disk_bytes: float
     download_bytes: float
     gpu_hours: float
-    missing: list[str]  # files that the user brings
+    weight_bytes: float  # of the target
     stages: dict[str, StageEstimate] = {}  # by the name in dvc.yaml before the @
     origin: str = ""  # of the seconds in `stages`
 
@@ -47,7 +45,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
     """Write the recipe into params.yaml, bring every stage up to date and compare, as the only run in this workspace.
 
     Raises:
-        ValueError: before anything is changed, if the recipe is not valid, files are missing or the disk is too small;
+        ValueError: before anything is changed, if the recipe is not valid, or needs what is not here;
             at the end, if stages failed.
     """
     stale: list[str] | None = None
@@ -72,7 +70,7 @@ def take_recipe(name: str, keep: bool = False) -> Iterator[str]:
         list_stages_with(file)
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
-        _check_feasible(estimate)
+        requirements.refuse_unmet(name, list(_check_needs(name, path, file, estimate)))
     yield from recipes.use_recipe(name, keep)
 
 
@@ -81,12 +79,15 @@ def describe_dry_run(name: str, keep: bool = False) -> Iterator[str]:
     with open_recipe(name, keep) as (path, file, changes):
         upstream = list_stages_with(file)
         estimate = estimate_params(path, file)
+        needs = list(_check_needs(name, path, file, estimate))
     yield f"{len(upstream)} stages:"
     for stage, parts in itertools.groupby(sorted(upstream), lambda name: name.partition("@")[0]):
         names = [part for name in parts if (part := name.partition("@")[2])]
         yield f"  {stage}" + (f" ({len(names)}): {', '.join(names)}" if names else "")
     yield f"{len(changes)} keys of params.yaml would change"
     yield from estimate.lines
+    yield "what it needs of this machine:"
+    yield from map(str, needs)
 
 
 def compare_recipe(name: str, keep: bool = False) -> Iterator[str]:
@@ -132,17 +133,10 @@ def open_recipe(name: str, keep: bool = False) -> Iterator[tuple[Path, Path, lis
         yield path, file, changes
 
 
-def _check_feasible(estimate: RunEstimate) -> None:
-    if estimate.missing:
-        raise ValueError(
-            f"{', '.join(estimate.missing)} not found; the recipe says where they come from: get them first"
-        )
-    free = shutil.disk_usage(".").free
-    if estimate.disk_bytes > free:
-        raise ValueError(
-            f"about {estimate.disk_bytes / GIB:.1f} GiB will be written here, and {free / GIB:.1f} GiB are free; make room, "
-            "or lower sample_target.train_rows, or set extract_hiddens.online"
-        )
+def _check_needs(name: str, path: Path, file: Path, estimate: RunEstimate) -> Iterator[requirements.Finding]:
+    recipe, _ = schema.read_recipe(path)
+    assert recipe, "open_recipe has checked it"
+    return requirements.check_recipe(name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes)
 
 
 def _run_reproduce_module(module: str, *words: str) -> str:

@@ -107,6 +107,30 @@ def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
     return file
 
 
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    total_bytes: int
+
+
+def list_gpu_memory() -> list[Gpu]:
+    """Return the GPUs that `list_gpus` names, with their memory; [] without NVIDIA's driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(one)) if one.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(one)
+            for one in list_gpus()
+        ]
+        return [Gpu(pynvml.nvmlDeviceGetName(one), pynvml.nvmlDeviceGetMemoryInfo(one).total) for one in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def list_gpus() -> list[str]:
     """Return the GPU ids of CUDA_VISIBLE_DEVICES, or all that nvidia-smi lists; [] without nvidia-smi."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

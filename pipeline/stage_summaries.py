@@ -23,7 +23,9 @@ REASON_NAMES = {
     "empty_turn": "with an empty turn", "row_width": "tables with a row cut short",
     "row_count": "tables with too few or many rows",
     "no_table": "without a table", "not_toon": "tables unreadable", "broken_row": "tables with a broken row",
-    "repeated_table": "tables written twice", "wrong_value": "tables with an impossible value", "too_long": "too long",
+    "repeated_table": "tables written twice", "count_or_cut": "tables cut short or miscounted", "not_json": "JSON unreadable",
+    "no_json": "without JSON", "prose_or_key": "with a line that is prose or a key",
+    "wrong_value": "tables with an impossible value", "too_long": "too long",
     "too_short": "too short", "in_eval": "also in eval", "near_eval": "nearly as in eval",
 }  # fmt: skip
 

@@ -266,6 +266,7 @@ def _build_server_plan(work: ServedCellContext) -> ServerPlan:
         request_timeout_s=work.workload.deadline_s,
         start_timeout_s=settings.start_timeout_s,
         num_threads=work.params.target.num_threads,
+        vision_patch=settings.vision_patch and work.setup.engine == "sglang" and target.modality == "image",
         section=SECTION,
         max_concurrency=min(max(caps), prompts) if caps else None,
         request_tokens=_count_request_tokens(work),
@@ -280,7 +281,7 @@ async def _run_load(
     """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
     length, cap = load
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
-    load_name = f"{measured.config_name}, {length} tokens, {cap or 'no limit'} at once"
+    load_name = f"{measured.config_name}, {length} tokens, concurrency {cap or 'unlimited'}"
     requests, warmup = (
         [_make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(prompts)]
         for prompts in (work.prompts, work.warmup_prompts)
@@ -435,6 +436,7 @@ def _build_point(
         length + measured.num_draft_tokens,
         engine_flags.read_server_memory(measured.info).kv_tokens,
     )
+    warnings += [measured.notice] if measured.notice else []
     return load_points.build_point(
         load_points.PointLoad(length, cap, work.workload.request_rate),
         records,

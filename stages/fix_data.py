@@ -37,6 +37,7 @@ from stages.data.row_cleaning import (
     JudgedChunk,
     RepairedAnswer,
 )
+from stages.data.table_schema import load_table_file
 from stages.data.train_eval_split import SplitAssignment, SplitFate
 from stages.params.data_sections import FixData
 from stages.params.schema import Params, check_raw_exists, load_params
@@ -54,6 +55,8 @@ IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
+    if params.fix_data.tables is not None and params.fix_data.answers != "text":
+        load_table_file(Path(params.fix_data.tables))
     with scratch.lock_scratch(WAITING_FOLDER):
         _fix(params)
 
@@ -237,7 +240,7 @@ def check_split(
     reasons = ", ".join(f"{reason} {n}" for reason, n in dropped.most_common()) or "it has no lines"
     if rows == 0:
         raise ValueError(
-            f"{params.raw}: expected conversations to keep, found none ({reasons}); {_advise(dropped, first_dropped)}"
+            f"{params.raw}: expected conversations to keep, found none ({reasons}); {_advise(dropped, first_dropped, params)}"
         )
     if split[SplitFate.EVAL] and split[SplitFate.TRAIN]:
         return
@@ -254,7 +257,7 @@ def check_split(
     )
 
 
-def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample]) -> str:
+def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> str:
     """Return what to do where no row is kept."""
     if dropped["unknown_format"] and dropped["unknown_format"] == dropped.total():
         first = first_dropped["unknown_format"]
@@ -263,7 +266,14 @@ def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample]) -> 
             f"{chat_formats.describe_formats()}; name other keys in fix_data.columns, as {{prompt: ..., answer: ...}}, "
             "and see what each row becomes: aerie preview data"
         )
-    return "if its answers are no TOON tables, set fix_data.answers: text"
+    if params.answers == "text":
+        return "mend the data (docs/data.md says what each reason means)"
+    own = (
+        ""
+        if params.tables is None
+        else f"if they are not of the schema {params.tables}, set fix_data.tables to null or to a file of your own; "
+    )
+    return f"{own}if its answers are no {params.answers.upper()}, set fix_data.answers: text (docs/data.md)"
 
 
 def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> None:

@@ -23,6 +23,9 @@ EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["w
 # Products this small gain nothing by a second thread, and where two tests run at once they lose a hundred times as much:
 # the threads wait for each other in turn. Before torch is imported, here and in what tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Hundreds of processes import this project's code: compiled once, where its copies take the byte code along.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.pop(
     "MAKELEVEL", None
 )  # of `make test`: what is stopped goes on by `aerie run`, started by make by `make run`
@@ -37,7 +40,7 @@ SMALL = {
             "e001": {"from": "e000", "epochs": 1},
             "e003": {"from": "e001", "epochs": 2},
             "straight": {"from": "e000", "epochs": 3},
-        }
+        },
     },
     "replay_trees": {
         "checkpoints": ["e003", "straight"],
@@ -64,12 +67,12 @@ SMALL = {
 # The longest files: first those that wait most, for servers and workers; then by what they cost, and not two in a row
 # that wait for small_run. Another order is only slower.
 LONG = [
-    "test_prefect_workers", "test_train_draft", "test_browser", "test_reruns", "test_flows", "test_sample_target",
+    "test_train_draft", "test_prefect_workers", "test_browser", "test_flows", "test_reruns", "test_sample_target",
     "test_benchmark_served", "test_batch_decode", "test_sampling", "test_prepare_prompts", "test_lossless", "test_report",
     "test_dvc_graph", "test_run", "test_extract_hiddens", "test_params", "test_load_generator", "test_benchmark_loads",
     "test_security", "test_decode", "test_printed_taus", "test_import_draft", "test_dvc_remote", "test_replay",
-    "test_methods", "test_workspaces", "test_costs", "test_benchmark", "test_recipes", "test_bad_input",
-    "test_pictured_stages", "test_sharing", "test_multimodal_forward",
+    "test_in_a_browser", "test_methods", "test_workspaces", "test_costs", "test_benchmark", "test_recipes", "test_bad_input",
+    "test_pictured_stages", "test_sharing", "test_multimodal_forward", "test_weather_maps", "test_grade",
 ]  # fmt: skip
 
 

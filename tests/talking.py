@@ -18,6 +18,7 @@ from tests.conftest import EVAL, ROOT, edit_params
 
 SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")
 EVAL_ROWS = 12
+LAYERS = 4  # of the embedded target's seven: as many as have three different ones to tap
 TREES = ["t3_1_4", "t3_2_6"]
 WORKLOADS: dict[str, dict[str, Any]] = {
     "eval": {**EVAL, "num_prompts": 5, "max_new_tokens": 12},
@@ -31,12 +32,15 @@ def make(project: Path) -> None:
     (project / "data/prompt_sets").symlink_to(ROOT / "data/prompt_sets")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     edit_params(project, {
-        "target": {"model": "tiny", "num_threads": 1},
+        "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
         "benchmark": {"workloads": WORKLOADS, "torch_workloads": list(WORKLOADS), "checkpoints": ["e003"], "trees": TREES},
     })  # fmt: skip
     tokenizer = text_targets.build_tokenizer(iter(said()))
     tokenizer.save_pretrained(project / "tiny")
-    text_targets.build_model(tokenizer, 0).save_pretrained(project / "tiny")
+    model = text_targets.build_model(tokenizer, 0)
+    del model.model.layers[LAYERS:]
+    model.config.num_hidden_layers, model.config.layer_types = LAYERS, model.config.layer_types[:LAYERS]
+    model.save_pretrained(project / "tiny")
     with chdir(project):
         made = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
         Path("artifacts/target").mkdir(parents=True)

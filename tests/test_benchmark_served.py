@@ -82,7 +82,7 @@ def running(made: Path, forked_doubles: None) -> Iterator[str]:
         "EAGLE3",
     ]
     line += ["--speculative-draft-model-path", str(made / "drafts/e003/draft"), "--speculative-num-steps", "5"]
-    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs", "8"]
+    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs-decode", "8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         patch.setenv("PYTHONPATH", str(made))
@@ -240,7 +240,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     ("changes", "workload", "said"),
     [
         ({"algorithm": "EAGLE"}, {}, r"tau is exactly 1\.00, no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
-        ({"launch_args": ["--cuda-graph-max-bs", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, expected 4"),
+        ({"launch_args": ["--cuda-graph-max-bs-decode", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, exp"),
         ({"launch_args": ["--max-running-requests", "2"]}, {"concurrency": 4}, "at most 2 requests in one batch, expected 4"),
         ({"launch_args": ["--context-length", "64"]}, {}, r"holds 64 tokens of a request, expected at least \d+"),
         ({}, {"max_new_tokens": 5000}, r"the target holds \d+ positions \(max_position_embeddings\), expected at least"),

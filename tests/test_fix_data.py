@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import toons
 
 from stages import fix_data
 from stages.data import conversations, readers
+from stages.data.table_schema import load_table_file
 from stages.runtime import atomic
 from stages.toy import damaged_exports, weather
 from tests.data.test_images import png_of
@@ -37,6 +39,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "params.yaml", tmp_path)
     RAW.parent.mkdir(parents=True)
     shutil.copy(ROOT / RAW, RAW)
+    shutil.copytree(ROOT / "data/tables", "data/tables")
+    load_table_file.cache_clear()  # of a relative path, which is another file in each test
     return tmp_path
 
 
@@ -299,6 +303,76 @@ def test_a_line_that_is_no_conversation_stops_the_stage(home: Path, line: str, f
     assert not fix_data.TRAIN_FILE.exists() and not fix_data.REPORT.exists()
 
 
+def test_all_broken_lines_are_named_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a file with several broken lines stopped the stage once for each of them, with two "line"s in the message."""
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 2_000)  # the second and third are in later chunks
+    cut = json.dumps(row("Cut?", TABLE))[:-3]
+    write_raw([*questions(4), cut, *questions(30), "[1]", "", *questions(3)])
+    with pytest.raises(ValueError, match="line 5: expected one JSON object per line") as error:
+        fix_data.main()
+    message = str(error.value)
+    assert (
+        re.search(r"found '\{.*…' \(Expecting ',' delimiter at character \d+\); ", message)
+        and message.count("line ") == 1
+    )
+    assert "3 of 40 lines are broken: 5, 36, 37; mend them, or write a copy without: sed '5d;36d;37d' " in message
+    command = message.rpartition("without: ")[2].removesuffix(", and put that in its place")
+    subprocess.run(command, shell=True, check=True)
+    Path(f"{RAW}.whole").replace(RAW)
+    assert outcome()[2]["rows_in"] == 37
+
+
+def test_one_broken_line_is_enough(home: Path) -> None:
+    write_raw([*questions(4), '{"a": 1,}'])
+    with pytest.raises(ValueError, match=r"line 5: .* at character \d+\); mend that line, or write a copy") as error:
+        fix_data.main()
+    assert "lines are broken" not in str(error.value)
+
+
+def test_tables_of_any_schema(home: Path) -> None:
+    """Bug: tables of other schemas than the weather's were all dropped."""
+    users = "users[2]{id,name}:\n  1,Ada\n  2,Bo"
+    damaged = f"Here you go:\n```\n{users.replace('  ', chr(9)).replace('[2]', '[3]')}\n```"
+    rows = [row(f"Two users, list {n}", damaged if n % 2 else users) for n in range(40)]
+    write_raw(rows)
+    with pytest.raises(ValueError, match=r"not of the schema data/tables/weather\.yaml, set fix_data\.tables to null"):
+        fix_data.main()
+    set_params(tables="null")
+    train, evaluation, report = outcome()
+    assert (report["clean"], report["repaired"], report["dropped"]) == (20, 20, 0)
+    assert set(report["rules"]) == {"fence", "prose", "indent", "count"}
+    answers = {messages[-1]["content"] for messages in pl.concat([train, evaluation])["messages"].to_list()}
+    assert answers == {users}
+
+
+def test_json_answers_and_a_schema_of_ones_own(home: Path) -> None:
+    Path("data/tables/users.yaml").write_text(
+        "root: {type: table, columns: {id: {type: integer, cast: true}, name: {type: text, names: {n: null}}}}"
+    )
+    set_params(answers="json", tables="data/tables/users.yaml")
+    good, other = '[{"id": 1, "name": "Ada"}]', "Sure: \n```json\n[{'id': '1', 'n': 'Ada',},]\n```"
+    write_raw([row(f"List {n}", (good, other, '[{"id": "x", "name": "Ada"}]')[n % 3]) for n in range(60)])
+    train, evaluation, report = outcome()
+    assert report["dropped_reasons"] == {"wrong_value": 20} and report["repaired"] == 20
+    assert set(report["rules"]) == {"fence", "prose", "quotes", "trailing_comma", "cast", "columns"}
+    answers = {messages[-1]["content"] for messages in pl.concat([train, evaluation])["messages"].to_list()}
+    assert answers == {good}
+
+
+def test_a_broken_schema_stops_the_stage_before_any_work(home: Path) -> None:
+    outcome()
+    before = fix_data.TRAIN_FILE.read_bytes()
+    Path("data/tables/weather.yaml").write_text("keys: {place: {type: txt}}")
+    load_table_file.cache_clear()
+    with pytest.raises(ValueError, match=r"weather\.yaml: keys\.place: unknown type txt \(did you mean text\?\)"):
+        fix_data.main()
+    assert fix_data.TRAIN_FILE.read_bytes() == before and not fix_data.WAITING_FOLDER.exists()
+    load_table_file.cache_clear()
+    Path("data/tables/weather.yaml").unlink()
+    with pytest.raises(ValueError, match=r"fix_data\.tables is data/tables/weather\.yaml, which does not exist"):
+        fix_data.main()
+
+
 def test_a_line_that_is_no_utf8_stops_the_stage(home: Path) -> None:
     RAW.write_bytes(b'{"conversations": "caf\xe9"}\n')
     with pytest.raises(ValueError, match="line 1: expected one JSON object per line"):
@@ -501,7 +575,7 @@ def test_an_answer_that_is_nested_too_deep_is_no_table(home: Path, levels: int) 
     """Bug: such JSON was parsed to convert it to a table."""
     write_raw([*questions(30), row("Forecast for Oslo, 1 day.", nested(levels)), row("And?", "[" * levels)])
     set_params(max_chars="9000000")
-    assert outcome()[2]["dropped_reasons"] == {"wrong_keys": 2}
+    assert outcome()[2]["dropped_reasons"] == {"not_toon": 2}
 
 
 def test_unknown_keys_may_be_nested(home: Path) -> None:

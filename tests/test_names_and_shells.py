@@ -11,7 +11,8 @@ from ruamel.yaml import YAML
 from stages.telemetry import run_stage
 from tests.conftest import EVAL, copy_project, dvc
 
-HOSTILE = ["x; touch ran", "$(touch ran)", "`touch ran`", "x' ; touch ran ; '", 'x" ; touch ran ; "', "x\ntouch ran"]
+# Without quotes, and within either kind; the first also does what it does within double ones.
+HOSTILE = ["x; touch ran; $(touch ran) `touch ran`\ntouch ran", "x' ; touch ran ; '", 'x" ; touch ran ; "']
 
 
 def write_everywhere(project: Path, name: str) -> None:

@@ -410,6 +410,9 @@ BAD_VALUES = [
     ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
     (REAL[REAL.index("  title: weather-tiny") : REAL.index("\nschedule:")], "",
      "report: expected a section with title, output_dir, model_id, analysis, found None"),
+    ("tables: data/tables/weather.yaml", "tables: ../weather.yaml",
+     ("fix_data.tables: is ../weather.yaml, expected a YAML file in data/tables/, which DVC tracks, as "
+      "data/tables/weather.yaml; put it there, or set it to null to accept any table")),
     ("output_dir: results/answers", "output_dir: results/cells",
      "report.output_dir: is results/cells, which stages write; name another folder in results/, as results/answers"),
     ("e009: {from: e003, epochs: 6}", "e009: e003",

@@ -32,7 +32,7 @@ from tests.conftest import ROOT, edit_params
 
 SHIPPED = ROOT / "tests/shipped_draft"
 TREES = ["t8_1_9", "t5_1_6", "t5_2_8", "t8_2_16", "t8_3_16", "t5_4_16", "t10_2_32", "t10_3_32"]
-NUM_PROMPTS = 4
+NUM_PROMPTS = 2
 MAX_NEW_TOKENS = 120
 
 

@@ -7,24 +7,27 @@ wakes in the worst case: where the stage's real output would not change, DVC sto
 
 import hashlib
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import dpath
+import dvc.output
 import dvc.rwlock
 import dvc.stage.run
 import pytest
 from dvc.exceptions import ReproductionError
-from dvc.repo import Repo
+from dvc.repo import Repo, lock_repo
+from dvc.utils import strictyaml
 from dvc.utils.serialize import _yaml
+from fsspec.implementations.memory import MemoryFileSystem
 from ruamel.yaml import YAML
 
 from stages.params.schema import load_params
@@ -211,6 +214,7 @@ RERUNS = [
         "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
     ),
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
+    Row("data/tables/weather.yaml", comments("data/tables/weather.yaml"), "* -prepare_target"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
     Row("target.watch: other weights in a local folder", replaces_weights, "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
@@ -268,6 +272,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.ran: list[str] = []
+        self.names: set[str] = set()  # of all stages
 
     def __call__(self, stage: Any, dry: bool = False, run_env: Any = None) -> None:
         self.ran.append(stage.addressing)
@@ -292,8 +297,11 @@ class Recorder:
 
     def repro(self, root: Path, **how: bool) -> set[str]:
         self.ran.clear()
-        with opened(root) as repo:
+        with opened(root) as repo, lock_repo(repo):  # one index for both
             repo.reproduce(**how)
+            self.names = {stage.addressing for stage in repo.index.stages}
+        MemoryFileSystem.store.clear()  # where DVC stages folders: it would look through those of all tests before
+        MemoryFileSystem.pseudo_dirs[:] = [""]
         assert len(self.ran) == len(set(self.ran))
         return set(self.ran)
 
@@ -310,8 +318,46 @@ def names(root: Path) -> set[str]:
         return {stage.addressing for stage in repo.index.stages}
 
 
-def parse_json_or_yaml(parse: Callable[[str, str], Any], text: str, path: str) -> Any:
+def parse_json_or_yaml(parse: Callable[..., Any], text: str, path: str) -> Any:
     return json.loads(text) if text.startswith("{") else parse(text, path)
+
+
+def parsed_once(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Parse each text once, whichever copy of the project it is read in; `path` is only for errors."""
+
+    @lru_cache(maxsize=16)
+    def pickled(text: str) -> bytes:
+        return pickle.dumps(parse_json_or_yaml(parse, text, "a copy of the project"))
+
+    return lambda text, path, typ="safe": pickle.loads(pickled(text))
+
+
+def validated_once(validate: Callable[..., Any]) -> Callable[..., None]:
+    """Validate each text of dvc.yaml and dvc.lock once, likewise."""
+    seen: set[tuple[int, str]] = set()
+
+    def once(data: Any, schema: Any, text: str, **more: Any) -> None:
+        if (id(schema), text) not in seen:
+            validate(data, schema, text=text, **more)
+            seen.add((id(schema), text))
+
+    return once
+
+
+def hashed_once(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Hash each version of a dependency once: thirty stages have the same modules, each in its own copy of the project."""
+    seen: dict[tuple[str, int, int], tuple[Any, Any]] = {}
+
+    def once(odb: Any, path: str, fs: Any, *rest: Any, **how: Any) -> tuple[Any, Any, Any]:
+        if not path.endswith(".py"):
+            return build(odb, path, fs, *rest, **how)
+        found = Path(path).stat()
+        key = path.removeprefix(str(Path.cwd())), found.st_size, found.st_mtime_ns
+        if key not in seen:
+            seen[key] = build(odb, path, fs, *rest, **how)[1:]
+        return odb, *seen[key]
+
+    return once
 
 
 @pytest.fixture(scope="module")
@@ -324,11 +370,13 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         parse = _yaml.parse_yaml
         patch.setattr(_yaml, "parse_yaml_for_update", lambda text, path: parse_json_or_yaml(parse, text, path))
         patch.setattr(_yaml, "_dump", json.dump)
+        cached = parsed_once(parse)
+        for module in (_yaml, strictyaml):
+            patch.setattr(module, "parse_yaml", cached)
+        patch.setattr(strictyaml, "validate", validated_once(strictyaml.validate))
+        patch.setattr(dvc.output, "build", hashed_once(dvc.output.build))
         # params.yaml is read once for each stage, and every leaf of it looked at for every key: half of the rest.
         patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
-        # The path is only for errors; without it, all copies of a project share what was parsed.
-        cached = lru_cache(maxsize=8)(partial(parse_json_or_yaml, parse, path="a copy of the project"))
-        patch.setattr(_yaml, "parse_yaml", lambda text, path: deepcopy(cached(text)))
         # DVC's locks, which take an eighth of the time; no other process works in this project.
         patch.setattr(dvc.rwlock, "rwlock", lambda *_, **__: nullcontext())
         yield made
@@ -353,6 +401,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "README.md").touch()
     (root / "local" / "mine").mkdir(parents=True)
     (root / "local" / "mine" / "model.safetensors").write_text("weight")
+    shutil.copytree(REPO / "data/tables", root / "data/tables")
     (root / "templates").mkdir()
     (root / "templates" / "chatml.jinja").touch()
     (root / "draft_configs").mkdir()
@@ -364,7 +413,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
     (root / "data/targets/weights").touch()
     (root / "data" / "raw").mkdir()
     (root / "data" / "raw" / "rows.jsonl").write_text("{}\n")
-    assert recorder.repro(root) == names(root)
+    ran = recorder.repro(root)
+    assert ran == recorder.names
     assert recorder.repro(root) == set()
     return root
 
@@ -394,12 +444,14 @@ def test_an_edit_wakes_its_stages_and_undoing_it_brings_the_rest_back(
     root = tmp_path / "project"
     shutil.copytree(finished, root)
     row.by(root)
-    assert recorder.repro(root) == matching(row.runs, names(root))
+    ran = recorder.repro(root)
+    assert ran == matching(row.runs, recorder.names)
     if row.back is None:
         return
     for file in ("params.yaml", "README.md", *(path.relative_to(finished) for path in finished.glob("stages/**/*.py"))):
         shutil.copy(finished / file, root / file)
-    assert recorder.repro(root) == matching(row.back, names(root))
+    ran = recorder.repro(root)
+    assert ran == matching(row.back, recorder.names)
 
 
 def pushed(finished: Path, tmp_path: Path) -> Path:
@@ -434,11 +486,13 @@ def test_a_clone_runs_only_what_was_edited(finished: Path, tmp_path: Path, recor
     assert recorder.repro(clone, **SHARED) == set()
     sets(benchmark={"trees": adds("t8_2_16")}, replay_trees={"topk": adds(7)})(clone)
     runs = "benchmark@*-t8_2_16 replay_trees@* report"
-    assert recorder.repro(clone, **SHARED) == matching(runs, names(clone))
+    ran = recorder.repro(clone, **SHARED)
+    assert ran == matching(runs, recorder.names)
     assert not list(clone.glob("data/hiddens/train/*"))
     sets(train_draft={"learning_rate": lambda old: old / 2})(clone)
     with pytest.raises(ReproductionError) as failed:
         recorder.repro(clone, **SHARED)
     assert "data/hiddens/train" in str(failed.value.__cause__)
     runs = "extract_hiddens train_draft@* replay_trees@* benchmark@* benchmark_served@* report"
-    assert recorder.repro(clone) == matching(runs, names(clone))
+    ran = recorder.repro(clone)
+    assert ran == matching(runs, recorder.names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.data import final_answer, readers
+from stages.data import final_answer, json_lines, readers
 
 COMPLETE_INSTRUCTION = "Complete the code I provided.\n"  # EAGLE's instruction before a HumanEval prompt
 # Qwen's instruction after a problem
@@ -89,7 +89,7 @@ def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptP
             or not turns
             or not all(isinstance(turn, str) and turn.strip() for turn in turns)
         ):
-            raise MalformedRowError(f"expected turns to be a list of texts, found {readers.abbreviate_row(turns)}")
+            raise MalformedRowError(f"expected turns to be a list of texts, found {json_lines.abbreviate_row(turns)}")
     elif set_format in ROW_PARSERS:
         (turns, reference), name = ROW_PARSERS[set_format](row), row.get("task_id", row.get("unique_id"))
     else:
@@ -120,7 +120,7 @@ def _parse_humaneval(row: dict[str, Any]) -> tuple[list[str], str | None]:
 def _parse_alpaca(row: dict[str, Any]) -> tuple[list[str], str | None]:
     instruction, more = _read_text(row, "instruction"), row.get("input") or ""
     if not isinstance(more, str):
-        raise MalformedRowError(f"expected input to be a text, found {readers.abbreviate_row(more)}")
+        raise MalformedRowError(f"expected input to be a text, found {json_lines.abbreviate_row(more)}")
     return [f"{instruction}\n\n{more}" if more.strip() else instruction], None
 
 
@@ -137,9 +137,8 @@ def _make_number_reference(solution: str) -> str:
     """Return the reference of a solution that ends in `#### 42`."""
     _, mark, final = solution.rpartition(GSM8K_ANSWER_MARK)
     if not mark or final_answer.find_last_number(final) is None:
-        raise MalformedRowError(
-            f"expected an answer that ends in {GSM8K_ANSWER_MARK} and a number, found ...{readers.abbreviate_row(solution[-60:])}"
-        )
+        found = json_lines.abbreviate_row(solution[-60:])
+        raise MalformedRowError(f"expected an answer that ends in {GSM8K_ANSWER_MARK} and a number, found ...{found}")
     return json.dumps({"kind": "gsm8k", "answer": final.strip()}, ensure_ascii=False)
 
 
@@ -154,7 +153,7 @@ def _read_text(row: dict[str, Any], key: str) -> str:
     found = row.get(key)
     if not isinstance(found, str) or not found.strip():
         raise MalformedRowError(
-            f"expected {key}, a text, found {_describe_keys(row) if found is None else readers.abbreviate_row(found)}"
+            f"expected {key}, a text, found {_describe_keys(row) if found is None else json_lines.abbreviate_row(found)}"
         )
     return found
 

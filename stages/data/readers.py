@@ -17,7 +17,6 @@ import dataclasses
 import gzip
 import io
 import itertools
-import json
 import lzma
 import re
 import zlib
@@ -26,13 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import polars as pl
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.data import chat_formats, column_names, delimited_text, file_content, json_stream, nesting
+from stages.data import chat_formats, column_names, delimited_text, file_content, json_lines, json_stream
 from stages.params.data_sections import ColumnNames
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
@@ -189,47 +187,24 @@ def _parse_lines(chunk: RawChunk) -> Iterator[tuple[int, dict[str, Any] | None]]
     lines: list[Any] = [*chunk.rows]
     for number, line in enumerate(lines, chunk.first_row):
         try:
-            row = orjson.loads(line)
-        except ValueError:  # orjson also refuses half a surrogate pair and NaN; such a row is read and may be dropped
-            try:
-                row = json.loads(line)
-            except RecursionError:
-                if line.lstrip()[:1] not in (b"{", "{"):
-                    raise _make_no_object_error(chunk, number, line) from None
-                yield number, None
-                continue
-            except ValueError as error:  # of JSON or of UTF-8
-                raise ValueError(
-                    f"{chunk.display_name}, line {number + 1}: expected one JSON object per line, found {abbreviate_row(line)} "
-                    f"({error}); mend that line, or give another file{_explain_first_line(chunk, number)}"
-                ) from None
-        if not isinstance(row, dict):
-            raise _make_no_object_error(chunk, number, line)
-        yield number, row
+            yield number, json_lines.parse_row(line)
+        except json_lines.BrokenRowError as error:
+            raise ValueError(
+                f"{chunk.display_name}, line {number + 1}: {error}{_advise(chunk, number, line)}"
+            ) from None
 
 
-def _explain_first_line(chunk: RawChunk, number: int) -> str:
-    """Return what a file is whose first line is no JSON already, and what else can be read."""
+def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
+    """Return which other lines of the file are broken and what to do; of a first line that is no JSON what the file is."""
     path = Path(chunk.display_name)
-    if number or not path.is_file():
-        return ""
-    return f": {path.name} holds {file_content.describe_content(path)}. What can be read is {ACCEPTED_FILES}"
-
-
-def _make_no_object_error(chunk: RawChunk, number: int, line: bytes | str) -> ValueError:
-    found = abbreviate_row(line)
-    return ValueError(
-        f"{chunk.display_name}, line {number + 1}: expected an object, found {found}; mend it, or give another file"
-    )
-
-
-def abbreviate_row(line: Any) -> str:
-    """Return a row, parsed or not, in at most 80 characters, for messages."""
-    text = line.decode(errors="replace") if isinstance(line, bytes) else line
-    if not isinstance(text, str) and nesting.is_too_deep(text):
-        return "a row that is nested too deep to show"
-    text = (text if isinstance(text, str) else json.dumps(text, default=str, ensure_ascii=False)).strip()
-    return repr(text if len(text) <= 80 else text[:80] + "…") if text else "an empty line"
+    if isinstance(line, str) or not path.is_file():  # an element of an array
+        return "; mend it, or give another file"
+    with _open_decompressed(path) as file:
+        advice = json_lines.find_broken_lines(file).describe(chunk.display_name)
+    if number:
+        return advice
+    content = file_content.describe_content(path)
+    return f"{advice}: {path.name} holds {content}. What can be read is {ACCEPTED_FILES}"
 
 
 def _open_decompressed(path: Path) -> Any:

@@ -12,14 +12,16 @@ from functools import partial
 from itertools import pairwise
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import chat_formats, conversations, images, near_duplicates, readers, toon
+from stages.data import chat_formats, conversations, images, json_answers, json_lines, near_duplicates, readers, toon
+from stages.data.answer_verdict import JudgedAnswer
 from stages.data.chat_formats import Conversation, DroppedRowError, Message
+from stages.data.table_schema import load_table_file
 from stages.params.data_sections import FixData
 
 IMAGES_FOLDER = Path("data/fixed/images")  # copies of every kept image: later stages never read the user's own files
@@ -97,7 +99,7 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
             reason = str(error)
             judged.dropped[reason] += 1
             if reason not in judged.first_dropped:
-                found = "" if row is None else readers.abbreviate_row(row if error.found is None else error.found)
+                found = "" if row is None else json_lines.abbreviate_row(row if error.found is None else error.found)
                 judged.first_dropped[reason] = DroppedExample(f"{chunk.source}, row {source_row}", found)
             continue
         for answer in repaired:
@@ -140,7 +142,7 @@ def judge_row(
     if not chat_formats.has_format(row, chat_format):
         raise ValueError(
             f"{chunk.display_name}, line {source_row + 1}: expected an object with {chat_formats.describe_format(chat_format)}, "
-            f"as fix_data.format: {chat_format} says, found {readers.abbreviate_row(row)}; choose another format "
+            f"as fix_data.format: {chat_format} says, found {json_lines.abbreviate_row(row)}; choose another format "
             f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or mend the file"
         )
     trim = params.dangling_turns == "trim"
@@ -148,7 +150,7 @@ def judge_row(
     conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_image, trim)
     if any(images.is_too_large(locate_waiting_image(path, images_folder)) for path in conversation.images or []):
         raise DroppedRowError("image_too_large")
-    repaired = repair_answers(conversation.messages, params.surrounding_text) if params.answers == "toon" else []
+    repaired = repair_answers(conversation.messages, params) if params.answers != "text" else []
     length = sum(len(message["content"]) for message in conversation.messages)
     if conversation.reasoning:
         length += sum(len(reasoning) for reasoning in conversation.reasoning if reasoning)
@@ -172,8 +174,8 @@ def locate_waiting_image(path: str, folder: Path = WAITING_IMAGES_FOLDER) -> Pat
     return folder / final.name if final.parent == IMAGES_FOLDER else final
 
 
-def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"]) -> list[RepairedAnswer]:
-    """Repair every answer of `messages` in place. The expected number of rows is read from the question before it.
+def repair_answers(messages: list[Message], params: FixData) -> list[RepairedAnswer]:
+    """Repair every answer of `messages` in place. A schema may find the number of rows in the question before it.
 
     Raises:
         DroppedRowError: for the first answer that can't be repaired; the whole conversation is dropped with it.
@@ -184,7 +186,7 @@ def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"
         question = before if before["role"] == "user" else question
         if answer["role"] != "assistant" or not answer["content"]:  # a tool call has no text
             continue
-        result = toon.repair_toon(answer["content"], toon.parse_horizon(question["content"]), surrounding)
+        result = judge_answer(answer["content"], question["content"], params)
         verdict, _, detail = result.verdict.partition(":")
         if verdict == "dropped":
             raise DroppedRowError(detail, answer["content"])
@@ -192,6 +194,13 @@ def repair_answers(messages: list[Message], surrounding: Literal["strip", "keep"
             repaired.append(RepairedAnswer(answer["content"], result.text, detail.split(",")))
         answer["content"] = result.text
     return repaired
+
+
+def judge_answer(text: str, question: str, params: FixData) -> JudgedAnswer:
+    """Return the verdict on one answer in the form that `fix_data.answers` names."""
+    schema = None if params.tables is None else load_table_file(Path(params.tables))
+    repair = toon.repair_toon if params.answers == "toon" else json_answers.repair_json
+    return repair(text, params.surrounding_text, schema, question)
 
 
 def keep_plainest_examples(examples: dict[str, RepairedAnswer], answer: RepairedAnswer) -> None:

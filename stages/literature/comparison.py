@@ -9,12 +9,16 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from stages.literature.published import UNKNOWN, PublishedRow
 from stages.results import interval
 from stages.results.served_records import LoadPoint, ServedCell
 from stages.results.torch_records import PromptRow, TorchCell
 from stages.serving.load_summary import LoadSummary
+
+if TYPE_CHECKING:
+    from stages.literature.agreement import SeriesAgreement
 
 ACCEPTANCE_METRICS = ("tau", "accept_rate", "node_accept_rate")  # depend on what is decoded alone, not on the machine
 ONE_PROMPT = "one prompt"
@@ -40,6 +44,7 @@ class PublishedComparison:
     relative_tolerance: float  # what the recipe declares for this metric
     assumptions: tuple[str, ...]  # settings that no source states, as the recipe assumes them
     obstacles: tuple[str, ...]  # why the two can't be compared
+    agreement: "SeriesAgreement | None" = None  # of the table's order over trees with ours
 
     @property
     def published_value(self) -> float:
@@ -70,15 +75,16 @@ class PublishedComparison:
         if not self.cell_exists:
             return "not run"
         if self.obstacles or self.own is None:
-            return "not comparable"
+            return "consistent" if self.agreement and self.agreement.is_consistent else "not comparable"
         difference = abs(self.own.value - self.published_value)
         return "within" if difference <= self.tolerance * abs(self.published_value) else "outside"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the obstacles, the assumptions, and why the tolerance has no interval."""
+        """Return the obstacles, the assumptions, why the tolerance has no interval, and how the order over trees agrees."""
         reason = self.own.no_interval if self.own else ""
-        return (*self.obstacles, *self.assumptions, *([f"ours has no interval: {reason}"] if reason else []))
+        why = [f"ours has no interval: {reason}"] if reason else []
+        return (*self.obstacles, *self.assumptions, *why, *([str(self.agreement)] if self.agreement else []))
 
 
 CellRecord = TorchCell | ServedCell

@@ -180,6 +180,7 @@ class BenchmarkServer(Section):
     max_batch: Count | None
     torch_compile: bool
     launch_args: list[str]
+    vision_patch: bool
     start_timeout_s: Positive
 
 

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, Tag, model_validator
 
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 
+TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
 # As section.SERVER_URL_PATTERN, and http://host:6000-6007 for a server on each of those ports.
@@ -34,11 +35,26 @@ def check_column_names(columns: dict[str, str]) -> dict[str, str]:
 ColumnNames = Annotated[dict[str, Text], AfterValidator(check_column_names)]
 
 
+def check_table_path(path: str) -> str:
+    """Return the path of a schema. Raises ValueError unless it is a YAML file in TABLES_FOLDER, which DVC tracks."""
+    parts = Path(path).parts
+    if parts[:2] != TABLES_FOLDER.parts or len(parts) < 3 or ".." in parts or not path.endswith((".yaml", ".yml")):
+        raise ValueError(
+            f"is {path}, expected a YAML file in {TABLES_FOLDER}/, which DVC tracks, as {TABLES_FOLDER}/weather.yaml; put it "
+            "there, or set it to null to accept any table"
+        )
+    return path
+
+
+TableFilePath = Annotated[Text, AfterValidator(check_table_path)]
+
+
 class FixData(Section):
     raw: Text
     format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
     columns: ColumnNames | None
-    answers: Literal["toon", "text"]
+    answers: Literal["toon", "json", "text"]
+    tables: TableFilePath | None
     surrounding_text: Literal["strip", "keep"]
     dangling_turns: Literal["trim", "drop"]
     min_chars: Count

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from stages.params.section import Count, Name, Section, Text
 
 RECIPES_FOLDER = Path("recipes")
+FilePlace = Annotated[str, Field(pattern=r"^data(/\w[\w.-]*)+$")]
 
 
 class RecipeCells(Section):
@@ -28,6 +29,22 @@ class PublishedMatch(Section):
     measures: dict[str, str]  # a published metric -> our measure of the same definition (literature/comparison.py)
 
 
+class RecipeFile(Section):
+    """Where a file comes from that a recipe needs: a file in a dataset of the Hugging Face Hub, or a URL."""
+
+    dataset: Text | None = None  # its id
+    file: Text | None = None  # path in the dataset
+    revision: Text | None = None  # a commit
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # null: not known
+
+    @model_validator(mode="after")
+    def has_one_source(self) -> "RecipeFile":
+        if (self.url is None) == (self.dataset is None) or (self.dataset is None) != (self.file is None):
+            raise ValueError("expected dataset and file, or url; give one of the two")
+        return self
+
+
 class Recipe(Section):
     """The block `recipe`; the rest of a recipe are keys of params.yaml."""
 
@@ -39,6 +56,7 @@ class Recipe(Section):
     row_tokens: Count  # average length of a row, prompt and answer
     tolerance: dict[str, Annotated[float, Field(ge=0, lt=1)]]  # relative tolerance by metric
     beside: list[PublishedMatch]
+    files: dict[FilePlace, RecipeFile] = Field(default_factory=dict)  # what `aerie fetch` gets, by its place here
 
     @model_validator(mode="after")
     def has_targets(self) -> "Recipe":

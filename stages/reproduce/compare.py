@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.literature import comparison, published
+from stages.literature import agreement, comparison, published
 from stages.literature.comparison import CellRecord
 from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.params import schema
@@ -69,7 +69,7 @@ def match_published_numbers(
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
             else:
                 comparisons.append(_build_comparison(row, match, measure, recipe, model))
-    return comparisons, left_out
+    return agreement.add_agreement(comparisons), left_out
 
 
 def _explain_unmatched(row: PublishedRow) -> str:
@@ -147,7 +147,9 @@ def build_page(
 ) -> str:
     """Return results/reproduce/NAME.md."""
     verdicts = Counter(each.verdict for each in comparisons)
-    counts = ", ".join(f"{verdicts[word]} {word}" for word in ("within", "outside", "not comparable", "not run"))
+    counts = ", ".join(
+        f"{verdicts[word]} {word}" for word in ("within", "outside", "consistent", "not comparable", "not run")
+    )
     pins = ", ".join(f"{package} {version}" for package, version in recipe.pins.items()) or "none"
     disk_gib, download_gib = expected.disk_bytes / 2**30, expected.download_bytes / 2**30
     shares = [f"{share:.0%} of {metric}" for metric, share in recipe.tolerance.items()]

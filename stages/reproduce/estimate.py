@@ -1,6 +1,6 @@
 """Estimate of a run: parameters, bytes, seconds and GPU-hours, without a GPU, a download or the data.
 
-    python -m stages.reproduce.estimate RECIPE PARAMS [GPU]    # JSON: lines to read, estimates by stage, totals, missing files
+    python -m stages.reproduce.estimate RECIPE PARAMS [GPU]    # JSON: lines to read, estimates by stage, totals
     python -m stages.reproduce.estimate - PARAMS               # without a recipe: rows as long as those here
 
 The target's shape is that of recipes/targets/NAME.json, or of its own config.json where that is on this machine; the draft's is
@@ -52,7 +52,7 @@ class RecipeEstimate:
     disk_bytes: float = 0.0
     download_bytes: float = 0.0
     gpu_hours: float = 0.0
-    missing: list[str] = field(default_factory=list)  # files that the user brings
+    weight_bytes: float = 0.0  # of the target, in its dtype
 
     def add_line(self, what: str, value: str, how: str) -> None:
         self.lines.append(f"{what}: {value} ({how})")
@@ -98,6 +98,7 @@ def _describe_params(p: schema.Params) -> Recipe:
         "notes": [],
         "tolerance": {},
         "beside": [],
+        "files": {},
         "train_rows": None,
     }
     row_tokens = _read_row_tokens(p) or p.extract_hiddens.max_length
@@ -119,7 +120,7 @@ def _read_row_tokens(p: schema.Params) -> int | None:
 def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -> RecipeEstimate:
     target = read_target_size(p)
     draft = init_draft.infer_config(p, target.manifest)
-    result = RecipeEstimate(missing=_list_missing_files(p), origin=gpu.origin)
+    result = RecipeEstimate(origin=gpu.origin)
     rows = _count_rows(p, recipe)
     _add_sizes(result, p, target, draft)
     if not rows.train and p.train_draft.checkpoints:
@@ -161,7 +162,8 @@ def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, dra
     within, vocabulary = draft["intermediate_size"], draft["draft_vocab_size"]
     how = f"inferred: {manifest.hidden_size} wide, {within} within, vocabulary {vocabulary}, {rope} RoPE"
     result.add_line("draft", f"{format_count(total)} parameters", how)
-    held = {"target": target.parameters * size, "draft": total * size}
+    result.weight_bytes = target.parameters * size
+    held = {"target": result.weight_bytes, "draft": total * size}
     if p.benchmark_served.workloads and (tokens := p.benchmark_served.server.max_total_tokens):
         held[f"{tokens:,} tokens of KV cache"] = tokens * kv
     how = ", ".join(f"{what} {bytes_ / GIB:.2f}" for what, bytes_ in held.items())
@@ -374,13 +376,6 @@ def _list_load_seconds(p: schema.Params, target: TargetSize, gpu: Gpu, workload:
         seconds += prompts * (workload.input_tokens or 0) * prefill
         loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second))
     return loads
-
-
-def _list_missing_files(p: schema.Params) -> list[str]:
-    """Return the raw data and the workloads' prompt sets that do not exist here."""
-    wanted = {workload.prompts for workload in p.benchmark.workloads.values()} & set(p.prepare_prompts.sets)
-    files = [p.prepare_prompts.sets[name].from_ for name in sorted(wanted) if p.prepare_prompts.sets[name].is_file]
-    return [name for name in [p.fix_data.raw, *files] if not Path(name).exists()]
 
 
 def format_count(parameters: int) -> str:

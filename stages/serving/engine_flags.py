@@ -54,7 +54,7 @@ class ServerSetup:
                 "--mem-fraction-static": self.mem_fraction,
                 "--max-total-tokens": tokens,
                 "--max-running-requests": batch,
-                "--cuda-graph-max-bs": batch,
+                "--cuda-graph-max-bs-decode": batch,
                 "--context-length": self.context_length,
                 "--enable-torch-compile": self.torch_compile,
             },
@@ -174,7 +174,7 @@ def check_server_info(
     max_batch = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
     for limit, what, key in (
         (max_batch, "one batch", "--max-running-requests"),
-        (_read_max_graph_batch(info), "its CUDA graphs", "--cuda-graph-max-bs"),
+        (_read_max_graph_batch(info), "its CUDA graphs", "--cuda-graph-max-bs-decode"),
     ):
         if concurrency is not None and isinstance(limit, int) and limit < concurrency:
             raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.serving import engine_flags, gpu_memory, http_session, server
+from stages.serving import engine_flags, gpu_memory, http_session, server, vision_patch
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
 
@@ -37,6 +37,7 @@ class MeasuredServer:
     info: dict[str, Any] = field(default_factory=dict)  # reported by the server
     command: list[str] = field(default_factory=list)
     gpu_memory: UsedGpuMemory = field(default_factory=UsedGpuMemory)
+    notice: str | None = None  # on how the server drafts, for the report
 
     @property
     def num_draft_tokens(self) -> int:
@@ -62,6 +63,7 @@ class ServerPlan:
     request_timeout_s: float
     start_timeout_s: float
     num_threads: int
+    vision_patch: bool  # whether drafts of images need it, of SGLang 0.5.17
     section: str  # of params.yaml, for messages
     max_concurrency: int | None  # of the loads, at most the number of prompts
     request_tokens: int  # the longest prompt and its answer
@@ -87,10 +89,15 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     measured.command = [*engine_flags.build_setup_command(setup, port, plan.program), *measured.speculation_flags]
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
+    patched = plan.vision_patch and measured.draft is not None
+    environment = vision_patch.build_environment() if patched else {}
     with server.ServerProcess(
-        setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, section=plan.section
+        setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, environment=environment,
+        section=plan.section,
     ) as running:  # fmt: skip
         asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
+        if patched:
+            measured.notice = vision_patch.describe_outcome(log, str(measured.info.get("version")))
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus())
         measured.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
         yield running.base_url, running.check_alive

@@ -50,6 +50,7 @@ class ServerProcess:
     restarts: int = 0  # how often `check_alive` may restart it
     threads: int | None = None  # CPU threads; None: no limit
     gpus: str | None = None  # its CUDA_VISIBLE_DEVICES; None: that of the stage
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables
     section: str = "sample_target.server"  # of params.yaml, for messages
     restarted: int = 0
     _guard: subprocess.Popen | None = field(default=None, init=False, repr=False)
@@ -130,7 +131,7 @@ class ServerProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches only the stage, which then stops the server
-                env={**os.environ, **limit, **devices},
+                env={**os.environ, **limit, **devices, **self.environment},
             )
 
     def get_exit_status(self) -> int | None:

@@ -2,11 +2,17 @@
 
 import io
 import os
+import shutil
 import subprocess
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
+import dvc.cli
 import pytest
 from ruamel.yaml import YAML
+
+from pipeline import reproduce
 
 REPO = Path(__file__).resolve().parents[2]
 os.environ["PYTHONPATH"] = str(REPO)  # what these tests start is this checkout's, whichever one is installed
@@ -80,6 +86,15 @@ def make_project(root: Path) -> Project:
     return project
 
 
+def by_dvc(*words: str) -> str:
+    """Run DVC's own command line, in this process: a start of it takes a second."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setenv("DVC_TEST", "1")  # else it prints JSON to where stdout went when colorama was imported
+        assert dvc.cli.main(list(words)) == 0
+    return printed.getvalue()
+
+
 def give_params(project: Project) -> None:
     """A valid params.yaml, ours, with raw data that exists."""
     yaml = YAML()
@@ -99,6 +114,37 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     made = make_project(tmp_path / "project")
     monkeypatch.chdir(made.root)
     return made
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run stages.reproduce in this process: importing torch takes seconds."""
+
+    def run(what: str, *words: str) -> str:
+        with redirect_stdout(io.StringIO()) as printed:
+            import_module(f"stages.reproduce.{what}").main(*words)
+        return printed.getvalue()
+
+    monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose three stages have run."""
+    folder = tmp_path_factory.mktemp("made_once")
+    made = make_project(folder / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DVC_SITE_CACHE_DIR", str(folder / "site"))
+        patch.chdir(made.root)
+        by_dvc("repro")
+    return made.root
+
+
+@pytest.fixture
+def finished(project: Project, made_once: Path) -> Project:
+    """The current directory, where all stages have run."""
+    shutil.copytree(made_once, project.root, dirs_exist_ok=True)
+    return project
 
 
 @pytest.fixture(scope="session")

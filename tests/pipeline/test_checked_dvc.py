@@ -9,7 +9,7 @@ import pytest
 from pipeline import dvc_graph
 from pipeline.dvc_graph import Outcome
 from pipeline.remote import dvc_remote
-from tests.pipeline.conftest import REPO, Project, give_params
+from tests.pipeline.conftest import REPO, Project, by_dvc, give_params
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def linked(project: Project) -> Project:
         script = project.root / f"{name}.py"
         script.write_text(f"{script.read_text().replace('shutil.copy', 'made = shutil.copy')}\n"
                           f"with open(made, 'a') as file:\n    file.write('made by {name}\\n')\n")  # fmt: skip
-    run_all()
+    by_dvc("repro")
     return project
 
 
@@ -73,7 +73,7 @@ def test_a_file_of_a_folder_is_named_and_the_others_are_left_alone(linked: Proje
     text = (linked.root / "dvc.yaml").read_text()
     folder = "  folder: {cmd: mkdir made && echo 1 > made/one && echo 2 > made/two, deps: [raw.csv], outs: [made]}\n"
     (linked.root / "dvc.yaml").write_text(text + folder)
-    run_all()
+    by_dvc("repro")
     write_in_place(linked.root / "made/two")
     printed: list[str] = []
     assert dvc_graph.reproduce_stage("folder", printed.append) == Outcome.RAN

@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 BIN = Path(sys.executable).parent
 COMMANDS = (
     "run", "stale", "rerun", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
-    "deps", "doctor", "preview",
+    "deps", "doctor", "preview", "fetch",
 )  # fmt: skip
 
 
@@ -101,8 +101,18 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
         (["deps", "--write"], deps, "write_code_deps", ()),
         (["doctor"], doctor, "report_findings", (None,)),
         (["estimate"], estimate, "describe_estimate", (None, None, "h200")),
-        (["estimate", "weather-tiny", "--gpu", "h100"], estimate, "describe_estimate", ("weather-tiny", None, "h100")),
-        (["estimate", "--params", "mine.yaml"], estimate, "describe_estimate", (None, Path("mine.yaml"), "h200")),
+        (
+            ["estimate", "weather-tiny", "--gpu", "h100"],
+            estimate,
+            "describe_estimate",
+            ("weather-tiny", None, "h100"),
+        ),
+        (
+            ["estimate", "--params", "mine.yaml"],
+            estimate,
+            "describe_estimate",
+            (None, Path("mine.yaml"), "h200"),
+        ),
         (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
     ],
 )

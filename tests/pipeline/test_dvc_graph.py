@@ -16,6 +16,7 @@ from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
 from pipeline.resources import try_lock
 from tests.conftest import gone
+from tests.pipeline.conftest import by_dvc
 
 
 def run_all() -> dict[str, Outcome]:
@@ -186,15 +187,15 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     text = (project.root / "dvc.yaml").read_text()
     (project.root / "dvc.yaml").write_text(text.replace("last.py]", "last.py]\n    params: [report.title]"))
     assert dvc_graph.explain_stale() == {name: ["it is new"] for name in ("first", "middle", "last")}
-    run_all()
+    by_dvc("repro")
     assert dvc_graph.explain_stale() == {}
     (project.root / "params.yaml").write_text("report: {title: two}\n")
     (project.root / "middle.csv").unlink()
     project.script("first", "# edited")
     assert dvc_graph.explain_stale() == {
         "first": ["first.py modified"],
-        "middle": ["middle.csv deleted"],
-        "last": ["middle.csv deleted", "params.yaml: report.title modified"],
+        "middle": ["middle.csv missing"],
+        "last": ["middle.csv missing", "params.yaml: report.title modified"],
     }
     assert dvc_graph.explain_stale(["first"]) == {"first": ["first.py modified"]}
 
@@ -213,9 +214,8 @@ def test_what_another_process_works_on_may_be_stale(project):
 
 
 @pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
-def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(project, cut: str):
-    lock = project.root / "dvc.lock"
-    run_all()
+def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(finished, cut: str):
+    project, lock = finished, finished.root / "dvc.lock"
     assert dvc_graph.repair_lock() is None
     lock.write_text(cut)
     assert "no commit has it; removed" in str(dvc_graph.repair_lock())
@@ -288,12 +288,9 @@ def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(pr
         "  report: {cmd: cat cells/1.csv cells/2.csv > report.csv, deps: [cells, last.py], outs: [report.csv]}\n"
     )
     (project.root / "cells").mkdir()
-    run_all()
-    dvc = [sys.executable, "-m", "dvc"]
-    subprocess.run(
-        [*dvc, "remote", "add", "-q", "--default", "shared", str(project.root.parent / "remote")], check=True
-    )
-    subprocess.run([*dvc, "push", "-q"], check=True)
+    by_dvc("repro")
+    by_dvc("remote", "add", "--default", "shared", str(project.root.parent / "remote"))
+    by_dvc("push")
     whole = (project.root / "report.csv").read_text()
     for name in ("cells/1.csv", "cells/2.csv", "alone.csv", "report.csv"):
         (project.root / name).unlink()
@@ -302,5 +299,5 @@ def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(pr
     project.script("last", "# edited, so that report runs")
     assert sorted(dvc_graph.pull_inputs("report")) == ["cells/1.csv", "cells/2.csv"]
     assert not (project.root / "alone.csv").exists() and dvc_graph.pull_inputs("report") == []
-    subprocess.run([*dvc, "repro", "-q", "--pull", "--allow-missing"], check=True)
+    by_dvc("repro", "--pull", "--allow-missing")
     assert (project.root / "report.csv").read_text() == whole and not (project.root / "alone.csv").exists()

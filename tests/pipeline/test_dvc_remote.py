@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 
 from pipeline import dvc_graph, workspaces
 from pipeline.remote import dvc_remote, prefect_worker
-from tests.pipeline.conftest import IGNORED, Project, give_params
+from tests.pipeline.conftest import IGNORED, Project, by_dvc, give_params
 
 KEYS = {"AWS_ACCESS_KEY_ID": "ours", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -71,7 +71,7 @@ def head(request: pytest.FixtureRequest, project: Project, monkeypatch: pytest.M
     project.git("init", "-q")
     project.commit()
     subprocess.run(["git", "clone", "-q", ".", "../clone"], check=True)
-    dvc_graph.reproduce_stage("first", print)
+    by_dvc("repro", "first")
     return project
 
 

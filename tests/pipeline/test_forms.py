@@ -115,6 +115,7 @@ def test_impossible_fields_are_refused(given: dict, message: str) -> None:
         ({"fix_data.raw": "file:/etc/passwd"}, "fix_data.raw"),
         ({"fix_data.raw": ".prefect/password"}, "fix_data.raw"),
         ({"fix_data.eval_file": "../../x"}, "fix_data.eval_file"),
+        ({"fix_data.tables": "data/tables/../../x.yaml"}, "fix_data.tables"),
         ({"extract_hiddens.import": "/theirs"}, "extract_hiddens.import"),
         ({"init_draft.from": "../draft"}, "init_draft.from"),
         ({"init_draft.draft_config_path": "draft_configs/.."}, "init_draft.draft_config_path"),
@@ -194,6 +195,7 @@ def test_a_misspelt_name_in_form_may_set_is_refused(home) -> None:
 HARMLESS = {
     "target.lm_head_key",  # the name of a tensor
     "report.title",  # shown; the page escapes it
+    "report.analysis",
     "fix_data.columns.*",  # names of columns in the raw data
     "sample_target.thinking",
     "extract_hiddens.compile",
@@ -206,6 +208,7 @@ HARMLESS = {
     "benchmark.workloads.*.grade",  # runs what the target wrote, in the sandbox
     "benchmark_served.interleave",
     "benchmark_served.server.torch_compile",
+    "benchmark_served.server.vision_patch",
     "schedule.stages.*.exclusive",
     # names of trees, which Tree.parse reads whole
     "replay_trees.trace_trees",

@@ -1,22 +1,19 @@
 """pipeline/freshness.py: quick only where DVC itself would find nothing; any change of a file, and DVC is asked."""
 
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
-import dvc.cli
 import pytest
 
 from pipeline import dvc_graph, freshness
 from pipeline.commands import list_stale
-from tests.pipeline.conftest import Project, make_project
+from tests.pipeline.conftest import Project, by_dvc, make_project
 
 PARAMETERS = "report: {title: one}\n"
 
@@ -49,15 +46,6 @@ def done(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project
     monkeypatch.chdir(project.root)
     assert dvc_graph.explain_stale() == {}
     return project
-
-
-def by_dvc(*words: str) -> str:
-    """Run DVC's own command line, in this process: a start of it takes a second."""
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setenv("DVC_TEST", "1")  # else it prints JSON to where stdout went when colorama was imported
-        assert dvc.cli.main(list(words)) == 0
-    return printed.getvalue()
 
 
 def stale_by_dvc() -> set[str]:
@@ -147,7 +135,7 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
     Path("middle.csv").unlink()
     assert asked() == (
         1,
-        "stale: middle (middle.csv deleted)\nstale: last (middle.csv deleted; params.yaml: report.title modified)\n",
+        "stale: middle (middle.csv missing)\nstale: last (middle.csv missing; params.yaml: report.title modified)\n",
     )
     shutil.rmtree(".dvc/cache")
     for made in ("first.csv", "results/benchmark.csv"):

@@ -219,6 +219,7 @@ def test_cancelling_ends_the_stages_on_workers(wide: Wide) -> None:
     wait_for(lambda: {sent["state_type"] for sent in wide.sent(run)} <= {"COMPLETED", "CANCELLED"})
 
 
+@pytest.mark.long
 def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(wide: Wide) -> None:
     wide.sleeps()
     run = wide.run()
@@ -230,6 +231,7 @@ def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_on
     assert wide.ended(wide.run())["type"] == "COMPLETED"
 
 
+@pytest.mark.long
 def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(wide: Wide) -> None:
     """The run that a killed worker had begun lived on, and the stage with it."""
     wide.sleeps()

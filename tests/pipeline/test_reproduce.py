@@ -1,20 +1,17 @@
 """`aerie reproduce`: the estimate before it, refusals, the stages it runs, and the table at its end."""
 
-import io
 import shutil
 import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Collection
-from contextlib import redirect_stdout
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, processes, reproduce
+from pipeline import dvc_graph, processes, requirements, resources
 from pipeline.cli import run_command_line
 from tests.conftest import ROOT
 
@@ -36,15 +33,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run stages.reproduce in this process: importing torch takes seconds."""
-
-    def run(what: str, *words: str) -> str:
-        with redirect_stdout(io.StringIO()) as printed:
-            import_module(f"stages.reproduce.{what}").main(*words)
-        return printed.getvalue()
-
-    monkeypatch.setattr(reproduce, "_run_reproduce_module", run)
+def equipped(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with SGLang and a GPU of 80 GiB."""
+    (home / "serving-env/sglang/bin").mkdir(parents=True)
+    (home / "serving-env/sglang/bin/sglang").touch()
+    monkeypatch.setattr(requirements.resources, "list_gpu_memory", lambda: [resources.Gpu("H100", 80 * 2**30)])
 
 
 @pytest.fixture
@@ -78,7 +71,7 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
     assert after == before and ran == []
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "equipped")
 def test_it_applies_the_recipe_runs_all_stages_it_can_and_compares_results(
     home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,29 +88,61 @@ def test_it_applies_the_recipe_runs_all_stages_it_can_and_compares_results(
 
 
 @pytest.mark.usefixtures("here")
-def test_files_that_are_missing_are_named_before_anything_changes(home: Path, ran: list[str]) -> None:
+def test_what_is_not_here_is_named_with_the_command_that_gets_it_before_anything_changes(
+    home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: nine of eleven recipes stopped for files, one at a time, and said that the recipe knew where they come from."""
     before = (home / "params.yaml").read_bytes()
-    with pytest.raises(SystemExit, match=r"data/prompt_sets/angelslim/mt_bench.jsonl not found; the recipe says where"):
+    needs = [
+        r"fix_data.raw: data/raw/weather_toon.jsonl not found; put it there, or correct the key",
+        *(
+            rf"prepare_prompts.sets.{name}.from: data/prompt_sets/angelslim/{name}.jsonl not found; "
+            "run: aerie fetch angelslim-qwen3-1.7b"
+            for name in ("alpaca", "gsm8k", "humaneval", "mt_bench")
+        ),
+        r"benchmark_served.engine: vllm is neither in serving-env/ nor on the PATH; run: make serving-env ENGINE=vllm",
+        r"GPUs: none, expected 1 for target.device cuda; run on a machine with 1 or more",
+    ]
+    with pytest.raises(SystemExit) as refused:
         run_command_line(["reproduce", "angelslim-qwen3-1.7b"])
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "aerie: recipe angelslim-qwen3-1.7b needs 7 things that are not here, and nothing was changed:"
+    assert all(line.strip().startswith(need) for line, need in zip(lines[1:], needs, strict=True))
     assert ran == [] and (home / "params.yaml").read_bytes() == before
+    capsys.readouterr()
+    run_command_line(["reproduce", "angelslim-qwen3-1.7b", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert all(f"PROBLEM  {need}" in printed for need in needs) and "ok       disk: " in printed
 
 
-@pytest.mark.usefixtures("here")
-def test_a_disk_that_is_too_small_is_refused(home: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("here", "equipped")
+def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
+    home: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (home / "data/raw").mkdir(parents=True)
     (home / "data/raw/weather_maps.jsonl").touch()
-    monkeypatch.setattr(reproduce.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
-    with pytest.raises(SystemExit, match=r"about 10.0 GiB will be written here, and 1.0 GiB are free; make room"):
+    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
+    with pytest.raises(
+        SystemExit, match=r"needs 1 thing .*\n  disk: 1.0 GiB free here, a run writes about 9.97 GiB; make room"
+    ):
+        run_command_line(["reproduce", "qwen3-vl-2b-weather"])
+    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**50))
+    monkeypatch.setattr(requirements.resources, "list_gpu_memory", lambda: [resources.Gpu("T4", 4 * 2**30)])
+    with pytest.raises(SystemExit, match=r"GPU memory: 4\.0 GiB of weights on 1 GPU; spread a copy over more GPUs"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     assert ran == []
 
 
+@pytest.mark.usefixtures("here")
 def test_comparing_needs_no_gpu_and_leaves_params_alone(
     home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (home / "params.yaml").read_bytes()
     run_command_line(["reproduce", "angelslim-hunyuan-7b", "--compare"])
-    assert "16 published numbers: 0 within, 0 outside, 0 not comparable, 16 not run." in capsys.readouterr().out
+    assert (
+        "16 published numbers: 0 within, 0 outside, 0 consistent, 0 not comparable, 16 not run."
+        in capsys.readouterr().out
+    )
     assert (home / "params.yaml").read_bytes() == before and ran == []
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from pipeline import dvc_graph, rerun
 from pipeline.processes import StageError
+from tests.pipeline.conftest import by_dvc
 
 CELL = "results/cells/eval-e003-t5_1_6.json"
 OTHER = "results/cells/eval-e003-t5_2_8.json"
@@ -29,8 +30,7 @@ def measured(project: SimpleNamespace) -> Path:
     root: Path = project.root
     (root / "dvc.yaml").write_text(GRAPH)
     (root / "results/cells").mkdir(parents=True)
-    for name in dvc_graph.list_stages():
-        dvc_graph.reproduce_stage(name, lambda line: None)
+    by_dvc("repro")
     assert dvc_graph.explain_stale() == {}
     return root
 

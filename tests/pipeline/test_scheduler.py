@@ -150,14 +150,14 @@ CELLS = """
 stages:
   first: {cmd: cp raw.csv first.csv, deps: [raw.csv], outs: [first.csv]}
   cell:
-    matrix: {n: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}
-    cmd: sleep 1; (cat first.csv; echo ${item.n}) > cell${item.n}.csv
+    matrix: {n: [1, 2, 3, 4, 5, 6]}
+    cmd: (cat first.csv; echo ${item.n}) > cell${item.n}.csv
     deps: [first.csv]
     outs: ["cell${item.n}.csv"]
 """
 
 
-def test_twelve_cells_at_once_leave_the_lock_file_that_a_run_in_a_row_leaves(project, tmp_path: Path) -> None:
+def test_cells_at_once_leave_the_lock_file_that_a_run_in_a_row_leaves(project, tmp_path: Path) -> None:
     (project.root / "dvc.yaml").write_text(CELLS)
     shutil.copytree(project.root, tmp_path / "serial")
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=tmp_path / "serial", check=True)
@@ -185,8 +185,8 @@ def test_twelve_cells_at_once_leave_the_lock_file_that_a_run_in_a_row_leaves(pro
 
     assert once() == dict.fromkeys(needs, dvc_graph.Outcome.RAN)
     locks = [YAML(typ="safe").load(root / "dvc.lock") for root in (project.root, tmp_path / "serial")]
-    assert locks[0] == locks[1] and len(locks[0]["stages"]) == 13
-    assert (project.root / "cell12.csv").read_bytes() == (tmp_path / "serial/cell12.csv").read_bytes()
+    assert locks[0] == locks[1] and len(locks[0]["stages"]) == 7
+    assert (project.root / "cell6.csv").read_bytes() == (tmp_path / "serial/cell6.csv").read_bytes()
     assert once() == dict.fromkeys(needs, dvc_graph.Outcome.UNCHANGED)
     (project.root / "raw.csv").write_text("another\n")
     assert dvc_graph.explain_stale() == {"first": ["raw.csv modified"]}

@@ -122,12 +122,22 @@ def test_a_websocket_without_the_password_or_of_another_origin_is_closed(server:
         assert json.loads(opened.recv(60)) == {"type": "auth_success"}
 
 
+@pytest.fixture(scope="module")
+def ran(server: Server) -> str:
+    """A run that has ended, so that a flow, a guard and stages have printed something."""
+    server.project.script("middle", "print('names', [name for name in os.environ if 'AUTH_STRING' in name])")
+    run = server.run()
+    assert server.ended(run)["type"] == "COMPLETED"
+    server.project.script("middle")
+    return run
+
+
+@pytest.mark.usefixtures("ran")
 def test_the_password_is_in_a_file_of_ours_alone_and_in_no_log_or_command_line(server: Server) -> None:
     file = Path(server.home, password.NAME)
     assert file.stat().st_mode & 0o777 == 0o600
     secret = server.password.partition(":")[2]
     assert len(secret) >= 40
-    server.ended(server.run())  # so that a flow, a guard and stages have printed something
     others = [path for path in Path(server.home).rglob("*") if path.is_file() and path != file]
     assert [path for path in [server.log, *others] if secret.encode() in path.read_bytes()] == []
     ours = psutil.Process(server.process.pid)
@@ -135,13 +145,9 @@ def test_the_password_is_in_a_file_of_ours_alone_and_in_no_log_or_command_line(s
     assert f"this shows: cat {os.path.relpath(file, server.project.root)}" in server.log.read_text()
 
 
-def test_stages_are_not_given_the_password(server: Server) -> None:
+def test_stages_are_not_given_the_password(server: Server, ran: str) -> None:
     """Bug to be: a stage starts engines, graders and others' code, which would inherit it."""
-    server.project.script("middle", "print('names', [name for name in os.environ if 'AUTH_STRING' in name])")
-    run = server.run()
-    assert server.ended(run)["type"] == "COMPLETED"
-    assert wait_for(lambda: [line for line in server.messages(run) if line.startswith("names")]) == ["names []"]
-    server.project.script("middle")
+    assert wait_for(lambda: [line for line in server.messages(ran) if line.startswith("names")]) == ["names []"]
 
 
 def test_a_form_that_names_a_command_ends_before_anything_runs(server: Server) -> None:

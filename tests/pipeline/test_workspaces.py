@@ -13,13 +13,12 @@ from pipeline import dvc_graph, promotion, recipes, workspaces
 from pipeline.forms import Sweep
 from pipeline.resources import try_lock
 from stages.params.schema import load_params
-from tests.pipeline.conftest import give_params
+from tests.pipeline.conftest import by_dvc, give_params
 
 
 @pytest.fixture
-def in_git(project):
-    for name in dvc_graph.list_stages():
-        dvc_graph.reproduce_stage(name, print)
+def in_git(finished):
+    project = finished
     (project.root / ".gitignore").write_text("/.scratch/\n/.dvc/tmp\n/.dvc/cache\nconfig.local\n*.csv\n!raw.csv\n")
     (project.root / "params.yaml").write_text("a: 1\n")
     project.git("init", "-q")
@@ -126,7 +125,7 @@ def in_git_with_trees(in_git) -> Any:
     graph = in_git.root / "dvc.yaml"
     graph.write_text(graph.read_text().replace("last.py]", "last.py]\n    params: [benchmark.trees]"))
     in_git.commit()
-    dvc_graph.reproduce_stage("last", print)  # changes dvc.lock, as a fresh user's first run does
+    by_dvc("repro")  # changes dvc.lock, as a fresh user's first run does
     return in_git
 
 
@@ -136,7 +135,7 @@ def sweep(name: str, trees: list[str]) -> None:
         sections = Sweep(trees=trees).build_sections(load_params())
         promotion.note_added(Path.cwd(), sections)
         recipes.write_sections(sections)
-        dvc_graph.reproduce_stage("last", print)
+        by_dvc("repro")
 
 
 def test_promoted_sweeps_join_the_rows_that_were_there(in_git_with_trees) -> None:

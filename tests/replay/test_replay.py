@@ -72,7 +72,7 @@ def slow_tree(
 )
 def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, tree_scoring: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
-    rows = make_answers(draft, embedding, 4)
+    rows = make_answers(draft, embedding, 3)
     shapes = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
     trees = [TreeShape(s, topk, m) for s, m in shapes]
     accepted, cycles, reached, deep = replay_answers(

@@ -244,7 +244,7 @@ def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -
         rows = list(csv.DictReader(lines))
     verdicts = Counter(row["verdict"] for row in rows)
     assert verdicts == {"within": 1, "not comparable": 1, "not run": 26}
-    assert "28 published numbers: 1 within, 0 outside, 1 not comparable, 26 not run. 7 more" in page
+    assert "28 published numbers: 1 within, 0 outside, 0 consistent, 1 not comparable, 26 not run. 7 more" in page
     assert "| AngelSlim's, for the target | MT-bench | 0.0 | t6_10_60 | tau (tokens) | 3.65 | 3.5 | 0.9589 |" in page
     assert "Status of the recipe: validated only. Pins: vllm 0.11.2." in page and "GPU-hours of an H200" in page
     assert "5% of tau, 10% of speedup" in page
@@ -328,3 +328,51 @@ def test_few_repeats_are_judged_by_students_t_and_one_by_none() -> None:
     three = comparison._average_values(speeds)
     assert three == comparison.MeasuredNumber(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
     assert comparison._average_values(speeds[:1]) == comparison.MeasuredNumber(100.0, None, "one repeat")
+
+
+def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> list[comparison.PublishedComparison]:
+    """Cells of seed 000's trees, on another target whose taus run as its own do, twice as far above 1; some changed."""
+    published_taus = {
+        row.setting.tree: row.value
+        for row in published.read_publications()["qwen3-vl-weather"].rows
+        if row.metric == "tau" and row.setting.draft == "the team's, ep=9"
+    }
+    for tree, value in published_taus.items():
+        tau = (change or {}).get(tree, 2 * value - 1)
+        figures = {"tau": tau, "tau_low": tau - spread, "tau_high": tau + spread, "accept_rate": (tau - 1) / 8}
+        steps, topk, tokens = map(int, tree[1:].split("_"))
+        torch_cell("eval", tree, checkpoint="e009", num_steps=steps, topk=topk, num_draft_tokens=tokens,
+                   metrics=dict.fromkeys(torch_records.METRICS, 1.0) | figures)  # fmt: skip
+    sides, _ = compare.match_published_numbers(
+        recipe_of("weather-tiny-vl"), "builtin/weather-tiny-vl", published.read_publications()
+    )
+    return [each for each in sides if each.published.metric == "tau" and each.own]
+
+
+def test_a_table_whose_order_agrees_is_consistent() -> None:
+    """Bug: all 79 numbers of seed 000 were "not comparable" by construction."""
+    rows = seed_cells()
+    assert len(rows) == 15 and {row.verdict for row in rows} == {"consistent"}
+    assert all("another target" in row.notes[0] for row in rows)
+    agreement = rows[0].agreement
+    assert agreement and agreement.trees == 15 and agreement.correlation == pytest.approx(1.0)
+    assert agreement.agreeing == agreement.differences > 50
+    assert rows[0].notes[-1].startswith("order over 15 trees: rank correlation 1.00, ")
+
+
+def test_one_difference_of_the_other_sign_outside_the_intervals_is_not_consistent() -> None:
+    ranked = sorted(seed_cells(), key=lambda row: row.published.value)
+    lowest, low = (row.published.setting.tree for row in ranked[:2])
+    swapped = {lowest: 2 * ranked[1].published.value - 1, low: 2 * ranked[0].published.value - 1}
+    rows = seed_cells(swapped)
+    assert {row.verdict for row in rows} == {"not comparable"}
+    agreement = rows[0].agreement
+    assert agreement and agreement.correlation > 0.9 and agreement.agreeing < agreement.differences
+    wide = abs(ranked[1].published.value - ranked[0].published.value) * 2  # then the two can't be told apart
+    assert {row.verdict for row in seed_cells(swapped, wide)} == {"consistent"}
+
+
+def test_an_order_of_its_own_is_not_consistent() -> None:
+    flat = {row.published.setting.tree: 10.0 - 2 * row.published.value for row in seed_cells()}
+    rows = seed_cells(flat, 5.0)  # within such intervals nothing has the other sign
+    assert {row.verdict for row in rows} == {"not comparable"} and rows[0].agreement.correlation < -0.9  # type: ignore[union-attr]

@@ -97,17 +97,6 @@ def test_a_target_that_is_not_recorded_is_named() -> None:
         target_size.read_target_size(other)
 
 
-def test_files_that_the_user_brings_are_missing_until_they_are_there() -> None:
-    p, _ = shape_of("angelslim-qwen3-8b")
-    folder = "data/prompt_sets/angelslim"
-    wanted = [p.fix_data.raw, *(f"{folder}/{n}.jsonl" for n in ("alpaca", "gsm8k", "humaneval", "mt_bench"))]
-    assert estimate._list_missing_files(p) == wanted
-    for name in wanted[:2]:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
-    assert estimate._list_missing_files(p) == wanted[2:]
-
-
 def test_the_page_of_recipes_is_what_its_command_writes() -> None:
     committed = (ROOT / recipes_page.PAGE).read_text(encoding="utf-8")
     assert committed == recipes_page.render_page(), "run: python -m benchmarks.recipes_page"

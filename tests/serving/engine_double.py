@@ -23,6 +23,8 @@ from typing import Any
 
 from aiohttp import web
 
+from stages.serving.server_startup import sglang_vision_patch
+
 FORK_VARIABLE = "AERIE_TEST_FORK_SERVER"
 RECORDED = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
 
@@ -38,7 +40,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     takes.add_argument("--speculative-config", type=json.loads)
     takes.add_argument("--model-path")
     takes.add_argument("--max-running-requests", type=int, default=48)
-    takes.add_argument("--cuda-graph-max-bs", type=int)
+    takes.add_argument("--cuda-graph-max-bs-decode", type=int)
     takes.add_argument("--max-total-tokens", type=int, default=100_000)
     takes.add_argument("--context-length", type=int, default=1024)
     takes.add_argument("--fail-at-start", action="store_true")
@@ -179,7 +181,7 @@ class Double:
         }
         if self.drafts:
             state["avg_spec_accept_length"] = 1 + self.accepted / self.drafts
-        decode = {"max_bs": f.cuda_graph_max_bs, "bs": [f.cuda_graph_max_bs or 8]}
+        decode = {"max_bs": f.cuda_graph_max_bs_decode, "bs": [f.cuda_graph_max_bs_decode or 8]}
         graphs = seen["cuda_graph_config"] | {"decode": seen["cuda_graph_config"]["decode"] | decode}
         tree = {
             key: getattr(f, key) for key in vars(f) if key.startswith("speculative") and key != "speculative_config"
@@ -232,6 +234,9 @@ def main(words: list[str]) -> None:
     flags = arguments(words)
     if flags.fail_at_start:
         sys.exit("RuntimeError: the double was told to fail at start")
+    if os.environ.get("AERIE_SGLANG_PATCH"):  # it drafts as trained; SGLang 0.5.17 would after this
+        for module in sglang_vision_patch.TARGETS:
+            print(f"{sglang_vision_patch.PREFIX} applied to {module}", flush=True)
     double = Double(flags)
     app = web.Application()
     app.add_routes([web.get("/health", answer), web.get("/version", answer), web.get("/v1/models", double.models)])

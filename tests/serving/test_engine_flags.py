@@ -27,7 +27,7 @@ def test_the_command_lines_of_seed_002() -> None:
     assert plain[:4] == ["sglang", "serve", "--model-path", "/models/t"]
     assert flag(plain, "--tp-size") == "2" and flag(plain, "--max-total-tokens") == "65536"
     assert flag(plain, "--mem-fraction-static") == "0.85" and "--enable-torch-compile" in plain
-    assert flag(plain, "--max-running-requests") == flag(plain, "--cuda-graph-max-bs") == "64"
+    assert flag(plain, "--max-running-requests") == flag(plain, "--cuda-graph-max-bs-decode") == "64"
     assert plain[-2:] == ["--attention-backend", "triton"]  # the user's own come last, so that they win
     told = engine_flags.build_speculation_flags("sglang", DRAFT, {})
     assert flag(told, "--speculative-algorithm") == "EAGLE3"

@@ -16,6 +16,7 @@ import toons
 from PIL import Image
 
 from stages.data import toon
+from stages.data.table_schema import load_table_file
 from stages.toy import damaged_exports, weather, weather_maps
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,7 @@ def test_it_is_small_and_realistically_damaged() -> None:
 
 def test_every_accepted_answer_equals_the_undamaged_one_in_both_decoders() -> None:
     clean, accepted, dropped = clean_by_number(), 0, 0
+    schema = load_table_file(ROOT / "data/tables/weather.yaml")
     for row in rows():
         truth = clean[int(row["id"].split("-")[1])]
         turns = row["conversations"]
@@ -62,7 +64,7 @@ def test_every_accepted_answer_equals_the_undamaged_one_in_both_decoders() -> No
         for question, answer, message in zip(truth, turns[1:], truth[1:], strict=False):
             if answer["from"] != "gpt":
                 continue
-            result = toon.repair_toon(answer["value"], toon.parse_horizon(question["content"]), "strip")
+            result = toon.repair_toon(answer["value"], "strip", schema, question["content"])
             if result.verdict.startswith("dropped:"):
                 dropped += 1
                 assert answer["value"] != message["content"]

@@ -1,0 +1,135 @@
+"""Download what a recipe needs and the repository does not have: `aerie fetch RECIPE`.
+
+Files come from a dataset of the Hugging Face Hub, at a revision, or from a URL (key `recipe.files`); prompt sets that are named
+by a dataset's id go into the Hub's cache, where `prepare_prompts` reads them. What is here already stays as it is. The target
+and published drafts are downloaded by the stages that read them.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline import recipes, requirements
+from stages.params import schema
+from stages.params.data_sections import PromptSet
+from stages.params.recipe import RecipeFile
+
+
+def fetch_recipe(name: str) -> Iterator[str]:
+    """Download a recipe's files and prompt sets -> a line for each.
+
+    Raises:
+        ValueError: the first download that failed, and why; what came before it is kept.
+    """
+    recipe, _ = schema.read_recipe(recipes.locate_recipe(name))
+    with recipes.merge_recipe(name) as (file, _):
+        params = schema.load_params(file)
+    files = recipe.files if recipe else {}
+    for place, source in files.items():
+        yield fetch_file(Path(place), source)
+    asked = {workload.prompts for workload in params.benchmark.workloads.values()}
+    for key, prompt_set in sorted(params.prepare_prompts.sets.items()):
+        if key in asked and not prompt_set.is_file:
+            yield fetch_dataset(prompt_set)
+    for key, path in requirements.list_files(params).items():
+        if path not in files and not Path(path).exists():
+            yield f"{path} ({key}): the recipe knows no source; put it there"
+
+
+def fetch_file(place: Path, source: RecipeFile) -> str:
+    """Download a file, unless it is here -> a line on it. Raises ValueError if that fails, or its SHA-256 is another."""
+    if place.exists():
+        _check_digest(place, source, "move it away, then run the same again")
+        return f"{place}: here already"
+    origin = source.url or f"{source.dataset}/{source.file}{f' at {source.revision}' if source.revision else ''}"
+    part = place.with_name(f".{place.name}.part")
+
+    def download() -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if source.url:
+            _download_url(source.url, part)
+        else:
+            shutil.copyfile(_download_from_hub(source), part)
+
+    try:
+        _explain_failures(origin, source.dataset, download)
+        digest = _check_digest(part, source, "the source has changed; correct the recipe, or fetch it by hand")
+        os.replace(part, place)
+    finally:
+        part.unlink(missing_ok=True)
+    return f"{place}: {place.stat().st_size / 1e6:.1f} MB from {origin}, sha256 {digest}"
+
+
+def fetch_dataset(source: PromptSet) -> str:
+    """Download a prompt set into the Hub's cache -> a line on it. Raises ValueError if that fails."""
+    from datasets import load_dataset
+
+    def download() -> int:
+        return len(load_dataset(source.from_, source.name, split=source.split, revision=source.revision))
+
+    rows = _explain_failures(source.from_, source.from_, download)
+    return f"{source.from_}: {rows} rows in the cache of the Hub"
+
+
+def _download_url(url: str, part: Path) -> None:
+    from huggingface_hub.file_download import http_get  # goes on after a cut, and shows a bar
+
+    with part.open("wb") as file:
+        http_get(url, file)
+
+
+def _download_from_hub(source: RecipeFile) -> str:
+    from huggingface_hub import hf_hub_download
+
+    assert source.dataset and source.file
+    return hf_hub_download(source.dataset, source.file, repo_type="dataset", revision=source.revision)
+
+
+def _check_digest(path: Path, source: RecipeFile, remedy: str) -> str:
+    """Return the file's SHA-256. Raises ValueError if the source's is known and another."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if source.sha256 and found != source.sha256:
+        raise ValueError(f"{path} has sha256 {found}, expected {source.sha256}; {remedy}")
+    return found
+
+
+def _explain_failures(origin: str, dataset: str | None, download: Callable[[], Any]) -> Any:
+    """Return what `download` returns. Raises ValueError that says why it failed and what to do."""
+    from huggingface_hub import errors
+
+    try:
+        return download()
+    except (errors.HTTPError, OSError, ValueError) as error:
+        raise ValueError(f"{origin}: {_explain(error, dataset)}") from error
+
+
+def _explain(error: BaseException, dataset: str | None) -> str:
+    from huggingface_hub import constants, errors
+
+    again = "run the same again: complete downloads are kept"
+    cause: BaseException | None = error
+    while cause:  # datasets wraps what the Hub's client raises
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        is_absent = isinstance(cause, errors.EntryNotFoundError) and not isinstance(
+            cause, errors.LocalEntryNotFoundError
+        )
+        if status in (401, 403):
+            page = f", and accept its terms at {constants.ENDPOINT}/datasets/{dataset}" if dataset else ""
+            token = "set HF_TOKEN to a token that may read it"
+            return f"refused ({status}): it does not exist, is private or gated; {token}{page}"
+        if status == 429:
+            return f"too many requests (429); wait some minutes, or set HF_TOKEN, which has higher limits, and {again}"
+        if isinstance(cause, errors.RevisionNotFoundError):
+            return "there is no such revision; correct it in the recipe"
+        if status == 404 or is_absent:
+            return "not found there (404); correct the source in the recipe"
+        if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+            return f"no space left on the disk; make room and {again}"
+        cause = cause.__cause__ or cause.__context__
+    reason = (str(error).splitlines() or ["no reason given"])[0]
+    return f"the download failed ({type(error).__name__}: {reason}); check the connection and {again}"

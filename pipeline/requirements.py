@@ -1,0 +1,149 @@
+"""What a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
+
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline import resources
+from pipeline.workspaces import SERVING_ENVIRONMENTS
+from stages.params.data_sections import PromptSet
+from stages.params.recipe import Recipe
+from stages.params.schema import Params
+
+GIB = 2**30
+MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
+# Weights are not all that a GPU holds: KV cache, activations, a draft.
+WEIGHTS_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report. `ok` is None where the line only informs."""
+
+    subject: str
+    found: str
+    ok: bool | None = None
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{MARKS[self.ok]}  {self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
+
+
+def check_recipe(
+    name: str, recipe: Recipe, params: Params, disk_bytes: float, weight_bytes: float
+) -> Iterator[Finding]:
+    """Yield what a recipe needs, and whether it is here. `weight_bytes` are the target's."""
+    yield from check_files(params, recipe.files, f"run: aerie fetch {name}")
+    yield from check_datasets(params, f"run: aerie fetch {name}")
+    yield from check_engines(params)
+    yield from check_gpus(params, weight_bytes)
+    yield check_disk(disk_bytes)
+
+
+def refuse_unmet(name: str, findings: Collection[Finding]) -> None:
+    """Raise ValueError with each need that is not met."""
+    unmet = [f"  {one.subject}: {one.found}; {one.advice}" for one in findings if one.ok is False]
+    if unmet:
+        things = "1 thing that is" if len(unmet) == 1 else f"{len(unmet)} things that are"
+        raise ValueError("\n".join([f"recipe {name} needs {things} not here, and nothing was changed:", *unmet]))
+
+
+# Files and datasets
+
+
+def list_files(params: Params) -> dict[str, str]:
+    """Return the files that a run reads and the user brings, by their key in params.yaml."""
+    files = {"fix_data.raw": params.fix_data.raw}
+    return files | {key: source.from_ for key, source in _list_sets(params).items() if source.is_file}
+
+
+def check_files(params: Params, known: Collection[str] = (), fetch: str = "") -> Iterator[Finding]:
+    """Yield a finding for each file. `known` are those that the command `fetch` gets."""
+    for key, path in list_files(params).items():
+        if Path(path).exists():
+            yield Finding(key, path, True)
+        else:
+            yield Finding(
+                key, f"{path} not found", False, fetch if path in known else "put it there, or correct the key"
+            )
+
+
+def check_datasets(params: Params, fetch: str) -> Iterator[Finding]:
+    """Yield a finding for each prompt set of the Hub: read late in a run, they must be in the cache before it."""
+    for key, source in _list_sets(params).items():
+        if not source.is_file:
+            here = is_cached(source.from_)
+            found = f"dataset {source.from_}{'' if here else ' is not in the cache of the Hub'}"
+            yield Finding(key, found, here, "" if here else fetch)
+
+
+def is_cached(dataset: str) -> bool:
+    """Return whether some revision of a dataset lies in the Hub's cache."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"datasets--{dataset.replace('/', '--')}" / "snapshots"
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _list_sets(params: Params) -> dict[str, PromptSet]:
+    sets = params.prepare_prompts.sets
+    asked = {workload.prompts for workload in params.benchmark.workloads.values()} & set(sets)
+    return {f"prepare_prompts.sets.{name}.from": sets[name] for name in sorted(asked)}
+
+
+# The machine
+
+
+def check_engines(params: Params) -> Iterator[Finding]:
+    """Yield a finding for each engine that a stage starts: in serving-env or on the PATH."""
+    served, sampling = params.benchmark_served, params.sample_target
+    wanted: dict[str, str] = {}
+    if sampling.backend == "server" and sampling.server.launch not in (None, "transformers"):
+        wanted["sample_target.server.launch"] = str(sampling.server.launch)
+    if served.workloads and not served.server.command and not served.server.base_urls:
+        wanted["benchmark_served.engine"] = served.engine
+    for key, engine in wanted.items():
+        place = find_engine(engine)
+        found = f"{engine} in {place}" if place else f"{engine} is neither in serving-env/ nor on the PATH"
+        yield Finding(key, found, place is not None, "" if place else f"run: make serving-env ENGINE={engine}")
+
+
+def find_engine(engine: str) -> str | None:
+    """Return where an engine's program is, None if it is not installed."""
+    for folder in map(Path, SERVING_ENVIRONMENTS):
+        if folder.name == engine and (folder / "bin" / engine).exists():
+            return str(folder)
+    return shutil.which(engine)
+
+
+def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
+    """Yield whether the GPUs are here that target.device asks for, and hold a copy of the target."""
+    if params.target.device == "cpu":
+        return
+    needed = max(
+        params.benchmark.num_gpus_per_model,
+        params.benchmark_served.server.tp if params.benchmark_served.workloads else 1,
+    )
+    gpus = resources.list_gpu_memory()
+    enough = len(gpus) >= needed
+    names = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB)" for gpu in gpus) or "none"
+    advice = f"run on a machine with {needed} or more, or set target.device: cpu for a target that is small enough"
+    yield Finding(
+        "GPUs", f"{names}, expected {needed} for target.device {params.target.device}", enough, "" if enough else advice
+    )
+    if enough:
+        room = sum(gpu.total_bytes for gpu in gpus[:needed]) * WEIGHTS_SHARE
+        fits = weight_bytes <= room
+        found = f"{weight_bytes / GIB:.1f} GiB of weights on {needed} GPU{'s' if needed > 1 else ''}"
+        advice = "spread a copy over more GPUs: benchmark.num_gpus_per_model, benchmark_served.server.tp"
+        yield Finding("GPU memory", found, fits, "" if fits else advice)
+
+
+def check_disk(needed_bytes: float) -> Finding:
+    """Return whether what a run writes here fits."""
+    free = shutil.disk_usage(".").free
+    enough = free >= needed_bytes
+    found = f"{free / GIB:.1f} GiB free here, a run writes about {needed_bytes / GIB:.2f} GiB"
+    advice = "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
+    return Finding("disk", found, enough, "" if enough else advice)

@@ -1,0 +1,95 @@
+"""Parse one row of JSON, and say which lines of a file are none: all of them at once, not one a run."""
+
+import json
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from stages.data import nesting
+
+SHOWN_LINES = 5  # broken lines that a message explains or names
+MAX_REMOVED_LINES = 20  # in the command that writes a copy without them
+
+
+class BrokenRowError(Exception):
+    """A line that is no JSON object; the argument says what was expected and found."""
+
+
+@dataclass(frozen=True)
+class BrokenLines:
+    """The lines of a file that are no JSON objects."""
+
+    numbers: list[int]  # from 1
+    total: int  # lines of the file
+
+    def describe(self, path: str) -> str:
+        """Return how many lines are broken, the first few, and what to do."""
+        if len(self.numbers) < 2:
+            named, them = "", "that line"
+        else:
+            first = ", ".join(map(str, self.numbers[:SHOWN_LINES]))
+            more = f" and {len(self.numbers) - SHOWN_LINES:,} more" if len(self.numbers) > SHOWN_LINES else ""
+            named, them = f"; {len(self.numbers):,} of {self.total:,} lines are broken: {first}{more}", "them"
+        return f"{named}; mend {them}{self._write_copy(path)}"
+
+    def _write_copy(self, path: str) -> str:
+        """Return the command that writes a copy without the broken lines; none where they are many, or all."""
+        is_plain = Path(path).suffix in (".jsonl", ".ndjson", ".json")
+        if not is_plain or not 0 < len(self.numbers) <= MAX_REMOVED_LINES or len(self.numbers) == self.total:
+            return ", or give another file"
+        script = ";".join(f"{number}d" for number in self.numbers)
+        copy = shlex.quote(f"{path}.whole")  # no name that a folder of data would be read with
+        return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {copy}, and put that in its place"
+
+
+def parse_row(line: bytes | str) -> dict[str, Any] | None:
+    """Return the object in a line; None for one that is nested deeper than the JSON parsers go.
+
+    Raises:
+        BrokenRowError: where the line is no JSON object.
+    """
+    try:
+        row = orjson.loads(line)
+    except ValueError:  # orjson also refuses half a surrogate pair and NaN; such a row is read and may be dropped
+        try:
+            row = json.loads(line)
+        except RecursionError:
+            if line.lstrip()[:1] in (b"{", "{"):
+                return None
+            raise BrokenRowError(f"expected an object, found {abbreviate_row(line)}") from None
+        except json.JSONDecodeError as error:
+            found = abbreviate_row(line)
+            raise BrokenRowError(
+                f"expected one JSON object per line, found {found} ({error.msg} at character {error.pos + 1})"
+            ) from None
+        except UnicodeDecodeError as error:
+            byte = f"the byte 0x{error.object[error.start]:02x} at {error.start + 1} is no UTF-8"
+            raise BrokenRowError(f"expected one JSON object per line, found {abbreviate_row(line)} ({byte})") from None
+    if not isinstance(row, dict):
+        raise BrokenRowError(f"expected an object, found {abbreviate_row(line)}")
+    return row
+
+
+def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
+    """Return all lines of a file that are no JSON objects."""
+    numbers, total = [], 0
+    for line in lines:
+        total += 1
+        try:
+            parse_row(line)
+        except BrokenRowError:
+            numbers.append(total)
+    return BrokenLines(numbers, total)
+
+
+def abbreviate_row(line: Any) -> str:
+    """Return a row, parsed or not, in at most 80 characters, for messages."""
+    text = line.decode(errors="replace") if isinstance(line, bytes) else line
+    if not isinstance(text, str) and nesting.is_too_deep(text):
+        return "a row that is nested too deep to show"
+    text = (text if isinstance(text, str) else json.dumps(text, default=str, ensure_ascii=False)).strip()
+    return repr(text if len(text) <= 80 else text[:80] + "…") if text else "an empty line"

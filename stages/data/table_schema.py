@@ -1,0 +1,288 @@
+"""The file that `fix_data.tables` names: keys, columns, types and units that structured answers must have.
+
+A value is text, integer, number, boolean, date, datetime, any, list, object or table; objects, lists and tables hold more
+values. docs/data.md explains every key, data/tables/weather.yaml is an example.
+"""
+
+import re
+from fractions import Fraction
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stages.params.error_messages import explain_yaml
+from stages.params.section import Count, Section, Text
+from stages.params.spelling import suggest_name
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression, found {pattern!r} ({error}); correct it") from None
+    return pattern
+
+
+def _check_asking_pattern(pattern: str) -> str:
+    if re.compile(_check_pattern(pattern)).groups != 1:
+        raise ValueError(
+            rf"expected one group that holds the number, as \b(\d+) days?\b, found {pattern!r}; correct it"
+        )
+    return pattern
+
+
+def _check_fraction(text: str | int | float) -> str | int | float:
+    try:
+        Fraction(str(text))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"expected a number or a fraction as 5/9, found {text!r}; correct it") from None
+    return text
+
+
+Pattern = Annotated[Text, AfterValidator(_check_pattern)]
+Factor = Annotated[int | float | str, AfterValidator(_check_fraction)]
+
+
+class UnitConversion(Section):
+    """How a unit becomes another: value * scale + offset."""
+
+    to: Text
+    scale: Factor = 1
+    offset: Factor = 0
+
+
+class Value(Section):
+    """The keys that values of every type have."""
+
+    optional: bool = False  # may be missing or null
+    missing: list[Text] = Field(default_factory=list)  # texts that stand for null, as N/A
+    names: dict[Text, Text | None] = Field(
+        default_factory=dict
+    )  # other names in answers, each with its unit (null: the same)
+
+    @model_validator(mode="after")
+    def missing_needs_optional(self) -> "Value":
+        if self.missing and not self.optional:
+            raise ValueError(
+                "missing lists texts for null, expected optional: true beside it; add that, or leave missing out"
+            )
+        return self
+
+
+class TextValue(Value):
+    type: Literal["text"]
+    choices: list[Text] = Field(default_factory=list)
+    pattern: Pattern | None = None
+    forbid: str = ""  # characters that no value has; quotes “” around a whole value are then removed
+    cast: bool = False  # numbers and booleans become text
+
+
+class NumberValue(Value):
+    type: Literal["integer", "number"]
+    minimum: float | int | None = None
+    maximum: float | int | None = None
+    unit: Text | None = None
+    decimals: Annotated[int, Field(ge=0, le=12)] | None = None  # of a converted value
+    cast: bool = False  # text that holds only a number becomes one
+
+    @model_validator(mode="after")
+    def range_is_not_empty(self) -> "NumberValue":
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise ValueError(f"minimum {self.minimum} is above maximum {self.maximum}; lower it")
+        return self
+
+
+class PlainValue(Value):
+    type: Literal["boolean", "date", "datetime", "any"]
+    cast: bool = False  # the texts true and false, yes and no, become a boolean
+
+
+class ListValue(Value):
+    type: Literal["list"]
+    items: "AnyValue"
+    minimum: Annotated[int, Field(ge=0)] = 0  # number of items
+    maximum: Count | None = None
+
+
+class ObjectValue(Value):
+    type: Literal["object"]
+    keys: dict[Text, "AnyValue"]
+    other_keys: Literal["refuse", "keep"] = "refuse"
+
+
+class RowsRule(Section):
+    """How many rows a table has."""
+
+    asked: Annotated[Text, AfterValidator(_check_asking_pattern)] | None = None  # finds the number in the question
+    minimum: Annotated[int, Field(ge=0)] = 1
+    maximum: Count | None = None
+
+
+class TableValue(Value):
+    type: Literal["table"]
+    columns: Annotated[dict[Text, "AnyValue"], Field(min_length=1)]
+    other_columns: Literal["refuse", "keep"] = "refuse"
+    ordered: list[Text] = Field(default_factory=list)  # in each row each of these numbers is at most the next
+    consecutive: Text | None = None  # a date column that increases by one day, or an integer one by one, per row
+    unique: list[Text] = Field(default_factory=list)  # columns without a repeated value
+    rows: RowsRule = RowsRule()
+
+    @model_validator(mode="after")
+    def rules_name_columns(self) -> "TableValue":
+        for key, names in (("ordered", self.ordered), ("consecutive", [self.consecutive]), ("unique", self.unique)):
+            for name in names:
+                if name is not None and name not in self.columns:
+                    raise ValueError(
+                        f"{key} names the column {name}{suggest_name(name, self.columns)}, expected one of "
+                        f"{', '.join(self.columns)}; correct it"
+                    )
+        if self.consecutive and self.columns[self.consecutive].type not in ("date", "integer"):
+            raise ValueError(
+                f"consecutive names {self.consecutive}, expected a column of type date or integer; correct it"
+            )
+        return self
+
+
+AnyValue = Annotated[
+    TextValue | NumberValue | PlainValue | ListValue | ObjectValue | TableValue, Field(discriminator="type")
+]
+VALUE_MODELS: tuple[type[Value], ...] = (TextValue, NumberValue, PlainValue, ListValue, ObjectValue, TableValue)
+
+
+class TableFile(Section):
+    """The whole file: `keys` of a document that is an object, or `root`, where the document is one table or list."""
+
+    keys: dict[Text, AnyValue] = Field(default_factory=dict)
+    root: AnyValue | None = None
+    other_keys: Literal["refuse", "keep"] = "refuse"
+    units: dict[Text, UnitConversion] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def units_and_names_are_known(self) -> "TableFile":
+        if bool(self.keys) == (self.root is not None):
+            raise ValueError(
+                "expected keys, or root where the document is one table or list, found both or neither; keep one"
+            )
+        _check_value("", self.document, self.units)
+        return self
+
+    @cached_property
+    def document(self) -> AnyValue:
+        """Return the whole document as one value."""
+        return self.root or ObjectValue(type="object", keys=self.keys, other_keys=self.other_keys)
+
+
+for _model in (ListValue, ObjectValue, TableValue, TableFile):
+    _model.model_rebuild()
+
+
+def list_parts(value: Value) -> dict[str, AnyValue]:
+    """Return the named values inside an object or a table; {} for others."""
+    if isinstance(value, ObjectValue):
+        return value.keys
+    return value.columns if isinstance(value, TableValue) else {}
+
+
+def _check_value(place: str, value: Value, units: dict[str, UnitConversion]) -> None:
+    """Raise ValueError for a unit that can't be converted, or a name that two values of one object claim."""
+    parts = list_parts(value)
+    owners = {name: name for name in parts}
+    for key, part in parts.items():
+        for other, unit in part.names.items():
+            if owners.setdefault(other, key) != key:
+                raise ValueError(
+                    f"{place}{key}: names has {other}, which is also a name of {owners[other]}, expected a name of one only; "
+                    "correct it"
+                )
+            if unit is not None:
+                _check_unit(f"{place}{key}", part, unit, units)
+        _check_value(f"{place}{key}.", part, units)
+    if isinstance(value, ListValue):
+        _check_value(f"{place}items.", value.items, units)
+
+
+def _check_unit(place: str, value: Value, unit: str, units: dict[str, UnitConversion]) -> None:
+    own = value.unit if isinstance(value, NumberValue) else None
+    if own is None:
+        raise ValueError(f"{place}: names gives the unit {unit}, expected a number with a unit of its own; add unit")
+    if unit != own and (unit not in units or units[unit].to != own):
+        raise ValueError(
+            f"{place}: no conversion from {unit}{suggest_name(unit, units)} to {own}, expected one in units, as "
+            f"{unit}: {{to: {own}, scale: 1}}; add it"
+        )
+
+
+@cache
+def load_table_file(path: Path) -> TableFile:
+    """Return the schema in a file. Raises ValueError with one line for each mistake."""
+    try:
+        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        others = sorted(file.as_posix() for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ValueError(
+            f"fix_data.tables is {path}, which does not exist{suggest_name(path.as_posix(), others)}; correct it, or set it "
+            "to null to accept any table"
+        ) from None
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: expected keys, as keys: {{name: {{type: text}}}}, found {content!r}; docs/data.md shows one"
+        )
+    try:
+        return TableFile.model_validate(content)
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(found) for found in error.errors())
+        raise ValueError(f"{path}: " + "\n".join(lines)) from None
+
+
+TYPE_NAMES = [name for model in VALUE_MODELS for name in model.model_fields["type"].annotation.__args__]  # type: ignore[union-attr]
+
+
+def _explain(error: Any) -> str:
+    """Explain one of pydantic's errors as "key: expected, found, what to do"."""
+    place = [str(part) for part in error["loc"]]
+    place = [part for at, part in enumerate(place) if not (at and part in TYPE_NAMES and not _is_named(place, at))]
+    key, kind, given = ".".join(place), error["type"], error["input"]
+    prefix = f"{key}: " if key else ""
+    if kind == "value_error":
+        return prefix + error["msg"].removeprefix("Value error, ")
+    if kind == "union_tag_invalid":
+        found = error["ctx"]["tag"]
+        return f"{prefix}unknown type {found}{suggest_name(found, TYPE_NAMES)}; expected {', '.join(TYPE_NAMES)}. Correct it"
+    if kind == "union_tag_not_found":
+        return f"{prefix}expected a type, one of {', '.join(TYPE_NAMES)}, found {given!r}; add one, as {{type: text}}"
+    if kind == "extra_forbidden":
+        known = _list_known_keys(error["loc"])
+        return f"{prefix}unknown key{suggest_name(place[-1], known)}; known keys are {', '.join(known)}. Correct the spelling"
+    if kind == "missing":
+        return f"{prefix}missing; add it (docs/data.md)"
+    expected = re.sub(r"^\w+ should (be|have) ", "expected ", error["msg"])
+    return f"{prefix}{expected}, found {given!r}; correct it"
+
+
+def _is_named(place: list[str], at: int) -> bool:
+    """Return whether a part of a location is a name that the user chose, and not the tag of a type."""
+    return place[at - 1] in ("keys", "columns", "names", "units")
+
+
+def _list_known_keys(place: tuple[Any, ...]) -> list[str]:
+    """Return the keys of the model in which a key at `place` is unknown."""
+    tags = [str(part) for part in place[:-1]]
+    models: list[type[BaseModel]] = [TableFile, RowsRule, UnitConversion]
+    model = models[0]
+    for at, part in enumerate(tags):
+        if at and _is_named(tags, at):
+            model = UnitConversion if tags[at - 1] == "units" else model
+        elif part == "rows":
+            model = RowsRule
+        else:
+            model = next(
+                (one for one in VALUE_MODELS if part in one.model_fields["type"].annotation.__args__),  # type: ignore[union-attr]
+                model,
+            )
+    return list(model.model_fields)

@@ -1,0 +1,166 @@
+"""`aerie fetch` against a double of the Hub that speaks its protocol: what comes, what stays, what each failure says."""
+
+import errno
+import hashlib
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from pipeline import fetch, requirements
+from pipeline.cli import run_command_line
+from stages.params import schema
+from stages.params.recipe import RecipeFile
+from tests.conftest import ROOT
+
+CONTENT = b'{"question_id": 81, "turns": ["Hello"]}\n' * 1000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+COMMIT = "1" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """The Hub's answers to a file of a dataset at a revision. `fault` is a status, or "cut" for a line that breaks each time."""
+
+    fault: int | str | None = None
+    requests: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        self.server.requests.append(f"{self.command} {self.path}")
+        fault = self.server.fault
+        if isinstance(fault, int):
+            self.send_response(fault)
+            names = {401: "GatedRepo", 404: "EntryNotFound"}
+            if fault in names:
+                self.send_header("X-Error-Code", names[fault])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+        self.send_response(206 if start else 200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{DIGEST[:40]}"')
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        self.end_headers()
+        if body:
+            self.wfile.write(CONTENT[start:] if fault is None else CONTENT[start : start + 1000])
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    server = Hub(("127.0.0.1", 0), Handler)
+    server.requests = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the client's pauses between attempts
+    monkeypatch.chdir(tmp_path)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def sources(hub: Hub, sha256: str | None = None) -> list[RecipeFile]:
+    of_hub = RecipeFile(dataset="owner/sets", file="mt_bench/question.jsonl", revision=COMMIT, sha256=sha256)
+    return [of_hub, RecipeFile(url=f"{hub.url}/raw/question.jsonl", sha256=sha256)]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["hub", "url"])
+def test_a_file_comes_once_to_its_place(hub: Hub, kind: int) -> None:
+    place, source = Path("data/prompt_sets/theirs/mt_bench.jsonl"), sources(hub, DIGEST)[kind]
+    line = fetch.fetch_file(place, source)
+    assert place.read_bytes() == CONTENT and DIGEST in line
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    if kind == 0:
+        assert f"/datasets/owner/sets/resolve/{COMMIT}/mt_bench/question.jsonl" in "".join(hub.requests)
+    hub.requests.clear()
+    assert fetch.fetch_file(place, source).endswith("here already") and not hub.requests
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["hub", "url"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (401, r"refused \(401\): it does not exist, is private or gated; set HF_TOKEN"),
+        (404, r"not found there \(404\); correct the source in the recipe"),
+        (429, r"too many requests \(429\); wait some minutes, or set HF_TOKEN"),
+        ("cut", "the download failed .*; check the connection and run the same again: complete downloads are kept"),
+    ],
+)
+def test_a_failure_is_one_message_and_leaves_nothing(hub: Hub, kind: int, fault: int | str, message: str) -> None:
+    place, source = Path("data/mt_bench.jsonl"), sources(hub)[kind]
+    other = Path("data/other.jsonl")
+    other.parent.mkdir()
+    other.write_text("mine")
+    hub.fault = fault
+    with pytest.raises(ValueError, match=message) as found:
+        fetch.fetch_file(place, source)
+    assert "\n" not in str(found.value)
+    assert other.read_text() == "mine" and [path.name for path in other.parent.iterdir()] == ["other.jsonl"]
+    hub.fault = None
+    fetch.fetch_file(place, source)
+    assert place.read_bytes() == CONTENT
+
+
+def test_a_full_disk_leaves_what_was_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fetch.shutil, "copyfile", fill)
+    with pytest.raises(ValueError, match="no space left on the disk; make room and run the same again"):
+        fetch.fetch_file(Path("data/mt_bench.jsonl"), sources(hub)[0])
+    assert not list(Path("data").iterdir())
+
+
+def test_other_bytes_than_the_recipes_are_refused(hub: Hub) -> None:
+    """Both what was fetched and what was there already, which stays."""
+    place = Path("data/mt_bench.jsonl")
+    for source in sources(hub, "0" * 64):
+        with pytest.raises(ValueError, match=rf"has sha256 {DIGEST}, expected 0000.*the source has changed"):
+            fetch.fetch_file(place, source)
+        assert not place.exists()
+    place.write_text("mine")
+    with pytest.raises(ValueError, match=r"has sha256 .*; move it away, then run the same again"):
+        fetch.fetch_file(place, sources(hub, DIGEST)[0])
+    assert place.read_text() == "mine"
+
+
+def test_a_recipe_is_fetched_whole(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then its files are no longer among what it needs."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    recipe = tmp_path / "recipes/angelslim-qwen3-8b.yaml"
+    recipe.write_text(recipe.read_text().replace("https://raw.githubusercontent.com", hub.url))
+    run_command_line(["fetch", "angelslim-qwen3-8b"])
+    printed = capsys.readouterr().out
+    for name in ("mt_bench", "humaneval", "gsm8k", "alpaca"):
+        assert Path(f"data/prompt_sets/angelslim/{name}.jsonl").read_bytes() == CONTENT
+    assert "data/raw/weather_toon.jsonl (fix_data.raw): the recipe knows no source; put it there" in printed
+    with fetch.recipes.merge_recipe("angelslim-qwen3-8b") as (file, _):
+        found = list(requirements.check_files(schema.load_params(file)))
+    assert [one.ok for one in found] == [False, True, True, True, True]
