@@ -344,7 +344,7 @@ def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> 
         torch_cell("eval", tree, checkpoint="e009", num_steps=steps, topk=topk, num_draft_tokens=tokens,
                    metrics=dict.fromkeys(torch_records.METRICS, 1.0) | figures)  # fmt: skip
     sides, _ = compare.match_published_numbers(
-        recipe_of("weather-tiny-vl"), "builtin/weather-tiny-vl", published.read_publications()
+        recipe_of("weather-tiny-vl-trees"), "builtin/weather-tiny-vl", published.read_publications()
     )
     return [each for each in sides if each.published.metric == "tau" and each.own]
 
