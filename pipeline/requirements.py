@@ -1,4 +1,4 @@
-"""What a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
+"""Check what a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
 
 import shutil
 from collections.abc import Collection, Iterator
