@@ -23,7 +23,8 @@ def fetch_recipe(name: str) -> Iterator[str]:
     """Download a recipe's files and prompt sets -> a line for each.
 
     Raises:
-        ValueError: the first download that failed, and why; what came before it is kept.
+        ValueError: the first download that failed, and why; what came before it is kept. At the end, if files are missing
+            that the recipe knows no source of.
     """
     recipe, _ = schema.read_recipe(recipes.locate_recipe(name))
     with recipes.merge_recipe(name) as (file, _):
@@ -35,9 +36,10 @@ def fetch_recipe(name: str) -> Iterator[str]:
     for key, prompt_set in sorted(params.prepare_prompts.sets.items()):
         if key in asked and not prompt_set.is_file:
             yield fetch_dataset(prompt_set)
-    for key, path in requirements.list_files(params).items():
-        if path not in files and not Path(path).exists():
-            yield f"{path} ({key}): the recipe knows no source; put it there"
+    if missing := [
+        f"{path} ({key})" for key, path in requirements.list_files(params).items() if not Path(path).exists()
+    ]:
+        raise ValueError(f"the recipe knows no source of {', '.join(missing)}; put it there")
 
 
 def fetch_file(place: Path, source: RecipeFile) -> str:

@@ -167,7 +167,7 @@ _NullRepresenter.add_representer(type(None), lambda to, _: to.represent_scalar("
 def _merge_sections(base: str, layers: list[Sections]) -> tuple[str, list[str]]:
     """Return the text of params.yaml with these keys, its comments kept, and the paths of the keys, in their order."""
     yaml = YAML()
-    yaml.width = 200  # long comments and lists stay on their lines
+    yaml.width = 400  # long comments and lists stay on their lines
     yaml.Representer = _NullRepresenter
     whole = yaml.load(base)
     touched = [

@@ -1,4 +1,4 @@
-"""What a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
+"""Check what a run needs of this machine: files, datasets, engines, GPUs, disk. Each finding names the command that gets it."""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -55,6 +55,8 @@ def refuse_unmet(name: str, findings: Collection[Finding]) -> None:
 def list_files(params: Params) -> dict[str, str]:
     """Return the files that a run reads and the user brings, by their key in params.yaml."""
     files = {"fix_data.raw": params.fix_data.raw}
+    if params.fix_data.tables:
+        files["fix_data.tables"] = params.fix_data.tables
     return files | {key: source.from_ for key, source in _list_sets(params).items() if source.is_file}
 
 

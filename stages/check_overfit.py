@@ -143,7 +143,9 @@ def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> 
             f"check_overfit: after {settings.steps} steps on row {measurement.row} the trainer's own forward accepts "
             f"{measurement.trainer_tau:.2f} tokens of the target's most likely ones, expected at least check_overfit.min_tau "
             f"{settings.min_tau}. It decides here, since the row's own tokens are seldom those: perfect guesses reach "
-            f"{perfect_tau:.2f} on it. {_advise(measurement.trainer_tau, math.inf, losses)}"
+            f"{perfect_tau:.2f} on it. {_advise(measurement.trainer_tau, math.inf, losses)}. A target of random weights, whose "
+            "tokens are about equally likely, is not learned in so few steps: to try the rest of the run with one, set "
+            "check_overfit.min_tau: 1.0"
         )
     atomic.write_json(REPORT, report)
     draft = manifest.digest_files(checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", "*.safetensors")

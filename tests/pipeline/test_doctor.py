@@ -26,6 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     shutil.copytree(ROOT / "stages", tmp_path / "stages", ignore=lambda *_: ["__pycache__"])
+    shutil.copytree(ROOT / "data/tables", tmp_path / "data/tables")
     for file in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / file, tmp_path)
     raw = Path(YAML(typ="safe").load(tmp_path / "params.yaml")["fix_data"]["raw"])

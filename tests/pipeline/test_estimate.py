@@ -64,7 +64,7 @@ def test_without_a_run_times_are_recorded_ones_or_arithmetic(home: Path) -> None
     rows = read_rows()
     assert rows["train_draft"] == "2 60 min 1.00 2 arithmetic of the test"
     assert "measured on 2026-11-23, AMD EPYC, 2 shared cores, with the defaults" in rows["replay_trees"]
-    assert rows["to"] == "get before the run: data/raw/weather_toon.jsonl"
+    assert rows["to"] == "get before the run: data/raw/weather_toon.jsonl, data/tables/weather.yaml"
 
 
 def test_a_run_here_with_these_parameters_comes_before_arithmetic(home: Path) -> None:

@@ -153,14 +153,17 @@ def test_other_bytes_than_the_recipes_are_refused(hub: Hub) -> None:
 def test_a_recipe_is_fetched_whole(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Then its files are no longer among what it needs."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copytree(ROOT / "data/tables", tmp_path / "data/tables")
     shutil.copy(ROOT / "params.yaml", tmp_path)
     recipe = tmp_path / "recipes/angelslim-qwen3-8b.yaml"
     recipe.write_text(recipe.read_text().replace("https://raw.githubusercontent.com", hub.url))
-    run_command_line(["fetch", "angelslim-qwen3-8b"])
-    printed = capsys.readouterr().out
+    with pytest.raises(
+        SystemExit, match=r"knows no source of data/raw/weather_toon.jsonl \(fix_data.raw\); put it there"
+    ):
+        run_command_line(["fetch", "angelslim-qwen3-8b"])
+    assert capsys.readouterr().out.count(" MB from ") == 4
     for name in ("mt_bench", "humaneval", "gsm8k", "alpaca"):
         assert Path(f"data/prompt_sets/angelslim/{name}.jsonl").read_bytes() == CONTENT
-    assert "data/raw/weather_toon.jsonl (fix_data.raw): the recipe knows no source; put it there" in printed
     with fetch.recipes.merge_recipe("angelslim-qwen3-8b") as (file, _):
         found = list(requirements.check_files(schema.load_params(file)))
-    assert [one.ok for one in found] == [False, True, True, True, True]
+    assert [one.ok for one in found] == [False, True, True, True, True, True]

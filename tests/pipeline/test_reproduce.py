@@ -26,6 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
     for folder in ("recipes", "published", "stages"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copytree(ROOT / "data/tables", tmp_path / "data/tables")
     for file in ("params.yaml", "dvc.yaml"):
         shutil.copy(ROOT / file, tmp_path)
     monkeypatch.chdir(tmp_path)

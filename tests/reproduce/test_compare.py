@@ -175,7 +175,10 @@ def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
     like = {"engine": "sglang", "hardware": machine, "versions": {"sglang": "0.4.5"}}
     served_cell("code_gen", None, None, 1400.0, **like)
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, num_steps=5, **like)
-    sides, left_out = sides_of("qwen3-coder-30b-a3b")
+    recipe = recipe_of("qwen3-coder-30b-a3b").model_copy(update={"substitutes": {"draft": "another stands in for it"}})
+    sides, left_out = compare.match_published_numbers(
+        recipe, "Qwen/Qwen3-Coder-30B-A3B-Instruct", published.read_publications()
+    )
     change = side(sides, "total_tok_s_change", label="Code Gen")
     assert change.own is not None and change.own.value == pytest.approx(1.0) and change.published_value == 0.87
     assert [obstacle.split(":")[0] for obstacle in change.obstacles] == ["another draft"]
@@ -344,7 +347,7 @@ def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> 
         torch_cell("eval", tree, checkpoint="e009", num_steps=steps, topk=topk, num_draft_tokens=tokens,
                    metrics=dict.fromkeys(torch_records.METRICS, 1.0) | figures)  # fmt: skip
     sides, _ = compare.match_published_numbers(
-        recipe_of("weather-tiny-vl"), "builtin/weather-tiny-vl", published.read_publications()
+        recipe_of("weather-tiny-vl-trees"), "builtin/weather-tiny-vl", published.read_publications()
     )
     return [each for each in sides if each.published.metric == "tau" and each.own]
 
