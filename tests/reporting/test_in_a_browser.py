@@ -109,7 +109,7 @@ def test_a_phone_shows_tree_tau_and_speedup_without_scrolling(open_page: Open) -
     heads = page.locator(".results").first.locator("th[scope=col]:visible").all_inner_texts()
     assert [head.split()[0] for head in heads] == ["Tree_structure", "compress", "speedup"]
     page.get_by_label("all columns").first.check()
-    assert page.locator(".results").first.locator("th[scope=col]:visible").count() == 9 and not box.evaluate(fits)
+    assert page.locator(".results").first.locator("th[scope=col]:visible").count() == 10 and not box.evaluate(fits)
 
 
 def test_print_opens_what_is_folded_and_begins_parts_on_new_pages(open_page: Open) -> None:
@@ -223,11 +223,11 @@ def test_the_main_table_sorts_and_plain_decoding_stays_below(open_page: Open) ->
         return [row.split("\t")[at].strip() for row in rows.all_inner_texts()]
 
     before = column(0)
-    table.get_by_role("button", name="speedup").click()
+    table.get_by_role("button", name="speedup (95% interval)").click()
     speedups = [float(text.split("×")[0]) for text in column(5)]
     assert speedups[:-1] == sorted(speedups[:-1], reverse=True) and column(0)[-1] == "plain decoding"
     assert table.locator("th[aria-sort=descending]").inner_text().startswith("speedup")
-    table.get_by_role("button", name="speedup").press("Enter")
+    table.get_by_role("button", name="speedup (95% interval)").press("Enter")
     assert [float(text.split("×")[0]) for text in column(5)][:-1] == sorted(speedups[:-1])
     table.get_by_role("button", name="Tree_structure").click()
     shapes = [[int(part) for part in name.split()[0].split("_")] for name in column(0)[:-1]]
