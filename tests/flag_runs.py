@@ -1,4 +1,4 @@
-"""Small runs in which flags show their effect: data, a draft trained on a tiny target, cells of the torch engine and of a server."""
+"""Small runs in which flags show their effect: data, a draft trained on a tiny target, cells of the torch engine."""
 
 import json
 import shutil
@@ -10,8 +10,8 @@ import polars as pl
 
 from stages import benchmark, extract_hiddens, fix_data, init_draft, prepare_prompts, sample_target, train_draft
 from stages.data import conversations, workload_prompts
-from stages.results import served_records, torch_records
-from tests.conftest import ROOT, edit_params
+from stages.results import torch_records
+from tests.conftest import edit_params
 from tests.talking import WORKLOADS, said
 
 CELL = ("e003", "t3_2_6")
@@ -21,7 +21,7 @@ CHECKPOINTS = {  # e003 is talking_project's, of random weights
 TRAINED = {
     "fix_data": {"raw": "raw", "answers": "text", "eval_share": 0.3, "max_dropped_share": None},
     "sample_target": {
-        "backend": "keep", "train_rows": None, "eval_rows": 2, "temperature": 0.0, "max_new_tokens": 4, "shard_size": 4,
+        "backend": "keep", "train_rows": None, "eval_rows": None, "temperature": 0.0, "max_new_tokens": 4, "shard_size": 4,
     },
     "extract_hiddens": {"max_length": 400},
     "init_draft": {"draft_vocab_size": 64, "intermediate_size": 32},
@@ -34,9 +34,6 @@ TRAINED = {
 
 def make_trained(project: Path) -> None:
     """Train e001 for one epoch on the tiny target of `project`, as talking_project has it."""
-    drafts = (project / "drafts").resolve()
-    (project / "drafts").unlink()
-    shutil.copytree(drafts, project / "drafts")
     write_rows(project / "raw/rows.jsonl", 24)
     edit_params(project, TRAINED)
     with chdir(project):
@@ -81,13 +78,3 @@ def prompts(workload: dict[str, Any]) -> pl.DataFrame:
     edit_params(Path(), {"benchmark": {"workloads": {**WORKLOADS, "eval": WORKLOADS["eval"] | workload}}})
     prepare_prompts.main("eval")
     return workload_prompts.read_prompts("eval")[0]
-
-
-def read_loads() -> served_records.ServedCell:
-    return served_records.read_served_cell("eval", *CELL, served_records.TORCH_ENGINE)
-
-
-def copy_root(*names: str) -> None:
-    """Copy folders of the repository here."""
-    for name in names:
-        shutil.copytree(ROOT / name, name, dirs_exist_ok=True)
