@@ -35,7 +35,6 @@ from pipeline.recipes import use_recipe
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("data", "dvc.yaml", "params.yaml", "pipeline", "published", "recipes", "stages", "templates", "draft_configs")
-ENGINE_BENCHMARK = {"sglang": "sglang.benchmark.serving", "vllm": "vllm.benchmarks.serve"}
 MAX_NEW_TOKENS, PERMUTATIONS = 200, 2000
 
 
@@ -233,14 +232,18 @@ def measure_speed(told: argparse.Namespace, settings: dict[str, Any], dtype: str
 
 
 def run_client(engine: str, url: str, folder: str, count: int, prompt: int, answer: int) -> str:
-    words = {
-        "--backend": engine, "--base-url": url, "--model": folder, "--dataset-name": "random-ids", "--num-prompts": count,
-        "--random-input-len": prompt, "--random-output-len": answer, "--random-range-ratio": "1.0", "--max-concurrency": 64,
-        "--output-file": "/tmp/client.jsonl", "--seed": 1,
+    """Return the throughput that the engine's own client reads; ENGINE_CLIENT names another command for it."""
+    words: dict[str, object] = {
+        "--base-url": url, "--model": folder, "--num-prompts": count, "--random-input-len": prompt,
+        "--random-output-len": answer, "--max-concurrency": 64, "--seed": 1,
     }  # fmt: skip
-    command = [word for pair in words.items() for word in map(str, pair)]
-    program = os.environ.get("ENGINE_PYTHON", f"{sys.executable} -m {ENGINE_BENCHMARK[engine]}")
-    done = subprocess.run(f"{program} {shlex.join(command)}", shell=True, capture_output=True, text=True)
+    if engine == "vllm":
+        own, more = "serving-env/vllm/bin/vllm bench serve", "--backend vllm --dataset-name random --ignore-eos"
+    else:
+        own = "serving-env/sglang/bin/python -m sglang.benchmark.serving"
+        more = "--backend sglang --dataset-name random-ids --random-range-ratio 1.0 --output-file /tmp/client.jsonl"
+    command = f"{os.environ.get('ENGINE_CLIENT', own)} {shlex.join(word for pair in words.items() for word in map(str, pair))}"
+    done = subprocess.run(f"{command} {more}", shell=True, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "throughput" in line or "duration" in line]
     return "; ".join(" ".join(line.split()) for line in lines) or done.stderr[-1500:]
 
