@@ -36,6 +36,23 @@ from pipeline.recipes import use_recipe
 ROOT = Path(__file__).parent.parent
 COPIED = ("data", "dvc.yaml", "params.yaml", "pipeline", "published", "recipes", "stages", "templates", "draft_configs")
 MAX_NEW_TOKENS, PERMUTATIONS = 200, 2000
+_SGLANG = "--dataset-name random-ids --random-range-ratio 1.0 --output-file /tmp/client.jsonl --backend"
+_VLLM = "--dataset-name random --ignore-eos --backend"
+_SEEDED = '--extra-request-body \'{"temperature": 0.7, "seed": 1}\''
+_SEEDED_VLLM = "--temperature 0.7 --extra-body '{\"seed\": 1}'"
+# The client's default endpoint; the one that the stage uses; and that with the stage's sampling, temperature 0.7 and a seed.
+CLIENT_FLAGS = {
+    "sglang": {
+        "native, greedy": f"{_SGLANG} sglang",
+        "chat, greedy": f"{_SGLANG} sglang-oai-chat",
+        "chat, 0.7, seeded": f"{_SGLANG} sglang-oai-chat {_SEEDED}",
+    },
+    "vllm": {
+        "native, greedy": f"{_VLLM} vllm --temperature 0",
+        "chat, greedy": f"{_VLLM} openai-chat --endpoint /v1/chat/completions --temperature 0",
+        "chat, 0.7, seeded": f"{_VLLM} openai-chat --endpoint /v1/chat/completions {_SEEDED_VLLM}",
+    },
+}
 
 
 def main() -> None:
@@ -44,27 +61,30 @@ def main() -> None:
     os.chdir(told.folder)
     if told.recipe:
         use_recipe(told.recipe)
+    if {"kill", "two"} & set(told.parts) and "compare" not in told.parts:
+        raise SystemExit("parts kill and two compare with the answers of part compare; add it")
     settings: dict[str, Any] = {"launch": told.engine, "launch_args": shlex.split(told.launch_args)}
     found: dict[str, Any] = {"engine": told.engine, "launch_args": told.launch_args}
-    set_params(told.train_rows, dtype=told.dtypes[0], backend="transformers", server={})
+    set_params(told, dtype=told.dtypes[0], backend="transformers", server={})
     if not Path("data/fixed").exists():  # of the project that was copied
         run_stage("fix_data")
     if not Path("artifacts/target").exists():
         found["prepare_target_s"] = run_stage("prepare_target")
     expected: dict[str, dict[str, pl.DataFrame]] = {}
-    for dtype in told.dtypes:
-        set_params(told.train_rows, dtype=dtype, backend="transformers", server={})
+    for dtype in told.dtypes if "compare" in told.parts else ():
+        set_params(told, dtype=dtype, backend="transformers", server={})
         found[f"{dtype}_transformers_s"] = run_stage("sample_target")
         expected[dtype] = read_answers()
-        set_params(told.train_rows, dtype=dtype, backend="server", server=settings)
+        set_params(told, dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found[f"{dtype}_server_s"] = run_stage("sample_target")
         answers = read_answers()
         found[dtype] = compare(expected[dtype], answers)
         report(found)
-    first = answers
+    dtype = told.dtypes[-1]
+    first = answers if "compare" in told.parts else None
     if "kill" in told.parts:
-        set_params(told.train_rows, dtype=dtype, backend="server", server=settings)
+        set_params(told, dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found["killed"] = count_after_kill(told.engine, first)
         report(found)
@@ -72,7 +92,7 @@ def main() -> None:
         with one_gpu():
             measure_speed(told, settings, dtype, found)
     if "two" in told.parts:
-        set_params(told.train_rows, dtype=dtype, backend="server", server=settings)
+        set_params(told, dtype=dtype, backend="server", server=settings)
         found["two_servers_s"] = run_stage("sample_target")
         logs = sorted(Path(".scratch").glob(f"{told.engine}_server_*.log"))
         found["two_servers"] = compare(first, read_answers()) | {"logs": len(logs)}
@@ -87,8 +107,9 @@ def parse_words() -> argparse.Namespace:
     parser.add_argument("--recipe", help="another embedded target, as weather-tiny-moe")
     parser.add_argument("--given", type=Path, help="a project whose data and target are taken, instead of made")
     parser.add_argument("--train-rows", type=int, help="default: all rows of the data, about 2,000")
+    parser.add_argument("--seed", type=int, default=11, help="of sample_target")
     parser.add_argument("--rounds", type=int, default=3, help="of part speed")
-    parser.add_argument("--parts", nargs="*", default=["kill", "speed", "two"])
+    parser.add_argument("--parts", nargs="*", default=["compare", "kill", "speed", "two"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="SGLang's norms take no float32")
     return parser.parse_args()
 
@@ -107,12 +128,18 @@ def make_project(folder: Path, given: Path | None) -> None:
         (folder / "serving-env").symlink_to(ROOT / "serving-env")
 
 
-def set_params(train_rows: int | None, dtype: str, backend: str, server: dict[str, Any]) -> None:
-    yaml, path = YAML(), Path("params.yaml")
+def set_params(told: argparse.Namespace, dtype: str, backend: str, server: dict[str, Any]) -> None:
+    yaml, path = YAML(typ="safe"), Path("params.yaml")  # without comments: ruamel puts them inside lists that grow
     params = yaml.load(path)
     params["target"] |= {"device": "cuda", "dtype": dtype}
     section = params["sample_target"]
-    section |= {"backend": backend, "train_rows": train_rows, "eval_rows": None, "batch_size": 256}
+    section |= {
+        "backend": backend,
+        "train_rows": told.train_rows,
+        "seed": told.seed,
+        "eval_rows": None,
+        "batch_size": 256,
+    }
     section |= {"max_new_tokens": MAX_NEW_TOKENS}
     section["server"] |= {"launch": None, "launch_args": [], "base_urls": []} | server
     with path.open("w") as file:
@@ -212,40 +239,39 @@ def measure_speed(told: argparse.Namespace, settings: dict[str, Any], dtype: str
 
     folder = str(manifest.resolve_weights_folder(manifest.read_manifest()))
     target = folder, dtype, "cuda", False
-    rows: dict[str, Any] = {"stage": [], "client": []}
+    rows: dict[str, Any] = {"stage": [], "client": {}}
     found["speed"] = rows
     with plan_replicas(told.engine, *target, settings["launch_args"], 600.0, Path(".scratch"), None) as running:
         (url,) = running.base_urls
-        set_params(told.train_rows, dtype, "server", {"base_urls": [url], "model": folder})
+        set_params(told, dtype, "server", {"base_urls": [url], "model": folder})
         for _ in range(told.rounds):
             run_stage("sample_target")
             seconds = json.loads(Path("results/sample_report.json").read_text())["seconds"]
             tables = read_answers()
             tokens = sum(int(table["answer_ids"].list.len().sum()) for table in tables.values())
-            rows["stage"].append([tokens, seconds, round(tokens / seconds)])
+            rows["stage"].append([tokens, seconds, round(tokens / seconds)])  # the whole stage, three splits
             answers = pl.concat([table.select("prompt_ids", "answer_ids") for table in tables.values()])
             sizes = [round(answers[name].list.len().mean()) for name in ("prompt_ids", "answer_ids")]
-            begun = time.perf_counter()
-            rows["client"].append(run_client(told.engine, url, folder, len(answers), *sizes))
-            rows["client"].append(f"{time.perf_counter() - begun:.0f} s in all")
+            for variant in CLIENT_FLAGS[told.engine]:
+                found_rate = run_client(told.engine, variant, url, folder, len(answers), *sizes)
+                rows["client"].setdefault(variant, []).append(found_rate)
             report(found)
 
 
-def run_client(engine: str, url: str, folder: str, count: int, prompt: int, answer: int) -> str:
+def run_client(engine: str, variant: str, url: str, folder: str, count: int, prompt: int, answer: int) -> str:
     """Return the throughput that the engine's own client reads; ENGINE_CLIENT names another command for it."""
     words: dict[str, object] = {
         "--base-url": url, "--model": folder, "--num-prompts": count, "--random-input-len": prompt,
         "--random-output-len": answer, "--max-concurrency": 64, "--seed": 1,
     }  # fmt: skip
-    if engine == "vllm":
-        own, more = "serving-env/vllm/bin/vllm bench serve", "--backend vllm --dataset-name random --ignore-eos"
-    else:
-        own = "serving-env/sglang/bin/python -m sglang.benchmark.serving"
-        more = "--backend sglang --dataset-name random-ids --random-range-ratio 1.0 --output-file /tmp/client.jsonl"
+    own = {
+        "sglang": "serving-env/sglang/bin/python -m sglang.benchmark.serving",
+        "vllm": "serving-env/vllm/bin/vllm bench serve",
+    }[engine]
     command = f"{os.environ.get('ENGINE_CLIENT', own)} {shlex.join(word for pair in words.items() for word in map(str, pair))}"
-    done = subprocess.run(f"{command} {more}", shell=True, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if "throughput" in line or "duration" in line]
-    return "; ".join(" ".join(line.split()) for line in lines) or done.stderr[-1500:]
+    done = subprocess.run(f"{command} {CLIENT_FLAGS[engine][variant]}", shell=True, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if "throughput (" in line or "duration (" in line]
+    return "; ".join(" ".join(line.split()) for line in lines) or (done.stderr or done.stdout)[-1500:]
 
 
 def report(found: dict[str, Any]) -> None:
