@@ -4,7 +4,7 @@ The child runs under a guard (server_guard.py) in a session of its own. Stage an
 even by SIGKILL, the pipe closes and the guard kills the server and all its descendants. Servers listen on 127.0.0.1 only. A
 server that ends by itself is restarted a few times, since a crash of the engine must not cost the run.
 
-The tests run `transformers`; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` did not.
+The tests run `transformers`; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` 0.26.0 too, for sampling.
 """
 
 import contextlib
