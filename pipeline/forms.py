@@ -118,6 +118,7 @@ def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, A
     segments = {name: {"from": start, "epochs": last - first} for start, name, first, last in pairs}
     others = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.other_method}
     found.setdefault("train_draft", {})["checkpoints"] = {**segments, **others}
+    found.setdefault("init_draft", {})["checkpoints"] = [ROOT_CHECKPOINT]
     lists = {
         "replay_trees": now.replay_trees.checkpoints,
         "benchmark": now.benchmark.checkpoints,

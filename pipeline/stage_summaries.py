@@ -175,16 +175,16 @@ def _extract_hiddens(_: str) -> str:
     return told + _list_drops(report.dropped, "results/hiddens_report.json")
 
 
-def _init_draft(_: str) -> str:
-    report = _read(VocabReport, RESULTS / "vocab_report.json")
+def _init_draft(item: str) -> str:
+    report = _read(VocabReport, RESULTS / f"train/{item}.json")
     return (
         f"{report.draft_parameters:,} parameters, {report.draft_vocab_size:,} of {report.target_vocab_size:,} tokens, which are "
         f"{report.coverage_eval:.1%} of eval answers"
     )
 
 
-def _check_overfit(_: str) -> str:
-    report = _read(OverfitReport, RESULTS / "overfit_report.json")
+def _check_overfit(item: str) -> str:
+    report = _read(OverfitReport, RESULTS / f"train/{item}.overfit.json")
     reached = f"tau {report.tau:.2f} of {report.perfect_tau:.2f} on one row learnt in {report.steps} steps"
     return f"{reached}, at least {report.required_tau:.2f} expected"
 

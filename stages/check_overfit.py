@@ -1,4 +1,4 @@
-"""check_overfit: pass/fail gate before training: a draft must overfit one row.   python -m stages.check_overfit
+"""check_overfit: pass/fail gate before training: a draft must overfit one row.   python -m stages.check_overfit [e000]
 
 If a copy of e000 can't reach nearly whole accepted chains on the one row it was trained on, then features, masks, RoPE or
 vocabulary disagree, and more data will not help. The torch engine decodes along the row's own answer
@@ -34,7 +34,7 @@ from stages.training import adamw, ttt
 from stages.trees import accept_length
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
-REPORT, PASS = Path("results/overfit_report.json"), Path("results/overfit_pass.json")
+REPORT, PASS = Path("results/train/e000.overfit.json"), Path("results/overfit_pass.json")
 NUM_CANDIDATES = 16  # rows of median length, of which the most predictable one is learned
 LEAST_TELLING_TAU = (
     2.0  # of perfect guesses; below, the row has too few argmax tokens for the engine's tau to tell anything
@@ -52,8 +52,9 @@ class OverfitMeasurement:
     losses: list[float]  # one per step
 
 
-def main() -> None:
+def main(name: str = ROOT_CHECKPOINT) -> None:
     params = schema.load_params()
+    schema.check_initial(params, name)
     torch.set_num_threads(params.target.num_threads)
     path = _locate_measurement(params) / "measured.json"
     if path.exists():
@@ -80,7 +81,9 @@ def _learn_row(params: schema.Params) -> OverfitMeasurement:
     """Train a copy of e000 on one row, then decode that row's answer with it."""
     target_manifest, device = manifest.read_manifest(), params.target.device
     embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
+    config, tensors = checkpoint.read_draft(
+        checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
+    )
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(device)
     row, perfect_tau = _choose_row(params, target_manifest, head)
     losses = _train_on_row(params, draft, row, embedding, head)
@@ -170,7 +173,7 @@ def _advise(trainer_tau: float, required: float, losses: list[float]) -> str:
         )
     return (
         f"Loss went {losses[0]:.3f} -> {losses[-1]:.3f}: if it fell, raise check_overfit.steps; if not, look at "
-        "results/vocab_report.json (no token that init_draft.draft_vocab_size leaves out can be learned), at "
+        "results/train/e000.json (no token that init_draft.draft_vocab_size leaves out can be learned), at "
         "target.feature_layers and at the row's loss span; if it is nan, lower check_overfit.learning_rate"
     )
 

@@ -138,7 +138,9 @@ def _check_images(tables: dict[str, pl.DataFrame], image_token_id: int | None) -
 
 def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataFrame], max_length: int) -> None:
     for split in ("train", "eval"):
-        if fitting[split].is_empty():
+        if fitting[split].is_empty() and (
+            split == "eval" or len(tables[split])
+        ):  # no training row at all: none is asked for
             shortest = tables[split].select(shard_plan.make_length_expr().min()).item()
             raise ValueError(
                 f"extract_hiddens: no row of the {split} split fits extract_hiddens.max_length {max_length}; the shortest of "

@@ -1,4 +1,4 @@
-"""init_draft: token counts -> draft vocabulary and initial draft, checkpoint e000.   python -m stages.init_draft
+"""init_draft: token counts -> draft vocabulary and initial draft, checkpoint e000.   python -m stages.init_draft [e000]
 
 The draft vocabulary is the most frequent tokens of the training answers; sizes follow the target. Weights are random, and the
 fusion starts near the mean of the three feature layers. With `init_draft.from` the vocabulary, sizes and weights are those of
@@ -20,12 +20,13 @@ from stages.target import manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 
-HIDDENS, REPORT = Path("data/hiddens"), Path("results/vocab_report.json")
+HIDDENS, REPORTS_FOLDER = Path("data/hiddens"), Path("results/train")
 LEAST_COVERAGE = 0.98  # of the eval answers' tokens by the draft's vocabulary, below which a warning is due
 
 
-def main() -> None:
+def main(name: str = ROOT_CHECKPOINT) -> None:
     params = schema.load_params()
+    schema.check_initial(params, name)
     schema.check_watched("init_draft.from", params.init_draft.from_, "init_draft.watch", params.init_draft.watch)
     target_manifest = manifest.read_manifest()
     schema.check_draft_vocab(params, target_manifest.vocab_size)
@@ -42,13 +43,13 @@ def main() -> None:
             f"extract_hiddens.max_length + train_draft.ttt_steps = {required}: later positions would be trained wrong; raise "
             "it (or that of draft_config_path), or set null for the target's"
         )
-    folder = checkpoint.locate_checkpoint(ROOT_CHECKPOINT)
+    folder = checkpoint.locate_checkpoint(name)
     checkpoint.write_draft(folder, config, draft.state_dict())
     checkpoint.write_state(folder, {}, {"epoch": 0, "step": 0})
-    _write_report(config, draft, counts)
+    _write_report(name, config, draft, counts)
 
 
-def _write_report(config: dict[str, Any], draft: Eagle3Draft, counts: dict[str, torch.Tensor]) -> None:
+def _write_report(name: str, config: dict[str, Any], draft: Eagle3Draft, counts: dict[str, torch.Tensor]) -> None:
     """Write and print the coverage of the vocabulary by counts [V] of each split."""
     report = {
         "draft_vocab_size": config["draft_vocab_size"],
@@ -58,9 +59,9 @@ def _write_report(config: dict[str, Any], draft: Eagle3Draft, counts: dict[str, 
         "coverage_eval": vocabulary.compute_coverage(counts["eval"], draft.t2d),
         "draft_parameters": sum(x.numel() for x in draft.parameters()),
     }
-    atomic.write_json(REPORT, report)
+    atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
     print(
-        f"e000: {report['draft_parameters']:,} parameters, draft vocabulary {config['draft_vocab_size']} of "
+        f"{name}: {report['draft_parameters']:,} parameters, draft vocabulary {config['draft_vocab_size']} of "
         f"{config['vocab_size']}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
     )
     if report["coverage_eval"] < LEAST_COVERAGE:
@@ -112,7 +113,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     published = published_formats.read_published_draft(
         folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
     )
-    print(f"e000 starts from {name}" + (f" at {commit}" if commit else ""))
+    print(f"{ROOT_CHECKPOINT} starts from {name}" + (f" at {commit}" if commit else ""))
     for note in published.notes:
         print(f"note: {note}")
     vocab_size = init.draft_vocab_size or target_manifest.vocab_size

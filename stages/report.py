@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stages.params import schema
+from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.reporting import answer_files, benchmark_table, costs, methods, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
@@ -40,7 +41,7 @@ from stages.telemetry.stage_log import StageRun, read_log
 
 REPLAY_TABLE = Path("results/replay.csv")
 
-# Stage -> the name of its own report in results/, and the keys it must have; other keys are shown too.
+# Stage -> the path of its own report in results/, and the keys it must have; other keys are shown too.
 STAGE_REPORTS = {
     "fix_data": (
         "fix_report",
@@ -51,8 +52,11 @@ STAGE_REPORTS = {
     ),
     "sample_target": ("sample_report", ("rows_in", "rows_out", "dropped", "seconds", "sources", "preview")),
     "extract_hiddens": ("hiddens_report", ("rows_in", "rows_out", "dropped", "seconds")),
-    "init_draft": ("vocab_report", ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval")),
-    "check_overfit": ("overfit_report", ("tau", "min_tau", "steps", "losses")),
+    f"init_draft@{ROOT_CHECKPOINT}": (
+        f"train/{ROOT_CHECKPOINT}",
+        ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval"),
+    ),
+    f"check_overfit@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}.overfit", ("tau", "min_tau", "steps", "losses")),
 }  # fmt: skip
 
 
@@ -117,7 +121,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         replayed_rows=_build_replayed_rows(p, replayed, predicted.rows),
         replays={name: replay_records.select_temperature(trees, 0) for name, trees in replayed.items()},
         tree_statistics={name: replay_records.read_tree_statistics(name) for name in p.replay_trees.checkpoints},
-        reports={stage: _read_stage_report(stage) for stage in STAGE_REPORTS},
+        reports=_read_stage_reports(p),
         trained=trained,
         served=served_cells,
         lines=lines,
@@ -228,6 +232,12 @@ def _predict_speedups(
 # Reports and runs of other stages
 
 
+def _read_stage_reports(p: schema.Params) -> dict[str, StageReport]:
+    """Return the reports of the stages in the graph, by the stage's name without its key."""
+    stages = [name for name in STAGE_REPORTS if "@" not in name or name.partition("@")[2] in p.init_draft.checkpoints]
+    return {stage.partition("@")[0]: _read_stage_report(stage) for stage in stages}
+
+
 def _read_stage_report(stage: str) -> StageReport:
     name, keys = STAGE_REPORTS[stage]
     place = Path(f"results/{name}.json")
@@ -242,8 +252,10 @@ def _read_stage_runs(p: schema.Params) -> dict[str, StageRun]:
 
     A stage whose outputs came from the cache of another machine has no run in this log, and no line in the table.
     """
-    alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit")
+    alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens")
     of_keys: dict[str, Iterable[str]] = {
+        "init_draft": p.init_draft.checkpoints,
+        "check_overfit": p.init_draft.checkpoints,
         "train_draft": p.train_draft.checkpoints,
         "import_draft": p.import_draft.checkpoints,
         "replay_trees": p.replay_trees.checkpoints,

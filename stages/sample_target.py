@@ -154,7 +154,7 @@ def _uses_servers(s: schema.SampleTarget) -> bool:
 def _print_split(p: schema.Params, split: SampledSplit) -> None:
     """Print a summary of a split. Raises ValueError where no row is left."""
     s, counted, selection = p.sample_target, split.shards.counts, split.selection
-    if not counted["rows"] and split.name != "eval_t":
+    if not counted["rows"] and split.name != "eval_t" and not (split.name == "train" and s.train_rows == 0):
         raise ValueError(
             f"sample_target: no row is left in the {split.name} split, expected at least one ({selection.num_requests} sampled, "
             f"{counted['truncated']} cut at max_new_tokens); raise sample_target.{split.name}_rows or max_new_tokens"

@@ -84,7 +84,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     """Train from the parent, or from the last whole epoch in `work`, and write the checkpoint and its report."""
     segment, settings = params.train_draft.checkpoints[name], params.train_draft
     parent = checkpoint.locate_checkpoint(segment.from_)
-    parent_stage = "init_draft" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
+    parent_stage = (
+        f"init_draft@{ROOT_CHECKPOINT}" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
+    )
     target_manifest, resumed = manifest.read_manifest(), work.exists()
     embedding, head = manifest.read_embedding_and_head(target_manifest)
     if resumed:
@@ -179,7 +181,9 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
 def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraft) -> DraftModel:
     """Return an untrained draft of another method, with the sizes and the vocabulary of e000; `head` [V, H] is the target's."""
     assert segment.other_method is not None
-    root, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), "init_draft")
+    root, tensors = checkpoint.read_draft(
+        checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
+    )
     config = method_checkpoint.build_method_config(segment.other_method, root, settings.dtype, segment.num_heads)
     method = registry.TRAINABLE_METHODS[segment.other_method]
     model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed)

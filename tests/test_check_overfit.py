@@ -27,7 +27,7 @@ from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
 
 PROMPT, ANSWER, STEPS, V = 9, 40, 4, 40
-REPORT = Path("results/overfit_report.json")
+REPORT = Path("results/train/e000.overfit.json")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -74,16 +74,29 @@ def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path)
     assert report["model"] == "from_others" and report["notes"] == [] and report["commit"] is None
 
 
-@pytest.mark.long
-def test_its_replay_and_its_report(project: Path) -> None:
-    done = dvc(project, "repro", "report")
+def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_path: Path) -> None:
+    """Bug: recipes of published drafts sampled one training row, made e000 and passed a gate of min_tau 1.0 for nothing."""
+    root = tmp_path / "project"
+    shutil.copytree(project, root, symlinks=True)
+    shutil.rmtree(root / "drafts")
+    for name in ("e000", "e000.overfit", "e001", "e003", "straight"):
+        (root / f"results/train/{name}.json").unlink()
+    edit_params(root, {"sample_target": {"train_rows": 0}, "init_draft": {"checkpoints": []}})
+    edit_params(root, {"train_draft": {"checkpoints": {}}})
+    edit_params(root, {"import_draft": {"checkpoints": IMPORTED, "watch": "from_others"}})
+    mine = {"checkpoints": ["theirs"]}
+    edit_params(root, {"replay_trees": mine, "benchmark": {**mine, "trees": ["t8_2_16"]}, "benchmark_served": mine})
+    edit_params(root, {"time_trees": mine})
+    expected = (root / "results/replay/e003.csv").read_text()
+    done = dvc(root, "repro", "report")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [list(csv.reader((project / f"results/replay/{n}.csv").read_text().split())) for n in ("theirs", "e003")]
+    assert "init_draft" not in done.stdout and "check_overfit" not in done.stdout
+    assert "checkpoint theirs" in done.stdout and not (root / "drafts/e000").exists()
+    rows = [list(csv.reader(text.split())) for text in ((root / "results/replay/theirs.csv").read_text(), expected)]
     assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
-    assert "checkpoint theirs" in done.stdout
-    page = (project / "results/report/index.html").read_text()
-    assert "<th>theirs" in page and "from_others, imported" in page
-    assert "theirs" in json.loads((project / "results/metrics.json").read_text())["checkpoints"]
+    page = (root / "results/report/index.html").read_text()
+    assert re.search("<th[^>]*>theirs", page) and "from_others, imported" in page and "Trained on one row" not in page
+    assert json.loads((root / "results/sample_report.json").read_text())["rows_out"] == 12  # eval and eval_t
 
 
 def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> None:

@@ -329,6 +329,8 @@ def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) ->
     set_value(place, 0)
     if ".".join(place) in ZERO or place[-1] == "gpus":
         schema.load_params()
+    elif place == ("sample_target", "train_rows"):  # which means something where nothing is trained
+        assert problems()[0].startswith("sample_target.train_rows is 0 and init_draft.checkpoints [e000]")
     elif place[-1] == "length_range":  # which means something of random lengths only
         assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
     else:
@@ -514,6 +516,11 @@ BAD_CHECKPOINTS = [
      "train_draft: checkpoints e009 -> e009 form a cycle; start one from e000"),
     ("e003: {from: e000,", "e003: {from: e009,",
      "train_draft: checkpoints e003 -> e009 -> e003 form a cycle; start one from e000"),
+    ("[e000]           # []", "[] # []",
+     "init_draft.checkpoints is [] and train_draft.checkpoints has e003, e009, expected [e000], which they start from"),
+    ("[e000]           # []", "[e001] # []", "init_draft.checkpoints.0: expected 'e000', found 'e001'"),
+    ("train_rows: 220", "train_rows: 0",
+     "sample_target.train_rows is 0 and init_draft.checkpoints [e000], whose vocabulary and training need training rows"),
     (SECOND, "e000: {from: e003, epochs: 6}",
      "train_draft: checkpoints.e000 is made by init_draft; choose another name"),
     (MEASURED, "[e003, e003]\n  trees", "benchmark.checkpoints: e003 is listed twice; list each name once"),
@@ -524,9 +531,9 @@ BAD_CHECKPOINTS = [
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t10_2_32,", "replay_trees.trace_trees: t10_2_32 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t3_2_16,", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
-    ("checkpoints: [e000] ", "checkpoints: [e001] ",
+    ("[e000]           # e000", "[e001] # e000",
      "time_trees.checkpoints: 'e001' is no checkpoint, expected some of e000, e003, e009"),
-    ("checkpoints: [e000] ", "checkpoints: [e000, e000] ", "time_trees.checkpoints: e000 is listed twice"),
+    ("[e000]           # e000", "[e000, e000] # e000", "time_trees.checkpoints: e000 is listed twice"),
     ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ",
      "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
     ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
@@ -690,7 +697,7 @@ def test_the_table_of_methods_asks_what_the_torch_engine_decodes() -> None:
     [
         (MEASURED, "[heads]\n  trees", "benchmark.checkpoints"),
         ("[e003, e009]", "[heads]", "replay_trees.checkpoints"),
-        ("checkpoints: [e000] ", "checkpoints: [heads] ", "time_trees.checkpoints"),
+        ("[e000]           # e000", "[heads] # e000", "time_trees.checkpoints"),
     ],
 )
 def test_only_eagle_3s_checkpoints_are_replayed_timed_and_benchmarked_with_its_trees(

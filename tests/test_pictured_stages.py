@@ -353,7 +353,7 @@ def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path,
         check_overfit.main()
         train_draft.main("e003")
     learned = load_file(made / "drafts/e003/draft/model.safetensors")
-    tau = json.loads((made / "results/overfit_report.json").read_text())["tau"]
+    tau = json.loads((made / "results/train/e000.overfit.json").read_text())["tau"]
     run(project, online=True)
     assert not any(row.features.shape[1] for row in reader.read_rows(project / "data/hiddens/train"))
     with chdir(project):
@@ -363,6 +363,6 @@ def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path,
         with declared("train_draft"):
             train_draft.main("e003")
     assert SAW["train_draft"]
-    assert json.loads((project / "results/overfit_report.json").read_text())["tau"] == pytest.approx(tau, rel=0.1)
+    assert json.loads((project / "results/train/e000.overfit.json").read_text())["tau"] == pytest.approx(tau, rel=0.1)
     for name, tensor in load_file(project / "drafts/e003/draft/model.safetensors").items():
         assert (tensor.float() - learned[name].float()).norm() <= 1e-3 * learned[name].float().norm(), name

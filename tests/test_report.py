@@ -36,7 +36,7 @@ from tests.served_cells import made_up as served_cell
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
 SPENT = [
-    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft", "check_overfit", "train_draft@e003",
+    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000", "train_draft@e003",
     "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
 PLOTS = 7 + 3  # the last three of latencies
@@ -232,8 +232,8 @@ def _made_up_report(stage: str) -> Row:
             ],
         },
         "extract_hiddens": {"rows_in": 260, "rows_out": 258, "dropped": {"longer than max_length": 2}, "seconds": 4.0},
-        "init_draft": {"draft_vocab_size": 320, "target_vocab_size": 512, "coverage_train": 0.9991, "coverage_eval": 0.9985},
-        "check_overfit": {"tau": 7.6, "min_tau": 6.0, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0},
+        "init_draft@e000": {"draft_vocab_size": 320, "target_vocab_size": 512, "coverage_train": 0.9991, "coverage_eval": 0.9985},
+        "check_overfit@e000": {"tau": 7.6, "min_tau": 6.0, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0},
     }[stage]  # fmt: skip
 
 
@@ -576,8 +576,10 @@ def test_a_foreign_cell_is_refused(made_up: schema.Params, spoil: Any, message: 
 
 
 def test_a_report_of_another_version_is_refused(made_up: schema.Params) -> None:
-    atomic.write_json(Path("results/vocab_report.json"), {"draft_vocab_size": 320})
-    with pytest.raises(ValueError, match=r"vocab_report.json lacks .'target_vocab_size'.*dvc repro -f -s init_draft"):
+    atomic.write_json(Path("results/train/e000.json"), {"draft_vocab_size": 320})
+    with pytest.raises(
+        ValueError, match=r"train/e000.json lacks .'target_vocab_size'.*dvc repro -f -s init_draft@e000"
+    ):
         report.main()
 
 

@@ -153,14 +153,14 @@ RERUNS = [
     Row(
         "init_draft.sliding_window",
         sets(init_draft={"sliding_window": 2048}),
-        "init_draft check_overfit train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
+        "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
         "draft_configs/theta_10000.json",
         comments("draft_configs/theta_10000.json"),
-        "init_draft check_overfit train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
+        "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
-    Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit report", back=""),
+    Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit@* report", back=""),
     Row(
         "train_draft.learning_rate",
         sets(train_draft={"learning_rate": lambda old: old / 2}),
@@ -223,12 +223,12 @@ RERUNS = [
     Row(
         "stages/engine/decode.py: a comment",
         comments("stages/engine/decode.py"),
-        "check_overfit time_trees@* benchmark@* report",
+        "check_overfit@* time_trees@* benchmark@* report",
     ),
     Row(
         "stages/trees/draft_tree.py: a comment",
         comments("stages/trees/draft_tree.py"),
-        "check_overfit replay_trees@* time_trees@* benchmark@* report",
+        "check_overfit@* replay_trees@* time_trees@* benchmark@* report",
         back="",
     ),
     Row(

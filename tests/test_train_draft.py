@@ -185,12 +185,12 @@ def test_online_learns_what_stored_hidden_states_teach(project: Path) -> None:
     edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2, **epochs(1)}})
     stored = finish(project)
     before = load_file(project / "drafts/straight/draft/model.safetensors")
-    tau = json.loads((project / "results/overfit_report.json").read_text())["tau"]
+    tau = json.loads((project / "results/train/e000.overfit.json").read_text())["tau"]
     run(project, "extract_hiddens")
     shards = {s: next((project / f"data/hiddens/{s}").glob("*.safetensors")) for s in ("train", "eval")}
     assert {s: load_file(path)["last"].shape[1] for s, path in shards.items()} == {"train": 0, "eval": 128}
     run(project, "check_overfit")
-    assert json.loads((project / "results/overfit_report.json").read_text())["tau"] == pytest.approx(tau, rel=0.2)
+    assert json.loads((project / "results/train/e000.overfit.json").read_text())["tau"] == pytest.approx(tau, rel=0.2)
     for processes in (1, 2):
         shutil.rmtree(project / "drafts/straight")
         edit_params(project, {"train_draft": {"processes": processes}})

@@ -131,7 +131,7 @@ Temperature = Annotated[
 
 class SampleTarget(Section):
     backend: Literal["transformers", "server", "keep"]
-    train_rows: Count | None
+    train_rows: Annotated[int, Field(ge=0)] | None  # 0 where nothing is trained
     eval_rows: Count | None
     temperature: Temperature
     top_p: Annotated[float, Field(gt=0, le=1)]

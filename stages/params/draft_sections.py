@@ -4,11 +4,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from stages.params.section import ROOT_CHECKPOINT, Count, Name, NonNegative, Positive, Section, Seed, Text
+from stages.params.section import (
+    ROOT_CHECKPOINT,
+    Count,
+    Name,
+    NonNegative,
+    Positive,
+    RootCheckpoints,
+    Section,
+    Seed,
+    Text,
+)
 from stages.params.spelling import suggest_name
 
 
 class InitDraft(Section):
+    checkpoints: RootCheckpoints  # [] if all drafts are imported; the graph's foreach of init_draft and check_overfit
     draft_vocab_size: Count | None
     intermediate_size: Count | None
     max_position_embeddings: Count | None

@@ -71,6 +71,7 @@ class Params(Section):
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
+        self._check_training()
         self._check_checkpoints()
         self._check_workloads()
         self._check_method_rows()
@@ -101,12 +102,26 @@ class Params(Section):
                     f"{', '.join([*trained, *imported])}; correct it, or add it to train_draft.checkpoints or "
                     "import_draft.checkpoints"
                 )
-            if name not in (timeable := [ROOT_CHECKPOINT, *trained, *imported]):
+            if name not in (timeable := [*self.init_draft.checkpoints, *trained, *imported]):
                 raise ValueError(
                     f"{key}: {name!r} is no checkpoint{suggest_name(name, timeable)}, expected some of "
                     f"{', '.join(timeable)}; correct it. "
-                    f"{ROOT_CHECKPOINT} costs what every trained checkpoint does"
+                    f"{ROOT_CHECKPOINT}, of init_draft.checkpoints, costs what every trained checkpoint does"
                 )
+
+    def _check_training(self) -> None:
+        """Raise ValueError where a draft is trained without the initial one, or from no rows."""
+        initial, trained = self.init_draft.checkpoints, self.train_draft.checkpoints
+        if trained and not initial:
+            raise ValueError(
+                f"init_draft.checkpoints is [] and train_draft.checkpoints has {', '.join(trained)}, expected "
+                f"[{ROOT_CHECKPOINT}], which they start from; write it, or set train_draft.checkpoints to {{}}"
+            )
+        if initial and self.sample_target.train_rows == 0:
+            raise ValueError(
+                f"sample_target.train_rows is 0 and init_draft.checkpoints [{ROOT_CHECKPOINT}], whose vocabulary and training "
+                "need training rows; raise it, or set init_draft.checkpoints to []"
+            )
 
     def _check_workloads(self) -> None:
         """Raise ValueError for workloads that no engine or prompt set fits."""
@@ -187,7 +202,7 @@ class Params(Section):
             key = f"benchmark_methods.with_draft.{name}"
             wanted = "eagle" if row.method == "eagle2" else row.method
             kinds = {c: segment.other_method or "eagle3" for c, segment in trained.items()}
-            kinds |= dict.fromkeys([ROOT_CHECKPOINT, *self.import_draft.checkpoints], "eagle3")
+            kinds |= dict.fromkeys([*self.init_draft.checkpoints, *self.import_draft.checkpoints], "eagle3")
             if kinds.get(row.checkpoint) != wanted:
                 known = ", ".join(c for c, kind in kinds.items() if kind == wanted) or "none yet"
                 found = f"of {kinds[row.checkpoint]}" if row.checkpoint in kinds else "no checkpoint"
@@ -215,12 +230,21 @@ class Params(Section):
     def get_making_stage(self, checkpoint: str) -> str:
         """Return the stage that makes a checkpoint's draft."""
         if checkpoint == ROOT_CHECKPOINT:
-            return "init_draft"
+            return f"init_draft@{ROOT_CHECKPOINT}"
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
     def have_same_shapes(self, one: str, other: str) -> bool:
         """Return whether two checkpoints' drafts have the same shapes, as e000 and all trained from it do."""
         return one == other or not {one, other} & set(self.import_draft.checkpoints)
+
+
+def check_initial(params: Params, name: str) -> None:
+    """Raise ValueError where init_draft.checkpoints has no checkpoint `name`."""
+    if name not in params.init_draft.checkpoints:
+        raise ValueError(
+            f"{PARAMS_FILE}: init_draft.checkpoints is {params.init_draft.checkpoints}, expected it to have {name!r}; "
+            f"write [{ROOT_CHECKPOINT}], and train with it, or leave this stage out"
+        )
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:

@@ -31,6 +31,7 @@ def _check_unique(names: list[str]) -> list[str]:
 
 
 Names = Annotated[list[Name], AfterValidator(_check_unique)]
+RootCheckpoints = Annotated[list[Literal["e000"]], Field(max_length=1)]
 SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_check_unique)]
 
 

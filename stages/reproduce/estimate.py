@@ -181,7 +181,8 @@ def _add_disk(
     counts = f"{rows.stored_train:,} + {rows.sets} * {rows.evaluated:,} rows"
     how = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes"
     result.add_disk("extract_hiddens", "hidden states", stored * rows.length * token, how)
-    result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
+    if p.init_draft.checkpoints:
+        result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
     if segments := p.train_draft.checkpoints:
         # A segment keeps its draft, float32 weights and two moments; while it runs, another set.
         kept, weights = len(segments) + 1, get_itemsize(p.train_draft.dtype)
