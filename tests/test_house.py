@@ -82,7 +82,8 @@ def test_a_stage_is_one_word_everywhere(stage: str) -> None:
     assert (ROOT / "stages" / f"{word}.py").is_file(), f"dvc.yaml has {stage}; write stages/{word}.py"
     assert word in Params.model_fields, f"dvc.yaml has {stage}; give it a section in params.yaml and stages/params"
     command = GRAPH[stage]["cmd"]
-    told_its_name = ' "$DVC_STAGE"' if re.search(r"\$\{(item|key)", json.dumps([GRAPH[stage]["outs"], GRAPH[stage].get("metrics")])) else ""
+    made = json.dumps([GRAPH[stage]["outs"], GRAPH[stage].get("metrics")])
+    told_its_name = ' "$DVC_STAGE"' if re.search(r"\$\{(item|key)", made) else ""
     assert command == f"python -m stages.{word}{told_its_name}", f"stages.{stage}.cmd is {command!r}"
     assert GRAPH[stage].get("desc"), f"stages.{stage} has no desc; say in a line what becomes what"
 

@@ -45,6 +45,7 @@ class PublishedComparison:
     assumptions: tuple[str, ...]  # settings that no source states, as the recipe assumes them
     obstacles: tuple[str, ...]  # why the two can't be compared
     agreement: "SeriesAgreement | None" = None  # of the table's order over trees with ours
+    assumed_meaning: str = ""  # of the metric, where no source states its definition
 
     @property
     def published_value(self) -> float:
@@ -80,6 +81,13 @@ class PublishedComparison:
         return "within" if difference <= self.tolerance * abs(self.published_value) else "outside"
 
     @property
+    def conditional_verdict(self) -> str:
+        """Return the verdict, and on which definition of the metric it rests where no source states one."""
+        if not self.assumed_meaning or self.verdict not in ("within", "outside"):
+            return self.verdict
+        return f"{self.verdict}, if {self.published.metric} means {self.assumed_meaning}"
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Return the obstacles, the assumptions, why the tolerance has no interval, and how the order over trees agrees."""
         reason = self.own.no_interval if self.own else ""
@@ -98,29 +106,39 @@ def measure_cell(name: str, cell: CellRecord, baseline: CellRecord | None) -> Me
 
 
 def list_obstacles(row: PublishedRow, cell: CellRecord, same_definition: bool) -> Iterator[str]:
-    """Yield why a published number can't be compared with this cell's.
+    """Yield why a published number can't be compared with this cell's, and what would make it comparable.
 
-    `same_definition`: the recipe names a measure that is defined as the published number is.
+    `same_definition`: the recipe names a measure that is defined as the published number is, or is assumed to be.
     """
     setting = row.setting
     if not same_definition and row.definition == UNKNOWN:
-        yield "its definition isn't stated"
+        yield "its definition isn't stated; assume one in assumed_definitions of the recipe"
     elif not same_definition and row.definition != row.metric:
-        yield f"defined as {row.definition}"
+        yield f"defined as {row.definition}; name the measure that is, in measures of the recipe"
     if setting.temperature == UNKNOWN:
-        yield "its temperature isn't stated"
+        yield "its temperature isn't stated; assume one in assumed of the recipe"
     elif setting.temperature not in (None, cell.temperature):
-        yield f"temperature {setting.temperature} against {cell.temperature}"
+        yield f"temperature {setting.temperature} against {cell.temperature}; add a workload of that temperature"
     if row.metric in ACCEPTANCE_METRICS:
         return
     if setting.engine and cell.engine not in setting.engine.lower():  # "torch" is in AngelSlim's PyTorch
-        yield f"engine {setting.engine} against {cell.engine}"
+        yield f"engine {setting.engine} against {cell.engine}; run the cell on that engine"
     version = cell.versions.get(cell.engine, "one that isn't known")
     if setting.engine_version not in (None, version):
-        yield f"engine version {setting.engine_version} against {version}"
+        yield f"engine version {setting.engine_version} against {version}; {_suggest_version(setting.engine_version)}"
     machine = cell.hardware.get("gpu") or cell.hardware.get("cpu")
     if setting.hardware and not _find_gpu_names(setting.hardware) <= _find_gpu_names(str(machine)):
-        yield f"hardware {setting.hardware} against {machine}"
+        yield f"hardware {setting.hardware} against {machine}; {_suggest_hardware(setting.hardware)}"
+
+
+def _suggest_version(version: str) -> str:
+    if version == UNKNOWN:
+        return "assume one in assumed of the recipe"
+    return f"install {version} in serving-env and run the cell again (serving-env/README.md)"
+
+
+def _suggest_hardware(hardware: str) -> str:
+    return "assume it in assumed of the recipe" if hardware == UNKNOWN else f"run the cell on {hardware}"
 
 
 def _find_gpu_names(hardware: str) -> set[str]:
@@ -249,6 +267,23 @@ def _sum_by_question(cell: CellRecord, *columns: str) -> list[list[float]]:
         rows.setdefault(row.id, []).append(row)
     return [[sum(row[column] for row in turns) for column in columns] for turns in rows.values()]
 
+
+# What an assumed definition says in a verdict; docs/metrics.md has them in full.
+MEANINGS = {
+    "tau": "1 + accepted drafts / cycles",
+    "accept_rate": "(tau - 1) / num_steps",
+    "node_accept_rate": "(tau - 1) / (num_draft_tokens - 1)",
+    "prefill_latency_s": "the mean time to the first token",
+    "e2e_latency_s": "the mean time to the last token",
+    "output_tok_s": "output tokens / s",
+    "total_tok_s": "input and output tokens / s",
+    "ttft_mean_ms": "the mean time to the first token",
+    "tpot_mean_ms": "the mean of (e2e - TTFT) / (output tokens - 1)",
+    "tpot_p99_ms": "the 99th percentile of (e2e - TTFT) / (output tokens - 1)",
+    "memory_weights_gb": "the target's weights as the engine says them",
+    "memory_draft_gb": "the draft's weights as the engine says them",
+    "memory_kv_gb": "the KV cache as the engine says it",
+}
 
 MEASURES: dict[str, Measure] = {
     **{name: _measure_acceptance(name) for name in ACCEPTANCE_METRICS},

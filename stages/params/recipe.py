@@ -27,6 +27,8 @@ class PublishedMatch(Section):
     cells: RecipeCells
     assumed: dict[str, str | float]  # settings that the publication omits, and their assumed values
     measures: dict[str, str]  # a published metric -> our measure of the same definition (literature/comparison.py)
+    # a published metric whose definition isn't stated -> the measure that it is assumed to be; its verdict says so
+    assumed_definitions: dict[str, str] = Field(default_factory=dict)
 
 
 class RecipeFile(Section):

@@ -63,13 +63,27 @@ def match_published_numbers(
             match = next((match for match in matches if match.rows.items() <= setting), None)
             if match is None:
                 left_out[_explain_unmatched(row)] += 1
-            elif (measure := match.measures.get(row.metric, row.metric)) not in comparison.MEASURES:
+            elif (measure := _choose_measure(match, row)) not in comparison.MEASURES:
                 left_out[f"{row.metric}: no cell of ours measures it"] += 1
             elif match.cells.checkpoint and row.setting.tree == UNKNOWN and "tree" not in match.assumed:
                 left_out[f"{row.metric} ({row.where}): its tree isn't stated"] += 1
             else:
                 comparisons.append(_build_comparison(row, match, measure, recipe, model))
     return agreement.add_agreement(comparisons), left_out
+
+
+def _choose_measure(match: PublishedMatch, row: PublishedRow) -> str:
+    """Return the name of our measure. Raises ValueError for an assumed definition that is not needed or not ours."""
+    if row.metric not in match.assumed_definitions:
+        return match.measures.get(row.metric, row.metric)
+    measure = match.assumed_definitions[row.metric]
+    if row.definition != UNKNOWN or measure not in comparison.MEANINGS:
+        found = f"defined there as {row.definition}" if row.definition != UNKNOWN else f"assumed to be {measure}"
+        raise ValueError(
+            f"recipe.beside: assumed_definitions.{row.metric} of {match.publication} is {found}, expected a metric without a "
+            f"definition, and one of {', '.join(comparison.MEANINGS)}; correct it, or name its measure in measures"
+        )
+    return measure
 
 
 def _explain_unmatched(row: PublishedRow) -> str:
@@ -89,7 +103,7 @@ def _build_comparison(
     obstacles = list(_list_substitutes(row, recipe, model))
     own = comparison.measure_cell(measure, cell, baseline) if cell else None
     if cell:
-        obstacles += comparison.list_obstacles(row, cell, row.metric in match.measures)
+        obstacles += comparison.list_obstacles(row, cell, row.metric in {*match.measures, *match.assumed_definitions})
         if isinstance(cell, ServedCell) and cell.status == served_records.UNSUPPORTED:
             obstacles.append(f"unsupported: {cell.reason}")
         elif own is None:
@@ -102,6 +116,7 @@ def _build_comparison(
         relative_tolerance=recipe.tolerance.get(row.metric, 0.0),
         assumptions=tuple(f"{key} {value}, which isn't stated" for key, value in assumed.items()),
         obstacles=tuple(obstacles),
+        assumed_meaning=comparison.MEANINGS[measure] if row.metric in match.assumed_definitions else "",
     )
 
 
@@ -113,7 +128,7 @@ def _list_substitutes(row: PublishedRow, recipe: Recipe, model: str) -> Iterator
         substitutes.setdefault("target", f"{model} against {row.setting.target}")
     for what, text in substitutes.items():
         if not (what == "draft" and row.setting.method == PLAIN_METHOD):
-            yield f"another {what}: {text}"
+            yield f"another {what}: {text}" + ("; name that target in target.model" if what == "target" else "")
 
 
 def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, CellRecord | None, CellRecord | None]:
@@ -183,7 +198,7 @@ def _format_table(comparisons: list[comparison.PublishedComparison]) -> Iterator
             line["temperature"], line["tree"] or "none",
             f"{line['metric']} ({line['unit']})", f"{each.published.value:.{each.published.decimals}f}",
             *("" if line[key] is None else f"{line[key]:.4g}" for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
-            each.verdict + (f" ({marks})" if marks else ""),
+            each.conditional_verdict + (f" ({marks})" if marks else ""),
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
     yield ""
@@ -199,7 +214,8 @@ def _build_csv_row(each: comparison.PublishedComparison) -> dict[str, Any]:
         "dataset": setting.dataset, "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric,
         "unit": row.unit, "published": row.value, "ours": own.value * unit if own else None,
         "spread": None if own is None or own.spread is None else own.spread * unit,
-        "no_interval": own.no_interval if own else "", "ratio": each.ratio, "tolerance": each.tolerance, "verdict": each.verdict,
+        "no_interval": own.no_interval if own else "", "ratio": each.ratio, "tolerance": each.tolerance,
+        "verdict": each.conditional_verdict,
         "why": "; ".join(each.obstacles), "taken": "; ".join(each.assumptions), "cell": each.cell,
     }  # fmt: skip
 

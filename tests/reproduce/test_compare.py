@@ -133,7 +133,10 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
     assert tau.assumptions == ("tree t6_10_60, which isn't stated",)
     speedup = side(sides, "speedup", dataset="MT-bench", temperature=0.0)
     assert speedup.own is not None and speedup.own.value == 2.5 and speedup.own.spread > 1  # of two questions
-    assert speedup.obstacles == ("engine version unknown against 2.13.0",) and speedup.verdict == "not comparable"
+    assert (
+        speedup.obstacles == ("engine version unknown against 2.13.0; assume one in assumed of the recipe",)
+        and speedup.verdict == "not comparable"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,8 +167,11 @@ def test_times_need_the_same_machine_and_engine_and_accept_lengths_do_not() -> N
     assert same.verdict == "within" and same.own is not None
     assert same.own.value == pytest.approx(257.0)
     assert same.own.spread == pytest.approx(12.7062 * 257.0 * 0.05, rel=1e-5)  # Student's t of two loads
-    assert machine.obstacles == ("hardware 1 H20 against NVIDIA H200",) and machine.verdict == "not comparable"
-    assert version.obstacles == ("engine version 0.11.2 against 0.12.0",)
+    assert (
+        machine.obstacles == ("hardware 1 H20 against NVIDIA H200; run the cell on 1 H20",)
+        and machine.verdict == "not comparable"
+    )
+    assert version.obstacles[0].startswith("engine version 0.11.2 against 0.12.0; install 0.11.2 in serving-env and")
     for dataset in ("GSM8K", "Alpaca", "HumanEval"):
         assert side(sides, "tau", dataset=dataset, engine="vLLM").verdict == "within"
 
@@ -183,9 +189,32 @@ def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
     assert change.own is not None and change.own.value == pytest.approx(1.0) and change.published_value == 0.87
     assert [obstacle.split(":")[0] for obstacle in change.obstacles] == ["another draft"]
     plain = side(sides, "total_tok_s", label="Code Gen", method="plain")
-    assert plain.obstacles == ("its definition isn't stated",)
+    assert plain.obstacles == () and plain.verdict == "within"
+    assert plain.conditional_verdict == "within, if total_tok_s means input and output tokens / s"
     assert plain.ratio == pytest.approx(2800 / 2847)
     assert left_out["accept_rate (4.2, against other methods): its tree isn't stated"] == 1
+
+
+def test_a_metric_without_a_definition_needs_an_assumed_one() -> None:
+    served_cell("code_gen", None, None, 1400.0, engine="sglang", versions={"sglang": "0.4.5"})
+    recipe, model = recipe_of("qwen3-coder-30b-a3b"), "Qwen/Qwen3-Coder-30B-A3B-Instruct"
+    rows = {"target": "Qwen3-Coder-30B-A3B", "label": "Code Gen", "method": "plain"}
+    (match,) = (each for each in recipe.beside if each.rows == rows)
+
+    def compared(definitions: dict[str, str]) -> comparison.PublishedComparison:
+        only = match.model_copy(update={"assumed_definitions": definitions})
+        sides, _ = compare.match_published_numbers(
+            recipe.model_copy(update={"beside": [only]}), model, published.read_publications()
+        )
+        return side(sides, "total_tok_s", label="Code Gen", method="plain")
+
+    assert "its definition isn't stated; assume one in assumed_definitions of the recipe" in compared({}).obstacles
+    for wrong in ("speedup", "nothing"):
+        expected = (
+            f"assumed_definitions.total_tok_s of qwen3-coder-h100 is assumed to be {wrong}, expected a metric without"
+        )
+        with pytest.raises(ValueError, match=expected):
+            compared({"total_tok_s": wrong})
 
 
 def test_another_target_is_no_twin_whatever_the_recipe_says() -> None:
@@ -195,9 +224,8 @@ def test_another_target_is_no_twin_whatever_the_recipe_says() -> None:
         recipe_of("angelslim-qwen3-8b"), "builtin/weather-tiny", published.read_publications()
     )
     tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert (
-        tau.obstacles == ("another target: builtin/weather-tiny against Qwen3-8B",) and tau.verdict == "not comparable"
-    )
+    assert tau.obstacles == ("another target: builtin/weather-tiny against Qwen3-8B; name that target in target.model",)
+    assert tau.verdict == "not comparable"
 
 
 def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
