@@ -5,9 +5,23 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, Protocol, Self, TypeVar
 
-from stages.params.benchmark_sections import Workload
 from stages.results import interval, metrics
 from stages.results.torch_records import MethodPromptRow, PromptRow, StoppingRecord
+
+
+class RepeatedWorkload(Protocol):
+    """What params.yaml says of a workload's repeats (stages/params/benchmark_sections.py)."""
+
+    prompts: str
+
+    @property
+    def fewest_repeats(self) -> int: ...
+
+    @property
+    def most_repeats(self) -> int: ...
+
+    @property
+    def half_width(self) -> float | None: ...
 
 
 class Answer(Protocol):
@@ -30,7 +44,7 @@ class RepeatRule:
     half_width: float | None
 
     @classmethod
-    def of_workload(cls, workload: Workload) -> Self:
+    def of_workload(cls, workload: RepeatedWorkload) -> Self:
         return cls(workload.fewest_repeats, workload.most_repeats, workload.half_width)
 
     def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
@@ -51,7 +65,7 @@ class RepeatRule:
 
 
 def decode_repeats(
-    workload: Workload, decode_repeat: Callable[[int], Sequence[AnswerT]], prints: bool = True
+    workload: RepeatedWorkload, decode_repeat: Callable[[int], Sequence[AnswerT]], prints: bool = True
 ) -> tuple[list[AnswerT], StoppingRecord]:
     """Call `decode_repeat` with 0, 1, ... until its answers say enough; return all answers, and why there are no more.
 

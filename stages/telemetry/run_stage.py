@@ -5,21 +5,17 @@ This module is no dependency of any stage (pipeline/deps.py leaves the folder ou
 
 import inspect
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Event, current_thread, main_thread
-from types import FrameType
+from threading import Event
 
-import stages
 from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
+from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
-
-INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 
 
 def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
@@ -28,7 +24,7 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
     user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
-    with _watch_ctrl_c() as interrupted:
+    with watch_ctrl_c() as interrupted:
         _run_watched(main, list_gpus, interrupted)
 
 
@@ -57,28 +53,6 @@ def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | 
         if isinstance(error, ValueError):
             sys.exit(f"aerie: {error}")
         raise
-
-
-@contextmanager
-def _watch_ctrl_c() -> Iterator[Event]:
-    """Yield an event that is set by Ctrl-C, which raises KeyboardInterrupt.
-
-    An import that a KeyboardInterrupt meets may end in another exception, as NumPy's in an ImportError.
-    """
-    found, before = Event(), signal.getsignal(signal.SIGINT)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        found.set()
-        raise KeyboardInterrupt
-
-    if before not in (signal.default_int_handler, stages.end_interrupted) or current_thread() is not main_thread():
-        yield found
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield found
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def describe_stop(stage: str, since: float) -> str:
