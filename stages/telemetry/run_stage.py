@@ -29,30 +29,44 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
 
 
 def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | None], interrupted: Event) -> None:
-    signature, started = inspect.signature(main), time.time()
+    """Run `main`. Leaves by SystemExit after the error is gone, and with it the arrays that it kept alive.
+
+    Out of memory, what runs at the exit would else end in a traceback of its own, below our line.
+    """
+    status: str | int | None = None
+    started = time.time()
     try:
-        words = split_stage_name(sys.argv[1:])
-        try:
-            signature.bind(*words)
-        except TypeError:
-            wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
-            raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
-        is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
-        if is_stage:
-            unfinished.begin_stage(_stage_name(sys.argv))
-        with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
-            main(*words)
-        unfinished.end_stage()
+        _run_main(main, list_gpus)
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
             if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
                 print(f"aerie: {describe_stop(_stage_name(sys.argv), started)}", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        if problem := explain_machine_error(error, _stage_name(sys.argv)):
-            sys.exit(f"aerie: {problem}")
-        if isinstance(error, ValueError):
-            sys.exit(f"aerie: {error}")
-        raise
+            status = INTERRUPTED
+        elif problem := explain_machine_error(error, _stage_name(sys.argv)):
+            status = f"aerie: {problem}"
+        elif isinstance(error, ValueError):
+            status = f"aerie: {error}"
+        else:
+            raise
+    if status is not None:
+        sys.exit(status)
+
+
+def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | None]) -> None:
+    """Run `main` with the words of the command line, with its note of unfinished work and its line in the log."""
+    signature = inspect.signature(main)
+    words = split_stage_name(sys.argv[1:])
+    try:
+        signature.bind(*words)
+    except TypeError:
+        wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
+        raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
+    is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
+    if is_stage:
+        unfinished.begin_stage(_stage_name(sys.argv))
+    with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
+        main(*words)
+    unfinished.end_stage()
 
 
 def describe_stop(stage: str, since: float) -> str:
