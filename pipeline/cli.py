@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from pipeline.command_help import GroupedCommands
+from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 
 app = typer.Typer(
     name="aerie",
@@ -24,7 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's, of which typer brings a copy
 
 Recipe = Annotated[
@@ -341,28 +341,45 @@ def _exec_module(module: str, *words: str) -> NoReturn:
 
 
 def run_command_line(words: list[str]) -> None:
-    """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct."""
-    from pipeline.processes import StageError
-
-    command, started = typer.main.get_command(app), time.time()
-    try:
-        if not words:
-            command(["--help"], prog_name="aerie", standalone_mode=False)
-            raise ValueError("expected a command, found none")
-        status = command(words, prog_name="aerie", standalone_mode=False)
-    except UsageError as error:
-        shown = error.ctx.command_path if error.ctx else "aerie"
-        sys.exit(f"aerie: {error.format_message()} Found: {' '.join(words)}; run: {shown} --help")
-    except (ValueError, StageError) as error:
-        sys.exit(f"aerie: {error}")
-    except typer.Abort:  # how typer before 0.20 reports Ctrl-C
-        status = INTERRUPTED
+    """Run one command. Raises SystemExit with a line `aerie: ...` for anything the user can correct, and after Ctrl-C."""
+    started = time.time()
+    with watch_ctrl_c() as interrupted:
+        try:
+            status = _run_command(words)
+        except typer.Abort:  # how typer before 0.20 reports Ctrl-C
+            status = INTERRUPTED
+        except Exception as error:
+            if not interrupted.is_set():
+                _exit_with_line(error, words)
+            status = INTERRUPTED  # and the error is what became of it
     if status == INTERRUPTED:
         from pipeline import commands
 
         print(f"aerie: {commands.describe_stop(words, started)}", file=sys.stderr)
     if status:
         sys.exit(status)
+
+
+def _run_command(words: list[str]) -> int | None:
+    """Run one command and return its exit status, None for success; without words print the help and raise ValueError."""
+    command = typer.main.get_command(app)
+    if not words:
+        command(["--help"], prog_name="aerie", standalone_mode=False)
+        raise ValueError("expected a command, found none")
+    status: int | None = command(words, prog_name="aerie", standalone_mode=False)
+    return status
+
+
+def _exit_with_line(error: Exception, words: list[str]) -> NoReturn:
+    """Raise SystemExit with a line on what the user can correct; any other error as it is."""
+    from pipeline.processes import StageError
+
+    if isinstance(error, UsageError):
+        shown = error.ctx.command_path if error.ctx else "aerie"
+        sys.exit(f"aerie: {error.format_message()} Found: {' '.join(words)}; run: {shown} --help")
+    if isinstance(error, ValueError | StageError):
+        sys.exit(f"aerie: {error}")
+    raise error
 
 
 def main() -> None:

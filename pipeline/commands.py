@@ -5,6 +5,7 @@ With nothing to do the answer takes no DVC: everything but pipeline/freshness.py
 
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Container, Iterator
 from functools import partial
@@ -18,6 +19,13 @@ VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
 CHECKED_PATHS = ("params.yaml", "stages/params")
 MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
 NOTHING_STALE = "nothing is stale"
+
+# What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
+AFTER_STOP = {
+    "rerun": "the cell that was here is here again, `{again}` measures it anew",
+    "pull": "what has come is in the cache, `{again}` fetches the rest",
+    "fetch": "complete downloads are kept, `{again}` gets the rest",
+}
 
 WHAT_NEXT = (
     "What next (`. .venv/bin/activate` puts aerie on the PATH)",
@@ -100,10 +108,17 @@ def list_stale() -> Iterator[str]:
 
 
 def describe_stop(words: list[str], since: float) -> str:
-    """Return a line on where the command `aerie WORDS`, which began at `since`, goes on after Ctrl-C."""
+    """Return a line on what the command `aerie WORDS`, which began at `since`, has left after Ctrl-C, and how to go on."""
+    again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else shlex.join(["aerie", *words])
+    if words[:1] in (["run"], ["reproduce"]):
+        return describe_stopped_run(again, since)
+    return f"stopped; {AFTER_STOP.get(words[0] if words else '', '`{again}` begins again')}".format(again=again)
+
+
+def describe_stopped_run(again: str, since: float) -> str:
+    """Return a line on where the graph's run, which began at `since`, goes on by the command `again` after Ctrl-C."""
     from stages.telemetry import unfinished
 
-    again = "make run" if words == ["run"] and "MAKELEVEL" in os.environ else " ".join(["aerie", *words])
     if notes := unfinished.list_notes(since):
         places = [
             f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes.items()

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 
+from stages.telemetry.machine_errors import advise_less_memory
+
 
 class Outcome(StrEnum):
     """DVC's three ways of bringing a stage up to date."""
@@ -42,16 +44,18 @@ NOTICE = re.compile(r"(note|warning|WARNING|ERROR): ")  # by a stage or by DVC
 FAILURE = re.compile(r"WARNING: failed to run: |WARNING: output '.+' does not exist")
 CONCLUSION = "ERROR: failed to reproduce"
 EXIT_STATUS = re.compile(rf"{CONCLUSION} '.+': failed to run: .+, exited with -?\d+")  # the stage has said why
+# A stage without a last word of its own, where memory is short: by the kernel's SIGKILL, or by SIGABRT after a line of Rust's.
+KILLED = re.compile(r"failed to run: python -m stages\.(?P<stage>\w+).*, exited with (?P<status>-9|137|-6|134)$")
+NO_MEMORY = re.compile(r"memory allocation of \d+ bytes failed")
 ERROR_PREFIX = "aerie: "
 MAX_ERROR_LENGTH = 600
 
 
 def find_error(lines: Iterable[str]) -> str | None:
     """Return on one line what a failed command's output says went wrong: a stage's `aerie: ...`, else its last line."""
-    said = [
-        line for line in lines if line.strip() and not EXIT_STATUS.match(line) and not PROGRESS_PATTERN.search(line)
-    ]
-    joined = " ".join(" ".join(list_error_lines(said) or said[-1:]).split())
+    seen = [line for line in lines if line.strip() and not PROGRESS_PATTERN.search(line)]
+    said = [line for line in seen if not EXIT_STATUS.match(line)]
+    joined = " ".join(" ".join(list_error_lines(seen) or said[-1:]).split())
     return joined[:MAX_ERROR_LENGTH] or None
 
 
@@ -60,9 +64,19 @@ def list_error_lines(lines: Iterable[str]) -> list[str]:
     said = list(lines)
     ours = [at for at, line in enumerate(said) if line.startswith(ERROR_PREFIX)]
     if not ours:
-        return []
+        return _explain_kill(said)
     more = itertools.takewhile(lambda line: not line.startswith("ERROR: "), said[ours[-1] + 1 :])
     return [said[ours[-1]].removeprefix(ERROR_PREFIX), *more]
+
+
+def _explain_kill(lines: list[str]) -> list[str]:
+    """Return a line on a stage that was ended where memory was short; empty for any other failure."""
+    if not (found := next(filter(None, map(KILLED.search, lines)), None)):
+        return []
+    advice = advise_less_memory(found["stage"])
+    if found["status"] in ("-9", "137"):
+        return [f"killed (SIGKILL), which the kernel does where memory is short (dmesg then says so); {advice}"]
+    return [f"out of memory; {advice}"] if any(map(NO_MEMORY.search, lines)) else []
 
 
 class DvcOutput:

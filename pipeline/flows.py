@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from http import HTTPStatus
@@ -24,6 +25,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed, Pending, State
 
 from pipeline import (
+    commands,
     dvc_graph,
     password,
     processes,
@@ -41,7 +43,9 @@ from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dispatch
 from pipeline.scheduler import StageGraph, run_stages
 from stages.params.schema import Params, check_raw_exists, load_params
+from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 
+COMMAND = "python -m pipeline.flows"
 NO_CHANGES = Changes()
 
 hide_engine_lines()
@@ -303,7 +307,15 @@ def main() -> None:
         sys.exit(f"aerie: {error}")
     # SIGTERM as an exception, like Ctrl-C, so that a running stage is ended too; in `serve` Prefect does this.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    state = build(return_state=True)
+    started = time.time()
+    with watch_ctrl_c() as interrupted:
+        try:
+            state = build(return_state=True)
+        except (KeyboardInterrupt, Exception):
+            if not interrupted.is_set():
+                raise
+            print(f"aerie: {commands.describe_stopped_run(COMMAND, started)}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
     sys.exit(0 if state.is_completed() else f"aerie: {state.message}")
 
 

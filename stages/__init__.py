@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from types import FrameType
+from types import FrameType, TracebackType
 
 # How long a thread of torch on a CPU spins for its next work before it sleeps, where the user sets neither: some ten µs instead
 # of milliseconds, in which it takes a core from the threads it waits for on a machine that is busy (docs/LOG.md, 2026-11-22).
@@ -21,9 +21,22 @@ def end_interrupted(number: int, frame: FrameType | None) -> None:
     os._exit(130)
 
 
+def end_without_memory(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error that nobody caught: in one line where an import, before run_stage, finds no memory."""
+    no_library = issubclass(kind, ImportError) and "failed to map segment" in str(error)
+    if not (issubclass(kind, MemoryError) or no_library):
+        sys.__excepthook__(kind, error, trace)
+        return
+    os.write(
+        sys.stderr.fileno(), b"aerie: out of memory before the stage began; end what else uses it, and run again\n"
+    )
+
+
 # Python is about to run a module of this package, python -m stages.NAME, and Ctrl-C is not ignored, as nohup does.
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_interrupted)
+if sys.argv[:1] == ["-m"]:
+    sys.excepthook = end_without_memory
 
 if "AERIE_FORK_SERVER" in os.environ:  # set by `aerie run` for the commands of dvc.yaml
     from stages.telemetry import fork_server

@@ -145,13 +145,8 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
             drawn = cell_context.make_sampling_params(work, question.id, 0, 0)
             list(_start_decoding(work, kind, question.prompt_ids, question.id, drawn))
     prompt_set, tree = work.workload.prompts, work.tree
-    answers: list[TorchAnswer] = []
-    ended: StoppingRecord | None = None
-    while ended is None:
-        repeat = answers[-1].row.repeat + 1 if answers else 0
-        answers += _decode_repeat(work, repeat)
-        rows = [answer.row for answer in answers]
-        ended = _judge_repeats(work, repeat + 1, metrics.measure_half_width(rows, prompt_set))
+    answers, ended = stopping.decode_repeats(work.workload, partial(_decode_repeat, work), prints=work.ranks.first)
+    rows = [answer.row for answer in answers]
     found = metrics.compute_cell_metrics(rows, tree.num_steps, tree.num_draft_tokens, prompt_set)
     measured = TorchMeasurement(
         metrics=found,
@@ -164,12 +159,6 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
     share = found.identical_share
     identical = "" if share is None else f"identical {share:.0%} of "
     return measured, f"tau {found.tau:.3f}, speedup {found.speedup:.2f}, {identical}{len(rows)} answers"
-
-
-def _judge_repeats(work: TorchCellContext, repeats: int, half_width: float | None) -> StoppingRecord | None:
-    """Return why the cell ends after so many repeats, None while it goes on; all processes find the same."""
-    rule = RepeatRule(work.workload.fewest_repeats, work.workload.most_repeats, work.workload.half_width)
-    return rule.judge(repeats, half_width, prints=work.ranks.first)
 
 
 def _decode_repeat(work: TorchCellContext, repeat: int) -> list[TorchAnswer]:
@@ -343,14 +332,15 @@ def _repeat_load(work: TorchCellContext, length: int, cap: int | None) -> Repeat
     """Run one point until it was repeated often enough."""
     records: dict[str, load_points.RepeatRecords] = {kind: [] for kind in list_kinds(work)}
     started, process_started, ended = time.perf_counter(), time.process_time(), None
-    repeats = 0
+    rule, repeats = RepeatRule.of_workload(work.workload), 0
     while ended is None:
         found = _run_kinds(work, length, cap, repeats)
         repeats += 1
         for kind in records:
             records[kind].append(found[kind])
         speeds = [load_points.list_throughputs(records[kind]) for kind in ("speculative", "plain") if kind in records]
-        ended = _judge_repeats(work, repeats, stopping.measure_half_width(*speeds) if len(speeds) == 2 else None)
+        half_width = stopping.measure_half_width(*speeds) if len(speeds) == 2 else None
+        ended = rule.judge(repeats, half_width, prints=work.ranks.first)  # all processes find the same
     share = (time.process_time() - process_started) / (time.perf_counter() - started)
     is_alone_on_cpu = work.ranks.world == 1 and not work.params.target.device.startswith("cuda")
     return RepeatedLoad(records, share if is_alone_on_cpu else None, ended)

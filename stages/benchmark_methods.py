@@ -2,8 +2,8 @@
 
 EAGLE-3, EAGLE-2, EAGLE, Medusa, lookahead and prompt lookup differ only in how they propose the tree of a cycle. The verify
 pass, acceptance, the cache and the plain decoding that each is compared with are the torch engine's. The first turns of a
-workload's prompts are decoded once, one at a time. Nothing is graded, because every method's output equals plain decoding's.
-docs/methods.md
+workload's prompts are decoded one at a time, and repeated as `benchmark` repeats them (`repeats`, `until`). Nothing is graded,
+because every method's output equals plain decoding's. docs/methods.md
 """
 
 import time
@@ -35,7 +35,7 @@ from stages.params.benchmark_sections import Workload
 from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
-from stages.results import method_records, metrics, torch_records
+from stages.results import method_records, metrics, stopping, torch_records
 from stages.results.torch_records import MethodPromptRow
 from stages.target import loading, manifest, vision
 from stages.target.vision import ImagePatches
@@ -59,9 +59,9 @@ class MethodRunContext:
         assert isinstance(self.workload.max_new_tokens, int), "checked by params.Params"
         return self.workload.max_new_tokens
 
-    def start_decoding(self, kind: str, prompt: WorkloadPrompt) -> Iterator[DecodeStep]:
+    def start_decoding(self, kind: str, prompt: WorkloadPrompt, repeat: int) -> Iterator[DecodeStep]:
         ids, limit, images = prompt.prompt_ids, self.max_new_tokens, self.images[prompt.id]
-        sampling_params = _make_sampling_params(self.workload, prompt.id)
+        sampling_params = _make_sampling_params(self.workload, prompt.id, repeat)
         if kind == "plain":
             return self.engine.decode_plain(ids, limit, images, sampling_params)
         return self.engine.decode_with_method(ids, limit, self.method, images, sampling_params)
@@ -79,14 +79,11 @@ def main(name: str) -> None:
     work.engine.slots.reserve_length(int(every.max() or 0) + work.max_new_tokens)
     for prompt in workload_prompts.list_rows(warm):  # not counted: first calls allocate memory and select kernels
         for kind in DECODING_KINDS:
-            list(work.start_decoding(kind, prompt))
-    rows, accepted = [], []
-    for number, prompt in enumerate(workload_prompts.list_rows(prompts)):
-        row, cycles = _decode_prompt(
-            work, prompt, DECODING_KINDS if number % 2 == 0 else DECODING_KINDS[::-1], p.target.device
-        )
-        accepted.append([step.num_accepted for step in cycles])
-        rows.append(row)
+            list(work.start_decoding(kind, prompt, 0))
+    answers, ended = stopping.decode_repeats(
+        w, partial(_decode_repeat, work, workload_prompts.list_rows(prompts), p.target.device)
+    )
+    rows = [answer.row for answer in answers]
     method, slots = work.method, work.engine.slots.idle[0]
     measured = metrics.compute_cell_metrics(rows, method.num_steps, method.num_draft_tokens, w.prompts)
     method_records.write_method_cell(
@@ -102,8 +99,10 @@ def main(name: str) -> None:
             "top_p": w.top_p,
             "top_k": w.top_k,
             "metrics": measured.model_dump(include=set(method_records.METHOD_METRICS)),
-            "histogram": metrics.count_accepted_lengths(accepted, method.num_steps),
+            "histogram": metrics.count_accepted_lengths([answer.accepted for answer in answers], method.num_steps),
+            "repeats": [speeds.model_dump() for speeds in metrics.summarise_repeats(rows, w.prompts)],
             "prompts": [row.model_dump() for row in rows],
+            "stopping": ended.model_dump(),
             "memory": {
                 "weights": method.weight_bytes,
                 "state": slots.proposers[method].count_state_bytes(slots),
@@ -187,20 +186,41 @@ def _build_static_tree(settings: StaticRow, accuracy: list[list[float]], device:
 # Measurement
 
 
-def _make_sampling_params(w: Workload, name: str) -> SamplingParams | None:
-    """Return the parameters that `benchmark` uses for the first turn of the first repeat."""
-    return sampling.make_sampling_params(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:0:0")
+@dataclass(frozen=True)
+class MethodAnswer:
+    """An answer, decoded both ways."""
+
+    row: MethodPromptRow
+    accepted: list[int]  # drafts in each verify cycle
+
+
+def _make_sampling_params(w: Workload, name: str, repeat: int) -> SamplingParams | None:
+    """Return the parameters that `benchmark` uses for the first turn of the same repeat."""
+    return sampling.make_sampling_params(w.temperature, w.top_p, w.top_k, f"{w.seed}:{name}:{repeat}:0")
+
+
+def _decode_repeat(
+    work: MethodRunContext, prompts: list[WorkloadPrompt], device: str, repeat: int
+) -> list[MethodAnswer]:
+    """Decode every prompt once both ways; the kind of decoding that goes first alternates over prompts and repeats."""
+    return [
+        _decode_prompt(
+            work, prompt, repeat, DECODING_KINDS if (number + repeat) % 2 == 0 else DECODING_KINDS[::-1], device
+        )
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def _decode_prompt(
-    work: MethodRunContext, prompt: WorkloadPrompt, order: tuple[str, ...], device: str
-) -> tuple[MethodPromptRow, list[DecodeStep]]:
-    """Decode a prompt both ways, in `order` -> its row and its cycles."""
-    both = {kind: time_decode(partial(work.start_decoding, kind, prompt), device) for kind in order}
+    work: MethodRunContext, prompt: WorkloadPrompt, repeat: int, order: tuple[str, ...], device: str
+) -> MethodAnswer:
+    """Decode a prompt both ways, in `order`."""
+    both = {kind: time_decode(partial(work.start_decoding, kind, prompt, repeat), device) for kind in order}
     speculative, plain = both["speculative"], both["plain"]
     output, plain_output, cycles = speculative.tokens, plain.tokens, speculative.cycles
     row = MethodPromptRow(
         id=prompt.id,
+        repeat=repeat,
         prompt_tokens=len(prompt.prompt_ids),
         output_tokens=len(output),
         cycles=len(cycles),
@@ -215,7 +235,7 @@ def _decode_prompt(
         process_s=speculative.process_s,
         baseline_process_s=plain.process_s,
     )
-    return row, cycles
+    return MethodAnswer(row, [step.num_accepted for step in cycles])
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def _measure_repeats(
     if baseline is None:
         _measure_on_server(work, plan, measured, list(range(work.workload.repeats)))
         return None
-    rule = RepeatRule(work.workload.fewest_repeats, work.workload.most_repeats, work.workload.half_width)
+    rule = RepeatRule.of_workload(work.workload)
     pair, number, ended = (baseline, measured), 0, None
     while ended is None:
         for one in pair if number % 2 == 0 else reversed(pair):

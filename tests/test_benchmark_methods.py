@@ -287,6 +287,33 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
         Path("params.yaml").write_text(before)
 
 
+def test_a_row_repeats_until_its_speedup_is_known(taught: Path) -> None:
+    """Bug: `until` and `repeats` of the workload were ignored; each prompt was decoded once."""
+    before = Path("params.yaml").read_text()
+    workload = {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM}
+    found = {}
+    try:
+        for name, keys in (
+            ("once", {}),
+            ("twice", {"repeats": 2}),
+            ("spent", {"until": {"half_width": 1e-6, "most_repeats": 4}}),
+        ):
+            edit_params(Path(), {"benchmark": {"workloads": {"eval": workload | keys}}})
+            benchmark_methods.main("ngram")
+            found[name] = method_records.read_method_cell("ngram", "a stage")
+    finally:
+        Path("params.yaml").write_text(before)
+    ended = {name: (cell.stopping and (cell.stopping.rule, cell.stopping.repeats)) for name, cell in found.items()}
+    assert ended == {"once": ("repeats", 1), "twice": ("repeats", 2), "spent": ("most_repeats", 4)}
+    spent = found["spent"]
+    assert [row.repeat for row in spent.prompts] == [n for n in range(4) for _ in range(3)] and len(spent.repeats) == 4
+    assert spent.histogram == [4 * n for n in found["once"].histogram]  # greedy repeats accept the same
+    speeds = spent.metrics
+    assert speeds.speedup_low is not None and speeds.speedup_high is not None and spent.stopping is not None
+    half = (speeds.speedup_high - speeds.speedup_low) / 2 / speeds.speedup
+    assert spent.stopping.half_width == pytest.approx(half, rel=1e-12)
+
+
 def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
     settings = schema.load_params().get_method_row("medusa")
     assert isinstance(settings, StaticRow)

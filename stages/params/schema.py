@@ -194,7 +194,7 @@ class Params(Section):
         if isinstance(lengths, list):
             raise ValueError(
                 f"benchmark_methods.workload is {table.workload!r}, whose max_new_tokens is a sweep, {lengths}; expected one "
-                "number: each method runs each prompt once; name another workload, or write one number"
+                "number: a method runs a prompt at one limit; name another workload, or write one number"
             )
         if twice := sorted(set(table.with_draft) & set(table.without_draft)):
             raise ValueError(f"benchmark_methods: {twice[0]} is in with_draft and in without_draft; rename one")

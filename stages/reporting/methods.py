@@ -3,13 +3,14 @@
 docs/methods.md defines the columns.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.reporting.benchmark_table import DOUBTED_MARK, DOUBTED_NOTE
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
-from stages.results.method_records import MethodCell
+from stages.results.method_records import MethodCell, name_method_stage
 from stages.results.record import TableRow
 from stages.results.served_table import PLAIN, SPECULATIVE, ServedTableLine
 from stages.results.torch_records import TorchCell
@@ -52,6 +53,11 @@ class MethodRow(TableRow):
     training_s: float | None = None  # None for a draft that was not trained here
     moe: str  # whether the method ran on a target with experts: this run's target has them, or it was not tried
     engine: str
+
+    @property
+    def stage(self) -> str | None:
+        """Return the DVC stage that measured it; None for plain decoding, which every stage measures."""
+        return None if self.row == BASELINE_ROW else name_method_stage(self.row, self.checkpoint)
 
     @property
     def is_faster(self) -> bool:
@@ -120,23 +126,27 @@ def describe_guesses(method: str, settings: Mapping[str, Any]) -> str:
 # The terminal
 
 
-def format_method_table(found: list[MethodRow]) -> list[str]:
+def format_method_table(found: list[MethodRow], doubted: Collection[str] = ()) -> list[str]:
+    """Return the terminal's lines. `doubted` are stages whose times are odd."""
     if not found:
         return []
     return [
         f"Methods on one verifier, {found[0].workload}",
-        *align_columns([*zip(*METHOD_HEADINGS, strict=True), *map(format_method_row, found)]),
+        *align_columns(
+            [*zip(*METHOD_HEADINGS, strict=True), *(format_method_row(row, row.stage in doubted) for row in found)]
+        ),
+        *([DOUBTED_NOTE] if any(row.stage in doubted for row in found) else []),
         "",
     ]
 
 
-def format_method_row(row: MethodRow) -> tuple[str, ...]:
+def format_method_row(row: MethodRow, is_doubted: bool = False) -> tuple[str, ...]:
     """Return a line of the table, as METHOD_HEADINGS."""
     name = row.row if row.row == row.method else f"{row.row} ({row.method})"
     shape = row.tree or "–"
     no_interval = "–" if row.row == BASELINE_ROW else ONE_PROMPT
     return (
-        name,
+        name + DOUBTED_MARK * is_doubted,
         format_tree(shape) if shape[0] == "t" else shape,
         format_number(row.tau),
         format_number(row.accept_rate, 1, 100),
@@ -197,19 +207,28 @@ def format_speed(value: float | None) -> str:
 
 
 @dataclass(frozen=True)
+class MethodsPageLine:
+    texts: tuple[str, ...]
+    is_faster: bool  # than plain decoding
+    is_doubted: bool  # its times are odd
+
+
+@dataclass(frozen=True)
 class MethodsPage:
     """The content of templates/methods.html.j2."""
 
     workload: str
     headings: list[str]
-    lines: list[tuple[tuple[str, ...], bool]]  # (texts, whether it is faster than plain decoding)
+    lines: list[MethodsPageLine]
     engines: list[EngineSpeeds]
 
 
-def build_methods_page(found: list[MethodRow], engines: list[EngineSpeeds]) -> MethodsPage | None:
+def build_methods_page(
+    found: list[MethodRow], engines: list[EngineSpeeds], doubted: Collection[str]
+) -> MethodsPage | None:
     """Return the page's part; None where no method was measured."""
     if not found:
         return None
     headings = [" ".join(filter(None, parts)) for parts in METHOD_HEADINGS]
-    lines = [(format_method_row(row), row.is_faster) for row in found]
+    lines = [MethodsPageLine(format_method_row(row), row.is_faster, row.stage in doubted) for row in found]
     return MethodsPage(found[0].workload, headings, lines, engines)

@@ -5,7 +5,7 @@ Replays are those of the best checkpoint at temperature 0; predictions are the t
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,6 @@ from stages.results.prediction import PredictedSpeedup, index_torch_predictions
 from stages.results.replay_records import ReplayedTree
 
 PLOT_HEIGHT = 2.75  # inches; two plots and the main table fit on one screen
-# In points: the axes, about, and the place that a name takes on them.
-AXES_WIDTH, AXES_HEIGHT, NAME_WIDTH, NAME_HEIGHT, NAME_SIZE = 300, 150, 36, 9, 8
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,13 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     top, low = max(t.tau for t in trees), min(t.tau for t in best)
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
-    _annotate_names(axes, [(t.shape.name[1:], t.tokens, t.tau) for t in chosen or thin_front(front)])
-    return [tell_tree(tree) for tree in [*best, *chosen]]
+    named = [replace(tell_tree(tree), name=tree.shape.name[1:]) for tree in chosen or thin_front(front)]
+    return [*map(tell_tree, [*best, *chosen]), *named]
 
 
 def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow]) -> list[PlotPoint]:
     """Draw the speedups of `rows` with their intervals and names, and the fastest prediction at each num_draft_tokens."""
     told: list[PlotPoint] = []
-    named: list[tuple[str, float, float]] = []
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
     styles = dict(zip(sorted({line.replayed.topk for line in lines}), cycle_styles(), strict=False))
     if fastest := _select_fastest(line.predicted for line in lines if line.predicted):
@@ -103,26 +100,11 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
         axes.plot(place, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
         if row.speedup_low is not None:
             axes.vlines(place, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
-        named.append((row.tree[1:], place, row.speedup))
         shape, how = TreeShape.parse(row.tree), "predicted" if row.is_replayed else "measured"
-        told.append(_tell_speedup(place, shape, row.speedup, row.speedup_low, row.speedup_high, how))
+        point = _tell_speedup(place, shape, row.speedup, row.speedup_low, row.speedup_high, how)
+        told.append(replace(point, name=row.tree[1:]))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
-    _annotate_names(axes, named)
     return told
-
-
-def _annotate_names(axes: Any, points: list[tuple[str, float, float]]) -> None:
-    """Write names (name, x, y) to the right of their points, from the top down, moved down where one would cover another."""
-    (low, high), (left, right) = axes.get_ylim(), axes.get_xlim()
-    placed: list[tuple[float, float]] = []
-    for name, x, y in sorted(points, key=lambda point: -point[2]):
-        column, height = AXES_WIDTH * (x - left) / (right - left), AXES_HEIGHT * (y - low) / (high - low)
-        at = height
-        while any(abs(column - c) < NAME_WIDTH and abs(at - h) < NAME_HEIGHT for c, h in placed):
-            at -= 1
-        placed.append((column, at))
-        where = {"textcoords": "offset points", "ha": "left", "va": "center", "fontsize": NAME_SIZE}
-        axes.annotate(name, (x, y), xytext=(7, at - height), **where)
 
 
 def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:

@@ -76,7 +76,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         **_build_data(found),
         costs=costs.build_costs_page(found.predicted, best),
         no_interval=costs.NO_INTERVAL,
-        methods=methods.build_methods_page(found.methods, found.engines),
+        methods=methods.build_methods_page(found.methods, found.engines, found.verdict.doubted),
         took=provenance.summarise_stage_runs(found.stage_runs, [*found.cells, *ran]),
         trained=found.trained,
         imported=settings.imported,

@@ -8,13 +8,15 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from stages.reporting.labels import Box, Named, place_labels
 from stages.results.replay_records import ReplayedTree
 from stages.results.training_records import TrainingReport
 
 INK_COLOUR, FAINT_COLOUR = "#010101", "#020202"
+NAME_SIZE = 8  # pt
 SERIES_COLOURS = ("#030301", "#030302", "#030303", "#030304", "#030305", "#030306")
 CSS_VARIABLES = {INK_COLOUR: "var(--ink)", FAINT_COLOUR: "var(--line)"} | {
     colour: f"var(--s{i})" for i, colour in enumerate(SERIES_COLOURS)
@@ -35,6 +37,7 @@ class PlotPoint:
     x: float
     y: float
     text: str
+    name: str | None = None  # written beside it
 
 
 # Draws on matplotlib's axes; returns the points that tell their numbers.
@@ -60,12 +63,63 @@ def render_svg(draw: DrawPlot, title: str, height: float = 3.3) -> Any:
         axes.margins(x=0.03)
         if labels := axes.get_legend_handles_labels()[1]:
             axes.legend(ncols=count_legend_columns(len(labels)), handlelength=1.5, columnspacing=1)
+        if any(point.name for point in points):
+            _write_names(axes, [point for point in points if point.name])
         svg = save_svg(figure)
     overlay = _render_points(points, axes, svg, title)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<svg) width="[^"]*"| height="[^"]*"(?= viewBox)', "", svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = svg.replace("<svg ", '<svg role="img" ', 1).replace(">", f">\n<title>{escape(title)}</title>", 1)
     return Markup(f'<div class="plot">{svg}{overlay}</div>')  # matplotlib has escaped every text in it
+
+
+def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
+    """Write the names of points beside them, with a line from each point to a name that found no room there."""
+    from matplotlib.transforms import Affine2D
+
+    figure, legend = axes.figure, axes.get_legend()
+    figure.draw_without_rendering()  # the layout; names may not move it
+    figure.set_layout_engine("none")
+    to_points = axes.transData + Affine2D().scale(72 / figure.dpi)
+    if legend:  # the place that it chose is a name's too
+        frame = legend.get_window_extent()
+        legend.set_loc(tuple(axes.transAxes.inverted().transform((frame.x0, frame.y0))))
+    named = []
+    for point in points:
+        text = axes.text(0, 0, point.name, fontsize=NAME_SIZE)
+        size = text.get_window_extent()
+        text.remove()
+        x, y = to_points.transform((point.x, point.y))
+        named.append(Named(x, y, size.width * 72 / figure.dpi, NAME_SIZE))
+    lines = [[tuple(xy) for xy in to_points.transform(path)] for path in _list_paths(axes)]
+    taken = [_to_box(legend.get_window_extent(), figure.dpi)] if legend else []
+    for point, label in zip(points, place_labels(named, _to_box(axes.bbox, figure.dpi), taken, lines), strict=True):
+        if label is None:  # no room: the pointer still tells it
+            continue
+        x, y = to_points.transform((point.x, point.y))
+        offset = {"xy": (point.x, point.y), "textcoords": "offset points", "annotation_clip": False}
+        middle = (label.box.low + label.box.high) / 2
+        axes.annotate(
+            point.name, xytext=(label.box.left - x, middle - y), va="center_baseline", fontsize=NAME_SIZE, **offset
+        )
+        if label.leader:
+            arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": INK_COLOUR, "shrinkA": 0, "shrinkB": 3}
+            axes.annotate("", xytext=(label.leader[0] - x, label.leader[1] - y), arrowprops=arrow, **offset)
+
+
+def _list_paths(axes: Any) -> Iterator[Any]:
+    """Yield the lines of the axes in its units, [N, 2] each: drawn lines, intervals, and marks as lines without length."""
+    for line in axes.lines:
+        if line.get_linestyle() != "None":
+            yield line.get_xydata()
+        yield from ([place, place] for place in line.get_xydata() if line.get_marker() != "None")
+    for collection in axes.collections:
+        yield from collection.get_segments()
+
+
+def _to_box(bbox: Any, dpi: float) -> Box:
+    left, low, right, high = (72 / dpi * end for end in bbox.extents)
+    return Box(left, low, right, high)
 
 
 def _render_points(points: Sequence[PlotPoint], axes: Any, svg: str, title: str) -> str:
@@ -77,7 +131,7 @@ def _render_points(points: Sequence[PlotPoint], axes: Any, svg: str, title: str)
     width, height = map(float, size.groups())
     to_figure = axes.transData + axes.figure.transFigure.inverted()
     circles = []
-    for point in dict.fromkeys(points):
+    for point in dict.fromkeys(replace(point, name=None) for point in points):
         x, y = to_figure.transform((point.x, point.y))
         place = f'cx="{width * x:.1f}" cy="{height * (1 - y):.1f}" r="7"'
         circles.append(f"<circle {place}><title>{escape(point.text)}</title></circle>")

@@ -78,7 +78,7 @@ def format_terminal_table(
         "",
         *format_benchmark_table(rows, get_badge(metrics), verdict.doubted),
         *served.format_served_table(served_rows),
-        *methods.format_method_table(method_rows),
+        *methods.format_method_table(method_rows, verdict.doubted),
         *([*costs.format_launch_table(launch), ""] if launch else []),
     ]
     if lost := metrics["rows_unaccounted"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from stages.results import cost_measured, interval, served_records, timing_grid
-from stages.results.method_records import MethodCell
+from stages.results.method_records import MethodCell, name_method_stage
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import TimingGrid
 from stages.results.torch_records import StoppingRecord, TorchCell, name_torch_stage
@@ -91,7 +91,7 @@ def time_method(cell: MethodCell) -> TimedCell:
     """Return the times of a row of the table of methods."""
     found = cell.metrics
     return TimedCell(
-        stage=f"benchmark_methods{'' if cell.checkpoint else '_baseline'}@{cell.row}",
+        stage=name_method_stage(cell.row, cell.checkpoint),
         label=f"{cell.row} ({cell.workload})",
         peers=("methods", cell.workload, cell.engine, *sorted(cell.hardware.items())),
         plain_tok_s=found.baseline_output_tok_s,
@@ -99,6 +99,7 @@ def time_method(cell: MethodCell) -> TimedCell:
         high=found.speedup_high and found.speedup_high / found.speedup,
         prefill_s=found.prefill_latency_s,
         process_share=cell.process_share,
+        stopping=cell.stopping,
     )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from stages.results import torch_records
 from stages.results.record import Record
-from stages.results.torch_records import Cell, MethodMetrics, MethodPromptRow
+from stages.results.torch_records import Cell, MethodMetrics, MethodPromptRow, RepeatSpeeds, StoppingRecord
 from stages.runtime import atomic
 
 
@@ -28,7 +30,9 @@ class MethodCell(Cell):
     settings: dict[str, Any]
     metrics: MethodMetrics
     histogram: list[int]
+    repeats: list[RepeatSpeeds] = Field(default_factory=list)  # empty in cells measured before methods were repeated
     prompts: list[MethodPromptRow]
+    stopping: StoppingRecord | None = None  # null in the same
     memory: MethodMemory
     parameters: int  # trained
     mixture: bool  # the target is a mixture of experts
@@ -41,6 +45,11 @@ class MethodCell(Cell):
 
 
 METHOD_METRICS, METHOD_PROMPT_COLUMNS = MethodMetrics.list_keys(), MethodPromptRow.list_keys()
+
+
+def name_method_stage(row: str, checkpoint: str | None) -> str:
+    """Return the DVC stage that makes a cell."""
+    return f"benchmark_methods{'' if checkpoint else '_baseline'}@{row}"
 
 
 def locate_method_cell(row: str) -> Path:

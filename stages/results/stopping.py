@@ -1,12 +1,37 @@
 """When a cell has been repeated often enough: docs/workloads.md, "until"."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Literal, Protocol, Self, TypeVar
 
-from stages.results import interval
-from stages.results.torch_records import StoppingRecord
+from stages.results import interval, metrics
+from stages.results.torch_records import MethodPromptRow, PromptRow, StoppingRecord
+
+
+class RepeatedWorkload(Protocol):
+    """What params.yaml says of a workload's repeats (stages/params/benchmark_sections.py)."""
+
+    prompts: str
+
+    @property
+    def fewest_repeats(self) -> int: ...
+
+    @property
+    def most_repeats(self) -> int: ...
+
+    @property
+    def half_width(self) -> float | None: ...
+
+
+class Answer(Protocol):
+    """An answer that was decoded plainly and speculatively."""
+
+    @property
+    def row(self) -> PromptRow | MethodPromptRow: ...
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 @dataclass(frozen=True)
@@ -17,6 +42,10 @@ class RepeatRule:
     most: int
     # Of the speedup's interval, as a share of the speedup; None: `most` repeats whatever it is.
     half_width: float | None
+
+    @classmethod
+    def of_workload(cls, workload: RepeatedWorkload) -> Self:
+        return cls(workload.fewest_repeats, workload.most_repeats, workload.half_width)
 
     def judge(self, repeats: int, half_width: float | None, prints: bool = True) -> StoppingRecord | None:
         """Return why a measurement of this half-width ends after so many repeats; None while it goes on.
@@ -33,6 +62,25 @@ class RepeatRule:
             ended_by: Literal["repeats", "most_repeats"] = "repeats" if wanted is None else "most_repeats"
             return StoppingRecord(repeats=repeats, rule=ended_by, half_width=half_width)
         return None
+
+
+def decode_repeats(
+    workload: RepeatedWorkload, decode_repeat: Callable[[int], Sequence[AnswerT]], prints: bool = True
+) -> tuple[list[AnswerT], StoppingRecord]:
+    """Call `decode_repeat` with 0, 1, ... until its answers say enough; return all answers, and why there are no more.
+
+    A repeat decodes every prompt once, both ways.
+    """
+    rule, repeats = RepeatRule.of_workload(workload), 0
+    answers: list[AnswerT] = []
+    ended: StoppingRecord | None = None
+    while ended is None:
+        answers += decode_repeat(repeats)
+        repeats += 1
+        ended = rule.judge(
+            repeats, metrics.measure_half_width([answer.row for answer in answers], workload.prompts), prints
+        )
+    return answers, ended
 
 
 def measure_half_width(ours: Sequence[float], theirs: Sequence[float]) -> float | None:

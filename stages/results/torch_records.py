@@ -8,7 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import TreeShape
@@ -115,11 +115,10 @@ class RepeatSpeeds(Record):
 
 
 class MethodPromptRow(Record):
-    """An answer; methods decode each prompt once, and are not graded."""
-
-    repeat: ClassVar[int] = 0
+    """An answer of a method; methods decode first turns, and are not graded."""
 
     id: str
+    repeat: int = 0  # from 0; cells measured before `repeats` applied to methods have none
     prompt_tokens: int
     output_tokens: int
     cycles: int  # verify passes

@@ -21,6 +21,7 @@ LESS_MEMORY = {
 }
 OUT_OF_MEMORY = re.compile(
     r"CUDA out of memory|not enough memory|can't allocate memory|Cannot allocate memory|std::bad_alloc"
+    r"|can't start new thread"  # a thread's stack is memory too
 )
 NO_GPU = re.compile(
     r"Found no NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal"
@@ -36,12 +37,7 @@ def explain_machine_error(error: BaseException, stage: str) -> str | None:
     message = " ".join(str(error).split())
     name = type(error).__name__
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or _matches(OUT_OF_MEMORY, error):
-        less = LESS_MEMORY.get(
-            stage.partition("@")[0].removesuffix("_baseline"), "smaller sizes of the stage's section"
-        )
-        return (
-            f"{stage} is out of memory ({message[:200] or name}); set {less} in params.yaml, or end what else uses it"
-        )
+        return f"{stage} is out of memory ({message[:200] or name}); {advise_less_memory(stage)}"
     if _matches(NO_GPU, error):
         return (
             f"{stage} cannot use the GPU that target.device names ({message[:200]}); set target.device: cpu in params.yaml, or "
@@ -50,6 +46,15 @@ def explain_machine_error(error: BaseException, stage: str) -> str | None:
     if isinstance(error, OSError) and error.errno in NOT_PERMITTED and error.filename:
         return f"{error.filename}: {error.strerror}; make it readable and writable for this user, and run again"
     return None
+
+
+def advise_less_memory(stage: str) -> str:
+    """Return what to do where a stage of dvc.yaml is out of memory."""
+    kind = stage.partition("@")[0]
+    less = LESS_MEMORY.get(kind) or LESS_MEMORY.get(
+        kind.removesuffix("_baseline"), "smaller sizes of the stage's section"
+    )
+    return f"set {less} in params.yaml, or end what else uses it"
 
 
 def _matches(pattern: re.Pattern[str], error: BaseException) -> bool:

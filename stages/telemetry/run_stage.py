@@ -5,21 +5,17 @@ This module is no dependency of any stage (pipeline/deps.py leaves the folder ou
 
 import inspect
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Event, current_thread, main_thread
-from types import FrameType
+from threading import Event
 
-import stages
 from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
+from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
-
-INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 
 
 def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
@@ -28,57 +24,49 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
     user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
-    with _watch_ctrl_c() as interrupted:
+    with watch_ctrl_c() as interrupted:
         _run_watched(main, list_gpus, interrupted)
 
 
 def _run_watched(main: Callable[..., None], list_gpus: Callable[[], list[int] | None], interrupted: Event) -> None:
-    signature, started = inspect.signature(main), time.time()
+    """Run `main`. Leaves by SystemExit after the error is gone, and with it the arrays that it kept alive.
+
+    Out of memory, what runs at the exit would else end in a traceback of its own, below our line.
+    """
+    status: str | int | None = None
+    started = time.time()
     try:
-        words = split_stage_name(sys.argv[1:])
-        try:
-            signature.bind(*words)
-        except TypeError:
-            wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
-            raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
-        is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
-        if is_stage:
-            unfinished.begin_stage(_stage_name(sys.argv))
-        with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
-            main(*words)
-        unfinished.end_stage()
+        _run_main(main, list_gpus)
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, KeyboardInterrupt) or interrupted.is_set():
             if os.environ.get("RANK") is None:  # the process that has started the ranks says it for them
                 print(f"aerie: {describe_stop(_stage_name(sys.argv), started)}", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        if problem := explain_machine_error(error, _stage_name(sys.argv)):
-            sys.exit(f"aerie: {problem}")
-        if isinstance(error, ValueError):
-            sys.exit(f"aerie: {error}")
-        raise
+            status = INTERRUPTED
+        elif problem := explain_machine_error(error, _stage_name(sys.argv)):
+            status = f"aerie: {problem}"
+        elif isinstance(error, ValueError):
+            status = f"aerie: {error}"
+        else:
+            raise
+    if status is not None:
+        sys.exit(status)
 
 
-@contextmanager
-def _watch_ctrl_c() -> Iterator[Event]:
-    """Yield an event that is set by Ctrl-C, which raises KeyboardInterrupt.
-
-    An import that a KeyboardInterrupt meets may end in another exception, as NumPy's in an ImportError.
-    """
-    found, before = Event(), signal.getsignal(signal.SIGINT)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        found.set()
-        raise KeyboardInterrupt
-
-    if before not in (signal.default_int_handler, stages.end_interrupted) or current_thread() is not main_thread():
-        yield found
-        return
-    signal.signal(signal.SIGINT, interrupt)
+def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | None]) -> None:
+    """Run `main` with the words of the command line, with its note of unfinished work and its line in the log."""
+    signature = inspect.signature(main)
+    words = split_stage_name(sys.argv[1:])
     try:
-        yield found
-    finally:
-        signal.signal(signal.SIGINT, before)
+        signature.bind(*words)
+    except TypeError:
+        wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
+        raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
+    is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
+    if is_stage:
+        unfinished.begin_stage(_stage_name(sys.argv))
+    with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
+        main(*words)
+    unfinished.end_stage()
 
 
 def describe_stop(stage: str, since: float) -> str:

@@ -1,9 +1,13 @@
 """The command line: `aerie COMMAND` and `python -m pipeline COMMAND` are one program, and its help reads as documentation."""
 
+import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -188,6 +192,76 @@ def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
         cli.run_command_line(["run"])
     assert ended.value.code == 130
     assert capsys.readouterr().err == "aerie: stopped; what has finished is kept, `aerie run` goes on with the rest\n"
+
+
+@pytest.mark.parametrize("turned", [None, ImportError("bad install"), ValueError("the download failed")])
+@pytest.mark.parametrize(
+    ("words", "step", "line"),
+    [
+        ("rerun benchmark@eval-e009-t8_2_16", "rerun.rerun_cell", "the cell that was here is here again, `{}` measures it anew"),
+        ("pull train_draft@e009", "dvc_graph.pull_inputs", "what has come is in the cache, `{}` fetches the rest"),
+        ("fetch weather-tiny-vl", "fetch.fetch_recipe", "complete downloads are kept, `{}` gets the rest"),
+        ("stale", "commands.list_stale", "`{}` begins again"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_of_other_commands_says_what_they_have_left(
+    words: str,
+    step: str,
+    line: str,
+    turned: Exception | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug: `aerie rerun` and `aerie pull` said what `aerie run` says, that they go on with the rest.
+
+    An interrupted import, or a download's own handler, makes another error of the KeyboardInterrupt.
+    """
+
+    def interrupt(*_: object) -> Iterator[str]:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            raise turned from None if turned else KeyboardInterrupt
+        yield ""
+
+    module, _, name = step.partition(".")
+    monkeypatch.setattr(importlib.import_module(f"pipeline.{module}"), name, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as ended:
+        cli.run_command_line(words.split())
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"aerie: stopped; {line.format(f'aerie {words}')}\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_of_a_flow_in_a_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: `python -m pipeline.flows` ended in Prefect's traceback, killed by its own signal."""
+    from pipeline import flows
+
+    def interrupt(return_state: bool) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    for name, value in (
+        ("require_server", lambda: None),
+        ("check_raw_exists", lambda params: None),
+        ("build", interrupt),
+    ):
+        monkeypatch.setattr(flows, name, value)
+    monkeypatch.setattr(flows, "load_params", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            flows.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == (
+        "aerie: stopped; what has finished is kept, `python -m pipeline.flows` goes on with the rest\n"
+    )
 
 
 def test_without_a_command_the_help_is_shown_and_the_status_is_1(capsys: pytest.CaptureFixture[str]) -> None:

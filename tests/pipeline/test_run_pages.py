@@ -15,6 +15,12 @@ from pipeline.run_names import RANDOM_NAME, list_tags, name_build, name_sweep
 from stages.params.schema import load_params
 
 CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.fit, exited with 1"
+KILLED = (
+    "ERROR: failed to reproduce 'replay_trees@e009': failed to run: python -m stages.replay_trees "
+    '"$DVC_STAGE", exited with '
+)
+LESS = "set a smaller replay_trees.memory_gib in params.yaml, or end what else uses it"
+NO_MEMORY_LEFT = f"killed (SIGKILL), which the kernel does where memory is short (dmesg then says so); {LESS}"
 
 
 @pytest.mark.parametrize(
@@ -25,6 +31,13 @@ CONCLUSION = "ERROR: failed to reproduce 'fit': failed to run: python -m stages.
         (["Traceback (most recent call last):", "RuntimeError: no room", CONCLUSION], "RuntimeError: no room"),
         (["fit: 100%|##########| 3/3 [00:00<00:00,  9.86it/s]", "Killed", "", CONCLUSION], "Killed"),
         (["ERROR: failed to reproduce 'fit': output 'x' does not exist"],) * 2,
+        (["replay: 40 rows", f"{KILLED}-9"], NO_MEMORY_LEFT),  # Bug: the first line was taken for the error
+        (
+            ["replay: 40 rows", f"WARNING:{KILLED.partition(':')[2].partition(':')[2]}137"],
+            NO_MEMORY_LEFT,
+        ),
+        (["memory allocation of 1 bytes failed", f"{KILLED}134"], f"out of memory; {LESS}"),
+        (["an assertion", f"{KILLED}134"], "an assertion"),
         ([CONCLUSION], None),
         ([], None),
     ],

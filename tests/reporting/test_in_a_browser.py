@@ -5,6 +5,7 @@ And plots of DVC, which must be drawn without a network. Headless Chromium, wher
 
 import csv
 import io
+import itertools
 import re
 import shutil
 import subprocess
@@ -99,6 +100,27 @@ def test_a_wide_screen_shows_picture_and_table_at_once_and_the_rest_is_folded(op
     assert page.locator("details[open]").count() == 0
     assert page.evaluate("() => document.documentElement.scrollHeight") < 2 * SIZES[1920]
     assert open_page(390).evaluate("() => document.documentElement.scrollHeight") < 3 * SIZES[390]
+
+
+@pytest.mark.parametrize("width", [390, 1920])
+def test_names_in_the_picture_are_in_their_plots_and_cover_no_other(open_page: Open, width: int) -> None:
+    """Bug: names lay over each other, over points, and below the axis."""
+    page = open_page(width)
+    plots = page.locator(".picture .plot")
+    assert plots.count() == 2
+    measure = """(plot) => [plot, ...plot.querySelectorAll('svg text')]
+        .filter((part) => part === plot || /^\\d+_\\d+_\\d+$/.test(part.textContent.trim()))
+        .map((part) => part.getBoundingClientRect()).map((box) => [box.left, box.top, box.right, box.bottom])"""
+    for at in range(2):
+        whole, *boxes = plots.nth(at).evaluate(measure)
+        assert len(boxes) >= 2
+        for left, top, right, bottom in boxes:
+            assert whole[0] <= left and right <= whole[2] and whole[1] <= top and bottom <= whole[3]
+        for one, other in itertools.combinations(boxes, 2):
+            # A name's box has room above and below its digits.
+            room = 0.2 * (one[3] - one[1])
+            is_beside = one[2] <= other[0] or other[2] <= one[0]
+            assert is_beside or one[3] - room <= other[1] + room or other[3] - room <= one[1] + room
 
 
 def test_a_phone_shows_tree_tau_and_speedup_without_scrolling(open_page: Open) -> None:

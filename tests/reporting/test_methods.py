@@ -7,12 +7,13 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.reporting import methods
+from stages.reporting import methods, timing_noise
+from stages.reporting.benchmark_table import DOUBTED_NOTE
 from stages.reporting.methods import MethodRow
 from stages.results import method_records, torch_records
 from stages.results.method_records import MethodCell
 from stages.results.served_table import ServedRow, ServedTableLine
-from stages.results.torch_records import CellMetrics, TorchCell
+from stages.results.torch_records import CellMetrics, StoppingRecord, TorchCell
 from stages.results.training_records import TrainingReport
 from tests.conftest import edit_params
 from tests.test_report import made_up_project, make_up_spent
@@ -88,6 +89,24 @@ def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "static, 9 nodes, 4 deep" in cells["medusa"] and "3.0 MiB" in cells["medusa"] and "786,432" in cells["medusa"]
     )
     assert "3- to 1-grams, 8 tokens" in cells["ngram"] and "1.5 KiB" in cells["ngram"]
+
+
+def test_a_row_whose_repeats_did_not_suffice_is_told_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = every_row()
+    stopping = StoppingRecord(repeats=8, rule="most_repeats", half_width=0.123)
+    cells = [cell.model_copy(update={"stopping": stopping if cell.row == "ngram" else None}) for cell in cells]
+    (remark,) = timing_noise.find_timing_remarks([], cells, [], [])
+    assert str(remark) == (
+        "ngram (eval): its 8 repeats, the most, were spent at ±12% of its speedup; "
+        "again: aerie rerun benchmark_methods_baseline@ngram"
+    )
+    found, doubted = methods.build_method_rows(cells, TRAINED), [remark.stage]
+    lines = methods.format_method_table(found, doubted)
+    assert [line.split()[0] for line in lines if " ! " in line] == ["ngram"] and lines[-2] == DOUBTED_NOTE
+    page = methods.build_methods_page(found, [], doubted)
+    assert page and [line.texts[0] for line in page.lines if line.is_doubted] == ["ngram"]
 
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.00 GiB")])

@@ -1,12 +1,11 @@
 """The summary's picture: chosen trees are marked and named, speedups stand beside, and points tell their numbers."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
 from stages.reporting import overview
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.overview import TreeLine
+from stages.reporting.plots import PlotPoint
 from stages.results.prediction import PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 
@@ -27,26 +26,26 @@ def row(name: str, tokens: int, speedup: float, source: str = "measured") -> Ben
     )
 
 
-def names(axes: Any) -> dict[str, tuple[float, float]]:
-    return {text.get_text(): text.xyann for text in axes.texts}
+def names(told: list[PlotPoint]) -> dict[str, tuple[float, float]]:
+    return {point.name: (point.x, point.y) for point in told if point.name}
 
 
 def test_chosen_trees_are_named_and_ringed_and_all_tell_their_numbers() -> None:
     trees = [tree(5, 2, 8, 3.0), tree(8, 2, 8, 2.5), tree(8, 2, 16, 3.5), tree(8, 1, 9, 2.0)]
     axes = Figure().subplots()
     told = overview.draw_chosen_trees(axes, trees, [trees[1], trees[2]])
-    assert set(names(axes)) == {"8_2_8", "8_2_16"}
+    assert names(told) == {"8_2_8": (8, 2.5), "8_2_16": (16, 3.5)}
     rings = [line.get_xydata().tolist() for line in axes.lines if line.get_markersize() == 8]
     assert rings == [[[8, 2.5], [16, 3.5]]]
     assert {point.text for point in told} == {
         "5_2_8: tau 3.00 (2.50-3.50)", "8_2_16: tau 3.50 (3.00-4.00)", "8_1_9: tau 2.00 (1.50-2.50)",
         "8_2_8: tau 2.50 (2.00-3.00)",
     }  # fmt: skip
-    overview.draw_chosen_trees(axes := Figure().subplots(), trees, [])
-    assert set(names(axes)) == {"5_2_8", "8_2_16"}  # the front
+    told = overview.draw_chosen_trees(Figure().subplots(), trees, [])
+    assert set(names(told)) == {"5_2_8", "8_2_16"}  # the front
 
 
-def test_speedups_say_whether_they_were_measured_and_names_do_not_cover_each_other() -> None:
+def test_speedups_say_whether_they_were_measured_and_are_named() -> None:
     lines = [
         TreeLine(tree(5, 2, 8, 3.0), guess(8, 1.2), None),
         TreeLine(tree(8, 2, 8, 2.5), guess(8, 1.1, steps=8), None),
@@ -59,5 +58,4 @@ def test_speedups_say_whether_they_were_measured_and_names_do_not_cover_each_oth
         (8, "5_2_8: 1.20×, predicted"), (16, "5_2_16: 1.30×, predicted"), (15.55, "8_2_16: 1.25× (1.15-1.35), measured"),
         (16.45, "5_2_16: 1.25× (1.15-1.35), measured"), (8, "5_2_8: 1.00× (0.90-1.10), predicted"),
     ]  # fmt: skip
-    (_, first), (_, second) = names(axes)["8_2_16"], names(axes)["5_2_16"]
-    assert abs(first - second) >= overview.NAME_HEIGHT
+    assert names(told) == {"8_2_16": (15.55, 1.25), "5_2_16": (16.45, 1.25), "5_2_8": (8, 1.0)}

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
+import stages
 from pipeline import commands
 from stages.telemetry import run_stage, unfinished
 from tests.conftest import ROOT, copy_project
@@ -54,6 +56,60 @@ def test_what_the_machine_lacks_is_one_line_with_what_to_set(started: None, erro
     """Bug: out of memory, a missing GPU and a file of another user ended in tracebacks."""
     message = fail(error)
     assert isinstance(message, str) and message.startswith("aerie: ") and "\n" not in message and line in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [
+        ("train_draft@e009", "train_draft.batch_tokens"),
+        ("extract_hiddens", "extract_hiddens.batch_tokens"),
+        ("replay_trees@e009", "replay_trees.memory_gib"),
+        ("sample_target", "sample_target.batch_size or max_new_tokens"),
+        ("benchmark@eval-e009-t8_2_16", "concurrency or max_new_tokens of the workload"),
+        ("benchmark_served_baseline@eval", "benchmark_served.server.mem_fraction"),
+        ("benchmark_methods_baseline@ngram", "max_new_tokens of benchmark_methods.workload"),
+    ],
+)
+def test_torchs_own_error_of_a_real_allocation_names_the_key_to_lower(
+    started: None, monkeypatch: pytest.MonkeyPatch, stage: str, key: str
+) -> None:
+    """The allocator refuses a petabyte on any machine. What the stage had in memory is gone before the process ends.
+
+    Bug: the error kept it alive, so that torch's function at the exit found no memory either: a traceback below our line.
+    """
+    import torch
+
+    name, _, words = stage.partition("@")
+    monkeypatch.setattr(sys, "argv", [str(ROOT / f"stages/{name}.py"), *([stage] if words else [])])
+    monkeypatch.setattr(run_stage, "split_stage_name", lambda words: [])
+    kept: list[weakref.ref[object]] = []
+
+    def main() -> None:
+        held = torch.zeros(1)
+        kept.append(weakref.ref(held))
+        torch.empty(1 << 50)
+
+    with pytest.raises(SystemExit) as ended:
+        run_stage.run_stage(main)
+    message = str(ended.value.code)
+    assert (
+        message.startswith(f"aerie: {stage} is out of memory (") and "\n" not in message and f"smaller {key}" in message
+    )
+    assert ended.value.__context__ is None and kept[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "aerie: out of memory before the stage began; end what else uses it, and run again\n"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "aerie: out of memory before"),
+        (ImportError("no module named torch"), "ImportError: no module named torch\n"),
+    ],
+)
+def test_an_import_without_memory_is_one_line(error: Exception, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bug: a traceback, since imports come before run_stage."""
+    stages.end_without_memory(type(error), error, None)
+    assert capfd.readouterr().err.startswith(line)
 
 
 def test_our_own_mistakes_keep_their_traceback(started: None) -> None:

@@ -1,0 +1,33 @@
+"""Know a Ctrl-C, whatever exception it ends in."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, current_thread, main_thread
+from types import FrameType
+
+import stages
+
+INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
+
+
+@contextmanager
+def watch_ctrl_c() -> Iterator[Event]:
+    """Yield an event that is set by Ctrl-C, which raises KeyboardInterrupt.
+
+    An import that a KeyboardInterrupt meets may end in another exception, as NumPy's in an ImportError.
+    """
+    found, before = Event(), signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        found.set()
+        raise KeyboardInterrupt
+
+    if before not in (signal.default_int_handler, stages.end_interrupted) or current_thread() is not main_thread():
+        yield found
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
