@@ -22,7 +22,7 @@ def end_interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def end_without_memory(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show an error that nobody caught: in one line where an import, before run_stage, finds no memory."""
+    """Show an error that was not caught: in one line where an import, before run_stage, finds no memory."""
     no_library = issubclass(kind, ImportError) and "failed to map segment" in str(error)
     if not (issubclass(kind, MemoryError) or no_library):
         sys.__excepthook__(kind, error, trace)

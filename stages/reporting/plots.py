@@ -1,7 +1,7 @@
 """Plots of the page, as inline SVGs, each with an overlay of points that name their numbers.
 
 matplotlib draws with placeholder colours, which are replaced by CSS variables, so that plots follow the light, dark and
-print styles. matplotlib is imported where it draws: the terminal's table must appear at once.
+print styles. matplotlib and numpy are imported where they draw: the terminal's table must appear at once.
 """
 
 import io
@@ -9,11 +9,13 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.reporting.labels import Box, Named, place_labels
 from stages.results.replay_records import ReplayedTree
 from stages.results.training_records import TrainingReport
+
+if TYPE_CHECKING:
+    from stages.reporting.labels import Box
 
 INK_COLOUR, FAINT_COLOUR = "#010101", "#020202"
 NAME_SIZE = 8  # pt
@@ -77,6 +79,8 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
     """Write the names of points beside them, with a line from each point to a name that found no room there."""
     from matplotlib.transforms import Affine2D
 
+    from stages.reporting.labels import Named, place_labels
+
     figure, legend = axes.figure, axes.get_legend()
     figure.draw_without_rendering()  # the layout; names may not move it
     figure.set_layout_engine("none")
@@ -117,7 +121,9 @@ def _list_paths(axes: Any) -> Iterator[Any]:
         yield from collection.get_segments()
 
 
-def _to_box(bbox: Any, dpi: float) -> Box:
+def _to_box(bbox: Any, dpi: float) -> "Box":
+    from stages.reporting.labels import Box
+
     left, low, right, high = (72 / dpi * end for end in bbox.extents)
     return Box(left, low, right, high)
 

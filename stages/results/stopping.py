@@ -10,7 +10,7 @@ from stages.results.torch_records import MethodPromptRow, PromptRow, StoppingRec
 
 
 class RepeatedWorkload(Protocol):
-    """What params.yaml says of a workload's repeats (stages/params/benchmark_sections.py)."""
+    """The repeats of a workload of params.yaml (stages/params/benchmark_sections.py)."""
 
     prompts: str
 
