@@ -55,7 +55,9 @@ cell are counted by reason at the end.
 - **consistent**: the numbers can't be compared, the tables can. Of one metric and draft, over at least five trees, the rank correlation
   (Spearman's) of the published numbers and ours is 0.8 or more, and each difference of two trees that lies outside our intervals has the
   published sign. The row's note has both counts, also where they do not suffice.
-- **not comparable**, with the reason: the metric's definition is not stated or is another; the temperature is not stated; the
+- **within, if METRIC means ...**: the publication doesn't define the metric, and the recipe's `assumed_definitions` names the measure of ours
+  that it is taken to be. Without one the number is not comparable.
+- **not comparable**, with the reason and what would make it comparable: the metric's definition is not stated or is another; the temperature is not stated; the
   target, draft or data is a substitute, or the target has another name; the engine can't run it; and for all but accept lengths
   and rates, machine, engine or version differ or are not stated. The ratio is shown all the same.
 - **not run**: the cell does not exist.
