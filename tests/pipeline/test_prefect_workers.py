@@ -151,10 +151,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
         wait_for(started.up, 600)
         yield started
     finally:
-        for process in [*started.workers.values(), started.process]:
-            process.terminate()
-        for process in [*started.workers.values(), started.process]:
-            process.wait(60)
+        for worker in started.workers.values():
+            worker.terminate()
+        for worker in started.workers.values():
+            worker.wait(60)
+        started.process.terminate()  # last: a worker that ends asks it again and again, for more than a minute
+        started.process.wait(60)
 
 
 def test_without_a_worker_the_run_says_what_to_start(wide: Wide) -> None:
