@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import password
+from pipeline import flows, password, start_worker
 from tests.conftest import gone
 from tests.pipeline.conftest import IGNORED, Project, give_params
 from tests.pipeline.test_flows import Server, wait_for
@@ -144,6 +144,22 @@ def edit(project: Project, **keys: object) -> None:
     (project.root / "params.yaml").write_text(text.getvalue())
 
 
+def test_a_worker_in_a_shells_background_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: started as a job that ignores SIGINT, it ignored SIGTERM too, which Prefect passes on as SIGINT."""
+    found = []
+    for name in (password.CLIENT, "PREFECT_WORKER_QUERY_SECONDS", "PREFECT_WORKER_ENABLE_CANCELLATION", "PWD"):
+        monkeypatch.setenv(name, "as before")
+    monkeypatch.setattr(password, "find_password", lambda: "aerie:secret")
+    monkeypatch.setattr(flows, "require_server", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda *_: found.append(signal.getsignal(signal.SIGINT)))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        start_worker.main([])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.SIG_DFL]
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
     started = Wide(tmp_path_factory.mktemp("wide"))
@@ -151,12 +167,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
         wait_for(started.up, 600)
         yield started
     finally:
-        for worker in started.workers.values():
-            worker.terminate()
-        for worker in started.workers.values():
-            worker.wait(60)
-        started.process.terminate()  # last: a worker that ends asks it again and again, for more than a minute
-        started.process.wait(60)
+        for process in [*started.workers.values(), started.process]:
+            process.terminate()
+        for process in [*started.workers.values(), started.process]:
+            process.wait(60)
 
 
 def test_without_a_worker_the_run_says_what_to_start(wide: Wide) -> None:
