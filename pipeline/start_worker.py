@@ -6,6 +6,7 @@ Arguments are passed to `prefect worker start`.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("PREFECT_WORKER_QUERY_SECONDS", POLL_S)
     os.environ.setdefault("PREFECT_WORKER_ENABLE_CANCELLATION", "true")
     os.environ["PWD"] = str(Path.cwd())  # the deployment's pull step runs stages in {{ $PWD }}
+    # A shell's background job ignores it, and Prefect ends a worker that gets SIGTERM by SIGINT: it would work on for good.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", *arguments]
     os.execv(command[0], command)
 

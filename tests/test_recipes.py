@@ -8,6 +8,7 @@ import csv
 import shutil
 import stat
 import subprocess
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ every_recipe = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture
 def project(home: Path) -> Path:
     return home
+
+
+@lru_cache
+def merge(name: str) -> tuple[schema.Params, list[str], dict[str, list[str]]]:
+    """What params.yaml is with a recipe, what that changes, and the stages that DVC makes of it; the same in every `project`."""
+    with recipes.merge_recipe(name) as (file, changes):
+        return schema.load_params(file), changes, reproduce.list_stages_with(file)
 
 
 def test_every_recipe_that_was_asked_for_is_there() -> None:
@@ -76,9 +84,7 @@ def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(
 def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: str, project: Path) -> None:
     about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
-    with recipes.merge_recipe(name) as (file, changes):
-        p = schema.load_params(file)
-        stages = reproduce.list_stages_with(file)
+    p, changes, stages = merge(name)
     assert changes or name == "weather-tiny"
     assert not list(project.glob(".params-*"))
     cells = {
@@ -112,8 +118,7 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
 def test_what_a_recipe_reproduces_is_published_and_has_a_cell(name: str, project: Path) -> None:
     about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")
     assert about is not None
-    with recipes.merge_recipe(name) as (file, _):
-        p = schema.load_params(file)
+    p, _, _ = merge(name)
     publications = published.read_publications()
     for match in about.beside:
         rows = [r for r in publications[match.publication].rows if _is_of(r.setting, match.rows)]

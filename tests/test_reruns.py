@@ -369,7 +369,8 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         # dvc.lock is read and written whole after each stage, its comments kept: two thirds of the time here. So as JSON.
         parse = _yaml.parse_yaml
         patch.setattr(_yaml, "parse_yaml_for_update", lambda text, path: parse_json_or_yaml(parse, text, path))
-        patch.setattr(_yaml, "_dump", json.dump)
+        # In one piece: json.dump writes it in Python, a hundred thousand pieces a file.
+        patch.setattr(_yaml, "_dump", lambda data, stream: stream.write(json.dumps(data)))
         cached = parsed_once(parse)
         for module in (_yaml, strictyaml):
             patch.setattr(module, "parse_yaml", cached)

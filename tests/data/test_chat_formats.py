@@ -221,7 +221,8 @@ def read_or_drop(row: dict[str, Any]) -> None:
         text.encode()
 
 
-@settings(max_examples=1_000, deadline=None, derandomize=True)
+# Of five seeded bugs 250 examples found the two that 1,000 found.
+@settings(max_examples=250, deadline=None, derandomize=True)
 @example(row={"messages": PLAIN, "tools": [{"\ud83d": 1}]})
 @example(row={"messages": PLAIN, "tools": [b"x"]})
 @given(row=rows)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import password
+from pipeline import flows, password, start_worker
 from tests.conftest import gone
 from tests.pipeline.conftest import IGNORED, Project, give_params
 from tests.pipeline.test_flows import Server, wait_for
@@ -142,6 +142,22 @@ def edit(project: Project, **keys: object) -> None:
     params["schedule"] |= keys
     yaml.dump(params, text)
     (project.root / "params.yaml").write_text(text.getvalue())
+
+
+def test_a_worker_in_a_shells_background_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: started as a job that ignores SIGINT, it ignored SIGTERM too, which Prefect passes on as SIGINT."""
+    found = []
+    for name in (password.CLIENT, "PREFECT_WORKER_QUERY_SECONDS", "PREFECT_WORKER_ENABLE_CANCELLATION", "PWD"):
+        monkeypatch.setenv(name, "as before")
+    monkeypatch.setattr(password, "find_password", lambda: "aerie:secret")
+    monkeypatch.setattr(flows, "require_server", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda *_: found.append(signal.getsignal(signal.SIGINT)))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        start_worker.main([])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.SIG_DFL]
 
 
 @pytest.fixture(scope="module")
