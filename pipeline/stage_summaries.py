@@ -232,7 +232,8 @@ def _summarise_served(path: Path) -> str:
 def _report(_: str) -> str:
     metrics = _read(RunMetrics, RESULTS / "metrics.json")
     best = f"best checkpoint {metrics.best_checkpoint}, " if metrics.best_checkpoint else ""
-    return f"{best}{metrics.cells} cells and {metrics.replayed_trees} replayed trees in results/report/index.html"
+    cells = f"{metrics.cells} cell{'s' if metrics.cells != 1 else ''}"
+    return f"{best}{cells} and {metrics.replayed_trees} replayed trees in results/report/index.html"
 
 
 SUMMARIES: dict[str, Callable[[str], str]] = {

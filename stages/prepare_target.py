@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from stages.params import schema
 from stages.runtime import atomic
-from stages.target import chat_template, config_facts, head_check, manifest
+from stages.target import chat_template, config_facts, head_check, loading, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -129,6 +129,7 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     if not folder.is_dir():
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
+    loading.check_attention(config, p.target.model)
     schema.check_draft_vocab(p, config.get_text_config().vocab_size)
     target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -99,6 +101,15 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PreTrainedMod
     model.save_pretrained(tmp_path / "mine")
     text_targets.build_tokenizer(["a b c"]).save_pretrained(tmp_path / "mine")
     return tmp_path / "mine"
+
+
+def test_a_class_whose_attention_no_stage_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Gemma 2 passed, and sample_target advised to get the target's files again."""
+    shape = LLAMA | {"head_dim": 8, "sliding_window": 32, "query_pre_attn_scalar": 8, "pad_token_id": 0}
+    pinned(tmp_path, monkeypatch, Gemma2ForCausalLM(Gemma2Config(**shape)))
+    with pytest.raises(ValueError, match=r"target\.model mine is a gemma2, whose attention .* another target"):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
 
 
 def test_a_target_without_tokenizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ def check_table_columns(found: Sequence[str], columns: dict[str, str] | None, di
     elif known and chat_formats.detect_format({key: [] for key in found}) is None:
         raise ValueError(
             f"{display_name}: expected columns of a known format ({chat_formats.describe_formats()}), found the columns "
-            f"{list_names(found)}; say which is which, as fix_data.columns: {{prompt: {_show(found, 0)}, "
-            f"answer: {_show(found, 1)}}} (the first line of the file must name the columns)"
+            f"{list_names(found)}; say which of them is which, as fix_data.columns: {{prompt: COLUMN, answer: COLUMN}} (the "
+            "first line of the file must name the columns)"
         )
 
 
@@ -70,7 +70,3 @@ def _check_named(found: Sequence[str], wanted: dict[str, str], start: str, noun:
         f"{start} the {noun} {named}, as the column map {{{given}}} says, found {list_names(found)}; correct the map "
         "(fix_data.columns, or columns of a .hub.yaml), or give another file"
     )
-
-
-def _show(names: Sequence[str], place: int) -> str:
-    return names[place] if place < len(names) else "..."

@@ -45,6 +45,19 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
     return model
 
 
+def check_attention(config: PretrainedConfig, name: str) -> None:
+    """Raise ValueError for a class that PyTorch's scaled_dot_product_attention can't compute; remote code is not known here."""
+    mapping = select_auto_class(config)._model_mapping
+    model_class = mapping.get(type(config), None)
+    if getattr(model_class, "_supports_sdpa", True):
+        return
+    raise ValueError(
+        f"params.yaml: target.model {name} is a {config.model_type}, whose attention scaled_dot_product_attention can't compute "
+        "(capped logits as Gemma 2's, or sinks as gpt-oss'), expected a class that it can: sampling, hidden states and the torch "
+        "engine use it. Take another target, as Llama, Qwen2, Qwen3 or Gemma 3"
+    )
+
+
 def select_auto_class(config: PretrainedConfig) -> Any:
     """Return the Auto class of this model: a vision-language config has no causal language model."""
     is_known = type(config) in AutoModelForImageTextToText._model_mapping
