@@ -60,7 +60,12 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     run_command_line(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "19 stages:" and "  import_draft (1): theirs" in printed and "  report" in printed
+    assert (
+        printed[0] == "17 stages:"
+        and "init_draft" not in "".join(printed)
+        and "  import_draft (1): theirs" in printed
+        and "  report" in printed
+    )
     assert "  benchmark_served_baseline (3): chat, code_gen, completion" in printed
     assert any(
         line.startswith("target: Qwen/Qwen3-Coder-30B-A3B-Instruct, 30.5e9 parameters, 3.35e9 of them")
