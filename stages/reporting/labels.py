@@ -22,7 +22,9 @@ CLEARER = 3.0  # and one that is not nearer to its point than to any other by so
 # Costs, as pt of distance: a leader that crosses a leader or a name; a point of a line or a mark below the name; a name at
 # another point's edge, or a leader over it; having a leader.
 CROSSED, COVERED, STRANGE, LEADER = 40.0, 3.0, 4.0, 1.5
+AMBIGUOUS = 15.0  # of a name that is nearer to another point, named or not, than to its own
 SAMPLES = 12  # of a leader
+SAME = 0.01  # pt; nearer points are one, as a ring and the dot in it
 FAR = 9.0  # pt within which another point makes a name ambiguous
 
 Points = np.ndarray  # [any, 2]; of places: the left and lower ends of a name's box
@@ -56,9 +58,17 @@ class Label:
 
 
 def place_labels(
-    named: list[Named], area: Box, taken: list[Box], lines: list[list[tuple[float, float]]]
+    named: list[Named],
+    area: Box,
+    taken: list[Box],
+    lines: list[list[tuple[float, float]]],
+    dots: Iterable[tuple[float, float]] = (),
 ) -> list[Label | None]:
-    """Return a place for each name; None where no place is left. `taken` are boxes to keep clear, `lines` better not covered."""
+    """Return a place for each name; None where no place is left.
+
+    `taken` are boxes to keep clear, `lines` better not covered, `dots` points without a name.
+    """
+    marks = sorted({*dots, *((point.x, point.y) for point in named)})
     placed: list[Label | None] = [None] * len(named)
     below = _sample_lines(lines)
     # Points with the most others around them choose first.
@@ -70,7 +80,7 @@ def place_labels(
                 _list_free(named[at], named, area, [*taken, *(label.box for label in others)], reach)
                 for reach in REACHES
             )
-            placed[at] = _place_label(named[at], named, next(filter(len, places), None), others, below)
+            placed[at] = _place_label(named[at], marks, next(filter(len, places), None), others, below)
     return placed
 
 
@@ -108,22 +118,23 @@ def _list_free(one: Named, named: list[Named], area: Box, taken: list[Box], reac
 
 
 def _place_label(
-    one: Named, named: list[Named], low: Points | None, others: list[Label], below: Points
+    one: Named, marks: list[tuple[float, float]], low: Points | None, others: list[Label], below: Points
 ) -> Label | None:
-    """Return the cheapest of the places `low` [K, 2]; None without any."""
+    """Return the cheapest of the places `low` [K, 2]; None without any. `marks` are all points."""
     if low is None:
         return None
     own, size = np.array((one.x, one.y)), np.array((one.width, one.height))
     high = low + size
     ends = np.clip(own, low, high)  # [K, 2]: the nearest points of the boxes
     gaps = np.linalg.norm(ends - own, axis=1) - MARK_RADIUS
-    strangers = [np.array(xy) for xy in sorted({(point.x, point.y) for point in named} - {(one.x, one.y)})]
+    strangers = [np.array(xy) for xy in marks if np.linalg.norm(own - xy) > SAME]
     nearness = [np.linalg.norm(np.clip(xy, low, high) - xy, axis=1) - MARK_RADIUS for xy in strangers]
-    has_leader = (gaps > LEADER_FROM) | (np.min([np.full(len(low), np.inf), *nearness], axis=0) < gaps + CLEARER)
+    nearest = np.min([np.full(len(low), np.inf), *nearness], axis=0)
+    has_leader = (gaps > LEADER_FROM) | (nearest < gaps + CLEARER)
     aside, up = np.abs(low + size / 2 * (0, 1) - own).T
     cost = gaps + 0.02 * aside + 0.05 * up  # of equal places the right one, as one reads
-    cost += COVERED * _count_inside(below, low, high)
-    cost += sum(STRANGE * np.clip(FAR - distances, 0, None) / FAR for distances in nearness)
+    cost += COVERED * _count_inside(below, low, high) + AMBIGUOUS * (nearest < gaps)
+    cost += STRANGE * np.clip(FAR - nearest, 0, FAR) / FAR
     cost += CROSSED * (_count_inside(_sample_lines(_list_leaders(others)), low, high) > 0)
     cost += has_leader * (LEADER + _price_leaders(own, ends, strangers, others))
     best = int(np.argmin(cost))

@@ -97,7 +97,9 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
         named.append(Named(x, y, size.width * 72 / figure.dpi, NAME_SIZE))
     lines = [[tuple(xy) for xy in to_points.transform(path)] for path in _list_paths(axes)]
     taken = [_to_box(legend.get_window_extent(), figure.dpi)] if legend else []
-    for point, label in zip(points, place_labels(named, _to_box(axes.bbox, figure.dpi), taken, lines), strict=True):
+    dots = [line[0] for line in lines if len(set(line)) == 1]
+    labels = place_labels(named, _to_box(axes.bbox, figure.dpi), taken, lines, dots)
+    for point, label in zip(points, labels, strict=True):
         if label is None:  # no room: the pointer still tells it
             continue
         x, y = to_points.transform((point.x, point.y))

@@ -79,3 +79,14 @@ def test_where_no_room_is_left_a_name_is_left_out() -> None:
     shown = [label.box for label in found if label]
     assert len(shown) > 0 and not [pair for pair in itertools.combinations(shown, 2) if overlap(*pair)]
     assert place_labels(points, Box(25, 15, 40, 25), [], []) == [None] * 3
+
+
+def test_a_name_in_a_column_of_points_is_nearest_to_its_own() -> None:
+    """Bug: the name of the lowest of three rings lay beside a dot without a name, that of the middle one beside the lowest."""
+    named = name_points(np.array([[130.0, 138.5], [130.0, 129.9], [130.0, 123.8]]))
+    dots = [(130.0, 144.6), (130.0, 149.0), (108.0, 108.5), (103.0, 105.6), (108.0, 130.0), (155.0, 143.0)]
+    found = place_labels(named, AREA, [LEGEND], [], [*dots, (130.0, 138.5)])
+    for label in filter(None, found):
+        others = {*dots, *((point.x, point.y) for point in named)} - {(label.point.x, label.point.y)}
+        assert measure_gap(label.box, label.point) <= min(measure_gap(label.box, Named(*xy, 0, 0)) for xy in others)
+    assert None not in found
