@@ -111,7 +111,7 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
         unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
         return {name: [unknown] for name in names or list_stages()}
     reasons = {name.rpartition(":")[2]: list(_format_changes(changes)) for name, changes in found.items()}
-    return {name: ["it is new"] if name in new else changes for name, changes in reasons.items()}
+    return {name: ["new"] if name in new else changes for name, changes in reasons.items()}
 
 
 def _list_watched_paths(repo: Any) -> list[str]:

@@ -186,7 +186,7 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     (project.root / "params.yaml").write_text("report: {title: one}\n")
     text = (project.root / "dvc.yaml").read_text()
     (project.root / "dvc.yaml").write_text(text.replace("last.py]", "last.py]\n    params: [report.title]"))
-    assert dvc_graph.explain_stale() == {name: ["it is new"] for name in ("first", "middle", "last")}
+    assert dvc_graph.explain_stale() == {name: ["new"] for name in ("first", "middle", "last")}
     by_dvc("repro")
     assert dvc_graph.explain_stale() == {}
     (project.root / "params.yaml").write_text("report: {title: two}\n")

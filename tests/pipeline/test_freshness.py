@@ -142,7 +142,7 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
         Path(made).unlink()
     assert asked() == (1, "stale: first, middle, last (its results are not here)\n")
     Path("dvc.lock").unlink()
-    assert asked() == (1, "stale: first, middle, last (it is new)\n")
+    assert asked() == (1, "stale: first, middle, last (new)\n")
 
 
 def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(

@@ -100,7 +100,7 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     project.script("last", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
     done = run()
     assert done.returncode == 0 and re.search(r"^last +\d+\.\d s$", done.stdout, re.MULTILINE)
-    assert done.stdout.startswith("stale: first, middle, last (it is new)\n")
+    assert done.stdout.startswith("stale: first, middle, last (new)\n")
     logs = [locate_log(stage).read_text() for stage in ("middle", "last")]
     assert "Running stage 'last'" in logs[1]
     dvcs = [line for log in logs for line in log.splitlines() if line.startswith("dvc is ")]
