@@ -74,7 +74,7 @@ def test_no_shell_runs_a_name_of_params_yaml(project: Path, told: Path, name: st
     assert done.returncode != 0
     assert not (project / "ran").exists(), done.stdout
     heard = (project / "told").read_text()
-    assert heard.count("-m|stages.") == len(groups) == 10, done.stderr
+    assert heard.count("-m|stages.") == len(groups) == 12, done.stderr
     for stage in ("train_draft", "benchmark_served_baseline"):
         assert f"|{stage}@{name}|" in heard
     assert f"|benchmark@{name}-{name}-{name}|" in heard

@@ -278,7 +278,7 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
     (project / "data/hiddens").symlink_to(made / "data/hiddens")
     init_draft.main()
     check_overfit.main()
-    passed, report = (Path(f"results/overfit_{name}.json") for name in ("pass", "report"))
+    passed, report = Path("results/overfit_pass.json"), Path("results/train/e000.overfit.json")
     before = passed.read_bytes()
     assert set(json.loads(before)) == {"passed", "row", "draft"}
     with monkeypatch.context() as patch:

@@ -101,7 +101,20 @@ def remove_scratch(folder: Path) -> None:
     for pattern in (f"{stage}-*", f".{stage}-*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
         for old in SCRATCH_FOLDER.glob(pattern):
             if old.is_dir():  # a lock is removed by who holds it
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(_put_aside(old), ignore_errors=True)
+
+
+def _put_aside(folder: Path) -> Path:
+    """Rename a folder that is to be removed, so that a kill in between leaves no half of it to go on with."""
+    if folder.name.startswith("."):
+        return folder
+    aside = folder.with_name(f".{folder.name}.removed")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+    except OSError:
+        return folder
+    return aside
 
 
 def digest_folder(folder: Path) -> str:

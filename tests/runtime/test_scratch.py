@@ -65,6 +65,25 @@ def test_only_code_that_the_stage_imports_changes_the_scratch_folder(
     assert scratch.locate_scratch("train_draft-e003", 1) != before
 
 
+def test_a_kill_while_work_is_removed_leaves_none_to_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: half of a finished work was left, and the next run called it broken (a count of rows without its file)."""
+    work = scratch.locate_scratch("sample_target", {}, [])
+    work.mkdir(parents=True)
+    (work / "part").touch()
+
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            scratch.remove_scratch(work)
+    assert not work.exists() and [file.name for file in scratch.SCRATCH_FOLDER.glob(".sample_target-*/*")] == ["part"]
+    scratch.remove_scratch(work)
+    assert not list(scratch.SCRATCH_FOLDER.glob("*sample_target*"))
+
+
 def test_remove_scratch_removes_the_work_of_this_stage_only_and_leftovers_of_killed_writers() -> None:
     """Bug: a folder left by a killed writer, `.train_draft-e003-….PID.part`, stayed once a parameter was edited."""
     work = scratch.locate_scratch("train_draft-e003", 1)
