@@ -7,17 +7,16 @@ engine can't run gives a cell of status "unsupported"; a server that would measu
 """
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
-from stages.data.workload_prompts import WorkloadPrompt
 from stages.draft import checkpoint
 from stages.grading import grade
 from stages.params import schema
@@ -27,62 +26,34 @@ from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
 from stages.results.stopping import RepeatRule
 from stages.results.torch_records import StoppingRecord
+from stages.served_cell import requests as served_requests
+from stages.served_cell.requests import SECTION, ServedCellContext
 from stages.serving import (
     engine_flags,
     gpu_memory,
-    http_session,
-    latency,
     load_checks,
     load_generator,
     measured_server,
+    measuring_turn,
 )
-from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
+from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
-from stages.target import chat_template, manifest, vision
+from stages.target import manifest, vision
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
-SECTION = "benchmark_served.server"
 LOGS_FOLDER = Path(".scratch/served")
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass
-class ServedCellContext:
-    """The data that every load of the cell needs."""
+@dataclass(frozen=True)
+class OpenedServer:
+    """A server that answers."""
 
-    params: schema.Params
-    workload_name: str
-    workload: Workload
-    prompts: pl.DataFrame  # workload_prompts.PROMPTS_SCHEMA
-    warmup_prompts: pl.DataFrame
-    manifest: manifest.TargetManifest
-    target_folder: Path
-    setup: engine_flags.ServerSetup
-    image_processor: vision.CachedImageProcessor | None
-
-    @cached_property
-    def api_key(self) -> str | None:
-        return http_session.read_api_key(self.params.benchmark_served.server.api_key_env, SECTION)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return chat_template.load_tokenizer(
-            self.target_folder, self.params.target.trust_remote_code, self.manifest.chat_template
-        )
-
-    @cached_property
-    def references(self) -> dict[str, str]:
-        return dict(self.prompts.select("id", "reference").iter_rows())
-
-    @property
-    def served_model(self) -> str:
-        return self.params.benchmark_served.server.model or str(self.target_folder)
-
-    @property
-    def longest_prompt(self) -> int:
-        return int(self.prompts["prompt_ids"].list.len().max())
+    server: MeasuredServer
+    url: str
+    check: CheckServer
 
 
 @dataclass(frozen=True)
@@ -227,29 +198,57 @@ def _measure_repeats(
     """
     plan = _build_server_plan(work)
     if baseline is None:
-        _measure_on_server(work, plan, measured, list(range(work.workload.repeats)))
+        with _open(work, plan, measured) as opened, measuring_turn.measure_server():
+            _run_repeats(work, opened, list(range(work.workload.repeats)))
         return None
+    if not plan.can_hold_two():
+        return _alternate(work, measured, baseline, lambda one: _open_for_a_turn(work, plan, one))
+    with _open(work, plan, baseline) as first, _open(work, plan, measured) as second, measuring_turn.measure_server():
+        both = {first.server.config_name: first, second.server.config_name: second}
+        return _alternate(work, measured, baseline, lambda one: contextlib.nullcontext(both[one.config_name]))
+
+
+def _alternate(
+    work: ServedCellContext,
+    measured: MeasuredServer,
+    baseline: MeasuredServer,
+    take: Callable[[MeasuredServer], contextlib.AbstractContextManager[OpenedServer]],
+) -> StoppingRecord:
+    """Measure both servers in turns, in alternating order; return why there are no more repeats."""
     rule = RepeatRule.of_workload(work.workload)
     pair, number, ended = (baseline, measured), 0, None
     while ended is None:
         for one in pair if number % 2 == 0 else reversed(pair):
-            _measure_on_server(work, plan, one, [number])
+            with take(one) as opened:
+                _run_repeats(work, opened, [number])
         number += 1
         ended = rule.judge(number, served_points.measure_widest_half(measured, baseline))
     return ended
 
 
-def _measure_on_server(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer, numbers: list[int]) -> None:
-    """Run these repeats of all points on one server."""
+@contextlib.contextmanager
+def _open(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
     cell_name = served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
     with measured_server.open_server(plan, one, LOGS_FOLDER / f"{cell_name}.log") as (url, check):
-        for number in numbers:
-            for load in work.workload.list_loads():
-                started = time.perf_counter()
-                turns = asyncio.run(_run_load(work, one, url, check, load, number))
-                one.loads.setdefault(load, []).append(turns)
-                took = turns, time.perf_counter() - started
-                print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
+        yield OpenedServer(one, url, check)
+
+
+@contextlib.contextmanager
+def _open_for_a_turn(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
+    with _open(work, plan, one) as opened, measuring_turn.measure_server():
+        yield opened
+
+
+def _run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:
+    """Run these repeats of all points on a server."""
+    one = opened.server
+    for number in numbers:
+        for load in work.workload.list_loads():
+            started = time.perf_counter()
+            turns = asyncio.run(_run_load(work, one, opened.url, opened.check, load, number))
+            one.loads.setdefault(load, []).append(turns)
+            took = turns, time.perf_counter() - started
+            print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
 
 
 def _build_server_plan(work: ServedCellContext) -> ServerPlan:
@@ -283,7 +282,10 @@ async def _run_load(
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
     load_name = f"{measured.config_name}, {length} tokens, concurrency {cap or 'unlimited'}"
     requests, warmup = (
-        [_make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(prompts)]
+        [
+            served_requests.make_request(work, row, 0, row.prompt_ids, length)
+            for row in workload_prompts.list_rows(prompts)
+        ]
         for prompts in (work.prompts, work.warmup_prompts)
     )
     results: list[LoadResult] = []
@@ -296,61 +298,9 @@ async def _run_load(
             )
         load_checks.check_answered(load_name, result)
         results.append(result)
-        requests, warmup = _make_next_requests(work, results, length), []
+        requests, warmup = served_requests.make_next_requests(work, results, length), []
     load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(work.prompts))
     return results
-
-
-# Requests
-
-
-def _make_next_requests(work: ServedCellContext, loads: list[LoadResult], length: int) -> list[LoadRequest]:
-    """Return the next turn of the questions that have one and whose earlier turns were all answered."""
-    turn, requests = len(loads), []
-    answers = [{r.question_id: r for r in load.records if not r.failure_reason} for load in loads]
-    for row in workload_prompts.list_rows(work.prompts):
-        later = row.later or []
-        if len(later) < turn or not all(row.id in of_turn for of_turn in answers):
-            continue
-        messages = list(row.messages or [])
-        for of_turn, question in zip(answers, later, strict=False):
-            messages += [
-                {"role": "assistant", "content": _decode_text(work, of_turn[row.id])},
-                {"role": "user", "content": question},
-            ]
-        ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
-        requests.append(_make_request(work, row, turn, ids, length))
-    return requests
-
-
-def _make_request(work: ServedCellContext, row: WorkloadPrompt, turn: int, ids: list[int], length: int) -> LoadRequest:
-    workload, processor = work.workload, work.image_processor
-    return LoadRequest(
-        id=f"{row.id}#{turn}",
-        prompt=ids,
-        max_tokens=workload_prompts.compute_max_new_tokens(row.length_share, length),
-        temperature=workload.temperature,
-        top_p=workload.top_p,
-        top_k=workload.top_k,
-        ignore_eos=workload.ignore_eos,
-        engine_fields=_build_image_fields(processor, row.images, ids) if processor and row.images else {},
-    )
-
-
-def _build_image_fields(processor: vision.CachedImageProcessor, images: list[str], ids: list[int]) -> dict[str, Any]:
-    """Return the images as SGLang takes them with token ids.
-
-    SGLang repeats each image's token itself; a prompt in which it is already repeated is never answered (0.5.17).
-    """
-    return {
-        "input_ids": vision.collapse_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(images)),
-        "image_data": [processor.build_data_url(path) for path in images],
-    }
-
-
-def _decode_text(work: ServedCellContext, record: latency.RequestRecord) -> str:
-    """Return an answer without the target's special tokens, as a server would send it."""
-    return work.tokenizer.decode(record.ids, skip_special_tokens=True) if record.ids else record.text
 
 
 # The cell
@@ -426,7 +376,7 @@ def _build_point(
     if work.workload.grade:
         unsandboxed = work.params.benchmark.allow_unsandboxed_code
         grades = load_points.grade_first_turns(
-            requests, work.references, lambda record: _decode_text(work, record), unsandboxed
+            requests, work.references, lambda record: served_requests.decode_text(work, record), unsandboxed
         )
     results = [result for turns in repeats for result in turns]
     warnings = load_checks.list_warnings(

@@ -1,6 +1,8 @@
 """benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (engine_double.py)."""
 
 import base64
+import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -27,7 +29,8 @@ from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
 from stages.results import replay_records, served_points, served_records
 from stages.runtime import atomic
-from stages.serving import load_generator, server
+from stages.served_cell import requests as served_requests
+from stages.serving import engine_flags, engine_versions, load_generator, measured_server, server
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
 from tests.conftest import EVAL, ROOT, edit_params, gone
@@ -202,22 +205,58 @@ def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.Captu
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
-    started = [
-        line.split(";")[0].rpartition(" ")[2]
-        for line in capfd.readouterr().out.splitlines()
-        if line.startswith("starting")
-    ]
+    said = capfd.readouterr().out.splitlines()
+    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
+    measured = [line.partition(",")[0] for line in said if " of 2)" in line]
+    assert started == ["baseline", "e003-t5_1_6"], "both stay up"
+    assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
+
+
+def test_two_servers_that_do_not_fit_are_started_for_each_turn(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setup = dataclasses.replace(make_setup(), device="cuda")
+    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
+    assert not plan.can_hold_two()
+    assert dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.5)).can_hold_two()
+    assert dataclasses.replace(plan, base_urls={"baseline": "http://x"}).can_hold_two()
+    monkeypatch.setattr(measured_server.ServerPlan, "can_hold_two", lambda _: False)
+    workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
+    edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    said = capfd.readouterr().out.splitlines()
+    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
 
-def test_vllm_counts_over_all_requests(project: Path) -> None:
+def make_setup() -> engine_flags.ServerSetup:
+    return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_vllms_cycles_and_accepted_drafts_are_replays(
+    at_once: int, version: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each request: from 0.30 on as it reports them, before by the counters around it, if it is alone."""
+    monkeypatch.setattr(engine_versions, "find_version", lambda *_: version)
     ask(project, command=[*DOUBLE, "vllm", "serve"])
-    edit_params(project, {"benchmark_served": {"engine": "vllm"}})
+    edit_params(
+        project,
+        {
+            "benchmark": {"workloads": {"eval": {**LOAD, "concurrency": at_once}}},
+            "benchmark_served": {"engine": "vllm"},
+        },
+    )
     benchmark_served.main("eval", "e003", "t5_1_6")
-    (point,) = served_records.read_served_cell("eval", "e003", "t5_1_6")["points"]
+    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    (point,) = found["points"]
     got, expected = point["acceptance"], replayed("t5_1_6")
+    assert ("--per-request-spec-decode-metrics" in found["server"]["command"]) == (version == "0.33.0")
     assert got["cycles"] == int(expected["cycles"]) and got["tau"] == pytest.approx(expected["tau"], abs=1e-12)
-    assert got["tau_low"] is None and not got["clipped"]
+    known = version == "0.33.0" or at_once == 1
+    assert got["clipped"] == known and (got["tau_low"] is not None) == known
+    assert all((request["cycles"] is not None) == known for request in point["requests"])
 
 
 @pytest.mark.parametrize(
@@ -324,7 +363,7 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     work: Any = SimpleNamespace(image_processor=processor, workload=w)
     row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
     (path, body) = load_generator.build_request(
-        benchmark_served._make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
+        served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
     )
     told = json.loads(body)
     assert path == "/generate" and told["input_ids"] == [1, 9, 9, 2] and told["sampling_params"]["max_new_tokens"] == 30
@@ -334,16 +373,23 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     assert shown == [(255, 0, 0), (0, 0, 255)]
 
 
-def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
 
-    def measure(work: Any, plan: Any, one: MeasuredServer, numbers: list[int]) -> None:
-        order.append((one.config_name, numbers))
+    def measure(work: Any, opened: benchmark_served.OpenedServer, numbers: list[int]) -> None:
+        order.append((opened.server.config_name, numbers))
 
     monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
-    monkeypatch.setattr(benchmark_served, "_measure_on_server", measure)
-    monkeypatch.setattr(benchmark_served, "_build_server_plan", lambda work: None)
+    opened = contextlib.contextmanager(lambda work, plan, one: iter([benchmark_served.OpenedServer(one, "", print)]))
+    monkeypatch.setattr(benchmark_served, "_open", opened)
+    monkeypatch.setattr(benchmark_served, "_run_repeats", measure)
+    monkeypatch.setattr(
+        benchmark_served, "_build_server_plan", lambda work: SimpleNamespace(can_hold_two=lambda: together)
+    )
     until = {"half_width": 0.05, "most_repeats": 8}
     work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
     ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))

@@ -29,7 +29,8 @@ MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CS
 SERVED_HEADINGS = (
     ("Tree_structure", ""), ("tokens", "x concurrency"), ("tau", ""), ("95%", "interval"), ("tau,", "replayed"),
     ("accept", "rate (%)"), ("TTFT mean", "(ms)"), ("p99", ""), ("TPOT mean", "(ms)"), ("p50", ""), ("p90", ""), ("p99", ""),
-    ("ITL mean", "(ms)"), ("output", "tokens/s"), ("total", "tokens/s"), ("speedup", ""), ("95%", "interval"),
+    ("ITL mean", "(ms)"), ("e2e mean", "(ms)"), ("output", "tokens/s"), ("total", "tokens/s"),
+    ("speedup", ""), ("95%", "interval"),
 )  # fmt: skip
 
 
@@ -165,7 +166,16 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
 
 
 def _format_served_row(row: ServedRow) -> tuple[str, ...]:
-    times = ("ttft_mean_s", "ttft_p99_s", "tpot_mean_s", "tpot_p50_s", "tpot_p90_s", "tpot_p99_s", "itl_mean_s")
+    times = (
+        "ttft_mean_s",
+        "ttft_p99_s",
+        "tpot_mean_s",
+        "tpot_p50_s",
+        "tpot_p90_s",
+        "tpot_p99_s",
+        "itl_mean_s",
+        "e2e_mean_s",
+    )
     speedup = 1.0 if row.decoding == PLAIN else row.speedup
     return (
         describe_decoding(row), format_load(row.load), format_number(row.tau), format_tau_interval(row),

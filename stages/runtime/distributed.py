@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,12 +81,15 @@ def launch_ranks(stage: str, arguments: list[str], processes: int) -> bool:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # A stage that is a fork (stages/telemetry/fork_server.py) has ranks that are: each saves the import of torch.
+    if address := os.environ.get("AERIE_RANKS_FORK_SERVER"):
+        shared["AERIE_FORK_SERVER"] = address
     started = []
     try:
         for rank in range(processes):
             env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", f"stages.{stage}", *arguments]
-            started.append(subprocess.Popen(command, env=env, preexec_fn=_die_with_parent))
+            started.append(subprocess.Popen(command, env=env, preexec_fn=partial(_die_with_parent, os.getpid())))
         while any(s.poll() is None for s in started) and not any(s.poll() for s in started):
             time.sleep(0.05)
         failed = [s.returncode for s in started if s.poll()]
@@ -102,8 +106,13 @@ def launch_ranks(stage: str, arguments: list[str], processes: int) -> bool:
     return True
 
 
-def _die_with_parent() -> None:
-    """Request SIGKILL when the parent dies (Linux), so that a killed stage leaves no rank that writes beside the next run."""
+def _die_with_parent(parent: int) -> None:
+    """Request SIGKILL when the parent dies (Linux), so that a killed stage leaves no rank that writes beside the next run.
+
+    A parent that has died before the request sends nothing: then this process ends itself.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

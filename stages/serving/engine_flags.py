@@ -1,14 +1,17 @@
 """SGLang and vLLM as measured engines: command lines, unsupported configurations, and what a server reports of itself.
 
-Flags are those of SGLang 0.5.17 and vLLM 0.30, read from their sources; SGLang's ran on a GPU (docs/results), vLLM's did
-not. `server.build_server_command` has the flags that sampling needs; this module adds those of speculation and measuring.
+Flags are those of SGLang 0.5.17 and vLLM 0.30 and later, read from their sources; engine_versions.py has what other versions
+call otherwise. `server.build_server_command` has the flags that sampling needs; this module adds those of speculation and
+measuring.
 """
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stages.serving import server
+from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
@@ -45,16 +48,17 @@ class ServerSetup:
     torch_compile: bool
     more: tuple[str, ...]  # further flags
 
-    def build_flags(self) -> list[str]:
-        """Return the flags beyond those of `server.build_server_command`."""
+    def build_flags(self, version: str | None = None) -> list[str]:
+        """Return the flags beyond those of `server.build_server_command`, for a version of the engine; None: the newest."""
         batch, tokens = self.max_batch, self.max_total_tokens
+        renamed = engine_versions.has_change("decode graphs", "sglang", version)
         flags = {
             "sglang": {
                 "--tp-size": self.tp,
                 "--mem-fraction-static": self.mem_fraction,
                 "--max-total-tokens": tokens,
                 "--max-running-requests": batch,
-                "--cuda-graph-max-bs-decode": batch,
+                "--cuda-graph-max-bs-decode" if renamed else "--cuda-graph-max-bs": batch,
                 "--context-length": self.context_length,
                 "--enable-torch-compile": self.torch_compile,
             },
@@ -107,21 +111,29 @@ def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
     }
 
 
-def build_setup_command(setup: ServerSetup, port: int, program: list[str]) -> list[str]:
-    """Return the command line of a server without a draft.
+def build_acceptance_flags(engine: str, version: str | None) -> list[str]:
+    """Return the flags by which a server that drafts reports the accepted drafts of each request."""
+    if engine_versions.has_change("acceptance per request", engine, version):
+        return ["--per-request-spec-decode-metrics", "summary"]  # refused by a server without a draft
+    return []
+
+
+def build_setup_command(setup: ServerSetup, port: int, program: list[str], version: str | None = None) -> list[str]:
+    """Return the command line of a server without a draft, for a version of the engine; None: the newest.
 
     `program`, if not empty, replaces the engine's own.
     """
     whole = server.build_server_command(
         setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
     )
-    return [*(program or whole[:2]), *whole[2:], *setup.build_flags()]  # sglang serve, vllm serve
+    return [*(program or whole[:2]), *whole[2:], *setup.build_flags(version)]  # sglang serve, vllm serve
 
 
 # What a server reports of itself
 
 SERVER_INFO_KEYS = (  # of SGLang's /server_info, those that explain a measurement
-    "version", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend", "tp_size", "mem_fraction_static",
+    "version", "launch_command", "model_path", "dtype", "kv_cache_dtype", "attention_backend", "sampling_backend", "tp_size",
+    "mem_fraction_static",
     "max_total_tokens", "max_running_requests", "context_length", "enable_torch_compile", "torch_compile_max_bs",
     "chunked_prefill_size", "page_size", "disable_radix_cache", "disable_cuda_graph", "cuda_graph_config",
     "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk",
@@ -138,6 +150,29 @@ async def fetch_server_info(http: HttpSession, url: str, engine: str) -> dict[st
     state = (found.get("internal_states") or [{}])[0]
     info = {key: found[key] for key in SERVER_INFO_KEYS if key in found}
     return info | {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
+
+
+# What vLLM tells in its log only (0.26 to 0.33).
+VLLM_LOG_FACTS = {
+    "attention_backend": r"Using (\w+) (?:attention )?backend",
+    "model_runner": r"Using (V[12]) [Mm]odel [Rr]unner",
+}
+
+
+def read_vllm_log(log: str) -> dict[str, str]:
+    """Return what vLLM's log says of how it computes, by our names."""
+    found = {name: re.search(pattern, log) for name, pattern in VLLM_LOG_FACTS.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def list_engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that steer an engine. What may be a secret is left out."""
+    secret = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(("SGLANG_", "VLLM_")) and not any(word in name for word in secret)
+    }
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:

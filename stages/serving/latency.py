@@ -33,6 +33,7 @@ class RequestRecord:
     ids: list[int] = field(default_factory=list)  # of the answer, if the server sends them
     engine_meta: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
     counts: AcceptanceCounts | None = None  # by our definition
+    pause_s: float = 0.0  # after it, while the client read the engine's counters: no part of the load
 
     @property
     def question_id(self) -> str:
@@ -95,6 +96,18 @@ def summarise_distribution(values: list[float]) -> LatencyDistribution | None:
     if not values:
         return None
     return LatencyDistribution(float(np.mean(values)), *np.percentile(values, (50, 90, 99)).tolist())
+
+
+def remove_pauses(records: list[RequestRecord]) -> None:
+    """Shift requests that were sent one after the other to where they would have been without the pauses between them.
+
+    The records are changed in place; when they were due stays.
+    """
+    late = 0.0
+    for r in sorted(records, key=lambda r: r.sent):
+        r.sent, r.ended = r.sent - late, r.ended - late
+        r.events = [(at - late, tokens) for at, tokens in r.events]
+        late, r.pause_s = late + r.pause_s, 0.0
 
 
 def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:

@@ -20,14 +20,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from stages.serving import http_session, spec_counters
+from stages.serving import http_session, latency, spec_counters
 from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts, VllmCounters
 from stages.serving.sse import AnswerStream
+from stages.serving.vllm_counters import CounterReader
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
-READING_PAUSE_S = 0.2  # vLLM's counters follow the answers by a step
-MAX_READINGS = 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,11 @@ class Arrivals:
     concurrency: int | None
     seed: int
 
+    @property
+    def is_one_by_one(self) -> bool:
+        """Return whether each request is sent when the one before has ended."""
+        return self.concurrency == 1 and math.isinf(self.rate)
+
     def sample_due_s(self, requests: int) -> np.ndarray:
         """Return the arrival times [N] of a Poisson process; the first is 0."""
         if math.isinf(self.rate):
@@ -69,7 +73,7 @@ class LoadResult:
     max_in_flight: int
     warmup_failed: dict[str, int]  # by reason
     counting_errors: list[str]  # why accepted drafts could not be counted
-    counters: AcceptanceCounts | None = None  # vLLM's, of all records together
+    counters: AcceptanceCounts | None = None  # of all records together, where vLLM reports no single request
     engine_figures: dict[str, Any] = field(default_factory=dict)  # the engine's own, by its names
 
 
@@ -109,10 +113,13 @@ async def run_load(
             )
         if engine == "sglang":
             await _flush_cache(http, url)
-        before = await _read_settled_counters(http, url) if engine == "vllm" else None
+        reader = CounterReader(http, url) if engine == "vllm" else None
+        before = await reader.read_settled() if reader else None
         generator = LoadGenerator(http, url, engine, check, on_request_end)
+        if before and arrivals.is_one_by_one and not any("num_spec_steps" in r.engine_meta for r in warmed):
+            generator.reader, generator.last_counters = reader, before
         records = await generator.send(requests, arrivals)
-        after = await _read_settled_counters(http, url) if engine == "vllm" else None
+        after = await reader.read_settled() if reader else None
         warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
         found = LoadResult(engine, records, generator.max_in_flight, warmup_failed, generator.counting_errors)
         if before and after:
@@ -135,6 +142,8 @@ class LoadGenerator:
     on_request_end: Callable[[], object] = lambda: None
     max_in_flight: int = 0
     counting_errors: list[str] = field(default_factory=list)
+    reader: CounterReader | None = None  # of requests that are sent one by one and not reported one by one
+    last_counters: VllmCounters | None = None
     _in_flight: int = 0
 
     async def send(self, requests: list[LoadRequest], arrivals: Arrivals) -> list[RequestRecord]:
@@ -151,14 +160,19 @@ class LoadGenerator:
                         if (wait_s := when - time.perf_counter()) > 0:
                             await asyncio.sleep(wait_s)
                         tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, when)))
-        return [task.result() for task in tasks]
+        records = [task.result() for task in tasks]
+        latency.remove_pauses(records)
+        return records
 
     async def _send_in_turn(self, gate: Any, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
         async with gate:
             self._in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
-                return await self._send_one(request, path, body, due)
+                record = await self._send_one(request, path, body, due)
+                if self.reader:
+                    await self._count_from_counters(record, self.reader)
+                return record
             finally:
                 self._in_flight -= 1
                 self.on_request_end()
@@ -184,6 +198,17 @@ class LoadGenerator:
             except ValueError as error:
                 self.counting_errors.append(f"{record.id}: {error}")
         return record
+
+    async def _count_from_counters(self, record: RequestRecord, reader: CounterReader) -> None:
+        """Count the drafts of a request that has just ended, before the next is sent."""
+        before, now = self.last_counters, None
+        if before and not record.failure_reason:
+            try:
+                now, record.counts = await reader.count_request(before, record.output_tokens)
+            except ValueError as error:
+                self.counting_errors.append(f"{record.id}: {error}")
+        self.last_counters = now or await reader.read_settled()
+        record.pause_s = time.perf_counter() - record.ended
 
 
 def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
@@ -254,26 +279,13 @@ async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
         )
 
 
-async def _read_settled_counters(http: http_session.HttpSession, url: str) -> VllmCounters | None:
-    """Return vLLM's counters once they no longer change; None if it has none."""
-    found = None
-    for _ in range(MAX_READINGS):
-        try:
-            reply = await http.send(url, "GET", "/metrics")
-        except http_session.ExchangeFailedError:
-            return None
-        last, found = found, spec_counters.parse_vllm_counters(reply.body.decode()) if reply.status == 200 else None
-        if found == last:
-            break
-        await asyncio.sleep(READING_PAUSE_S)
-    return found
-
-
 def _add_counters(load: LoadResult, before: VllmCounters, after: VllmCounters) -> None:
-    try:
-        load.counters = spec_counters.subtract_counters(before, after)
-    except ValueError as error:
-        load.counting_errors.append(str(error))
+    """Add vLLM's counts over all requests where those of single ones are not known, and its mean acceptance length."""
+    if not any(record.counts and record.counts.cycles for record in load.records):
+        try:
+            load.counters = spec_counters.subtract_counters(before, after)
+        except ValueError as error:
+            load.counting_errors.append(str(error))
     if drafts := after.drafts - before.drafts:
         load.engine_figures["mean_acceptance_length"] = 1 + (after.accepted - before.accepted) / drafts
 

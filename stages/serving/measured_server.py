@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.serving import engine_flags, gpu_memory, http_session, server, vision_patch
+from stages.serving import engine_flags, engine_versions, gpu_memory, http_session, measuring_turn, server, vision_patch
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
 
@@ -70,6 +71,10 @@ class ServerPlan:
     cache_tokens: int  # of the largest load
     token_bytes: int  # keys and values of one token
 
+    def can_hold_two(self) -> bool:
+        """Return whether this machine holds two of these servers at once; a running one (base_urls) takes nothing of it."""
+        return self.setup.device == "cpu" or len(self.base_urls) > 0 or 2 * self.setup.mem_fraction <= 1
+
 
 @contextlib.contextmanager
 def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterator[tuple[str, CheckServer]]:
@@ -86,22 +91,38 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     if setup.device != "cpu":
         _check_memory(plan, measured, before[: setup.tp])
     port = server.find_free_port()
-    measured.command = [*engine_flags.build_setup_command(setup, port, plan.program), *measured.speculation_flags]
+    program = plan.program[0] if plan.program else server.locate_program(setup.engine)
+    version = engine_versions.find_version(setup.engine, program)
+    command = engine_flags.build_setup_command(setup, port, plan.program, version)
+    measured.command = [*command, *measured.speculation_flags]
+    if measured.draft:
+        measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
     patched = plan.vision_patch and measured.draft is not None
     environment = vision_patch.build_environment() if patched else {}
-    with server.ServerProcess(
+    running = server.ServerProcess(
         setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, environment=environment,
         section=plan.section,
-    ) as running:  # fmt: skip
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        with measuring_turn.start_server():
+            stack.enter_context(running)
         asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
+        measured.info |= _describe_process(setup.engine, log, os.environ | environment)
         if patched:
             measured.notice = vision_patch.describe_outcome(log, str(measured.info.get("version")))
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus())
         measured.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
         yield running.base_url, running.check_alive
     measured.gpu_memory.gpu_after = gpu_memory.wait_for_release(before)
+
+
+def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a server that was started here does not report of itself."""
+    told = engine_flags.read_vllm_log(log.read_text(errors="replace")) if engine == "vllm" else {}
+    variables = engine_flags.list_engine_variables(environment)
+    return told | ({"environment": variables} if variables else {})
 
 
 def _check_memory(plan: ServerPlan, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> None:

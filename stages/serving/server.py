@@ -4,7 +4,7 @@ The child runs under a guard (server_guard.py) in a session of its own. Stage an
 even by SIGKILL, the pipe closes and the guard kills the server and all its descendants. Servers listen on 127.0.0.1 only. A
 server that ends by itself is restarted a few times, since a crash of the engine must not cost the run.
 
-The tests run `transformers`; `sglang` 0.5.17 ran on a GPU (docs/results), `vllm` 0.26.0 too, for sampling.
+The tests run `transformers`; `sglang` 0.5.17 and `vllm` 0.26.0 ran on a GPU (docs/results).
 """
 
 import contextlib
@@ -186,6 +186,12 @@ class ServerProcess:
         )
 
 
+def locate_program(engine: str) -> str:
+    """Return the engine's program: that of its own environment if it exists, else its name, to be found on the PATH."""
+    installed = ENVIRONMENTS_FOLDER / engine / "bin" / engine
+    return str(installed.absolute()) if installed.exists() else engine
+
+
 def build_server_command(
     engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool
 ) -> list[str]:
@@ -196,13 +202,11 @@ def build_server_command(
     """
     first, own = {
         "transformers": ([sys.executable, "-m", "transformers.cli.transformers", "serve"], {"--device": device}),
-        "sglang": (["sglang", "serve", "--model-path"], {"--sampling-defaults": "openai"}),
-        "vllm": (["vllm", "serve"], {"--generation-config": "vllm"}),
+        "sglang": ([locate_program("sglang"), "serve", "--model-path"], {"--sampling-defaults": "openai"}),
+        "vllm": ([locate_program("vllm"), "serve"], {"--generation-config": "vllm"}),
     }[engine]
-    installed = ENVIRONMENTS_FOLDER / engine / "bin" / first[0]
-    program = str(installed.absolute()) if installed.exists() else first[0]
     flags = {"--host": HOST, "--port": port, "--dtype": dtype, **own, "--trust-remote-code": trust_remote_code}
-    return [program, *first[1:], folder, *format_flags(flags)]
+    return [*first, folder, *format_flags(flags)]
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ token or the length limit; ours don't. SGLang reports each request, so the token
     output tokens = prefills + accepted + cycles - cut,   and of what was cut the last was the bonus
 
 (SGLang 0.5.17, scheduler_components/batch_result_processor.py counts, schedule_batch.py: output_ids_through_stop cuts).
-vLLM has counters over all requests, in which cut and uncut ends can't be told apart, so its counts stay as they are.
+vLLM counts alike (0.33, v1/core/sched/scheduler.py:2350) and reports each request from 0.30 on. Older versions have counters over
+all requests alone; a load of one request at a time reads them between requests, in others cut and uncut ends can't be told apart.
 """
 
 import itertools
@@ -35,24 +36,56 @@ class VllmCounters(NamedTuple):
 
 
 def count_request(engine_meta: dict[str, Any], output_tokens: int) -> AcceptanceCounts | None:
-    """Return the counts of a request from SGLang's figures; None without figures, as without speculation.
+    """Return the counts of a request from the engine's figures; None without figures, as without speculation.
 
     Raises:
         ValueError: if the figures don't add up to the tokens of the answer.
     """
+    if "num_spec_steps" in engine_meta:  # vLLM
+        histogram = engine_meta["acceptance_histogram"]
+        _check_sums("num_spec_steps", engine_meta["num_spec_steps"], sum(histogram))
+        _check_sums("num_accepted_draft_tokens", engine_meta["num_accepted_draft_tokens"], _sum_accepted(histogram))
+        return _leave_out_cut(_add_draftless_steps(histogram, output_tokens), 1, output_tokens)
     # The second is the older name.
     histogram = engine_meta.get("spec_correct_drafts_histogram") or engine_meta.get("spec_accept_histogram")
     prefills = 1 + engine_meta.get("num_retractions", 0)  # after a retraction another prefill yields a token again
     if not histogram:
         return AcceptanceCounts(0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
-    cycles, accepted = sum(histogram), sum(i * times for i, times in enumerate(histogram))
+    _check_sums("spec_verify_ct", engine_meta.get("spec_verify_ct", sum(histogram)), sum(histogram))
+    return _leave_out_cut(histogram, prefills, output_tokens)
+
+
+def _sum_accepted(histogram: list[int]) -> int:
+    return sum(i * times for i, times in enumerate(histogram))
+
+
+def _check_sums(name: str, reported: int, expected: int) -> None:
+    if reported != expected:
+        raise ValueError(f"the engine's figures don't add up: {name} is {reported}, its histogram says {expected}")
+
+
+def _add_draftless_steps(histogram: list[int], output_tokens: int) -> list[int]:
+    """Return the histogram with vLLM's steps that had no draft to verify, of one token each: it doesn't count them."""
+    missing = output_tokens - (1 + _sum_accepted(histogram) + sum(histogram))
+    if missing <= 0:
+        return histogram
+    first, *others = histogram or [0]
+    return [first + missing, *others]
+
+
+def _leave_out_cut(histogram: list[int], prefills: int, output_tokens: int) -> AcceptanceCounts:
+    """Return the counts without what lies beyond the end of the answer.
+
+    Raises:
+        ValueError: if the histogram doesn't add up to the tokens of the answer.
+    """
+    cycles, accepted = sum(histogram), _sum_accepted(histogram)
     cut = prefills + accepted + cycles - output_tokens
     most = max((i for i, times in enumerate(histogram) if times), default=0)
-    if not 0 <= cut <= most or engine_meta.get("spec_verify_ct", cycles) != cycles:
+    if not 0 <= cut <= most:
         raise ValueError(
-            f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles ({engine_meta.get('spec_verify_ct')} by "
-            f"spec_verify_ct) and {accepted} accepted drafts are not {output_tokens} tokens with 0 to {most} cut off; "
-            "expected prefills + accepted + cycles - cut"
+            f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles and {accepted} accepted drafts are not "
+            f"{output_tokens} tokens with 0 to {most} cut off; expected prefills + accepted + cycles - cut"
         )
     return AcceptanceCounts(cycles, accepted - max(0, cut - 1), True, histogram)
 
@@ -83,3 +116,15 @@ def subtract_counters(before: VllmCounters, after: VllmCounters) -> AcceptanceCo
             "position; expected falling positions that sum to them. Was the server restarted meanwhile?"
         )
     return AcceptanceCounts(cycles, accepted, False, histogram)
+
+
+def covers_answer(before: VllmCounters, after: VllmCounters, output_tokens: int) -> bool:
+    """Return whether the cycles between two readings make up an answer, so that its last cycle is among them."""
+    return 1 + (after.accepted - before.accepted) + (after.drafts - before.drafts) >= output_tokens
+
+
+def count_vllm_request(before: VllmCounters, after: VllmCounters, output_tokens: int) -> AcceptanceCounts:
+    """Return the counts of the only request between two readings. Raises ValueError if they don't add up to its answer."""
+    return _leave_out_cut(
+        _add_draftless_steps(subtract_counters(before, after).histogram, output_tokens), 1, output_tokens
+    )

@@ -99,6 +99,7 @@ class AnswerStream:
             r.events.append((now, 1))
             r.output_tokens += 1
         r.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
+        r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM, with the usage
 
     def _record_tokens(self, total: int, now: float) -> None:
         more = total - self.record.output_tokens

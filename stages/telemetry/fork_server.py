@@ -29,6 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ADDRESS_VARIABLE = "AERIE_FORK_SERVER"
+RANKS_VARIABLE = (
+    "AERIE_RANKS_FORK_SERVER"  # the address in a fork, for the ranks that its stage starts, and for them only
+)
 # What most stages import. Not polars: it starts threads, which a fork does not have.
 PRELOADED = ("torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,7 +68,7 @@ def run_module_forked(address: str, module: str, words: list[str]) -> None:
 
     Return without doing anything where no server listens.
     """
-    request = StageRequest(module, words, str(Path.cwd()), dict(os.environ))
+    request = StageRequest(module, words, str(Path.cwd()), os.environ | {RANKS_VARIABLE: address})
     message = json.dumps(asdict(request)).encode()
     connection = socket.socket(socket.AF_UNIX)
     try:

@@ -43,11 +43,14 @@ def arguments(words: list[str]) -> argparse.Namespace:
     takes.add_argument("--cuda-graph-max-bs-decode", type=int)
     takes.add_argument("--max-total-tokens", type=int, default=100_000)
     takes.add_argument("--context-length", type=int, default=1024)
+    takes.add_argument("--per-request-spec-decode-metrics", choices=("none", "summary", "detailed"))
     takes.add_argument("--fail-at-start", action="store_true")
     found, _ = takes.parse_known_args(words[2:] if engine == "vllm" else words)
     found.engine = engine
     if engine == "vllm":
         found.model_path = words[2]
+        if found.per_request_spec_decode_metrics and not found.speculative_config:
+            takes.error("--per-request-spec-decode-metrics needs --speculative-config")  # 0.33 config/vllm.py:1735
         if told := found.speculative_config:
             found.speculative_algorithm, found.speculative_draft_model_path = told["method"].upper(), told["model"]
             found.speculative_num_steps, found.speculative_eagle_topk = told["num_speculative_tokens"], 1
@@ -164,12 +167,20 @@ class Double:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         response, before = await opened(request), 0
-        async for said, _, last in self.decode(body["prompt"], body["max_tokens"]):
+        usage: dict[str, Any] = {}
+        histogram: list[int] = []
+        async for said, found, last in self.decode(body["prompt"], body["max_tokens"]):
             reason = ("stop" if said[-1] in self.engine.end_tokens else "length") if last else None
             choice = {"index": 0, "text": "x", "token_ids": said[before:], "finish_reason": reason}
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)}
             await event(response, {"choices": [choice], "usage": usage})
-            before = len(said)
+            before, histogram = len(said), found
+        whole: dict[str, Any] = {"choices": [], "usage": usage}
+        if self.flags.per_request_spec_decode_metrics == "summary":
+            accepted = sum(i * times for i, times in enumerate(histogram))
+            told = {"num_spec_steps": sum(histogram), "num_accepted_draft_tokens": accepted}
+            whole["metrics"] = {"speculative_decoding": told | {"acceptance_histogram": histogram}}
+        await event(response, whole)
         return await done(response)
 
     async def server_info(self, _request: web.Request) -> web.Response:

@@ -42,6 +42,7 @@ class Streamed:
     chunks: list[tuple[float, int]]
     finish: str = "length"
     meta: dict[str, Any] = field(default_factory=dict)  # SGLang's last words, or its sglext in OpenAI's dialect
+    metrics: dict[str, Any] = field(default_factory=dict)  # vLLM's figures of the request, in OpenAI's dialect
     counts: bool = True  # OpenAI's dialect: says with every chunk how many tokens there are, else at the end
     incremental: bool = False  # SGLang's dialect: only what is new
     stamped: bool = False  # the text is when each chunk was sent, by the machine's one clock
@@ -177,7 +178,8 @@ class Fake:
             return await self._break(said.wrong, writer)
         if path != "/generate":
             usage = {"prompt_tokens": said.prompt_tokens, "completion_tokens": done}
-            self._event(writer, {"choices": [], "usage": usage, **({"sglext": said.meta} if said.meta else {})})
+            more = {"sglext": said.meta} if said.meta else {"metrics": {"speculative_decoding": said.metrics}}
+            self._event(writer, {"choices": [], "usage": usage, **(more if said.meta or said.metrics else {})})
         self._chunk(writer, b"data: [DONE]\n\n")
         self._chunk(writer, b"")
         await writer.drain()

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from stages.serving import engine_flags, spec_counters
+from stages.serving import engine_flags, engine_versions, spec_counters
 
 SETUP = engine_flags.ServerSetup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
@@ -129,3 +130,49 @@ def test_what_a_real_server_said_of_a_request() -> None:
     meta = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())["generate"]["meta_info"]
     found = spec_counters.count_request(meta, 12)
     assert found is not None and (found.cycles, found.accepted, found.histogram) == (11, 0, [11])
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        (None, "--cuda-graph-max-bs-decode"),
+        ("0.5.23", "--cuda-graph-max-bs-decode"),
+        ("0.5.14", "--cuda-graph-max-bs-decode"),
+        ("0.5.13.post1", "--cuda-graph-max-bs"),
+        ("0.4.9", "--cuda-graph-max-bs"),
+    ],
+)
+def test_a_flag_has_the_name_that_its_version_knows(version: str | None, name: str) -> None:
+    line = engine_flags.build_setup_command(SETUP, 1, [], version)
+    assert [word for word in line if word.startswith("--cuda-graph-max-bs")] == [name] and flag(line, name) == "64"
+
+
+def test_vllm_reports_each_request_from_0_30_on_where_it_drafts() -> None:
+    assert engine_flags.build_acceptance_flags("vllm", None) == ["--per-request-spec-decode-metrics", "summary"]
+    assert engine_flags.build_acceptance_flags("vllm", "0.30.0") == engine_flags.build_acceptance_flags("vllm", None)
+    assert engine_flags.build_acceptance_flags("vllm", "0.26.0") == []
+    assert engine_flags.build_acceptance_flags("sglang", "0.5.23") == []
+
+
+def test_an_environment_says_its_engines_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the program or of its Python, by a link or not; a program elsewhere is asked if it is a vLLM."""
+    packages = tmp_path / "env/lib/python3.12/site-packages"
+    (packages / "sglang-0.4.9.post6.dist-info").mkdir(parents=True)
+    (packages / "sglang_kernel-0.4.5.dist-info").mkdir()
+    (tmp_path / "env/bin").mkdir()
+    for name in ("sglang", "python"):
+        (tmp_path / f"env/bin/{name}").symlink_to(sys.executable)
+        assert engine_versions.find_version("sglang", str(tmp_path / f"env/bin/{name}")) == "0.4.9.post6"
+    assert engine_versions.find_version("sglang", str(tmp_path / "nowhere")) is None
+    for said, version in (("INFO 11-23 starts\n0.26.0", "0.26.0"), ("no version here", None)):
+        (tmp_path / "vllm").write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+        (tmp_path / "vllm").chmod(0o755)
+        assert engine_versions.find_version("vllm", str(tmp_path / "vllm")) == version
+    monkeypatch.setattr(engine_versions, "VERSION_TIMEOUT_S", 0.01)
+    (tmp_path / "vllm").write_text("#!/bin/sh\nexec sleep 5\n")
+    assert engine_versions.find_version("vllm", str(tmp_path / "vllm")) is None
+
+
+def test_variables_of_an_engine_are_recorded_without_secrets() -> None:
+    given = {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_API_KEY": "s", "HF_TOKEN": "s", "PATH": "p"}
+    assert engine_flags.list_engine_variables(given) == {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}

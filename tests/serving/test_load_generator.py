@@ -301,6 +301,39 @@ def test_vllms_counters_are_those_of_the_load_alone() -> None:
     assert fake.bodies[0]["return_token_ids"] is True
 
 
+def test_vllms_counters_tell_each_request_that_is_sent_alone() -> None:
+    """9 tokens each, and no reading of the counters in the load's time. The second's last cycle cuts its bonus and a draft."""
+    said = [counters(10, 7, [3, 2, 1, 1]), counters(13, 12, [5, 4, 2, 1]), counters(15, 20, [7, 6, 4, 3])]
+    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
+
+        def metrics() -> bytes:
+            time.sleep(0.3 if len(fake.bodies) == 1 else 0)
+            return said[min(len(fake.bodies), 2)]
+
+        fake.pages["/metrics"] = metrics
+        found = run(fake.url, asks(2, [1]), Arrivals(math.inf, 1, 0), engine="vllm")
+    assert [r.counts for r in found.records] == [(3, 5, True, [1, 0, 1, 1, 0]), (2, 7, True, [0, 0, 0, 0, 2])]
+    assert found.counters is None and not found.counting_errors
+    assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 5}
+    first, second = found.records
+    pause = (fake.arrived[1] - fake.arrived[0]) - (second.sent - first.sent)
+    assert pause > 0.25, "the reading is no time of the load"
+    assert first.ended <= second.sent <= second.events[0][0] <= second.ended
+
+
+def test_vllm_tells_each_request_itself() -> None:
+    """As 0.30 does where the server was started to; a load of several at once, too. One of the steps had no draft."""
+    said = {
+        "num_spec_steps": 3, "num_accepted_draft_tokens": 4, "num_draft_tokens": 15, "num_spec_tokens": 5,
+        "acceptance_histogram": [1, 0, 2, 0, 0, 0], "mean_acceptance_length": 2.333, "per_step_accepted": None,
+    }  # fmt: skip
+    with Fake(lambda *_: Streamed(SCHEDULE, metrics=said)) as fake:
+        fake.pages["/metrics"] = lambda: counters(10 + 3 * len(fake.bodies), 7, [3, 2, 1, 1])
+        found = run(fake.url, asks(3, [1]), warmup=asks(1, [1]), engine="vllm")
+    assert [r.counts for r in found.records] == [(4, 4, True, [2, 0, 2, 0, 0, 0])] * 3
+    assert found.counters is None and not found.counting_errors
+
+
 def test_counters_that_are_read_only_once_are_told() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
         fake.pages["/metrics"] = lambda: b"" if fake.bodies else counters(1, 1, [1])

@@ -1,0 +1,237 @@
+"""Run recipes through DVC on a GPU machine, from raw data to the report, with served cells of SGLang or vLLM.
+
+    python3 -m benchmarks.gpu_graph PLAN FOLDER [--from FOLDER] [--part graph] [--at-once 6] [--small]
+
+FOLDER becomes a project of its own: a copy of this one's files, or of another FOLDER with all it has made (plans of one recipe
+and dtype share a graph). A plan is a recipe and what differs from it on one GPU. `aerie run` makes the graph, `dvc repro` the
+served cells, several at once (they are measured one at a time: stages/serving/measuring_turn.py), `aerie run` the report.
+
+For machines without a package registry: DVC and what it needs come as wheels in PYTHONPATH, the engines as kits (shared/gpu) in
+/tmp/kit and /tmp/vllm_kit. `--small` tries a plan on a CPU with the tests' double.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+COPIED = (
+    ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/nothing", "data/prompt_sets", "data/raw",
+    "data/tables", "data/targets", "draft_configs", "dvc.yaml", "params.yaml", "pipeline", "published", "pyproject.toml",
+    "recipes", "serving-env", "stages", "templates", "tests",
+)  # fmt: skip
+KIT_FLAGS = {  # what runs without the kernels that the kits leave out
+    "sglang": [
+        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+        "--disable-custom-all-reduce", "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu",
+        "--mm-attention-backend", "triton_attn",
+    ],
+    "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
+}  # fmt: skip
+LAUNCHERS = {
+    "sglang": '. /tmp/kit/env.sh\nshift\nexec python3 -m sglang.launch_server "$@"\n',
+    "vllm": '. /tmp/vllm_kit/env.sh\nexec vllm "$@"\n',
+}
+
+# Seed 000's 25 rows: 15 at ep=9, 10 at ep=3.
+SEED_000_EP9 = (
+    "t8_1_9 t5_1_6 t5_2_8 t8_2_8 t8_3_8 t8_2_16 t8_3_16 t5_4_16 t6_3_16 t10_2_16 t10_2_32 t10_3_32 t8_3_32 t6_5_32 t6_10_32"
+)  # fmt: skip
+SEED_000_EP3 = "t8_3_8 t8_2_16 t4_4_16 t4_2_14 t16_1_17 t12_2_16 t12_3_32 t12_2_32 t8_4_32 t9_4_32"
+CHAINS = " ".join(f"t{steps}_1_{steps + 1}" for steps in range(1, 9))
+Workloads = dict[str, dict[str, Any]]
+DRAWN: dict[str, Any] = {"prompts": "random", "ignore_eos": True, "repeats": 2}
+CODE_GEN = {"num_prompts": 128, "input_tokens": 512, "max_new_tokens": 1024, "concurrency": 64, "warmup": 64}
+CHAT = {
+    "num_prompts": 128,
+    "input_tokens": 256,
+    "max_new_tokens": 256,
+    "concurrency": 32,
+    "warmup": 32,
+    "request_rate": 8.0,
+}
+COMPLETION = {"num_prompts": 256, "input_tokens": 1024, "max_new_tokens": 128, "concurrency": 128, "warmup": 128}
+SCENARIOS: Workloads = {  # seed 002, section 2.2; lengths exact, not drawn
+    "code_gen": {**DRAWN, **CODE_GEN},
+    "chat": {**DRAWN, **CHAT},
+    "completion": {**DRAWN, **COMPLETION},
+}
+LENGTHS = {**DRAWN, "input_tokens": 128, "max_new_tokens": [10, 20, 128, 1024], "repeats": 3}
+SWEEP: Workloads = {  # requests at once, each with as many prompts as a few seconds take
+    f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": at_once}
+    for at_once, prompts in {1: 8, 4: 16, 16: 64, 64: 128, 256: 256}.items()
+}
+EVAL: Workloads = {"eval": {"num_prompts": 40, "repeats": 3}}
+IN_TURNS: Workloads = {"eval": {"num_prompts": 10, "repeats": 5}}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe on a GPU: what differs of params.yaml, and the served cells, one of each workload and tree."""
+
+    recipe: str
+    dtype: str
+    engine: str
+    trees: str
+    workloads: Workloads
+    checkpoint: str = "e009"
+    interleave: bool = False
+
+    def list_stages(self) -> list[str]:
+        """Return the served cells as DVC names them, baselines first."""
+        trees = self.trees.split()
+        cells = [f"benchmark_served@{name}-{self.checkpoint}-{tree}" for name in self.workloads for tree in trees]
+        return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
+
+
+PLANS = {
+    "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL),
+    "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
+    "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP),
+    "moe": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16", EVAL),
+    "moe-scenarios": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
+    "vl": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True),
+    "vl-ep3": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP3, IN_TURNS, "e003", True),
+    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, {"eval": {"num_prompts": 30}}),
+    "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, {"eval": {"num_prompts": 30}}),
+}
+
+
+def copy_project(folder: Path, source: Path) -> None:
+    """Copy the files of the project, or all of a project that has run, with its cache."""
+    if source != Path():
+        shutil.copytree(source, folder, symlinks=True)
+        return
+    for name in filter(lambda name: Path(name).exists(), COPIED):
+        to = folder / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if Path(name).is_dir() else shutil.copy2
+        copy(name, to)
+    (folder / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
+
+
+def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
+    """Write the plan's keys; without `served` the graph has no served cells yet."""
+    yaml = YAML(typ="safe")  # comments are lost; kept, some of them would stand where a new list begins
+    p = yaml.load((folder / "params.yaml").read_text())
+    first = dict(p["benchmark"]["workloads"]["eval"]) | {"num_prompts": 5, "repeats": 1, "warmup": 4}
+    dtype = "float32" if small else plan.dtype
+    p["target"] |= {"device": "cpu" if small else "cuda", "dtype": dtype, "num_threads": 2 if small else 6}
+    p["extract_hiddens"]["dtype"] = dtype
+    p["fix_data"]["eval_share"] = 0.4
+    p["sample_target"]["eval_rows"] = 60
+    p["replay_trees"] |= {
+        "num_steps": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16],
+        "topk": [1, 2, 3, 4, 5, 10],
+        "num_draft_tokens": [2, 4, 6, 8, 9, 14, 16, 17, 32],
+    }
+    p["check_overfit"] |= {
+        "steps": 60,
+        "min_tau": 1.5,
+    }  # a gate for real targets; here it takes longer than the training
+    p["time_trees"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
+    workloads = {name: {**first, **keys} for name, keys in plan.workloads.items()}
+    if small:
+        few = {"num_prompts": 3, "repeats": 1, "warmup": 1, "max_new_tokens": 20}
+        workloads = {name: {**w, **few, "input_tokens": w["input_tokens"] and 20} for name, w in workloads.items()}
+    p["benchmark"] |= {
+        "workloads": {"eval": first, **workloads},
+        "torch_workloads": ["eval"],
+        "checkpoints": ["e009"],
+        "trees": ["t8_2_16"],
+    }
+    p["benchmark_served"] |= {
+        "engine": plan.engine,
+        "workloads": list(workloads) if served else [],
+        "checkpoints": [plan.checkpoint],
+        "trees": plan.trees.split(),
+        "interleave": plan.interleave,
+    }
+    # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
+    p["benchmark_served"]["server"] |= {
+        "mem_fraction": 0.5,
+        "max_total_tokens": 50_000 if "eval" in workloads else 400_000,
+        "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"] if small else [],
+        "launch_args": [] if small else KIT_FLAGS[plan.engine],
+    }
+    yaml.dump(p, folder / "params.yaml")
+
+
+def write_launchers(folder: Path) -> None:
+    """Write the programs of serving-env, which start an engine in its kit's own environment."""
+    for engine, lines in LAUNCHERS.items():
+        program = folder / f"serving-env/{engine}/bin/{engine}"
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/usr/bin/env bash\n{lines}")
+        program.chmod(0o755)
+
+
+def run(folder: Path, *words: str, shown: int = 12) -> int:
+    """Run a command in the project; print its last lines and seconds."""
+    begun = time.perf_counter()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    modules = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{folder}"
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": modules},
+        capture_output=True,
+        text=True,
+    )
+    text = f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip()
+    tail = "\n".join(f"  {line[:180]}" for line in text.splitlines()[-shown:])
+    took = time.perf_counter() - begun
+    print(f"{folder.name}: {' '.join(words)}: status {done.returncode}, {took:.0f} s\n{tail}", flush=True)
+    return done.returncode
+
+
+def serve_cells(folder: Path, plan: Plan, at_once: int) -> None:
+    """Make the plan's prompts and served cells by `dvc repro`, several at once."""
+    repro = ("pipeline.checked_dvc", "--wait-for-lock", "repro", "-s")
+    for name in plan.workloads:
+        if run(folder, *repro, f"prepare_prompts@{name}", shown=1):
+            sys.exit(1)
+    stages = plan.list_stages()
+    with ThreadPoolExecutor(at_once) as pool:
+        failed = sum(pool.map(lambda name: run(folder, *repro, name, shown=6) != 0, stages))
+    print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
+
+
+def main() -> None:
+    takes = argparse.ArgumentParser()
+    takes.add_argument("plan", choices=PLANS)
+    takes.add_argument("folder", type=Path)
+    takes.add_argument("--from", dest="source", type=Path, default=Path())
+    takes.add_argument("--at-once", type=int, default=6)
+    takes.add_argument("--part", choices=("all", "graph", "served"), default="all")
+    takes.add_argument("--small", action="store_true")
+    o = takes.parse_args()
+    folder, plan = o.folder.absolute(), PLANS[o.plan]
+    if o.small:
+        few = dict([*plan.workloads.items()][:2])
+        plan = replace(plan, trees=" ".join(plan.trees.split()[:2]), workloads=few)
+    if not folder.exists():
+        copy_project(folder, o.source)
+        write_launchers(folder)
+        if o.source == Path() and run(folder, "pipeline", "use", plan.recipe, shown=1):
+            sys.exit(1)
+    if o.part != "served":
+        edit_params(folder, plan, False, o.small)
+        if run(folder, "pipeline", "run"):
+            sys.exit(1)
+    if o.part != "graph":
+        edit_params(folder, plan, True, o.small)
+        serve_cells(folder, plan, o.at_once)
+        run(folder, "pipeline", "run", shown=60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Tell what an engine of some version can: flags, the command that starts a server, and the fields of its answers.
+
+One table, read from the engines' wheels; which versions ran is in serving-env/README.md. A version that can't be told (an engine
+on the PATH, in a container) counts as the newest.
+"""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+VERSION_TIMEOUT_S = 120.0  # vLLM imports torch to say its version
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that an engine can from one version on."""
+
+    engine: str
+    since: tuple[int, ...]
+    what: str
+
+
+CHANGES = {
+    # Before: benchmark_served.server.command: [PYTHON, -m, sglang.launch_server].
+    "serve command": Change("sglang", (0, 5, 5), "`sglang serve`"),
+    # Before: --cuda-graph-max-bs, which 0.5.23 refuses as ambiguous.
+    "decode graphs": Change("sglang", (0, 5, 14), "--cuda-graph-max-bs-decode"),
+    # 0.5.10 and 0.5.11 say spec_accept_histogram, 0.5.12 to 0.5.22 both, older ones spec_verify_ct alone.
+    "histogram of correct drafts": Change("sglang", (0, 5, 12), "spec_correct_drafts_histogram"),
+    "launch command": Change("sglang", (0, 5, 23), "`launch_command` in /server_info"),
+    # Before, the counters in /metrics are all there is: vllm_counters.py.
+    "acceptance per request": Change("vllm", (0, 30), "--per-request-spec-decode-metrics"),
+}
+
+
+def has_change(name: str, engine: str, version: str | None) -> bool:
+    """Return whether this version of the engine has the change of that name; None is the newest version."""
+    change = CHANGES[name]
+    return engine == change.engine and (version is None or parse_release(version) >= change.since)
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (0, 5, 17) of 0.5.17.post1+cu130."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    if found is None:
+        raise ValueError(f"{version!r} is no version, expected numbers as in 0.5.17")
+    return tuple(map(int, found[1].split(".")))
+
+
+def find_version(engine: str, program: str) -> str | None:
+    """Return the version of the engine that a program starts; None where it can't be told.
+
+    An environment says it in its package's folder, which takes no start of the engine; another vLLM is asked for it.
+    """
+    path = shutil.which(program)
+    if path is None:
+        return None
+    folders = Path(path).absolute().parent.parent.glob(f"lib/python3*/site-packages/{engine}-*.dist-info")
+    if found := next(folders, None):
+        return found.name.removesuffix(".dist-info").partition("-")[2]
+    return _ask_version(path) if engine == "vllm" and Path(path).name == "vllm" else None
+
+
+def _ask_version(program: str) -> str | None:
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = re.findall(r"^v?(\d+\.\d[\w.+]*)$", done.stdout, re.MULTILINE)
+    return said[-1] if said and done.returncode == 0 else None

@@ -1,0 +1,60 @@
+"""Let servers of several cells start together, and be measured one at a time: a start would slow a measurement.
+
+Locks of the kernel (flock), shared by all stages of a user on this machine, free when their holder ends, killed or not:
+
+    starting   shared by stages whose server starts; exclusive: the one that measures
+    measuring  shared by stages whose server is ready, until they have measured; no other server starts meanwhile
+
+Alone, a stage has nothing to wait for.
+"""
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLL_S = 0.1
+
+
+def _get_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"aerie-{os.getuid()}"
+
+
+@contextmanager
+def _hold(name: str, kind: int) -> Iterator[None]:
+    """Hold a lock, as soon as others let it go."""
+    _get_folder().mkdir(mode=0o700, exist_ok=True)
+    with (_get_folder() / f"{name}.lock").open("a") as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def _is_free(name: str) -> bool:
+    """Return whether the lock is free."""
+    with (_get_folder() / f"{name}.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+@contextmanager
+def start_server() -> Iterator[None]:
+    """Start a server inside the block, which waits until no server is being measured or about to be."""
+    while True:
+        with _hold("starting", fcntl.LOCK_SH):
+            if _is_free("measuring"):  # and stays so: who is ready now waits for `starting`
+                yield
+                return
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def measure_server() -> Iterator[None]:
+    """Measure a server inside the block, which waits until none starts and no other is being measured."""
+    with _hold("measuring", fcntl.LOCK_SH), _hold("starting", fcntl.LOCK_EX):
+        yield

@@ -1,0 +1,55 @@
+"""Servers start together and are measured one at a time, over processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.serving import measuring_turn
+
+# Each stage writes what it does to one file: starts, is ready when the others have started too, measures.
+STAGE = """
+import sys, time
+from pathlib import Path
+from stages.serving import measuring_turn
+log, name, stages = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def tell(word):
+    with log.open("a") as file:
+        file.write(f"{word} {name}\\n")
+with measuring_turn.start_server():
+    tell("starts")
+    while log.read_text().count("starts") < stages:
+        time.sleep(0.01)
+    tell("ready")
+with measuring_turn.measure_server():
+    tell("measures")
+    time.sleep(0.05)
+    tell("measured")
+"""
+
+
+def test_servers_start_together_and_are_measured_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    log = tmp_path / "log"
+    log.touch()
+    words = [sys.executable, "-c", STAGE, str(log)]
+    stages = [subprocess.Popen([*words, name, "3"]) for name in "abc"]
+    assert [stage.wait(60) for stage in stages] == [0, 0, 0]
+    said = log.read_text().splitlines()
+    assert {line.split()[0] for line in said[:3]} == {"starts"}
+    measured = [line for line in said if line.startswith("measure")]
+    assert said[6:] == measured, "nobody was measured while another started"
+    assert all(
+        first.split()[1] == second.split()[1] for first, second in zip(measured[::2], measured[1::2], strict=True)
+    )
+
+
+def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring_turn, "_get_folder", lambda: tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path.parent))
+    with measuring_turn.measure_server():
+        assert not measuring_turn._is_free("measuring")
+    assert measuring_turn._is_free("measuring")
+    with measuring_turn.start_server():
+        assert not measuring_turn._is_free("starting")
