@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.served import KIT, command
+from benchmarks import engine_kit
 from stages.serving import engine_flags, latency, load_generator, server
 
 INPUT, OUTPUT, ROUNDS = 512, 128, 3
@@ -65,9 +65,20 @@ def main() -> None:
     o = takes.parse_args()
     o.target = str(Path(o.target).absolute())
     vocabulary = json.loads((Path(o.target) / "config.json").read_text())["vocab_size"]
-    words, port = command(o.kit), server.find_free_port()
+    words, port = engine_kit.build_sglang_command(o.kit), server.find_free_port()
     setup = engine_flags.ServerSetup(
-        "sglang", o.target, "bfloat16", "cuda", False, 1, 0.5, None, o.concurrency, None, False, KIT
+        "sglang",
+        o.target,
+        "bfloat16",
+        "cuda",
+        False,
+        1,
+        0.5,
+        None,
+        o.concurrency,
+        None,
+        False,
+        tuple(engine_kit.KIT_FLAGS["sglang"]),
     )
     with server.ServerProcess(
         "sglang", engine_flags.build_setup_command(setup, port, words), port, Path("bench_serving.log"), 600

@@ -23,23 +23,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from benchmarks import engine_kit
+
 COPIED = (
     ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/nothing", "data/prompt_sets", "data/raw",
     "data/tables", "data/targets", "draft_configs", "dvc.yaml", "params.yaml", "pipeline", "published", "pyproject.toml",
     "recipes", "serving-env", "stages", "templates", "tests",
 )  # fmt: skip
-KIT_FLAGS = {  # what runs without the kernels that the kits leave out
-    "sglang": [
-        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-        "--disable-custom-all-reduce", "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu",
-        "--mm-attention-backend", "triton_attn",
-    ],
-    "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
-}  # fmt: skip
-LAUNCHERS = {
-    "sglang": '. /tmp/kit/env.sh\nshift\nexec python3 -m sglang.launch_server "$@"\n',
-    "vllm": '. /tmp/vllm_kit/env.sh\nexec vllm "$@"\n',
-}
 
 # Seed 000's 25 rows: 15 at ep=9, 10 at ep=3.
 SEED_000_EP9 = (
@@ -133,10 +123,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
         "topk": [1, 2, 3, 4, 5, 10],
         "num_draft_tokens": [2, 4, 6, 8, 9, 14, 16, 17, 32],
     }
-    p["check_overfit"] |= {
-        "steps": 60,
-        "min_tau": 1.5,
-    }  # a gate for real targets; here it takes longer than the training
+    p["check_overfit"] |= {"steps": 60, "min_tau": 1.5}  # as long as it is, it takes longer than the training
     p["time_trees"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
     workloads = {name: {**first, **keys} for name, keys in plan.workloads.items()}
     if small:
@@ -159,19 +146,10 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
     p["benchmark_served"]["server"] |= {
         "mem_fraction": 0.5,
         "max_total_tokens": 50_000 if "eval" in workloads else 400_000,
-        "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"] if small else [],
-        "launch_args": [] if small else KIT_FLAGS[plan.engine],
+        "command": engine_kit.DOUBLE if small else [],
+        "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],
     }
     yaml.dump(p, folder / "params.yaml")
-
-
-def write_launchers(folder: Path) -> None:
-    """Write the programs of serving-env, which start an engine in its kit's own environment."""
-    for engine, lines in LAUNCHERS.items():
-        program = folder / f"serving-env/{engine}/bin/{engine}"
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(f"#!/usr/bin/env bash\n{lines}")
-        program.chmod(0o755)
 
 
 def run(folder: Path, *words: str, shown: int = 12) -> int:
@@ -220,7 +198,7 @@ def main() -> None:
         plan = replace(plan, trees=" ".join(plan.trees.split()[:2]), workloads=few)
     if not folder.exists():
         copy_project(folder, o.source)
-        write_launchers(folder)
+        engine_kit.write_launchers(folder)
         if o.source == Path() and run(folder, "pipeline", "use", plan.recipe, shown=1):
             sys.exit(1)
     if o.part != "served":

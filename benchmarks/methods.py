@@ -10,11 +10,14 @@ same prompts, one request at a time, plainly and with EAGLE-3's tree. Cells are 
 """
 
 import argparse
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from benchmarks.served import of_kit, stage
+from benchmarks import engine_kit
 from pipeline.recipes import use_recipe
 
 TREE, CHECKPOINT, OTHERS = "t8_2_16", "e009", ["t8_1_9", "t5_4_16", "t10_3_32"]
@@ -33,9 +36,18 @@ def main() -> None:
     for part in o.parts:
         for words in PARTS[part](rows):
             try:
-                stage(words)
+                run_stage(words)
             except SystemExit as failed:
                 print(failed, flush=True)
+
+
+def run_stage(words: str) -> None:
+    """Run a stage without DVC; print its last line and seconds. Raises SystemExit with its output if it fails."""
+    begun = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", *f"stages.{words}".split()], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{words} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    print(f"{done.stdout.strip().splitlines()[-1]}  [{words}: {time.perf_counter() - begun:.1f} s]", flush=True)
 
 
 def edit(o: argparse.Namespace) -> list[str]:
@@ -45,7 +57,7 @@ def edit(o: argparse.Namespace) -> list[str]:
     p = yaml.load(Path("params.yaml").read_text())
     p["target"] |= {"device": o.device, "dtype": o.dtype} | ({"model": o.model} if o.model else {})
     p["benchmark"] |= {"checkpoints": [CHECKPOINT], "trees": [TREE, *OTHERS]}
-    server = of_kit(p["benchmark_served"]["server"], o.kit) | {"mem_fraction": 0.5}
+    server = engine_kit.use_sglang_kit(p["benchmark_served"]["server"], o.kit)
     p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE], "server": server}
     yaml.dump(p, Path("params.yaml"))
     return [*p["benchmark_methods"]["without_draft"], *p["benchmark_methods"]["with_draft"]]

@@ -190,7 +190,8 @@ def format_tau_interval(row: ServedRow) -> str:
     """Return tau's interval, or why it has none; nothing without a tau."""
     if row.tau is None:
         return ""
-    return format_interval(row.tau_low, row.tau_high, UNCOUNTED if row.engine == "vllm" else ONE_PROMPT)
+    together = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)  # counted by request: an interval
+    return format_interval(row.tau_low, row.tau_high, UNCOUNTED if together else ONE_PROMPT)
 
 
 def format_speedup_interval(row: ServedRow) -> str:

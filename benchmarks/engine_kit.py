@@ -1,0 +1,50 @@
+"""SGLang and vLLM as kits (shared/gpu) for machines without a package registry: how they start, and the flags they need there."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+KIT_FLAGS = {  # what runs without the kernels that the kits leave out
+    "sglang": [
+        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+        "--disable-custom-all-reduce", "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu",
+        "--mm-attention-backend", "triton_attn",
+    ],
+    "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
+}  # fmt: skip
+LAUNCHERS = {
+    "sglang": '. /tmp/kit/env.sh\nshift\nexec python3 -m sglang.launch_server "$@"\n',
+    "vllm": '. /tmp/vllm_kit/env.sh\nexec vllm "$@"\n',
+}
+DOUBLE = [sys.executable, "-m", "tests.serving.engine_double", "serve"]  # of the tests, for a rehearsal without a GPU
+
+
+def write_launchers(folder: Path) -> None:
+    """Write the programs of a project's serving-env, which start an engine in its kit's own environment."""
+    for engine, lines in LAUNCHERS.items():
+        program = folder / f"serving-env/{engine}/bin/{engine}"
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/usr/bin/env bash\n{lines}")
+        program.chmod(0o755)
+
+
+def build_sglang_command(kit: str) -> list[str]:
+    """Return the command that starts SGLang in the kit's environment; that of the tests' double without a kit."""
+    if not kit:
+        return DOUBLE
+    settings = subprocess.run(
+        ["bash", "-c", f"PYTHONPATH= KIT={kit}; . {kit}/env.sh; env"], capture_output=True, text=True
+    )
+    names = ("PYTHONPATH", "TVM_FFI", "TRITON", "HF_HUB", "TRANSFORMERS", "TORCHDYNAMO", "SGLANG", "CUDA_HOME")
+    kept = [line for line in settings.stdout.splitlines() if line.startswith(names)]
+    return ["env", *kept, "python3", "-m", "sglang.launch_server"]
+
+
+def use_sglang_kit(server: dict[str, Any], kit: str) -> dict[str, Any]:
+    """Return `benchmark_served.server` for the kit's SGLang."""
+    return dict(server) | {
+        "command": build_sglang_command(kit),
+        "launch_args": KIT_FLAGS["sglang"] if kit else [],
+        "mem_fraction": 0.5,
+    }
