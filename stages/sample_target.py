@@ -30,22 +30,16 @@ from stages.data.sampled_split import SampledSplit
 from stages.params import schema
 from stages.runtime import atomic, scratch
 from stages.runtime.journal import make_journal_key
-from stages.serving import client, http_session, replicas
-from stages.serving.conversation_sampling import ConversationSampler
+from stages.serving import client, conversation_sampling, http_session, replicas
+from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
 from stages.target import chat_template, generation, loading, manifest, row_preview, served_answers, vision
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 
 FIXED_FOLDER, SAMPLED_FOLDER, REPORT = Path("data/fixed"), Path("data/sampled"), Path("results/sample_report.json")
-ACCESS_KEYS = {
-    "base_urls",
-    "start_timeout_s",
-    "concurrency",
-    "timeout_s",
-    "attempts",
-    "api_key_env",
-}  # change no answer
+# They change no answer.
+ACCESS_KEYS = {"base_urls", "start_timeout_s", "concurrency", "timeout_s", "attempts", "api_key_env"}
 PREVIEW_ROWS = 3  # in the report
 PREVIEW_COLUMNS = ("id", "prompt_ids", "answer_ids", "finish_reason")
 
@@ -90,14 +84,12 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
         splits = _plan_splits(p, place, stack)
         if resumed := sum(split.shards.num_resumed for split in splits):
             print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
-        sample_split = _make_backend(context, stack, place)
-        for split in splits:
-            if p.sample_target.backend == "keep" and split.name == "train":
-                _keep_data_answers(context, split)
-            else:
-                sample_split(split)
-            _print_split(p, split)
-            split.shards.finish()
+        sample_splits = _make_backend(context, stack, place)
+        kept = splits[:1] if p.sample_target.backend == "keep" else []  # train comes first
+        for split in kept:
+            _keep_data_answers(context, split)
+            _finish_split(p, split)
+        sample_splits(splits[len(kept) :])
     for split in splits:
         split.shards.publish(SAMPLED_FOLDER / split.name)
     atomic.write_json(REPORT, _build_report(context, splits) | {"seconds": round(time.perf_counter() - started, 2)})
@@ -137,22 +129,30 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
     return splits
 
 
-def _make_backend(context: SamplingContext, stack: contextlib.ExitStack, place: Path) -> Callable[[SampledSplit], None]:
-    """Return the function that samples a split. `keep` needs one for eval, since replay is exact on own answers only."""
+def _make_backend(
+    context: SamplingContext, stack: contextlib.ExitStack, place: Path
+) -> Callable[[list[SampledSplit]], None]:
+    """Return the function that samples splits. `keep` needs one for eval, since replay is exact on own answers only."""
     s, t = context.p.sample_target, context.p.target
     if _uses_servers(s):
         make_client = _open_servers(context, stack, place)
-        return lambda split: asyncio.run(_sample_from_servers(context, make_client, split))
+        return lambda splits: asyncio.run(_sample_from_servers(context, make_client, splits))
     model = loading.load_target(str(context.folder), t.dtype, t.device, t.trust_remote_code)
-    return lambda split: _generate_split(context, model, split)
+
+    def generate(splits: list[SampledSplit]) -> None:
+        for split in splits:
+            _generate_split(context, model, split)
+            _finish_split(context.p, split)
+
+    return generate
 
 
 def _uses_servers(s: schema.SampleTarget) -> bool:
     return s.backend == "server" or (s.backend == "keep" and s.server.is_configured)
 
 
-def _print_split(p: schema.Params, split: SampledSplit) -> None:
-    """Print a summary of a split. Raises ValueError where no row is left."""
+def _finish_split(p: schema.Params, split: SampledSplit) -> None:
+    """Print a summary of a split and write its last shard. Raises ValueError where no row is left."""
     s, counted, selection = p.sample_target, split.shards.counts, split.selection
     if not counted["rows"] and split.name != "eval_t" and not (split.name == "train" and s.train_rows == 0):
         raise ValueError(
@@ -170,6 +170,7 @@ def _print_split(p: schema.Params, split: SampledSplit) -> None:
             f"warning: most answers of {split.name} are cut, and drafts and tau know nothing of how answers go on; "
             f"raise sample_target.max_new_tokens, or see whether the target ends its answers"
         )
+    split.shards.finish()
 
 
 def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
@@ -337,20 +338,27 @@ def _open_servers(
 
 
 async def _sample_from_servers(
-    context: SamplingContext, make_client: Callable[[], client.ChatClient], split: SampledSplit
+    context: SamplingContext, make_client: Callable[[], client.ChatClient], splits: list[SampledSplit]
 ) -> None:
-    """Sample a whole split."""
-    s, shards, handler = context.p.sample_target, split.shards, _ServedAnswerHandler(context, split)
-    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
-        bar.update(sum(map(shards.shard_length, shards.published)))
+    """Sample whole splits."""
+    s, from_target = context.p.sample_target, context.p.sample_target.history == "target"
+    rows = sum(split.selection.num_requests for split in splits)
+    with tqdm(total=rows, desc="sample", unit="row", mininterval=2) as bar:
+        bar.update(sum(split.shards.shard_length(n) for split in splits for n in split.shards.published))
         async with make_client() as http:
-            sampler = ConversationSampler(split, handler, http, bar, history_from_target=s.history == "target")
+            progress = SamplingProgress(bar, http)
+            samplers = [
+                ConversationSampler(split, _ServedAnswerHandler(context, split), http, progress, from_target)
+                for split in splits
+            ]
             try:
-                await sampler.sample_all(s.server.concurrency)
+                await conversation_sampling.sample_splits(samplers, s.server.concurrency)
             finally:
                 context.retries.update(http.retries_by_reason)
-    if sampler.refused:
-        print(f"{split.name}: {len(sampler.refused)} rows refused, the first: {sampler.refused[0]}")
+    for sampler in samplers:
+        if sampler.refused:
+            print(f"{sampler.split.name}: {len(sampler.refused)} rows refused, the first: {sampler.refused[0]}")
+        _finish_split(context.p, sampler.split)
 
 
 @dataclass(frozen=True)

@@ -229,13 +229,26 @@ def test_later_turns_are_asked_after_the_targets_own_answers(project: Path) -> N
     with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
         use(project, "server", {"base_urls": [fake.url]}, history="target")
         sample_target.main()
-    histories = [[m["content"] for m in b["messages"]] for b in fake.bodies[:3]]
+    bodies = [b for b in fake.bodies if b["messages"][0]["content"] == "user 0"]  # of train; eval is asked meanwhile
+    histories = [[m["content"] for m in b["messages"]] for b in bodies]
     assert histories == [
         ["user 0"],
         ["user 0", "own 1", "user 2"],
         ["user 0", "own 1", "user 2", "own 3", "user 4"],
     ]
-    assert len({b["seed"] for b in fake.bodies[:3]}) == 3
+    assert len({b["seed"] for b in bodies}) == 3
+
+
+def test_servers_get_the_next_split_while_the_last_answers_of_one_are_awaited(project: Path) -> None:
+    """Bug: servers ran empty at the end of each split, for as long as its longest answer took."""
+    wait_s = 2.0
+    with Fake(delay_s=lambda body: wait_s * (body is fake.bodies[0])) as fake:
+        use(project, "server", {"base_urls": [fake.url]}, temperature=0.7)
+        sample_target.main()
+    temperatures = [body["temperature"] for body in fake.bodies]
+    assert temperatures[0] == 0.7  # of train, still unanswered when eval is asked
+    assert fake.arrived[temperatures.index(0.0)] < fake.arrived[0] + wait_s
+    assert all(answers(project, split).height for split in SPLITS)
 
 
 def begun() -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -36,36 +37,62 @@ class AnswerHandler(Protocol):
 
 
 @dataclass
+class SamplingProgress:
+    """The progress bar of all splits."""
+
+    bar: tqdm
+    http: client.ChatClient
+    tokens: int = 0
+    refused: int = 0
+    _started: float = field(default_factory=time.perf_counter)
+
+    def count_row(self) -> None:
+        self.bar.update()
+        rate, retries = self.tokens / (time.perf_counter() - self._started), sum(self.http.retries_by_reason.values())
+        self.bar.set_postfix_str(f"{rate:.0f} tokens/s, {retries} retries, {self.refused} refused", refresh=False)
+
+
+async def sample_splits(samplers: "list[ConversationSampler]", concurrency: int) -> None:
+    """Sample splits in order with `concurrency` workers, each of which takes a group at a time.
+
+    While the last answers of a split are awaited, workers go on with the next split: servers have `concurrency` requests until
+    the last split ends.
+    """
+    queues = [(sampler, sampler.read_groups()) for sampler in samplers]
+
+    async def work() -> None:
+        for sampler, queue in queues:
+            for group in queue:
+                await sampler.sample_group(group, concurrency)
+
+    with http_session.raise_first_error():
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(concurrency, sum(sampler.split.selection.num_requests for sampler in samplers))):
+                tasks.create_task(work())
+
+
+@dataclass
 class ConversationSampler:
     """A split being sampled from servers."""
 
     split: SampledSplit
     handler: AnswerHandler
     http: client.ChatClient
-    bar: tqdm
+    progress: SamplingProgress
     history_from_target: bool  # later turns quote the target's own answers
     refused: list[str] = field(default_factory=list)
-    _started: float = field(default_factory=time.perf_counter)
-    _tokens: int = 0
 
-    async def sample_all(self, concurrency: int) -> None:
-        """Sample the split with `concurrency` workers, which take groups from one queue."""
+    def read_groups(self) -> Iterator[list[TargetRequest]]:
+        return self.split.read_unfinished_groups(by_conversation=self.history_from_target)
+
+    async def sample_group(self, group: list[TargetRequest], concurrency: int) -> None:
+        """Sample requests of a split in sequence, once its older shards are nearly done."""
         shards = self.split.shards
-        ahead = SHARDS_AHEAD + concurrency // shards.size
-        queue = self.split.read_unfinished_groups(by_conversation=self.history_from_target)
+        while shards.shard_of(group[0].position) > shards.oldest + SHARDS_AHEAD + concurrency // shards.size:
+            await asyncio.sleep(0.1)
+        await self._settle_group(group)
 
-        async def work() -> None:
-            for group in queue:
-                while shards.shard_of(group[0].position) > shards.oldest + ahead:
-                    await asyncio.sleep(0.1)
-                await self.sample_group(group)
-
-        with http_session.raise_first_error():
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(concurrency, self.split.selection.num_requests)):
-                    tasks.create_task(work())
-
-    async def sample_group(self, group: list[TargetRequest]) -> None:
+    async def _settle_group(self, group: list[TargetRequest]) -> None:
         """Settle the requests of a group in order. Answers of shards that are already published come from journals."""
         answers: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
         broken = False
@@ -77,7 +104,7 @@ class ConversationSampler:
             if broken or reason:
                 if not is_done:
                     self.split.drop_request(request, reason or "earlier_turn_incomplete")
-                    self.bar.update()
+                    self.progress.bar.update()
                 continue
             history = [answers.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
             answer = await self._get_answer(request, history, self._find_journals(group[number:]), is_done)
@@ -86,7 +113,7 @@ class ConversationSampler:
                 continue
             can_be_quoted = self.handler.settle_answer(request, history, answer, not is_done)
             if not is_done:
-                self._update_bar()
+                self.progress.count_row()
             broken = self.history_from_target and not can_be_quoted
             # A tool call stays the data's own, since its result follows.
             if self.history_from_target and "tool_calls" not in request.messages[request.answer_index]:
@@ -118,21 +145,17 @@ class ConversationSampler:
                 return None
             except ValueError as error:
                 raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
-            self._tokens += known["completion_tokens"] or 0
+            self.progress.tokens += known["completion_tokens"] or 0
         for number in journals:
             shards.journal(number).add(key, known)
         return client.ChatAnswer(**known)
 
     def _count_refusal(self, request: TargetRequest, error: http_session.RequestRefusedError) -> None:
         self.refused.append(f"row {request.id}: {error}")
+        self.progress.refused += 1
         if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counts["rows"]:
             raise ValueError(
                 f"the servers refused the first {len(self.refused)} rows; correct what they say: {self.refused[0]}"
             ) from None
         self.split.drop_request(request, "refused")
-        self.bar.update()
-
-    def _update_bar(self) -> None:
-        self.bar.update()
-        rate, retries = self._tokens / (time.perf_counter() - self._started), sum(self.http.retries_by_reason.values())
-        self.bar.set_postfix_str(f"{rate:.0f} tokens/s, {retries} retries, {len(self.refused)} refused", refresh=False)
+        self.progress.bar.update()
