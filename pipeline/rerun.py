@@ -12,6 +12,7 @@ TIMED_STAGES = (
     "benchmark",
     "benchmark_served",
     "benchmark_served_baseline",
+    "serving_costs",
     "benchmark_methods",
     "benchmark_methods_baseline",
     "time_trees",

@@ -95,6 +95,10 @@ class CostReport(BaseModel):
     fit: CostFit
 
 
+class ServingCosts(BaseModel):
+    grids: list[CostReport]
+
+
 class TorchMetrics(BaseModel):
     tau: float
     speedup: float
@@ -229,6 +233,11 @@ def _summarise_served(path: Path) -> str:
     return f"{loads}, tau {' to '.join(dict.fromkeys([taus[0], taus[-1]]))}" if taus else loads
 
 
+def _serving_costs(workload: str) -> str:
+    grids = _read(ServingCosts, RESULTS / f"cost/served-{workload}.json").grids
+    return f"{sum(len(grid.grid) for grid in grids)} cycles timed, fitted within {max(grid.fit.error for grid in grids):.0%}"
+
+
 def _report(_: str) -> str:
     metrics = _read(RunMetrics, RESULTS / "metrics.json")
     best = f"best checkpoint {metrics.best_checkpoint}, " if metrics.best_checkpoint else ""
@@ -249,6 +258,7 @@ SUMMARIES: dict[str, Callable[[str], str]] = {
     "benchmark": _benchmark,
     "benchmark_served": lambda item: _summarise_served(RESULTS / f"cells/served-{item}.json"),
     "benchmark_served_baseline": lambda item: _summarise_served(RESULTS / f"cells/served-{item}-baseline.json"),
+    "serving_costs": _serving_costs,
     "benchmark_methods": lambda item: _benchmark(f"method-{item}"),
     "benchmark_methods_baseline": lambda item: _benchmark(f"method-{item}"),
     "report": _report,

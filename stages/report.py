@@ -212,6 +212,9 @@ def _predict_speedups(
     from stages.serving import engine_flags  # imports an HTTP client; the terminal's table does without
 
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
+    simulated = [
+        grid for name in p.serving_costs.workloads for grid in timing_grid.read_serving_costs(name, p.target.model)
+    ]
 
     def flags(engine: str, row: PredictedSpeedup) -> list[str] | None:
         config = next((cost.draft for cost in timed if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
@@ -227,7 +230,9 @@ def _predict_speedups(
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
     # The torch engine's cost is its timing grid, so its loads derive none.
     server_lines = [line for line in lines if line.cell.engine != TORCH_ENGINE]
-    return costs.predict_and_compare(timed, server_lines, cells, replayed, p.have_same_shapes, temperatures, flags)
+    return costs.predict_and_compare(
+        timed, simulated, server_lines, cells, replayed, p.have_same_shapes, temperatures, flags
+    )
 
 
 # Reports and runs of other stages

@@ -29,6 +29,7 @@ from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
 from stages.results import replay_records, served_points, served_records
 from stages.runtime import atomic
+from stages.served_cell import measured_loads, server_setup
 from stages.served_cell import requests as served_requests
 from stages.serving import engine_flags, engine_versions, load_generator, measured_server, server
 from stages.serving.measured_server import MeasuredServer
@@ -380,16 +381,14 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
     """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
 
-    def measure(work: Any, opened: benchmark_served.OpenedServer, numbers: list[int]) -> None:
+    def measure(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
         order.append((opened.server.config_name, numbers))
 
     monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
-    opened = contextlib.contextmanager(lambda work, plan, one: iter([benchmark_served.OpenedServer(one, "", print)]))
-    monkeypatch.setattr(benchmark_served, "_open", opened)
-    monkeypatch.setattr(benchmark_served, "_run_repeats", measure)
-    monkeypatch.setattr(
-        benchmark_served, "_build_server_plan", lambda work: SimpleNamespace(can_hold_two=lambda: together)
-    )
+    opened = contextlib.contextmanager(lambda work, plan, one: iter([measured_loads.OpenedServer(one, "", print)]))
+    monkeypatch.setattr(measured_loads, "open_server", opened)
+    monkeypatch.setattr(measured_loads, "run_repeats", measure)
+    monkeypatch.setattr(server_setup, "build_server_plan", lambda work: SimpleNamespace(can_hold_two=lambda: together))
     until = {"half_width": 0.05, "most_repeats": 8}
     work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
     ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from benchmarks import readme_picture, readme_table
 from pipeline import deps
+from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.schema import Params, load_params
 from stages.runtime.import_closure import find_import_closure, find_imported_files, list_modules
 
@@ -235,6 +236,13 @@ def test_a_stage_reads_only_what_dvc_tracks(stage: str) -> None:
         assert covered, (
             f"stages/{stage}.py reads {key}; add it to stages.{stage}.params, which tracks {', '.join(tracked)}"
         )
+
+
+@pytest.mark.parametrize("stage", ["benchmark_served", "serving_costs"])
+def test_a_served_stage_tracks_every_key_of_the_server(stage: str) -> None:
+    """Bug: a cell was not measured again after a change of benchmark_served.server.vision_patch."""
+    keys = {f"benchmark_served.server.{key}" for key in BenchmarkServer.model_fields}
+    assert keys - WHO_NOT_WHAT <= set(GRAPH[stage]["params"])
 
 
 def test_readme_shows_the_very_table_of_a_kept_run() -> None:

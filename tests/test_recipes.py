@@ -346,6 +346,25 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
     assert len(swapped) > 30 and sum(a == b for a, b in swapped) > 0.8 * len(swapped)
 
 
+def shrink(project: Path) -> None:
+    """Make the recipe in use a small run, with all checkpoints that its methods decode with."""
+    yaml = YAML(typ="safe")
+    params = yaml.load((project / "params.yaml").read_text())
+    declared, methods = params["train_draft"]["checkpoints"], params["benchmark_methods"]["with_draft"]
+    used = {method["checkpoint"]: declared[method["checkpoint"]] for method in methods.values()}
+    short = {name: {**settings, "from": "e000", "epochs": 1} for name, settings in used.items()}
+    checkpoints = {"checkpoints": SMALL["train_draft"]["checkpoints"] | short}
+    edit_params(project, SMALL | {"train_draft": checkpoints})
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_small_run_of_a_recipe_has_valid_parameters(name: str, project: Path) -> None:
+    """Bug: the long test of weather-tiny-methods named checkpoints that its small run had not."""
+    use_recipe(name)
+    shrink(project)
+    schema.load_params(project / "params.yaml")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", BUILTIN)
 def test_a_recipe_runs_from_raw_data_to_the_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +372,7 @@ def test_a_recipe_runs_from_raw_data_to_the_table(name: str, tmp_path: Path, mon
     project = copy_project(tmp_path)
     monkeypatch.chdir(project)
     use_recipe(name)
-    edit_params(project, SMALL)
+    shrink(project)
     done = run_dvc(project, "repro")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     with (project / "results/benchmark.csv").open() as file:

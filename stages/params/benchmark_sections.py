@@ -184,6 +184,15 @@ class BenchmarkServer(Section):
     start_timeout_s: Positive
 
 
+class ServingCosts(Section):
+    """Cycles of benchmark_served's engine, timed with simulated acceptance."""
+
+    workloads: Names
+    checkpoint: Name
+    trees: TreeNames
+    accept_length: Annotated[float, Field(gt=1)]  # tokens a cycle
+
+
 class BenchmarkServed(Section):
     engine: Literal["sglang", "vllm"]
     workloads: Names

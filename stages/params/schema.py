@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 from ruamel.yaml.error import YAMLError
 
-from stages.params.benchmark_sections import Benchmark, BenchmarkServed
+from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_error, explain_old_keys, explain_yaml
@@ -26,7 +26,7 @@ from stages.params.schedule import Schedule
 from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
 from stages.params.spelling import suggest_name
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
-from stages.params.tree_sections import ReplayTrees, TimeTrees
+from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.params.yaml_text import parse_yaml
 
@@ -65,6 +65,7 @@ class Params(Section):
     prepare_prompts: PreparePrompts
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
+    serving_costs: ServingCosts
     benchmark_methods: BenchmarkMethods
     report: Report
     schedule: Schedule
@@ -89,14 +90,16 @@ class Params(Section):
             "benchmark.checkpoints": self.benchmark.checkpoints,
             "benchmark_served.checkpoints": served.checkpoints if served.workloads else [],
             "time_trees.checkpoints": self.time_trees.checkpoints,
+            "serving_costs.checkpoint": [self.serving_costs.checkpoint] if self.serving_costs.workloads else [],
         }
+        timed = ("time_trees.checkpoints", "serving_costs.checkpoint")  # e000 costs what a trained one does
         for key, name in ((key, name) for key, names in lists.items() for name in names):
             if name in trained and (method := trained[name].other_method):
                 raise ValueError(
                     f"{key}: {name!r} is of {method}, expected checkpoints of EAGLE-3; name it in "
                     "benchmark_methods.with_draft"
                 )
-            if name not in trained and name not in imported and key != "time_trees.checkpoints":
+            if name not in trained and name not in imported and key not in timed:
                 raise ValueError(
                     f"{key}: {name!r} is not trained{suggest_name(name, [*trained, *imported])}, expected some of "
                     f"{', '.join([*trained, *imported])}; correct it, or add it to train_draft.checkpoints or "
@@ -137,6 +140,7 @@ class Params(Section):
                     f"benchmark.workloads.{name}.until is set and the workload served, expected benchmark_served.interleave: "
                     "true: only beside its own baseline a cell knows its speedup while it measures; set it, or until to null"
                 )
+        self._check_serving_costs()
         if self.benchmark.num_gpus_per_model > 1 and not self.target.device.startswith("cuda"):
             raise ValueError(
                 f"benchmark.num_gpus_per_model is {self.benchmark.num_gpus_per_model} with target.device {self.target.device}, "
@@ -160,6 +164,29 @@ class Params(Section):
                 raise ValueError(
                     f"benchmark.workloads.{name}.grade is true with prompts: {workload.prompts}, expected a set of format gsm8k, "
                     "humaneval or math500: only these have reference answers. Set grade to false"
+                )
+
+    def _check_serving_costs(self) -> None:
+        """Raise ValueError for a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
+        for name in self.serving_costs.workloads:
+            workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
+            for key, found, expected, reason in (
+                ("ignore_eos", workload.ignore_eos, True, "simulated answers have no end"),
+                ("request_rate", workload.request_rate, "inf", "the batch would follow the arrivals"),
+                ("grade", workload.grade, False, "simulated answers are meaningless"),
+                ("until", workload.until, None, "servers are measured one after the other"),
+            ):
+                if found != expected:
+                    raise ValueError(
+                        f"serving_costs.workloads: benchmark.workloads.{name}.{key} is {found}, expected "
+                        f"{'null' if expected is None else str(expected).lower()}: {reason}; name another workload"
+                    )
+            caps = {cap for _, cap in workload.list_loads()}
+            if None in caps or len(caps) * len(self.serving_costs.trees) < MIN_TIMED_TREES:
+                raise ValueError(
+                    f"serving_costs: workload {name} has concurrency {workload.concurrency} and there are "
+                    f"{len(self.serving_costs.trees)} trees, expected numbers of requests at once, and at least "
+                    f"{MIN_TIMED_TREES} pairs of tree and concurrency: each is left out once, to see how well others predict it"
                 )
 
     def _check_depths(self) -> None:

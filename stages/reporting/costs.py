@@ -16,7 +16,7 @@ from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 from stages.results import cost_measured, cost_served, prediction
 from stages.results.cost_measured import ComparedPrediction
-from stages.results.prediction import LaunchAdvice, PredictedSpeedup
+from stages.results.prediction import LaunchAdvice, PredictedSpeedup, SpeculationLimit
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
 from stages.results.timing_grid import TimingGrid
@@ -31,7 +31,7 @@ LAUNCH_HEADINGS = (
 
 @dataclass(frozen=True)
 class CostPrediction:
-    costs: list[TimingGrid]  # the torch engine's, then those derived from served cells
+    costs: list[TimingGrid]  # the torch engine's, those of serving_costs, those derived from served cells
     rows: list[PredictedSpeedup]
     launch: list[LaunchAdvice]
     compared: list[ComparedPrediction]
@@ -40,6 +40,7 @@ class CostPrediction:
 
 def predict_and_compare(
     timed: list[TimingGrid],
+    simulated: list[TimingGrid],
     lines: list[ServedTableLine],
     cells: list[TorchCell],
     replays: Mapping[str, list[ReplayedTree]],
@@ -49,13 +50,14 @@ def predict_and_compare(
 ) -> CostPrediction:
     """Return the predictions by every cost, and how cells compare with them.
 
-    `timed` are the torch engine's costs; `alike` tells whether two checkpoints' drafts have the same shapes;
+    `timed` are the torch engine's costs, `simulated` those of serving_costs, which count before those derived from served cells:
+    they cover more trees, and no cell is predicted by itself. `alike` tells whether two checkpoints' drafts have the same shapes;
     `temperatures` are those of the torch engine's workloads (a served cost has its own); `flags` as in
     prediction.choose_launches.
     """
     served, remarks = cost_served.derive_costs(lines)
     by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
-    for cost in [*timed, *served]:
+    for cost in [*timed, *simulated, *served]:
         by_load.setdefault((cost.engine, cost.workload, cost.max_new_tokens), []).append(cost)
     rows: list[PredictedSpeedup] = []
     for costs in by_load.values():
@@ -72,9 +74,11 @@ def predict_and_compare(
         if name not in torch_costs
     ]
     compared, reasons = cost_measured.compare_torch_cells(torch_costs, cells, rows)
-    compared += cost_measured.compare_served_lines(served, lines, replays)
+    apart, fitted = cost_measured.compare_simulated_lines(simulated, lines, replays, alike)
+    compared += apart
+    compared += cost_measured.compare_served_lines(served, [line for line in lines if id(line) not in fitted], replays)
     launch = prediction.choose_launches(rows, flags)
-    return CostPrediction([*timed, *served], rows, launch, compared, [*remarks, *reasons])
+    return CostPrediction([*timed, *simulated, *served], rows, launch, compared, [*remarks, *reasons])
 
 
 def _find_cost(checkpoint: str, costs: list[TimingGrid], alike: Callable[[str, str], bool]) -> TimingGrid | None:
@@ -115,9 +119,27 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     shown = ["Predicted: when to speculate, and how", heading]
     for line, row in zip(lines, launch, strict=True):
         shown += [line, *([f"    {shlex.join(row.flags)}"] if row.flags else [])]
+    shown += [describe_limit(limit) for limit in prediction.find_limits(launch)]
     others = sorted({row.engine for row in launch if row.timed_on != row.engine})
     note = f"{' and '.join(others)}: not by costs of their own; serve a few cells (benchmark_served), or measure before use"
     return [*shown, *([note] if others else [])]
+
+
+def describe_limit(limit: SpeculationLimit) -> str:
+    """Return up to which concurrency speculation is worth enabling, in words."""
+    load = f", {limit.workload}, {limit.max_new_tokens} tokens" if limit.workload else ""
+    timed = f" by costs of the {limit.timed_on} engine" if limit.timed_on != limit.engine else ""
+    first, last = limit.concurrencies[0], limit.concurrencies[-1]
+    if limit.off_above == 0:
+        advice = f"leave speculation off: from {first} to {last} at once no tree's interval lies above 1"
+    elif limit.off_above is not None:
+        beyond = next(cap for cap in limit.concurrencies if cap > limit.off_above)
+        advice = f"turn speculation off above {limit.off_above} at once: at {beyond} no tree's interval lies above 1"
+    elif limit.enabled == limit.concurrencies:
+        advice = f"speculate at every concurrency that was timed, {first} to {last}"
+    else:
+        advice = f"speculate at {', '.join(map(str, limit.enabled))} at once, not at the others that were timed"
+    return f"{limit.engine}{load}{timed}: {advice}"
 
 
 def _format_launch_row(row: LaunchAdvice) -> tuple[str, ...]:
@@ -141,11 +163,26 @@ class CostsPage:
     """The content of templates/costs.html.j2."""
 
     found: CostPrediction
+    limits: list[str]  # up to which concurrency to speculate, a sentence for each load
+    by_concurrency: list["ConcurrencyTable"]
     tops: list[tuple[int, list[PredictedSpeedup]]]  # at each load: how many trees were predicted, and the fastest
     disagreeing: list[ComparedPrediction]  # beyond both intervals
     undecided: int  # cells that can't be compared for want of an interval
     error: "PredictionError | None"
     svg: Any
+
+
+@dataclass(frozen=True)
+class ConcurrencyTable:
+    """Predicted speedups of the best trees of a load at every concurrency."""
+
+    first: PredictedSpeedup
+    concurrencies: list[int]
+    lines: list[tuple[PredictedSpeedup, list[PredictedSpeedup | None]]]  # (one of the tree's, that of each concurrency)
+    best: set[int]  # ids of the fastest of each concurrency
+
+    def is_best(self, row: PredictedSpeedup) -> bool:
+        return id(row) in self.best
 
 
 @dataclass(frozen=True)
@@ -160,6 +197,8 @@ def build_costs_page(found: CostPrediction, best: str) -> CostsPage:
     compared = found.compared
     return CostsPage(
         found,
+        limits=[describe_limit(limit) for limit in prediction.find_limits(found.launch)],
+        by_concurrency=_build_concurrency_tables(found.rows, best),
         tops=_select_top_trees(found.rows, best),
         disagreeing=[row for row in compared if row.agrees is False],
         undecided=sum(row.agrees is None for row in compared),
@@ -174,14 +213,37 @@ def _draw_compared(compared: list[ComparedPrediction]) -> Any:
 
 def _select_top_trees(rows: list[PredictedSpeedup], best: str) -> list[tuple[int, list[PredictedSpeedup]]]:
     """Return the fastest trees of each load, of the best checkpoint where it has predictions there."""
-    by_load: dict[Any, list[PredictedSpeedup]] = {}
+    groups = _group_predictions(rows, best, lambda row: (row.engine, row.load))
+    return [(len(shown), sorted(shown, key=lambda row: -row.speedup)[:MAX_TABLE_TREES]) for shown in groups]
+
+
+def _group_predictions(
+    rows: list[PredictedSpeedup], best: str, load: Callable[[PredictedSpeedup], Any]
+) -> list[list[PredictedSpeedup]]:
+    """Return the predictions of each load, those of the best checkpoint where it has some."""
+    groups: dict[Any, list[PredictedSpeedup]] = {}
     for row in rows:
-        by_load.setdefault((row.engine, row.load), []).append(row)
-    found = []
-    for group in by_load.values():
-        shown = [row for row in group if row.checkpoint == best] or group
-        found.append((len(shown), sorted(shown, key=lambda row: -row.speedup)[:MAX_TABLE_TREES]))
-    return found
+        groups.setdefault(load(row), []).append(row)
+    return [[row for row in group if row.checkpoint == best] or group for group in groups.values()]
+
+
+def _build_concurrency_tables(rows: list[PredictedSpeedup], best: str) -> list[ConcurrencyTable]:
+    """Return a table of each load with several concurrencies: the trees that are among the fastest at one of them."""
+    tables = []
+    for group in _group_predictions(rows, best, lambda row: (row.engine, row.load[:-1])):
+        caps = sorted({row.concurrency for row in group})
+        of_tree: dict[tuple[str, Any], dict[int, PredictedSpeedup]] = {}
+        for row in group:
+            of_tree.setdefault((row.checkpoint, row.shape), {})[row.concurrency] = row
+        fastest = {
+            cap: sorted((row for row in group if row.concurrency == cap), key=lambda row: -row.speedup) for cap in caps
+        }
+        few = max(2, MAX_TABLE_TREES // len(caps))
+        shown = dict.fromkeys((row.checkpoint, row.shape) for cap in caps for row in fastest[cap][:few])
+        if len(caps) > 1:
+            lines = [(next(iter(of_tree[tree].values())), [of_tree[tree].get(cap) for cap in caps]) for tree in shown]
+            tables.append(ConcurrencyTable(group[0], caps, lines, {id(fastest[cap][0]) for cap in caps}))
+    return tables
 
 
 def _summarise_prediction_error(compared: list[ComparedPrediction]) -> PredictionError:

@@ -355,15 +355,18 @@ def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSiz
 def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSize, gpu: Gpu) -> None:
     served = p.benchmark_served
     cells = len(served.checkpoints) * len(served.trees) * (2 if served.interleave else 1)
-    for name in served.workloads:
+    timed = p.serving_costs
+    stages = [("benchmark_served", name, cells) for name in served.workloads]
+    stages += [("benchmark_served_baseline", name, 1) for name in served.workloads]
+    stages += [("serving_costs", name, 1 + len(timed.trees)) for name in timed.workloads]
+    for stage, name, servers in stages:
         workload = p.benchmark.workloads[name]
         once = sum(_list_load_seconds(p, target, gpu, workload))
         load = workload.most_repeats * once
         repeated = f"{workload.most_repeats} * {once:.0f} s of load"
         how = f"({SERVER_START_S} s + {repeated}): speculative counted as plain"
-        for stage, servers in {"benchmark_served": cells, "benchmark_served_baseline": 1}.items():
-            seconds = servers * (SERVER_START_S + load) * served.server.tp
-            result.add_hours(f"{stage}, {name}", seconds, f"{servers} servers * {how}", served.server.tp)
+        seconds = servers * (SERVER_START_S + load) * served.server.tp
+        result.add_hours(f"{stage}, {name}", seconds, f"{servers} servers * {how}", served.server.tp)
 
 
 def _list_load_seconds(p: schema.Params, target: TargetSize, gpu: Gpu, workload: Workload) -> list[float]:

@@ -5,7 +5,7 @@ cell's interval, which is of whole answers, is applied as a share; without one (
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -118,6 +118,43 @@ def compare_torch_cells(
             names = cell.workload, cell.checkpoint, cell.tree, cell.engine
             made.append(ComparedPrediction(*names, 1, None, guess, found))
     return made, list(dict.fromkeys(why))
+
+
+def compare_simulated_lines(
+    costs: Iterable[TimingGrid],
+    lines: Iterable[ServedTableLine],
+    replays: Mapping[str, list[ReplayedTree]],
+    alike: Callable[[str, str], bool],
+) -> tuple[list[ComparedPrediction], set[int]]:
+    """Return served points compared with what a grid of simulated acceptance predicts, and the ids of their lines.
+
+    No such point was fitted. Points of another machine, or outside the grid, are left out.
+    """
+    every, made, found_lines = list(lines), [], set()
+    for timed in costs:
+        within = prediction.get_grid_bounds(timed)
+        for line in every:
+            row, shape = line.row, line.cell.shape
+            plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
+            names = ("engine", "workload", "max_new_tokens")
+            if (
+                not row.checkpoint
+                or plain is None
+                or any(row[name] != timed[name] for name in names)
+                or timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware)
+                or not prediction.is_inside_grid(within, shape, plain.batch)
+                or not (row.checkpoint == timed.checkpoint or alike(timed.checkpoint, row.checkpoint))
+            ):
+                continue
+            trees = select_temperature(replays.get(row.checkpoint, []), timed.settings["temperature"])
+            tree = next((tree for tree in trees if tree.shape == shape), None)
+            if tree and (found := measure_served_line(line)):
+                cycle_s = timed.fit.predict_cycle_s(shape, plain.batch)
+                guess = prediction.estimate_speedup(tree, cycle_s, timed.fit, plain)
+                labels = row.workload, row.checkpoint, row.tree, row.engine, row.concurrency, row.max_new_tokens
+                made.append(ComparedPrediction(*labels, guess, found))
+                found_lines.add(id(line))
+    return made, found_lines
 
 
 def compare_served_lines(

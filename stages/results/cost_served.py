@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import Any
 
+from stages.params.tree_shape import TreeShape
 from stages.results import interval
 from stages.results.served_records import LoadPoint, RequestRow
 from stages.results.served_table import SPECULATIVE, ServedTableLine
@@ -71,7 +72,7 @@ def _build_cost(lines: list[ServedTableLine]) -> TimingGrid:
             "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
             "repeats": row.repeats,
         },
-        plain=_build_plain_steps(lines),
+        plain=build_plain_steps(_list_baseline_points(lines)),
         grid=grid,
         fit=cost_fit.fit_cost_model(grid),
         hardware=cell.hardware,
@@ -81,22 +82,33 @@ def _build_cost(lines: list[ServedTableLine]) -> TimingGrid:
 
 
 def _build_grid(lines: list[ServedTableLine]) -> list[CycleTime]:
-    found = []
-    for line in lines:
-        if line.point and (cycles := compute_cycle_seconds(line.point)):
-            tree, batch = line.cell.shape, line.row.concurrency or 0
-            shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "batch": batch}
-            found.append(CycleTime.model_validate(shape | _summarise_times("cycle_s", cycles)))
-    return found
+    points = [(line.cell.shape, line.point) for line in lines if line.point and compute_cycle_seconds(line.point)]
+    return [build_cycle_time(tree, point) for tree, point in points]
 
 
-def _build_plain_steps(lines: list[ServedTableLine]) -> list[PlainStepTime]:
-    """Return the plain step of each concurrency, over all baselines that the group was compared with; cells share some."""
-    points = {id(line.baseline_point): line.baseline_point for line in lines if line.baseline_point}
+def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
+    """Return the time of a cycle at a point. Raises ValueError if the engine reported no cycles."""
+    cycles = compute_cycle_seconds(point)
+    if not cycles:
+        raise ValueError(
+            f"{tree.name}, concurrency {point.concurrency}: the engine reported no cycles, expected those of each request; "
+            "vLLM reports them from 0.30 on"
+        )
+    shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
+    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | _summarise_times("cycle_s", cycles))
+
+
+def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
+    """Return the plain step of each concurrency, over all points of servers without a draft."""
     steps: dict[int, list[float]] = {}
-    for point in points.values():
+    for point in points:
         steps.setdefault(point.concurrency or 0, []).extend(compute_step_seconds(point))
     return [PlainStepTime(batch=batch, **_summarise_times("step_s", steps[batch])) for batch in sorted(steps)]
+
+
+def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
+    """Return the points that the group was compared with, each once; cells share some."""
+    return list({id(line.baseline_point): line.baseline_point for line in lines if line.baseline_point}.values())
 
 
 def _summarise_times(name: str, values: list[float]) -> dict[str, Any]:

@@ -73,6 +73,19 @@ class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
     flags: list[str]  # none if speculation is not worth enabling
 
 
+class SpeculationLimit(Record):
+    """The concurrencies of one load at which speculation is worth enabling."""
+
+    engine: str
+    timed_on: str
+    workload: str | None
+    max_new_tokens: int | None
+    temperature: float
+    concurrencies: list[int]  # all that were timed
+    enabled: list[int]  # those where the best tree's interval lies above 1
+    off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
+
+
 @dataclass(frozen=True)
 class SpeedupEstimate:
     """A speedup tau / C, and its 95% interval where it is known."""
@@ -174,9 +187,40 @@ def choose_launches(
     return found
 
 
+def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
+    """Return the limit of each load with several concurrencies."""
+    groups: dict[tuple[Any, ...], dict[int, bool]] = {}
+    for row in launch:
+        load = row.engine, row.timed_on, row.workload, row.max_new_tokens, row.temperature
+        groups.setdefault(load, {})[row.concurrency] = row.enable
+    found = []
+    for (engine, timed_on, workload, length, temperature), enabled in groups.items():
+        caps = sorted(enabled)
+        on = [cap for cap in caps if enabled[cap]]
+        is_one_span = on == caps[: len(on)]
+        if len(caps) > 1:
+            found.append(
+                SpeculationLimit(
+                    engine=engine,
+                    timed_on=timed_on,
+                    workload=workload,
+                    max_new_tokens=length,
+                    temperature=temperature,
+                    concurrencies=caps,
+                    enabled=on,
+                    off_above=max(on, default=0) if is_one_span and len(on) < len(caps) else None,
+                )
+            )
+    return found
+
+
 def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
-    """Write what to launch, and the timing grids, each with its hardware."""
-    content = {"launch": [row.model_dump() for row in launch], "costs": [cost.model_dump() for cost in costs]}
+    """Write what to launch, up to which concurrency, and the timing grids, each with its hardware."""
+    content = {
+        "launch": [row.model_dump() for row in launch],
+        "limits": [limit.model_dump() for limit in find_limits(launch)],
+        "costs": [cost.model_dump() for cost in costs],
+    }
     atomic.write_json(LAUNCH_FILE, content)
 
 

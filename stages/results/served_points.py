@@ -81,6 +81,8 @@ def describe_load(
     summary = latency.summarise_load([r for found in turns for r in found.records])
     cycles, accepted = load_checks.sum_counts(turns)
     tau = f"tau {metrics.pool_acceptance([accepted], [cycles], 1, None).tau:.3f}, " if cycles else ""
+    if server.simulated:
+        tau = "acceptance simulated, "
     which = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
         f"{server.config_name}, {load[0]} tokens, concurrency {load[1] or 'unlimited'}{which}: {tau}"

@@ -1,7 +1,8 @@
 """A timing grid on disk: what plain steps and cycles cost on one engine (time_trees -> report), `results/cost/torch-*.json`.
 
 A grid belongs to an engine on a machine, a target, and the shapes of a draft, whose weights change no time. For a serving
-engine the report derives the same record from served cells (results/cost_served.py) and keeps it in results/launch.json.
+engine the report derives the same record from served cells (results/cost_served.py) and keeps it in results/launch.json, and
+serving_costs times one with simulated acceptance, `results/cost/served-*.json`.
 """
 
 from pathlib import Path
@@ -74,6 +75,35 @@ def write_timing_grid(grid: TimingGrid) -> Path:
     place = locate_timing_grid(grid.engine, grid.checkpoint)
     atomic.write_json(place, grid.model_dump())
     return place
+
+
+class ServingCosts(Record):
+    """The timing grids of one workload on a serving engine that simulates acceptance (serving_costs)."""
+
+    definitions: str
+    grids: list[TimingGrid]  # of each answer length
+
+
+def locate_serving_costs(workload: str) -> Path:
+    return COSTS_FOLDER / f"served-{workload}.json"
+
+
+def write_serving_costs(workload: str, grids: list[TimingGrid]) -> Path:
+    """Write the grids of a workload and return their path."""
+    place = locate_serving_costs(workload)
+    atomic.write_json(place, ServingCosts(definitions=COST_DEFINITIONS, grids=grids).model_dump())
+    return place
+
+
+def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
+    """Return the grids of a workload for the target `model`. Raises ValueError also if they are another's."""
+    place, stage = locate_serving_costs(workload), f"serving_costs@{workload}"
+    found = ServingCosts.read_json(place, stage, COST_DEFINITIONS)
+    for grid in found.grids:
+        if (target := grid.target[0] if grid.target else None) != model:
+            problem = f"{place} has timed drafts of the target {target}, expected {model}: its costs are another's"
+            raise atomic.Broken(problem, atomic.rerun(stage))
+    return found.grids
 
 
 def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:

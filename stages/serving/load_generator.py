@@ -170,7 +170,7 @@ class LoadGenerator:
             self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
                 record = await self._send_one(request, path, body, due)
-                if self.reader:
+                if self.reader and "num_spec_steps" not in record.engine_meta:
                     await self._count_from_counters(record, self.reader)
                 return record
             finally:

@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.serving import engine_flags, engine_versions, gpu_memory, http_session, measuring_turn, server, vision_patch
+from stages.serving import (
+    engine_flags,
+    engine_versions,
+    gpu_memory,
+    http_session,
+    measuring_turn,
+    server,
+    simulated_acceptance,
+    vision_patch,
+)
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
+from stages.serving.simulated_acceptance import SimulatedAcceptance
 
 Load = tuple[int, int | None]  # (max_new_tokens, concurrency); None: no limit
 CheckServer = Callable[[], None]  # raises ValueError if the server has ended
@@ -39,6 +49,7 @@ class MeasuredServer:
     command: list[str] = field(default_factory=list)
     gpu_memory: UsedGpuMemory = field(default_factory=UsedGpuMemory)
     notice: str | None = None  # on how the server drafts, for the report
+    simulated: SimulatedAcceptance | None = None  # None: what the target accepts is real
 
     @property
     def num_draft_tokens(self) -> int:
@@ -101,6 +112,10 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     threads = plan.num_threads if setup.device == "cpu" else None
     patched = plan.vision_patch and measured.draft is not None
     environment = vision_patch.build_environment() if patched else {}
+    if measured.simulated:
+        environment |= measured.simulated.build_environment(setup.engine)
+    else:
+        simulated_acceptance.check_real(os.environ, measured.command)
     running = server.ServerProcess(
         setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, environment=environment,
         section=plan.section,

@@ -81,6 +81,9 @@ class Double:
         self.flags = flags
         self.speculates = bool(flags.speculative_draft_model_path)
         self.turn = asyncio.Lock()
+        self.simulated = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", 0)) if flags.engine == "sglang" else 0.0
+        if flags.speculative_config and flags.speculative_config.get("rejection_sample_method") == "synthetic":
+            self.simulated = flags.speculative_config["synthetic_acceptance_length"]
         self.forget()
 
     @cached_property
@@ -123,6 +126,10 @@ class Double:
 
     async def decode(self, ids: list[int], most: int, pictures: Any = None) -> Any:
         """(tokens so far, histogram, whether that is all) after each step."""
+        if self.simulated and self.speculates:
+            async for step in self.simulate(most):
+                yield step
+            return
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def work() -> None:
@@ -145,6 +152,25 @@ class Double:
                 first, step = False, await queue.get()
                 yield list(said), histogram, step is None
 
+    async def simulate(self, most: int) -> Any:
+        """As `decode`, of id 100 and of as many tokens in each cycle as was said, which takes a time by the tree's size."""
+        said, histogram = [100], [0] * (self.flags.speculative_num_steps + 1)
+        owed = 0.0
+        async with self.turn:
+            yield list(said), histogram, most == 1
+            while len(said) < most:
+                await asyncio.sleep(
+                    0.001 * self.flags.speculative_num_steps + 0.0002 * self.flags.speculative_num_draft_tokens
+                )
+                owed += self.simulated
+                histogram[int(owed) - 1] += 1
+                self.drafts, self.accepted = self.drafts + 1, self.accepted + int(owed) - 1
+                for place in range(int(owed) - 1):
+                    self.positions[place] += 1
+                said += [100] * int(owed)
+                owed -= int(owed)
+                yield said[:most], histogram, len(said) >= most
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         ids, most, pictures = body["input_ids"], body["sampling_params"]["max_new_tokens"], None
@@ -152,7 +178,7 @@ class Double:
             ids, pictures = self.look(ids, urls)
         response = await opened(request)
         async for said, histogram, last in self.decode(ids, most, pictures):
-            ended = "stop" if said[-1] in self.engine.end_tokens else "length"
+            ended = "stop" if not self.simulated and said[-1] in self.engine.end_tokens else "length"
             seen = RECORDED["generate"]["meta_info"]
             meta: dict[str, Any] = {key: seen[key] for key in seen if not key.startswith("spec_")}
             meta |= {"prompt_tokens": len(ids), "completion_tokens": len(said)}
@@ -170,7 +196,8 @@ class Double:
         usage: dict[str, Any] = {}
         histogram: list[int] = []
         async for said, found, last in self.decode(body["prompt"], body["max_tokens"]):
-            reason = ("stop" if said[-1] in self.engine.end_tokens else "length") if last else None
+            stops = not self.simulated and said[-1] in self.engine.end_tokens
+            reason = ("stop" if stops else "length") if last else None
             choice = {"index": 0, "text": "x", "token_ids": said[before:], "finish_reason": reason}
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)}
             await event(response, {"choices": [choice], "usage": usage})

@@ -1,0 +1,83 @@
+"""Loads on a measured server: it is opened, and the repeats of every point of a workload run on it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from stages.data import workload_prompts
+from stages.results import served_points, served_records
+from stages.served_cell import requests as served_requests
+from stages.served_cell.requests import SECTION, ServedCellContext
+from stages.serving import load_checks, load_generator, measured_server, measuring_turn
+from stages.serving.load_generator import Arrivals, LoadResult
+from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
+
+LOGS_FOLDER = Path(".scratch/served")
+
+
+@dataclass(frozen=True)
+class OpenedServer:
+    """A server that answers."""
+
+    server: MeasuredServer
+    url: str
+    check: CheckServer
+
+
+@contextlib.contextmanager
+def open_server(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
+    cell_name = served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
+    with measured_server.open_server(plan, one, LOGS_FOLDER / f"{cell_name}.log") as (url, check):
+        yield OpenedServer(one, url, check)
+
+
+@contextlib.contextmanager
+def open_for_a_turn(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
+    with open_server(work, plan, one) as opened, measuring_turn.measure_server():
+        yield opened
+
+
+def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:
+    """Run these repeats of all points on a server."""
+    one = opened.server
+    for number in numbers:
+        for load in work.workload.list_loads():
+            started = time.perf_counter()
+            turns = asyncio.run(_run_load(work, one, opened.url, opened.check, load, number))
+            one.loads.setdefault(load, []).append(turns)
+            took = turns, time.perf_counter() - started
+            print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
+
+
+async def _run_load(
+    work: ServedCellContext, measured: MeasuredServer, url: str, check: CheckServer, load: Load, number: int
+) -> list[LoadResult]:
+    """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
+    length, cap = load
+    workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
+    load_name = f"{measured.config_name}, {length} tokens, concurrency {cap or 'unlimited'}"
+    requests, warmup = (
+        [
+            served_requests.make_request(work, row, 0, row.prompt_ids, length)
+            for row in workload_prompts.list_rows(prompts)
+        ]
+        for prompts in (work.prompts, work.warmup_prompts)
+    )
+    results: list[LoadResult] = []
+    while requests:
+        with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
+            server = url, work.served_model
+            limits, engine = (arrivals, workload.deadline_s), work.setup.engine
+            result = await load_generator.run_load(
+                *server, requests, *limits, warmup, SECTION, work.api_key, engine, check, bar.update
+            )
+        load_checks.check_answered(load_name, result)
+        results.append(result)
+        requests, warmup = served_requests.make_next_requests(work, results, length), []
+    load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(work.prompts))
+    return results

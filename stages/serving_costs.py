@@ -1,0 +1,160 @@
+"""serving_costs: time cycles of a serving engine.   python -m stages.serving_costs WORKLOAD
+
+Serves every tree of `serving_costs.trees`, and the target alone, under the loads of one workload. The engine simulates how many
+drafts are accepted, so a draft that was never trained does, and each cycle yields a known number of tokens. From the times of
+cycles and plain steps comes a timing grid for each answer length; with replay's tau the report predicts speedups at each
+concurrency. No tau is measured here. docs/cost.md
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stages.params import schema
+from stages.params.tree_shape import TreeShape
+from stages.results import cost_fit, cost_served, load_points, timing_grid
+from stages.results.record import Record
+from stages.results.served_records import LoadPoint
+from stages.results.timing_grid import TimingGrid
+from stages.runtime import atomic, scratch
+from stages.served_cell import measured_loads, server_setup
+from stages.served_cell.requests import ServedCellContext
+from stages.serving import gpu_memory, measuring_turn
+from stages.serving.measured_server import MeasuredServer
+from stages.serving.simulated_acceptance import SimulatedAcceptance
+from stages.telemetry.run_stage import run_stage
+
+
+class ServedTimes(Record):
+    """What was measured of one server, kept until all are."""
+
+    version: str | None  # of the engine
+    points: list[LoadPoint]
+
+
+def main(workload_name: str) -> None:
+    params, started = schema.load_params(), time.perf_counter()
+    settings = params.serving_costs
+    draft_config = server_setup.read_draft_config(params, settings.checkpoint)
+    work = server_setup.build_context(params, workload_name, draft_config)
+    servers = list(_configure_servers(work, draft_config))
+    gpus = gpu_memory.list_visible_gpus()
+    place = scratch.locate_scratch(
+        "serving_costs",
+        workload_name,
+        work.workload.model_dump(),
+        params.benchmark_served.model_dump(include={"engine", "server"}),
+        settings.model_dump(exclude={"workloads", "trees"}),
+        asdict(work.manifest),
+        work.prompts.rows(),
+    )
+    with scratch.lock_scratch(place):
+        measured = [(one, _measure_or_read(work, one, place)) for one in servers]
+        seconds = round(time.perf_counter() - started, 2)
+        grids = [
+            _build_grid(work, measured, length, draft_config, gpus, seconds)
+            for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
+        ]
+        path = timing_grid.write_serving_costs(workload_name, grids)
+        scratch.remove_scratch(place)
+    for grid in grids:
+        print(
+            f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} cycles timed, predicted from the others within "
+            f"{grid.fit.error:.1%} (root mean square; at worst {grid.fit.error_max:.1%}) -> {path}"
+        )
+
+
+def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) -> Iterator[MeasuredServer]:
+    """Yield the baseline and a server of each tree.
+
+    Raises:
+        ValueError: for a tree that the engine can't run, or longer than the positions of target and draft.
+    """
+    settings, engine = work.params.serving_costs, work.setup.engine
+    yield server_setup.configure_server(work, "", None, {})
+    for name in settings.trees:
+        tree = TreeShape.parse(name)
+        one = server_setup.configure_server(work, settings.checkpoint, tree, draft_config)
+        if reason := server_setup.explain_unsupported(work, one, draft_config):
+            raise ValueError(f"serving_costs.trees: {name}: {reason}; take it out of the list")
+        server_setup.check_positions(work, one, draft_config)
+        one.simulated = SimulatedAcceptance(min(settings.accept_length, tree.num_steps + 1))
+        one.speculation_flags = one.simulated.build_flags(engine, one.speculation_flags)
+        yield one
+
+
+def _measure_or_read(work: ServedCellContext, one: MeasuredServer, place: Path) -> ServedTimes:
+    """Return the times of a server: those that a killed run left, or measured now."""
+    file = place / f"{one.config_name}.json"
+    if file.exists():
+        print(f"resumed: {one.config_name} was measured before, kept in {place}")
+        return ServedTimes.read_json(file, f"serving_costs@{work.workload_name}")
+    plan = server_setup.build_server_plan(work)
+    with measured_loads.open_server(work, plan, one) as opened, measuring_turn.measure_server():
+        measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
+    points = []
+    for (length, cap), repeats in one.loads.items():
+        records = [[result.records for result in turns] for turns in repeats]
+        load = load_points.PointLoad(length, cap, work.workload.request_rate)
+        grades: list[bool | None] = [None] * len(load_points.list_requests(records))
+        points.append(load_points.build_point(load, records, grades, {}, None, []))
+    times = ServedTimes(version=one.info.get("version"), points=points)
+    atomic.write_json(file, times.model_dump())
+    return times
+
+
+def _build_grid(
+    work: ServedCellContext,
+    measured: list[tuple[MeasuredServer, ServedTimes]],
+    length: int,
+    draft_config: dict[str, Any],
+    gpus: list[gpu_memory.GpuMemory],
+    seconds: float,
+) -> TimingGrid:
+    """Return the timing grid of one answer length."""
+    of_length = [(one, [point for point in times.points if point.max_new_tokens == length]) for one, times in measured]
+    (baseline, plain), *drafting = of_length
+    cycles = [
+        cost_served.build_cycle_time(TreeShape.parse(one.tree_name), point)
+        for one, points in drafting
+        if one.tree_name
+        for point in points
+    ]
+    requests = [r for _, points in of_length for point in points for r in point.requests if not r.failed]
+    version = measured[0][1].version
+    return TimingGrid(
+        definitions=timing_grid.COST_DEFINITIONS,
+        engine=work.setup.engine,
+        workload=work.workload_name,
+        max_new_tokens=length,
+        checkpoint=work.params.serving_costs.checkpoint,
+        draft=draft_config,
+        target=[work.manifest.model, work.manifest.revision, work.manifest.config_digest],
+        settings={
+            "temperature": work.workload.temperature,
+            "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
+            "repeats": work.workload.repeats,
+            "simulated_accept_length": work.params.serving_costs.accept_length,
+        },
+        plain=cost_served.build_plain_steps(plain),
+        grid=cycles,
+        fit=cost_fit.fit_cost_model(cycles),
+        hardware=server_setup.describe_hardware(work, baseline, gpus),
+        versions={work.setup.engine: version} if version else {},
+        seconds=seconds,
+    )
+
+
+def _list_stage_gpus() -> list[int]:
+    """Return the GPUs of the servers."""
+    params = schema.load_params()
+    settings = params.serving_costs
+    names = [f"{settings.checkpoint}-{tree}" for tree in settings.trees]
+    return server_setup.list_stage_gpus(params, ["baseline", *names])
+
+
+if __name__ == "__main__":
+    run_stage(main, _list_stage_gpus)

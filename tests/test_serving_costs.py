@@ -1,0 +1,144 @@
+"""serving_costs: against the tests' double of SGLang and vLLM, whose simulated cycles take a known time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import benchmark_served, serving_costs
+from stages.data import workload_prompts
+from stages.params import schema
+from stages.results import timing_grid
+from stages.results.timing_grid import TimingGrid
+from stages.served_cell import measured_loads
+from stages.serving import simulated_acceptance
+from stages.serving.simulated_acceptance import SimulatedAcceptance
+from tests.conftest import EVAL, edit_params
+from tests.test_benchmark_served import ask, forked_doubles, made, project  # noqa: F401 - fixtures
+
+TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
+LOAD = {
+    **EVAL, "prompts": "random", "input_tokens": 12, "num_prompts": 3, "warmup": 0, "ignore_eos": True,
+    "max_new_tokens": [20, 40], "concurrency": [1, 2], "repeats": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def load(project: Path) -> Path:  # noqa: F811
+    edit_params(
+        project,
+        {
+            "benchmark": {"workloads": {"eval": EVAL, "load": LOAD}},
+            "serving_costs": {"workloads": ["load"], "checkpoint": "e003", "trees": TREES, "accept_length": 2.5},
+        },
+    )
+    prompts = [
+        workload_prompts.WorkloadPrompt(str(n), [5 + (n + k) % 50 for k in range(12)], images=[], length_share=1.0)
+        for n in range(3)
+    ]
+    workload_prompts.write_prompts("load", prompts, [])
+    return project
+
+
+def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
+    """The seconds that the double sleeps in each cycle, beside those found."""
+    return [(0.001 * cycle.steps + 0.0002 * cycle.tokens, cycle.cycle_s) for cycle in grid.grid]
+
+
+def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serving_costs.main("load")
+    short, long = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    assert (short.max_new_tokens, long.max_new_tokens) == (20, 40)
+    for grid in (short, long):
+        assert [(c.shape.name, c.batch) for c in grid.grid] == [(tree, batch) for tree in TREES for batch in (1, 2)]
+        assert all(found > floor for floor, found in compute_floor(grid))  # nothing of a cycle is left out
+        alone = {c.shape.name: c.cycle_s for c in grid.grid if c.batch == 1}
+        assert alone["t6_4_32"] > alone["t2_1_3"]
+        assert [plain.batch for plain in grid.plain] == [1, 2] and all(plain.step_s > 0 for plain in grid.plain)
+        assert grid.settings["simulated_accept_length"] == 2.5 and grid.versions == {"sglang": "0.5.17"}
+    with pytest.raises(ValueError, match=r"has timed drafts of the target builtin/weather-tiny, expected other"):
+        timing_grid.read_serving_costs("load", "other")
+    text = timing_grid.locate_serving_costs("load").read_text()
+    assert '"tau' not in text and not list(Path("results/cells").glob("*"))
+    printed = capsys.readouterr().out
+    assert "acceptance simulated" in printed and "tau" not in printed
+    assert not list(Path(".scratch").glob("serving_costs-*"))
+
+
+def test_a_killed_run_goes_on_with_the_servers_that_are_left(
+    load: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, names = measured_loads.run_repeats, []
+
+    def fall(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
+        names.append(opened.server.config_name)
+        if len(names) == 3:
+            raise KeyboardInterrupt
+        run(work, opened, numbers)
+
+    monkeypatch.setattr(measured_loads, "run_repeats", fall)
+    with pytest.raises(KeyboardInterrupt):
+        serving_costs.main("load")
+    serving_costs.main("load")
+    assert names == ["baseline", "e003-t2_1_3", *(f"e003-{tree}" for tree in TREES[1:2] + TREES[1:])]
+    assert capsys.readouterr().out.count("resumed: ") == 2
+
+
+def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
+    """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
+    ask(load, command=[*serving_double(), "vllm", "serve"])
+    edit_params(
+        load,
+        {
+            "benchmark_served": {"engine": "vllm"},
+            "serving_costs": {"trees": ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]},
+        },
+    )
+    serving_costs.main("load")
+    grid, _ = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
+    flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
+    _, config, last = SimulatedAcceptance(2.0).build_flags("vllm", flags)
+    assert json.loads(config) == {
+        "method": "eagle3", "num_speculative_tokens": 1, "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.0,
+    }  # fmt: skip
+    assert last == "--x"
+
+
+def serving_double() -> list[str]:
+    from tests.test_benchmark_served import DOUBLE
+
+    return DOUBLE
+
+
+def test_a_cell_is_never_measured_on_a_server_that_simulates(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reads a variable of the environment, which may be left from another experiment."""
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
+    with pytest.raises(ValueError, match=r"would simulate acceptance \(SGLANG_SIMULATE_ACC_LEN\), expected a real one"):
+        benchmark_served.main("eval", "e003", "t5_1_6")
+    config = json.dumps({"rejection_sample_method": "synthetic"})
+    with pytest.raises(ValueError, match="synthetic in the server's command"):
+        simulated_acceptance.check_real({}, ["vllm", "serve", "--speculative-config", config])
+
+
+def test_a_tree_that_the_engine_cannot_run_is_named_before_any_server_starts(load: Path) -> None:
+    edit_params(load, {"serving_costs": {"trees": [*TREES, "t8_2_8"]}})
+    with pytest.raises(ValueError, match=r"serving_costs.trees: t8_2_8: .*; take it out of the list"):
+        serving_costs.main("load")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ignore_eos": False}, r"benchmark.workloads.load.ignore_eos is False, expected true: simulated answers have no end"),
+        ({"request_rate": 8.0}, r"request_rate is 8.0, expected inf"),
+        ({"concurrency": None}, r"concurrency None and there are 4 trees, expected numbers of requests at once"),
+        ({"concurrency": 1}, r"at least 8 pairs of tree and concurrency"),
+    ],
+)  # fmt: skip
+def test_a_workload_whose_cycles_say_nothing_is_refused(changes: dict[str, Any], message: str, load: Path) -> None:
+    edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, **changes}}}})
+    with pytest.raises(ValueError, match=message):
+        schema.load_params()
