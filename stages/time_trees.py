@@ -1,11 +1,13 @@
 """time_trees: time a grid of trees on the torch engine.   python -m stages.time_trees CHECKPOINT
 
-Times whole cycles, as decoding runs them, over a grid of num_steps, topk and num_draft_tokens, and steps of plain decoding.
+Times whole cycles, as decoding runs them, over a grid of num_steps, topk and num_draft_tokens, and steps of plain decoding,
+of one sequence or of several at once (`batches`).
 Every round times each tree once, forwards and backwards in alternation, so that a drifting machine affects all alike; a tree's
 time is the median over its cycles. results/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
 Times depend on a draft's shapes, not on its weights: e000 stands for every checkpoint that train_draft makes from it.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -18,7 +20,7 @@ import torch
 from stages.data import conversations
 from stages.draft.loading import load_draft
 from stages.engine.decode import Engine
-from stages.engine.decode_state import DecodeStep
+from stages.engine.requests import DecodeRequest, RequestUpdate
 from stages.params import schema
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
@@ -27,9 +29,8 @@ from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage
 
 ANSWERS_FOLDER = Path("data/sampled/eval")
-BATCH_SIZE = 1
 
-StartDecoding = Callable[[], Iterator[DecodeStep]]
+StartDecoding = Callable[[], Iterator[list[RequestUpdate]]]
 
 
 def main(name: str) -> None:
@@ -37,25 +38,26 @@ def main(name: str) -> None:
     torch.set_num_threads(p.benchmark.num_threads)
     started = time.perf_counter()
     target, s = manifest.read_manifest(), p.time_trees
-    prompt, trees = _build_prompt(s.context, target.image_token_id), s.list_trees()
+    prompts, trees = _build_prompts(s.context, max(s.batches), target.image_token_id), s.list_trees()
     _check_positions(s, target.max_position_embeddings)
     engine, config = _build_engine(p, target, name)
 
-    steps = s.warmup + s.cycles
-    plain = partial(engine.decode_plain, prompt, steps + 1)
-    seconds = _time_decodings([plain, *(_make_speculative_decoding(engine, prompt, tree, steps) for tree in trees)], s)
-    grid = [
-        timing_grid.CycleTime(
-            steps=tree.num_steps,
-            topk=tree.topk,
-            tokens=tree.num_draft_tokens,
-            batch=BATCH_SIZE,
-            **_summarise_median("cycle_s", of_tree),
-        )
-        for tree, of_tree in zip(trees, seconds[1:], strict=True)
-    ]
+    plain, grid = [], []
+    for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
+        decodings = [_make_decoding(engine, prompts[:batch], tree, s.warmup + s.cycles) for tree in (None, *trees)]
+        steps, *cycles = _time_decodings(decodings, s)
+        plain.append(timing_grid.PlainStepTime(batch=batch, **_summarise_median("step_s", steps)))
+        grid += [
+            timing_grid.CycleTime(
+                steps=tree.num_steps,
+                topk=tree.topk,
+                tokens=tree.num_draft_tokens,
+                batch=batch,
+                **_summarise_median("cycle_s", of_tree),
+            )
+            for tree, of_tree in zip(trees, cycles, strict=True)
+        ]
     fit = cost_fit.fit_cost_model(grid)
-    step = _summarise_median("step_s", seconds[0])
     also = {"dtype": p.target.dtype, "semantics": p.benchmark.tree_scoring}
     record = timing_grid.TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
@@ -66,7 +68,7 @@ def main(name: str) -> None:
         draft=config,
         target=[target.model, target.revision, target.config_digest],
         settings=s.list_settings() | also,
-        plain=[timing_grid.PlainStepTime(batch=BATCH_SIZE, **step)],
+        plain=plain,
         grid=grid,
         fit=fit,
         hardware=torch_records.describe_hardware(p.target.device, p.benchmark.num_threads),
@@ -74,28 +76,33 @@ def main(name: str) -> None:
         seconds=round(time.perf_counter() - started, 2),
     )
     place = timing_grid.write_timing_grid(record)
+    together = f", {', '.join(map(str, s.batches))} at once," if s.batches != [1] else ""
     print(
-        f"{len(grid)} trees in {record.seconds:.1f} s: a plain step takes {1000 * step['step_s']:.2f} ms; trees "
+        f"{len(trees)} trees{together} in {record.seconds:.1f} s: a plain step takes {1000 * plain[0].step_s:.2f} ms; trees "
         f"left out of the fit are predicted within {fit.error:.1%} (root mean square; at worst {fit.error_max:.1%}) -> {place}"
     )
 
 
-def _build_prompt(tokens: int, image_token: int | None) -> list[int]:
-    """Return the first ids of the eval answers: the target's own text, since it decides which experts are used.
+def _build_prompts(tokens: int, count: int, image_token: int | None) -> list[list[int]]:
+    """Return prompts of the eval answers' ids: the target's own text, since it decides which experts are used.
 
-    Image tokens are left out. Raises ValueError if the answers have fewer tokens.
+    The first is the beginning of the first answers, each other one begins where that before it has ended; after the last answer
+    comes the first. Image tokens are left out. Raises ValueError if the answers have fewer tokens than one prompt.
     """
     ids: list[int] = []
     for row in conversations.read_table(ANSWERS_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target").iter_rows(
         named=True
     ):
         ids += [token for token in row["answer_ids"] if token != image_token]
-        if len(ids) >= tokens:
-            return ids[:tokens]
-    raise ValueError(
-        f"{ANSWERS_FOLDER} holds answers of {len(ids)} tokens in all, expected {tokens} (time_trees.context); lower it, or raise "
-        "sample_target.eval_rows"
-    )
+        if len(ids) >= tokens * count:
+            break
+    if len(ids) < tokens:
+        raise ValueError(
+            f"{ANSWERS_FOLDER} holds answers of {len(ids)} tokens in all, expected {tokens} (time_trees.context); lower it, or "
+            "raise sample_target.eval_rows"
+        )
+    rounds = itertools.cycle(ids)
+    return [list(itertools.islice(rounds, tokens)) for _ in range(count)]
 
 
 def _check_positions(s: TimeTrees, positions: int) -> None:
@@ -124,8 +131,22 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
     return Engine(model, [], target.feature_layers, draft, p.benchmark.tree_scoring), config
 
 
-def _make_speculative_decoding(engine: Engine, prompt: list[int], tree: TreeShape, cycles: int) -> StartDecoding:
-    return partial(engine.decode_speculative, prompt, _count_committed_tokens(tree, cycles), tree)
+def _make_decoding(engine: Engine, prompts: list[list[int]], tree: TreeShape | None, cycles: int) -> StartDecoding:
+    """Return a function that decodes all prompts at once, plainly without a tree."""
+    tokens = _count_committed_tokens(tree, cycles) if tree else 1 + cycles
+    return partial(_decode_together, engine, [DecodeRequest(prompt, tokens) for prompt in prompts], tree)
+
+
+def _decode_together(
+    engine: Engine, requests: list[DecodeRequest], tree: TreeShape | None
+) -> Iterator[list[RequestUpdate]]:
+    """Yield once when all prompts are read, then after each pass over all of them."""
+    with closing(
+        cast(Generator[list[RequestUpdate], None, None], engine.decode_batch(requests, len(requests), tree))
+    ) as updates:
+        for _ in range(len(requests)):  # that they begin, and the prefills but the last
+            next(updates)
+        yield from updates
 
 
 def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[float]]:
@@ -135,12 +156,12 @@ def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[f
         order = range(len(decodings))
         for at in order if number % 2 == 0 else reversed(order):
             # Closed at once, so that the next decoding reuses its caches.
-            with closing(cast(Generator[DecodeStep, None, None], decodings[at]())) as decoding:
+            with closing(cast(Generator[list[RequestUpdate], None, None], decodings[at]())) as decoding:
                 seconds[at] += list(_time_steps(decoding, s.cycles, s.warmup))
     return seconds
 
 
-def _time_steps(decoding: Iterator[DecodeStep], count: int, warmup: int) -> Iterator[float]:
+def _time_steps(decoding: Iterator[list[RequestUpdate]], count: int, warmup: int) -> Iterator[float]:
     """Yield the seconds from step to step; a step ends when its tokens are read, while the next may already run."""
     for _ in range(1 + warmup):  # prefill, then first steps, which may allocate and pick kernels
         next(decoding)

@@ -63,6 +63,7 @@ class TimeTrees(TreeGrid):
     warmup: Annotated[int, Field(ge=0)]
     cycles: Count
     repeats: Count
+    batches: Grid
 
     @model_validator(mode="after")
     def has_enough_trees_for_a_fit(self) -> "TimeTrees":
