@@ -60,6 +60,16 @@ SWEEP: Workloads = {  # requests at once, each with as many prompts as a few sec
     for at_once, prompts in {1: 8, 4: 16, 16: 64, 64: 128, 256: 256}.items()
 }
 EVAL: Workloads = {"eval": {"num_prompts": 40, "repeats": 3}}
+AT_ONCE = [1, 8, 32, 128]
+LIVE: Workloads = {"eval": {"num_prompts": 256, "repeats": 3, "concurrency": AT_ONCE, "warmup": 16}}
+COSTS_LOAD = {
+    **DRAWN,
+    "num_prompts": 256,
+    "input_tokens": 128,
+    "max_new_tokens": 96,
+    "concurrency": AT_ONCE,
+    "repeats": 3,
+}
 IN_TURNS: Workloads = {"eval": {"num_prompts": 10, "repeats": 5}}
 
 
@@ -74,18 +84,30 @@ class Plan:
     workloads: Workloads
     checkpoint: str = "e009"
     interleave: bool = False
+    cost_trees: str = (
+        ""  # of serving_costs, whose predictions benchmarks/serving_costs.py compares with the served cells
+    )
 
     def list_stages(self) -> list[str]:
         """Return the served cells as DVC names them, baselines first."""
         trees = self.trees.split()
         cells = [f"benchmark_served@{name}-{self.checkpoint}-{tree}" for name in self.workloads for tree in trees]
-        return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
+        costs = ["serving_costs@load"] if self.cost_trees else []
+        return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells, *costs]
 
 
 PLANS = {
     "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL),
     "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
     "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP),
+    "dense-costs": Plan(
+        "weather-tiny",
+        "bfloat16",
+        "sglang",
+        "t3_1_4 t5_4_16 t8_2_16",
+        LIVE,
+        cost_trees="t1_1_2 t4_1_5 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
+    ),
     "moe": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16", EVAL),
     "moe-scenarios": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
     "vl": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True),
@@ -142,6 +164,13 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
         "trees": plan.trees.split(),
         "interleave": plan.interleave,
     }
+    costs = {**first, **COSTS_LOAD} | ({"num_prompts": 3, "max_new_tokens": 20, "repeats": 2} if small else {})
+    p["benchmark"]["workloads"] |= {"load": costs} if plan.cost_trees else {}
+    p["serving_costs"] |= {
+        "workloads": ["load"] if served and plan.cost_trees else [],
+        "checkpoint": plan.checkpoint,
+        "trees": plan.cost_trees.split() or p["serving_costs"]["trees"],
+    }
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
     p["benchmark_served"]["server"] |= {
         "mem_fraction": 0.5,
@@ -174,7 +203,7 @@ def run(folder: Path, *words: str, shown: int = 12) -> int:
 def serve_cells(folder: Path, plan: Plan, at_once: int) -> None:
     """Make the plan's prompts and served cells by `dvc repro`, several at once."""
     repro = ("pipeline.checked_dvc", "--wait-for-lock", "repro", "-s")
-    for name in plan.workloads:
+    for name in [*plan.workloads, *(["load"] if plan.cost_trees else [])]:
         if run(folder, *repro, f"prepare_prompts@{name}", shown=1):
             sys.exit(1)
     stages = plan.list_stages()

@@ -13,7 +13,7 @@ PLAIN_S = 2.4e-3
 HARDWARE = {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"}  # as of test_report's cells
 TREES = TimeTrees(
     checkpoints=["e000"], num_steps=[1, 3, 6, 10], topk=[1, 2, 4], num_draft_tokens=[2, 4, 8, 16, 32, 64],
-    context=128, warmup=1, cycles=2, repeats=5,
+    context=128, warmup=1, cycles=2, repeats=5, batches=[1],
 ).list_trees()  # fmt: skip
 
 

@@ -130,23 +130,24 @@ def compare_simulated_lines(
 
     No such point was fitted. Points of another machine, or outside the grid, are left out.
     """
-    every, made, found_lines = list(lines), [], set()
+    made: list[ComparedPrediction] = []
+    found_lines: set[int] = set()
+    speculative = [line for line in lines if line.row.checkpoint]
     for timed in costs:
         within = prediction.get_grid_bounds(timed)
-        for line in every:
+        for line in speculative:
             row, shape = line.row, line.cell.shape
             plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
             names = ("engine", "workload", "max_new_tokens")
             if (
-                not row.checkpoint
-                or plain is None
+                plain is None
                 or any(row[name] != timed[name] for name in names)
                 or timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware)
                 or not prediction.is_inside_grid(within, shape, plain.batch)
-                or not (row.checkpoint == timed.checkpoint or alike(timed.checkpoint, row.checkpoint))
+                or not (row.checkpoint == timed.checkpoint or alike(timed.checkpoint, str(row.checkpoint)))
             ):
                 continue
-            trees = select_temperature(replays.get(row.checkpoint, []), timed.settings["temperature"])
+            trees = select_temperature(replays.get(str(row.checkpoint), []), timed.settings["temperature"])
             tree = next((tree for tree in trees if tree.shape == shape), None)
             if tree and (found := measure_served_line(line)):
                 cycle_s = timed.fit.predict_cycle_s(shape, plain.batch)

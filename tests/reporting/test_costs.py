@@ -12,7 +12,15 @@ from stages import report
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.reporting import costs as shown
-from stages.results import prediction, replay_records, served_records, timing_grid, torch_records
+from stages.results import (
+    cost_measured,
+    prediction,
+    replay_records,
+    served_records,
+    served_table,
+    timing_grid,
+    torch_records,
+)
 from stages.results.prediction import PredictedSpeedup
 from stages.serving import engine_flags
 from tests import costs
@@ -166,6 +174,85 @@ def test_a_missing_cost_and_one_of_another_target_are_explained(project: schema.
     timing_grid.locate_timing_grid("torch", "e000").unlink()
     with pytest.raises(ValueError, match=r"torch-e000\.json not found; run: dvc repro time_trees@e000"):
         report.main()
+
+
+DEAR_TOKENS = costs.TRUTH | {"token": 0.09e-3}  # at 32 at once no tree pays
+
+
+def simulate(trees: list[str], caps: tuple[int, ...] = (1, 8, 32)) -> timing_grid.TimingGrid:
+    """Write what serving_costs would have timed of workload `load` on SGLang."""
+    workload = {**EVAL, "prompts": "random", "input_tokens": 64, "ignore_eos": True, "concurrency": list(caps)}
+    edit_params(Path(), {"benchmark": {"workloads": {"eval": EVAL, "load": workload}}})
+    make_up_spent("prepare_prompts@load")
+    edit_params(Path(), {"serving_costs": {"workloads": ["load"], "trees": trees}})
+    points = costs.grid([TreeShape.parse(tree) for tree in trees], caps, truth=DEAR_TOKENS)
+    plain = [{"batch": cap, "step_s": plain_s(cap), "error": 0.005, "samples": 10} for cap in caps]
+    grid = costs.made_up(
+        engine="sglang", workload="load", max_new_tokens=100, points=points, plain=plain,
+        settings={"context": 100, "repeats": 2, "temperature": 0.0, "simulated_accept_length": 3.0},
+    )  # fmt: skip
+    timing_grid.write_serving_costs("load", [grid])
+    return grid
+
+
+def test_simulated_costs_say_which_tree_to_launch_at_each_concurrency(
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate([*CHAINS, *TREES])
+    report.main()
+    printed = capsys.readouterr().out
+    rows = [row for row in table(PredictedSpeedup.TABLE) if row["engine"] == "sglang"]
+    assert {(row["workload"], row["max_new_tokens"], row["concurrency"]) for row in rows} == {
+        ("load", "100", cap) for cap in ("1", "8", "32")
+    }
+    for row in rows[::23]:
+        tree, cap = TreeShape(int(row["steps"]), int(row["topk"]), int(row["tokens"])), int(row["concurrency"])
+        by_hand = replayed(tree.name, row["checkpoint"]) * plain_s(cap) / costs.seconds(tree, cap, DEAR_TOKENS)
+        assert float(row["speedup"]) == pytest.approx(by_hand)
+    mine = [row for row in prediction.read_launch() if row.engine == "sglang"]
+    for row in mine:
+        at = [
+            float(r["speedup"]) for r in rows if int(r["concurrency"]) == row.concurrency and r["tokens"] > r["steps"]
+        ]
+        assert row.timed_on == "sglang" and row.speedup == pytest.approx(max(at))
+    assert [(row.concurrency, row.enable) for row in mine] == [(1, True), (8, True), (32, False)]
+    (limit,) = json.loads(prediction.LAUNCH_FILE.read_text())["limits"]
+    assert (limit["workload"], limit["enabled"], limit["off_above"]) == ("load", [1, 8], 8)
+    said = "sglang, load, 100 tokens: turn speculation off above 8 at once: at 32 no tree's interval lies above 1"
+    page = words(report.PAGE_FILE.read_text())
+    assert said in printed and said.replace("'", "&#39;") in page.replace("'", "&#39;")
+    assert "Speedup by tree and concurrency" in page and "acceptance was simulated, 3.0 tokens a cycle" in page
+
+
+def test_served_points_are_compared_with_simulated_costs_that_no_cell_was_fitted_to(project: schema.Params) -> None:
+    """One tree and concurrency was served 1.5 times as slowly as predicted; one of a tree outside the grid is not compared."""
+    grid = simulate(["t3_1_4", "t8_1_9", "t5_2_8", "t8_2_16"], (1, 8))
+    edit_params(
+        Path(), {"benchmark_served": {"workloads": ["load"], "checkpoints": ["e009"], "trees": ["t5_2_8", "t5_4_16"]}}
+    )
+    caps = (1, 8)
+    plain = [point(100, cap, plain_s(cap), requests=8, seed=cap, repeats=2) for cap in caps]
+    served_records.write_served_cell(served_cell("load", points=plain))
+    for tree in ("t5_2_8", "t5_4_16"):
+        times = {cap: costs.seconds(TreeShape.parse(tree), cap, DEAR_TOKENS) * (1.5 if cap == 8 else 1) for cap in caps}
+        points = [
+            point(100, cap, times[cap] / replayed(tree), replayed(tree), tree, requests=8, seed=cap, repeats=2)
+            for cap in caps
+        ]
+        served_records.write_served_cell(served_cell("load", "e009", tree, points))
+    report.main()
+    p = schema.load_params()
+    replays = {"e009": replay_records.read_replay("e009")}
+    cells = served_table.read_served_cells(["load"], ["e009"], ["t5_2_8", "t5_4_16"])
+    lines = served_table.join_lines(cells, replays, [])
+    here = grid.model_copy(update={"hardware": cells[0].hardware})
+    compared, ids = cost_measured.compare_simulated_lines([here], lines, replays, p.have_same_shapes)
+    assert [(row.tree, row.concurrency) for row in compared] == [("t5_2_8", 1), ("t5_2_8", 8)] and len(ids) == 2
+    assert [row.measured.C / row.predicted.C for row in compared] == pytest.approx([1.0, 1.5], rel=0.02)
+    assert cost_measured.compare_simulated_lines([grid], lines, replays, p.have_same_shapes) == (
+        [],
+        set(),
+    )  # another machine
 
 
 def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
