@@ -1,4 +1,4 @@
-"""What serving_costs predicts beside served cells that no grid was fitted to.   python -m benchmarks.serving_costs [PROJECT]
+"""Predictions of serving_costs beside served cells that no grid was fitted to.   python -m benchmarks.serving_costs [PROJECT]
 
 PROJECT has run `benchmark_served` and `serving_costs` on one machine, as plan dense-costs of benchmarks/gpu_graph.py does. For
 each served cell and concurrency: the speedup of decoding as measured, and as predicted from replay's tau and the grid's costs.

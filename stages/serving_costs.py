@@ -29,7 +29,7 @@ from stages.telemetry.run_stage import run_stage
 
 
 class ServedTimes(Record):
-    """What was measured of one server, kept until all are."""
+    """The measurements of one server, kept until all servers are measured."""
 
     version: str | None  # of the engine
     points: list[LoadPoint]

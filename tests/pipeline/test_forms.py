@@ -214,6 +214,7 @@ HARMLESS = {
     "replay_trees.trace_trees",
     "benchmark.trees",
     "benchmark_served.trees",
+    "serving_costs.trees",
     "benchmark_methods.with_draft.*.tree",
 }
 
