@@ -130,7 +130,13 @@ def describe_limit(limit: SpeculationLimit) -> str:
     load = f", {limit.workload}, {limit.max_new_tokens} tokens" if limit.workload else ""
     timed = f" by costs of the {limit.timed_on} engine" if limit.timed_on != limit.engine else ""
     first, last = limit.concurrencies[0], limit.concurrencies[-1]
-    if limit.off_above == 0:
+    if limit.undecided:
+        which = (
+            "at every concurrency" if limit.undecided == limit.concurrencies else f"at {_join(limit.undecided)} at once"
+        )
+        advice = f"can't tell {which}, for want of an interval (repeats: 3)"
+        advice += f"; speculate at {_join(limit.enabled)}" if limit.enabled else ""
+    elif limit.off_above == 0:
         advice = f"leave speculation off: from {first} to {last} at once no tree's interval lies above 1"
     elif limit.off_above is not None:
         beyond = next(cap for cap in limit.concurrencies if cap > limit.off_above)
@@ -138,8 +144,12 @@ def describe_limit(limit: SpeculationLimit) -> str:
     elif limit.enabled == limit.concurrencies:
         advice = f"speculate at every concurrency that was timed, {first} to {last}"
     else:
-        advice = f"speculate at {', '.join(map(str, limit.enabled))} at once, not at the others that were timed"
+        advice = f"speculate at {_join(limit.enabled)} at once, not at the others that were timed"
     return f"{limit.engine}{load}{timed}: {advice}"
+
+
+def _join(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _format_launch_row(row: LaunchAdvice) -> tuple[str, ...]:

@@ -83,6 +83,7 @@ class SpeculationLimit(Record):
     temperature: float
     concurrencies: list[int]  # all that were timed
     enabled: list[int]  # those where the best tree's interval lies above 1
+    undecided: list[int]  # those where the best tree has no interval
     off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
 
 
@@ -189,15 +190,16 @@ def choose_launches(
 
 def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
     """Return the limit of each load with several concurrencies."""
-    groups: dict[tuple[Any, ...], dict[int, bool]] = {}
+    groups: dict[tuple[Any, ...], dict[int, LaunchAdvice]] = {}
     for row in launch:
         load = row.engine, row.timed_on, row.workload, row.max_new_tokens, row.temperature
-        groups.setdefault(load, {})[row.concurrency] = row.enable
+        groups.setdefault(load, {})[row.concurrency] = row
     found = []
-    for (engine, timed_on, workload, length, temperature), enabled in groups.items():
-        caps = sorted(enabled)
-        on = [cap for cap in caps if enabled[cap]]
-        is_one_span = on == caps[: len(on)]
+    for (engine, timed_on, workload, length, temperature), advice in groups.items():
+        caps = sorted(advice)
+        on = [cap for cap in caps if advice[cap].enable]
+        undecided = [cap for cap in caps if advice[cap].low is None]
+        is_one_span = on == caps[: len(on)] and not undecided
         if len(caps) > 1:
             found.append(
                 SpeculationLimit(
@@ -208,6 +210,7 @@ def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
                     temperature=temperature,
                     concurrencies=caps,
                     enabled=on,
+                    undecided=undecided,
                     off_above=max(on, default=0) if is_one_span and len(on) < len(caps) else None,
                 )
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.params.tree_shape import TreeShape
+from stages.reporting.costs import describe_limit
 from stages.results import prediction
 from stages.results.prediction import PredictedSpeedup
 from tests import costs
@@ -136,3 +137,33 @@ def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     prediction.LAUNCH_FILE.write_text("{}")
     with pytest.raises(ValueError, match=r"launch\.json holds nothing to launch; run: dvc repro -f -s report"):
         prediction.read_launch()
+
+
+@pytest.mark.parametrize(
+    ("enabled", "off_above", "said"),
+    [
+        ([True, True, False], 8, "turn speculation off above 8 at once: at 32 no tree's interval lies above 1"),
+        ([True, True, True], None, "speculate at every concurrency that was timed, 1 to 32"),
+        ([False, False, False], 0, "leave speculation off: from 1 to 32 at once no tree's interval lies above 1"),
+        ([False, True, False], None, "speculate at 8 at once, not at the others that were timed"),
+        ([None, None, None], None, r"can't tell at every concurrency, for want of an interval (repeats: 3)"),
+        ([True, None, False], None, r"can't tell at 8 at once, for want of an interval (repeats: 3); speculate at 1"),
+    ],
+)
+def test_the_concurrency_above_which_to_turn_speculation_off(
+    enabled: list[bool | None], off_above: int | None, said: str
+) -> None:
+    """In words and as a number; a load with one concurrency has no limit."""
+    ends = {True: 1.1, False: 0.9, None: None}
+    rows = [
+        guess("t3_1_4", 1.4, ends[one], workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
+        for one, cap in zip(enabled, (1, 8, 32), strict=True)
+    ]
+    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
+    (limit,) = prediction.find_limits(launch)
+    assert (limit.off_above, limit.enabled) == (
+        off_above,
+        [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one],
+    )
+    assert describe_limit(limit) == f"sglang, chat, 64 tokens: {said}"
+    assert prediction.find_limits(launch[:1]) == []
