@@ -191,6 +191,11 @@ class ConcurrencyTable:
     lines: list[tuple[PredictedSpeedup, list[PredictedSpeedup | None]]]  # (one of the tree's, that of each concurrency)
     best: set[int]  # ids of the fastest of each concurrency
 
+    @property
+    def headings(self) -> list[tuple[str, str]]:
+        """Return the two lines above each concurrency's column."""
+        return [(str(cap), "at once") for cap in self.concurrencies]
+
     def is_best(self, row: PredictedSpeedup) -> bool:
         return id(row) in self.best
 
