@@ -21,7 +21,7 @@ from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
-pytestmark = pytest.mark.usefixtures("one_thread", "forked_stages")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_stages", "cheap_collections")
 NAMES = ("e003", "t3_2_6")
 
 

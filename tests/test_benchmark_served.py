@@ -38,6 +38,7 @@ from tests.conftest import EVAL, ROOT, edit_params, gone
 from tests.served_cells import records
 from tests.serving.engine_double import FORK_VARIABLE
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
 LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
 

@@ -25,6 +25,7 @@ def write_everywhere(project: Path, name: str) -> None:
     given["benchmark"]["workloads"] = {name: EVAL}
     given["benchmark"] |= {"torch_workloads": [name], "checkpoints": [name], "trees": [name]}
     given["benchmark_served"] |= {"workloads": [name], "checkpoints": [name], "trees": [name]}
+    given["serving_costs"] |= {"workloads": [name]}
     given["benchmark_methods"] |= {
         "workload": name,
         "with_draft": {name: {"method": "eagle3", "checkpoint": name, "tree": "t5_1_6"}},
@@ -74,8 +75,8 @@ def test_no_shell_runs_a_name_of_params_yaml(project: Path, told: Path, name: st
     assert done.returncode != 0
     assert not (project / "ran").exists(), done.stdout
     heard = (project / "told").read_text()
-    assert heard.count("-m|stages.") == len(groups) == 12, done.stderr
-    for stage in ("train_draft", "benchmark_served_baseline"):
+    assert heard.count("-m|stages.") == len(groups) == 13, done.stderr
+    for stage in ("train_draft", "benchmark_served_baseline", "serving_costs"):
         assert f"|{stage}@{name}|" in heard
     assert f"|benchmark@{name}-{name}-{name}|" in heard
 

@@ -213,7 +213,9 @@ def test_later_turns_are_asked_after_the_targets_own_answers_and_all_pictures(pr
     with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
         use(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=None)
         sample_target.main()
-    first, second = fake.bodies[:2]
+    bodies = fake.bodies  # of train and, meanwhile, of eval, whose conversations have one picture
+    second = next(body for body in bodies if len(tiles(body["messages"])) == 2)
+    first = next(body for body in bodies if body["messages"][:2] == second["messages"][:2] and body is not second)
     assert second["messages"][: len(first["messages"])] == first["messages"]
     assert second["messages"][len(first["messages"])] == {
         "role": "assistant",

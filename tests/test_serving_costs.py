@@ -17,10 +17,11 @@ from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.test_benchmark_served import ask, forked_doubles, made, project  # noqa: F401 - fixtures
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
 LOAD = {
     **EVAL, "prompts": "random", "input_tokens": 12, "num_prompts": 3, "warmup": 0, "ignore_eos": True,
-    "max_new_tokens": [20, 40], "concurrency": [1, 2], "repeats": 2,
+    "max_new_tokens": 20, "concurrency": [1, 2], "repeats": 1,
 }  # fmt: skip
 
 
@@ -47,6 +48,9 @@ def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
 
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_params(
+        load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "max_new_tokens": [20, 40], "repeats": 2}}}}
+    )
     serving_costs.main("load")
     short, long = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert (short.max_new_tokens, long.max_new_tokens) == (20, 40)
@@ -96,7 +100,7 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
         },
     )
     serving_costs.main("load")
-    grid, _ = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
     flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
     _, config, last = SimulatedAcceptance(2.0).build_flags("vllm", flags)

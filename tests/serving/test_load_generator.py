@@ -21,6 +21,8 @@ from stages.serving import latency, load_generator, server
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from tests.serving.misbehaving_server import Fake, Streamed
 
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
 
 @pytest.fixture(autouse=True)
 def few_objects() -> Iterator[None]:
