@@ -109,6 +109,9 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
         "synthetic_acceptance_length": 2.0,
     }  # fmt: skip
     assert last == "--x"
+    SimulatedAcceptance(2.0).check_version("vllm", "0.30.0")
+    with pytest.raises(ValueError, match=r"vLLM 0.26.0 can't simulate acceptance, expected 0.30 or later"):
+        SimulatedAcceptance(2.0).check_version("vllm", "0.26.0")
 
 
 def serving_double() -> list[str]:

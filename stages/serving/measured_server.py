@@ -106,6 +106,8 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     version = engine_versions.find_version(setup.engine, program)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     measured.command = [*command, *measured.speculation_flags]
+    if measured.simulated:
+        measured.simulated.check_version(setup.engine, version)
     if measured.draft:
         measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)

@@ -12,11 +12,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stages.serving import engine_versions
+
 SGLANG_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 SGLANG_METHOD = "SGLANG_SIMULATE_ACC_METHOD"
 SGLANG_TOKEN_ID = 100  # a target's vocabulary must have it
 VLLM_METHOD_KEY, VLLM_LENGTH_KEY = "rejection_sample_method", "synthetic_acceptance_length"
 VLLM_CONFIG_FLAG = "--speculative-config"
+VLLM_SINCE = (0, 30)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class SimulatedAcceptance:
         if engine == "sglang":
             return {SGLANG_VARIABLE: f"{self.length:g}", SGLANG_METHOD: "match-expected"}
         return {}
+
+    def check_version(self, engine: str, version: str | None) -> None:
+        """Raise ValueError for a vLLM that can't simulate; a version that can't be told may."""
+        if engine == "vllm" and version and engine_versions.parse_release(version) < VLLM_SINCE:
+            raise ValueError(
+                f"vLLM {version} can't simulate acceptance, expected {'.'.join(map(str, VLLM_SINCE))} or later; install it (make "
+                "serving-env ENGINE=vllm), or measure served cells, from which the report derives costs too"
+            )
 
     def build_flags(self, engine: str, flags: list[str]) -> list[str]:
         """Return a server's flags of speculation with those of simulation."""
