@@ -22,8 +22,8 @@ from stages.results.timing_grid import TimingGrid
 from stages.runtime import atomic, scratch
 from stages.served_cell import measured_loads, server_setup
 from stages.served_cell.requests import ServedCellContext
-from stages.serving import gpu_memory, measuring_turn
-from stages.serving.measured_server import MeasuredServer
+from stages.serving import gpu_memory, load_checks, measured_server, measuring_turn, simulated_acceptance
+from stages.serving.measured_server import MeasuredServer, ServerPlan
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
 
@@ -41,6 +41,8 @@ def main(workload_name: str) -> None:
     draft_config = server_setup.read_draft_config(params, settings.checkpoint)
     work = server_setup.build_context(params, workload_name, draft_config)
     servers = list(_configure_servers(work, draft_config))
+    plan = server_setup.build_server_plan(work)
+    simulated_acceptance.check_version(work.setup.engine, measured_server.find_engine_version(plan))
     gpus = gpu_memory.list_visible_gpus()
     place = scratch.locate_scratch(
         "serving_costs",
@@ -52,7 +54,7 @@ def main(workload_name: str) -> None:
         work.prompts.rows(),
     )
     with scratch.lock_scratch(place):
-        measured = [(one, _measure_or_read(work, one, place)) for one in servers]
+        measured = [(one, _measure_or_read(work, plan, one, place)) for one in servers]
         seconds = round(time.perf_counter() - started, 2)
         grids = [
             _build_grid(work, measured, length, draft_config, gpus, seconds)
@@ -86,15 +88,22 @@ def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) ->
         yield one
 
 
-def _measure_or_read(work: ServedCellContext, one: MeasuredServer, place: Path) -> ServedTimes:
-    """Return the times of a server: those that a killed run left, or measured now."""
+def _measure_or_read(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer, place: Path) -> ServedTimes:
+    """Return the times of a server: those that a killed run left, or measured now.
+
+    Raises ValueError if the server did not accept as many tokens as it was told to.
+    """
     file = place / f"{one.config_name}.json"
     if file.exists():
         print(f"resumed: {one.config_name} was measured before, kept in {place}")
         return ServedTimes.read_json(file, f"serving_costs@{work.workload_name}")
-    plan = server_setup.build_server_plan(work)
     with measured_loads.open_server(work, plan, one) as opened, measuring_turn.measure_server():
         measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
+    if one.simulated:
+        loads = [turn for repeats in one.loads.values() for turns in repeats for turn in turns]
+        answers = sum(len(load.records) for load in loads)
+        cycles, accepted = load_checks.sum_counts(loads)
+        simulated_acceptance.check_simulated(one.config_name, one.simulated.length, cycles, accepted, answers)
     points = []
     for (length, cap), repeats in one.loads.items():
         records = [[result.records for result in turns] for turns in repeats]

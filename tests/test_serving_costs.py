@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks import serving_costs as compare
 from stages import benchmark_served, serving_costs
 from stages.data import workload_prompts
 from stages.params import schema
 from stages.results import timing_grid
 from stages.results.timing_grid import TimingGrid
 from stages.served_cell import measured_loads
-from stages.serving import simulated_acceptance
+from stages.serving import engine_versions, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.test_benchmark_served import ask, forked_doubles, made, project  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
+VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
 LOAD = {
     **EVAL, "prompts": "random", "input_tokens": 12, "num_prompts": 3, "warmup": 0, "ignore_eos": True,
@@ -96,7 +98,7 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
         load,
         {
             "benchmark_served": {"engine": "vllm"},
-            "serving_costs": {"trees": ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]},
+            "serving_costs": {"trees": VLLM_TREES},
         },
     )
     serving_costs.main("load")
@@ -109,9 +111,6 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
         "synthetic_acceptance_length": 2.0,
     }  # fmt: skip
     assert last == "--x"
-    SimulatedAcceptance(2.0).check_version("vllm", "0.30.0")
-    with pytest.raises(ValueError, match=r"vLLM 0.26.0 can't simulate acceptance, expected 0.30 or later"):
-        SimulatedAcceptance(2.0).check_version("vllm", "0.26.0")
 
 
 def serving_double() -> list[str]:
@@ -128,6 +127,87 @@ def test_a_cell_is_never_measured_on_a_server_that_simulates(load: Path, monkeyp
     config = json.dumps({"rejection_sample_method": "synthetic"})
     with pytest.raises(ValueError, match="synthetic in the server's command"):
         simulated_acceptance.check_real({}, ["vllm", "serve", "--speculative-config", config])
+    with pytest.raises(ValueError, match="synthetic in the server's command"):
+        simulated_acceptance.check_real({}, ["vllm", "--speculative-config.rejection-sample-method", "synthetic"])
+
+
+def test_a_folder_may_be_called_synthetic() -> None:
+    """Bug: a target in a folder of that name was taken for a server that simulates, so none of its cells was measured."""
+    standard = json.dumps({"rejection_sample_method": "standard"})
+    simulated_acceptance.check_real({}, ["vllm", "serve", "/data/synthetic", "--speculative-config", standard])
+
+
+def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
+    load: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(load, command=[*serving_double(), "vllm", "serve"])
+    edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
+    monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
+    monkeypatch.setattr(measured_loads, "open_server", None)
+    with pytest.raises(ValueError, match=r"vLLM 0.26.0 can't simulate acceptance, expected 0.30 or later"):
+        serving_costs.main("load")
+
+
+def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that passes over the setting would be timed at the draft's own tau, and the file would say another."""
+    edit_params(load, {"serving_costs": {"accept_length": 2.9}})
+    timing_grid.locate_serving_costs("load").unlink(missing_ok=True)  # of another test
+    monkeypatch.setattr(SimulatedAcceptance, "build_environment", lambda *_: {"SGLANG_SIMULATE_ACC_LEN": "1.5"})
+    with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
+        serving_costs.main("load")
+    assert not timing_grid.locate_serving_costs("load").exists()
+
+
+@pytest.mark.parametrize(
+    ("cycles", "accepted", "answers", "fits"),
+    [
+        (100, 200, 1, True),  # 3.0
+        (100, 258, 1, True),  # 3.58, within 20%
+        (100, 265, 1, False),  # 3.65
+        (100, 125, 1, False),  # 2.25, or 2.27 uncut
+        (49, 0, 1, True),  # too few
+        (60, 60, 20, True),  # 2.0, or up to 2.67 uncut
+        (60, 0, 3, False),
+    ],
+)
+def test_cut_cycles_are_allowed_for(cycles: int, accepted: int, answers: int, fits: bool) -> None:
+    try:
+        simulated_acceptance.check_simulated("e003-t5_1_6", 3.0, cycles, accepted, answers)
+        assert fits
+    except ValueError:
+        assert not fits
+
+
+def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rehearsal of benchmarks/serving_costs.py: cells and costs are both of the double."""
+    live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 20, "concurrency": [1, 2], "repeats": 1}
+    edit_params(
+        load,
+        {
+            "benchmark": {"workloads": {"eval": live, "load": {**LOAD, "repeats": 2}}},
+            "benchmark_served": {"trees": ["t5_1_6", "t8_2_16"]},
+        },
+    )
+    serving_costs.main("load")
+    benchmark_served.main("eval")
+    for tree in ("t5_1_6", "t8_2_16"):
+        benchmark_served.main("eval", "e003", tree)
+    capsys.readouterr()
+    compare.main("e003")
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.startswith("t5_1_6")]
+    assert [row[1] for row in rows] == ["1", "2"]
+    for row in rows:
+        c, guess_c, speedup, guess = (float(word) for word in row[2:6])
+        assert guess == pytest.approx(tau_of("t5_1_6") / guess_c, rel=0.02) and c > 0 and speedup > 0
+    assert printed.count("left out: t8_2_16") == 2 and "outside the grid" in printed
+    assert "1 at once: chosen t5_1_6, the fastest: right" in printed and "of 2; at worst" in printed
+
+
+def tau_of(tree: str) -> float:
+    from tests.test_benchmark_served import replayed
+
+    return float(replayed(tree)["tau"])
 
 
 def test_a_tree_that_the_engine_cannot_run_is_named_before_any_server_starts(load: Path) -> None:

@@ -189,7 +189,7 @@ class ConcurrencyTable:
     first: PredictedSpeedup
     concurrencies: list[int]
     lines: list[tuple[PredictedSpeedup, list[PredictedSpeedup | None]]]  # (one of the tree's, that of each concurrency)
-    best: set[int]  # ids of the fastest of each concurrency
+    best: set[int]  # ids of the tree to choose at each concurrency
 
     @property
     def headings(self) -> list[tuple[str, str]]:
@@ -251,7 +251,8 @@ def _build_concurrency_tables(rows: list[PredictedSpeedup], best: str) -> list[C
         for row in group:
             of_tree.setdefault((row.checkpoint, row.shape), {})[row.concurrency] = row
         fastest = {
-            cap: sorted((row for row in group if row.concurrency == cap), key=lambda row: -row.speedup) for cap in caps
+            cap: sorted((row for row in group if row.concurrency == cap), key=lambda row: row.preference, reverse=True)
+            for cap in caps
         }
         few = max(2, MAX_TABLE_TREES // len(caps))
         shown = dict.fromkeys((row.checkpoint, row.shape) for cap in caps for row in fastest[cap][:few])

@@ -57,6 +57,11 @@ class PredictedSpeedup(TableRow):
         return self.low is not None and self.low > 1
 
     @property
+    def preference(self) -> tuple[bool, float]:
+        """Return the key by which trees of a load are chosen: surely faster than plain decoding, then the highest speedup."""
+        return self.is_faster, self.speedup
+
+    @property
     def load(self) -> tuple[str | None, int | None, float, int]:
         return self.workload, self.max_new_tokens, self.temperature, self.concurrency
 
@@ -82,7 +87,7 @@ class SpeculationLimit(Record):
     max_new_tokens: int | None
     temperature: float
     concurrencies: list[int]  # all that were timed
-    enabled: list[int]  # those where the best tree's interval lies above 1
+    enabled: list[int]  # those where some tree's interval lies above 1
     undecided: list[int]  # those where the best tree has no interval
     off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
 
@@ -168,8 +173,8 @@ def choose_launches(
 ) -> list[LaunchAdvice]:
     """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
 
-    An engine without a timing grid of its own uses the torch engine's. A tree is worth enabling if the interval's low end is
-    above 1, never without an interval.
+    A tree whose interval lies above 1 goes before one with a higher speedup whose interval does not: only the former is worth
+    enabling, and none without an interval. An engine without a timing grid of its own uses the torch engine's.
 
     Args:
         flags: returns the flags that turn a prediction's tree on, given (engine, row); None if the engine can't run it.
@@ -181,7 +186,7 @@ def choose_launches(
         for load in dict.fromkeys(row.load for row in mine):
             runnable = [(row, how) for row in mine if row.load == load and (how := flags(engine, row))]
             if runnable:
-                best, how = max(runnable, key=lambda pair: pair[0].speedup)
+                best, how = max(runnable, key=lambda pair: pair[0].preference)
                 enable = best.is_faster
                 advice = {"engine": engine, "timed_on": timed_on, "enable": enable, "flags": how if enable else []}
                 found.append(LaunchAdvice.model_validate(best.model_dump() | advice))

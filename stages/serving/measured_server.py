@@ -87,6 +87,12 @@ class ServerPlan:
         return self.setup.device == "cpu" or len(self.base_urls) > 0 or 2 * self.setup.mem_fraction <= 1
 
 
+def find_engine_version(plan: ServerPlan) -> str | None:
+    """Return the version of the engine that the plan starts; None where it can't be told."""
+    program = plan.program[0] if plan.program else server.locate_program(plan.setup.engine)
+    return engine_versions.find_version(plan.setup.engine, program)
+
+
 @contextlib.contextmanager
 def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterator[tuple[str, CheckServer]]:
     """Yield (URL, check) of a server of this configuration: a running one, or one started for the block."""
@@ -102,12 +108,9 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
     if setup.device != "cpu":
         _check_memory(plan, measured, before[: setup.tp])
     port = server.find_free_port()
-    program = plan.program[0] if plan.program else server.locate_program(setup.engine)
-    version = engine_versions.find_version(setup.engine, program)
+    version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     measured.command = [*command, *measured.speculation_flags]
-    if measured.simulated:
-        measured.simulated.check_version(setup.engine, version)
     if measured.draft:
         measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)

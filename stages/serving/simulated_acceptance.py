@@ -9,6 +9,8 @@ It tells what a cycle costs without a trained draft. Answers have no meaning the
 """
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +21,10 @@ SGLANG_METHOD = "SGLANG_SIMULATE_ACC_METHOD"
 SGLANG_TOKEN_ID = 100  # a target's vocabulary must have it
 VLLM_METHOD_KEY, VLLM_LENGTH_KEY = "rejection_sample_method", "synthetic_acceptance_length"
 VLLM_CONFIG_FLAG = "--speculative-config"
-VLLM_SINCE = (0, 30)
+# As JSON, also escaped, or as a dotted flag; elsewhere the word is a folder's name.
+VLLM_SIMULATES = re.compile(VLLM_METHOD_KEY + r"""["'\\\s:=]+synthetic""")
+MIN_JUDGED_CYCLES = 50  # fewer say little
+MAX_DEVIATION = 0.2  # of the accept length from the one that was asked
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,6 @@ class SimulatedAcceptance:
             return {SGLANG_VARIABLE: f"{self.length:g}", SGLANG_METHOD: "match-expected"}
         return {}
 
-    def check_version(self, engine: str, version: str | None) -> None:
-        """Raise ValueError for a vLLM that can't simulate; a version that can't be told may."""
-        if engine == "vllm" and version and engine_versions.parse_release(version) < VLLM_SINCE:
-            raise ValueError(
-                f"vLLM {version} can't simulate acceptance, expected {'.'.join(map(str, VLLM_SINCE))} or later; install it (make "
-                "serving-env ENGINE=vllm), or measure served cells, from which the report derives costs too"
-            )
-
     def build_flags(self, engine: str, flags: list[str]) -> list[str]:
         """Return a server's flags of speculation with those of simulation."""
         if engine != "vllm":
@@ -54,9 +51,38 @@ class SimulatedAcceptance:
 def check_real(environment: Mapping[str, str], command: list[str]) -> None:
     """Raise ValueError if a server that is started with this environment and command would simulate acceptance."""
     found = [name for name in (SGLANG_VARIABLE, SGLANG_METHOD) if environment.get(name)]
-    found += ["synthetic in the server's command"] if any("synthetic" in word for word in command) else []
+    if VLLM_SIMULATES.search(" ".join(command).replace("-", "_")):
+        found.append("synthetic in the server's command")
     if found:
         raise ValueError(
             f"the server would simulate acceptance ({', '.join(found)}), expected a real one: its tau would be made up. "
             "Unset it; to measure what cycles cost, use serving_costs"
+        )
+
+
+def check_version(engine: str, version: str | None) -> None:
+    """Raise ValueError if this version of the engine can't simulate acceptance; None is the newest version."""
+    if engine == "vllm" and not engine_versions.has_change("synthetic acceptance", engine, version):
+        since = ".".join(map(str, engine_versions.CHANGES["synthetic acceptance"].since))
+        raise ValueError(
+            f"vLLM {version} can't simulate acceptance, expected {since} or later; install that (serving-env/README.md), or "
+            "set serving_costs.workloads to [] and serve cells with a trained draft"
+        )
+
+
+def check_simulated(server_name: str, length: float, cycles: int, accepted: int, answers: int) -> None:
+    """Raise ValueError if a server's cycles did not yield `length` tokens on average: it simulates nothing, or another length.
+
+    The last cycle of each answer may be cut, to one token at least.
+    """
+    if cycles < MIN_JUDGED_CYCLES:
+        return
+    found = 1 + accepted / cycles
+    uncut = found + answers * (math.ceil(length) - 1) / cycles
+    if found > length * (1 + MAX_DEVIATION) or uncut < length * (1 - MAX_DEVIATION):
+        raise ValueError(
+            f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g}, as serving_costs.accept_length "
+            "asks: the server does not simulate acceptance as told. One that was already running, of "
+            "benchmark_served.server.base_urls, was started otherwise: leave it out. Else the engine's version ignores the "
+            "setting: docs/cost.md"
         )

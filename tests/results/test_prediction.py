@@ -167,3 +167,19 @@ def test_the_concurrency_above_which_to_turn_speculation_off(
     )
     assert describe_limit(limit) == f"sglang, chat, 64 tokens: {said}"
     assert prediction.find_limits(launch[:1]) == []
+
+
+def test_speculation_stays_on_where_some_tree_is_surely_faster() -> None:
+    """Bug: "no tree's interval lies above 1" was said of the fastest tree alone, though that of a slower one did."""
+    rows = []
+    for cap in (1, 8):
+        for name, speedup, low in (("t3_1_4", 1.10, 1.05), ("t5_1_6", 1.12, 0.98)):
+            one = guess(name, speedup, low, workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
+            rows.append(one)
+    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
+    assert [(row.concurrency, row.shape.name, row.enable) for row in launch] == [
+        (1, "t3_1_4", True),
+        (8, "t3_1_4", True),
+    ]
+    (limit,) = prediction.find_limits(launch)
+    assert (limit.enabled, limit.off_above) == ([1, 8], None)
