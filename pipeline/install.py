@@ -101,7 +101,8 @@ def build_commands(uv: str, torch: str, extra: str) -> Iterator[list[str]]:
         # another kind has the same version.
         index = ["--index-url", f"{TORCH_INDEX}/{torch}"]
         print(
-            f"torch for {torch} comes from {TORCH_INDEX}; where that can't be reached, pip retries for a minute or two",
+            f"torch for {torch} comes from {TORCH_INDEX}. If that can't be reached, pip retries for some minutes and stops; "
+            "without TORCH it comes from your own index",
             flush=True,
         )
         yield [*pip, "--no-deps", "--force-reinstall", *index, "-c", CONSTRAINTS, read_torch_requirement()]
