@@ -61,15 +61,19 @@ SWEEP: Workloads = {  # requests at once, each with as many prompts as a few sec
 }
 EVAL: Workloads = {"eval": {"num_prompts": 40, "repeats": 3}}
 AT_ONCE = [1, 8, 32, 128]
-LIVE: Workloads = {"eval": {"num_prompts": 256, "repeats": 3, "concurrency": AT_ONCE, "warmup": 16}}
+LIVE: Workloads = {  # few prompts where they take long
+    "few": {"num_prompts": 48, "repeats": 3, "concurrency": [1, 8], "warmup": 8},
+    "many": {"num_prompts": 284, "repeats": 3, "concurrency": [32, 128], "warmup": 16},
+}
 COSTS_LOAD = {
     **DRAWN,
-    "num_prompts": 256,
+    "num_prompts": 128,
     "input_tokens": 128,
-    "max_new_tokens": 96,
+    "max_new_tokens": 64,
     "concurrency": AT_ONCE,
-    "repeats": 3,
+    "warmup": 16,
 }
+ALL_EVAL: Workloads = {"eval": {"num_prompts": None, "warmup": 0}}  # all that replay counts
 IN_TURNS: Workloads = {"eval": {"num_prompts": 10, "repeats": 5}}
 
 
@@ -87,6 +91,7 @@ class Plan:
     cost_trees: str = (
         ""  # of serving_costs, whose predictions benchmarks/serving_costs.py compares with the served cells
     )
+    eval_rows: int = 60  # of sample_target
 
     def list_stages(self) -> list[str]:
         """Return the served cells as DVC names them, baselines first."""
@@ -97,9 +102,9 @@ class Plan:
 
 
 PLANS = {
-    "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL),
-    "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
-    "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP),
+    "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300),
+    "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS, eval_rows=300),
+    "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP, eval_rows=300),
     "dense-costs": Plan(
         "weather-tiny",
         "bfloat16",
@@ -107,13 +112,14 @@ PLANS = {
         "t3_1_4 t5_4_16 t8_2_16",
         LIVE,
         cost_trees="t1_1_2 t4_1_5 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
+        eval_rows=300,
     ),
     "moe": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16", EVAL),
     "moe-scenarios": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
     "vl": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True),
     "vl-ep3": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP3, IN_TURNS, "e003", True),
-    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, {"eval": {"num_prompts": 30}}),
-    "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, {"eval": {"num_prompts": 30}}),
+    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, ALL_EVAL, eval_rows=300),
+    "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, ALL_EVAL),
 }
 
 
@@ -139,7 +145,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
     p["target"] |= {"device": "cpu" if small else "cuda", "dtype": dtype, "num_threads": 2 if small else 6}
     p["extract_hiddens"]["dtype"] = dtype
     p["fix_data"]["eval_share"] = 0.4
-    p["sample_target"]["eval_rows"] = 60
+    p["sample_target"]["eval_rows"] = plan.eval_rows
     p["replay_trees"] |= {
         "num_steps": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16],
         "topk": [1, 2, 3, 4, 5, 10],

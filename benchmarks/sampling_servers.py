@@ -38,19 +38,26 @@ COPIED = ("data", "dvc.yaml", "params.yaml", "pipeline", "published", "recipes",
 MAX_NEW_TOKENS, PERMUTATIONS = 200, 2000
 _SGLANG = "--dataset-name random-ids --random-range-ratio 1.0 --output-file /tmp/client.jsonl --backend"
 _VLLM = "--dataset-name random --ignore-eos --backend"
+_VLLM_CHAT = "openai-chat --endpoint /v1/chat/completions"
 _SEEDED = '--extra-request-body \'{"temperature": 0.7, "seed": 1}\''
 _SEEDED_VLLM = "--temperature 0.7 --extra-body '{\"seed\": 1}'"
-# The client's default endpoint; the one that the stage uses; and that with the stage's sampling, temperature 0.7 and a seed.
+# Prompts and answers of the stage as ShareGPT, whose lengths the client takes over.
+REQUESTS = Path("/tmp/client_requests.json")
+_SHAREGPT = f"--dataset-name sharegpt --dataset-path {REQUESTS} --backend"
+# The client's default endpoint; the one that the stage uses; that with the stage's sampling, temperature 0.7 and a seed; and that
+# with the lengths of the stage's prompts and answers too, where the others have one length, its mean.
 CLIENT_FLAGS = {
     "sglang": {
         "native, greedy": f"{_SGLANG} sglang",
         "chat, greedy": f"{_SGLANG} sglang-oai-chat",
         "chat, 0.7, seeded": f"{_SGLANG} sglang-oai-chat {_SEEDED}",
+        "chat, 0.7, seeded, the stage's lengths": f"{_SHAREGPT} sglang-oai-chat --output-file /tmp/client.jsonl {_SEEDED}",
     },
     "vllm": {
         "native, greedy": f"{_VLLM} vllm --temperature 0",
-        "chat, greedy": f"{_VLLM} openai-chat --endpoint /v1/chat/completions --temperature 0",
-        "chat, 0.7, seeded": f"{_VLLM} openai-chat --endpoint /v1/chat/completions {_SEEDED_VLLM}",
+        "chat, greedy": f"{_VLLM} {_VLLM_CHAT} --temperature 0",
+        "chat, 0.7, seeded": f"{_VLLM} {_VLLM_CHAT} {_SEEDED_VLLM}",
+        "chat, 0.7, seeded, the stage's lengths": f"{_SHAREGPT} {_VLLM_CHAT} --ignore-eos {_SEEDED_VLLM}",
     },
 }
 
@@ -252,10 +259,23 @@ def measure_speed(told: argparse.Namespace, settings: dict[str, Any], dtype: str
             rows["stage"].append([tokens, seconds, round(tokens / seconds)])  # the whole stage, three splits
             answers = pl.concat([table.select("prompt_ids", "answer_ids") for table in tables.values()])
             sizes = [round(answers[name].list.len().mean()) for name in ("prompt_ids", "answer_ids")]
+            write_requests(answers, folder)
             for variant in CLIENT_FLAGS[told.engine]:
                 found_rate = run_client(told.engine, variant, url, folder, len(answers), *sizes)
                 rows["client"].setdefault(variant, []).append(found_rate)
             report(found)
+
+
+def write_requests(answers: pl.DataFrame, folder: str) -> None:
+    """Write the answers as ShareGPT conversations for the engine's client, which tokenizes both turns again."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [tokenizer.batch_decode(answers[name].to_list(), skip_special_tokens=True) for name in answers.columns]
+    turns = [
+        [{"from": "human", "value": asked}, {"from": "gpt", "value": said}] for asked, said in zip(*texts, strict=True)
+    ]
+    REQUESTS.write_text(json.dumps([{"id": str(number), "conversations": pair} for number, pair in enumerate(turns)]))
 
 
 def run_client(engine: str, variant: str, url: str, folder: str, count: int, prompt: int, answer: int) -> str:
