@@ -116,6 +116,7 @@ def parse_words() -> argparse.Namespace:
     parser.add_argument("--train-rows", type=int, help="default: all rows of the data, about 2,000")
     parser.add_argument("--seed", type=int, default=11, help="of sample_target")
     parser.add_argument("--rounds", type=int, default=3, help="of part speed")
+    parser.add_argument("--clients", nargs="+", help="of CLIENT_FLAGS; default: all of the engine")
     parser.add_argument("--parts", nargs="*", default=["compare", "kill", "speed", "two"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="SGLang's norms take no float32")
     return parser.parse_args()
@@ -260,7 +261,7 @@ def measure_speed(told: argparse.Namespace, settings: dict[str, Any], dtype: str
             answers = pl.concat([table.select("prompt_ids", "answer_ids") for table in tables.values()])
             sizes = [round(answers[name].list.len().mean()) for name in ("prompt_ids", "answer_ids")]
             write_requests(answers, folder)
-            for variant in CLIENT_FLAGS[told.engine]:
+            for variant in told.clients or CLIENT_FLAGS[told.engine]:
                 found_rate = run_client(told.engine, variant, url, folder, len(answers), *sizes)
                 rows["client"].setdefault(variant, []).append(found_rate)
             report(found)
