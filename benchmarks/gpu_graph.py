@@ -145,11 +145,12 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
     p["target"] |= {"device": "cpu" if small else "cuda", "dtype": dtype, "num_threads": 2 if small else 6}
     p["extract_hiddens"]["dtype"] = dtype
     p["fix_data"]["eval_share"] = 0.4
-    p["sample_target"]["eval_rows"] = plan.eval_rows
+    p["sample_target"]["eval_rows"] = 30 if small else plan.eval_rows
+    deep = "vl" in plan.recipe  # seed 000's trees
     p["replay_trees"] |= {
-        "num_steps": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16],
-        "topk": [1, 2, 3, 4, 5, 10],
-        "num_draft_tokens": [2, 4, 6, 8, 9, 14, 16, 17, 32],
+        "num_steps": [1, 2, 3, 4, 5, 6, 7, 8, 10, *([9, 12, 16] if deep else [])],
+        "topk": [1, 2, 4, *([3, 5, 10] if deep else [])],
+        "num_draft_tokens": [2, 4, 6, 8, 16, 32, *([9, 14, 17] if deep else [])],
     }
     p["check_overfit"] |= {"steps": 60, "min_tau": 1.5}  # as long as it is, it takes longer than the training
     p["time_trees"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
