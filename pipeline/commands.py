@@ -46,7 +46,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
         StageError: a stage failed.
     """
-    if _read_valid_params() and freshness.read_fresh_stages() is not None:
+    if _is_known_fresh():
         yield NOTHING_STALE
         yield from _read_results()
         return
@@ -67,10 +67,11 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
             dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
 
 
-def _read_valid_params() -> bool:
-    """Return whether params.yaml and its schema are as they were when params.yaml was last found valid."""
+def _is_known_fresh() -> bool:
+    """Return whether nothing has changed since params.yaml was found valid and every stage up to date."""
     known = freshness.read_known(VALID_PARAMS_FILE)
-    return known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
+    is_valid = known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
+    return is_valid and freshness.read_fresh_stages() is not None
 
 
 def _check_params() -> None:
@@ -97,9 +98,16 @@ def read_table() -> Iterator[str]:
 
 
 def list_stale() -> Iterator[str]:
-    """Yield a line for each group of stale stages, and warnings. Raises SystemExit(1) after the last if any is stale."""
+    """Check params.yaml, and yield a line for each group of stale stages, and warnings.
+
+    Raises:
+        ValueError: params.yaml is not valid, or dvc.yaml cannot be read.
+        SystemExit: with 1, after the last line, if any stage is stale.
+    """
     from pipeline import dvc_graph, versions
 
+    if not _is_known_fresh():
+        _check_params()
     reasons = dvc_graph.explain_stale()
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
