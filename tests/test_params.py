@@ -167,13 +167,34 @@ def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -
     assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"]
 
 
-def test_a_misspelt_section_is_named_both_ways() -> None:
-    """DVC would drop the stage without a word."""
-    edited(("train_draft:", "trian_draft:"))
+def test_a_misspelt_key_is_one_line_with_the_missing_one() -> None:
+    """Bug: two lines for one mistake, of which one said to write the key and the other to leave it out.
+
+    Of a misspelt section DVC would drop the stage without a word.
+    """
+    edited(
+        ("train_draft:", "trian_draft:"),
+        ("min_tau:", "min_tua:"),
+        ("concurrency: 1 ", "colour: green\n      concurency: 1 "),
+        ("device: cpu", "# device: cpu"),
+    )
     found = problems()
-    assert [line.split(";")[0] for line in found] == [
-        "train_draft: missing",
-        "trian_draft: unknown key (did you mean train_draft?)",
+    assert [line for line in found if "rename" in line] == [
+        "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?); rename it",
+        "benchmark.workloads.eval.concurency: unknown key, and concurrency is missing (did you mean concurrency?); rename it",
+        "trian_draft: unknown key, and train_draft is missing (did you mean train_draft?); rename it",
+    ]
+    assert [line.split(";")[0] for line in found if "rename" not in line] == [
+        "target.device: missing",
+        "benchmark.workloads.eval.colour: unknown key",
+    ]
+
+
+def test_two_misspellings_of_one_key_are_not_both_renamed() -> None:
+    edited(("  min_tau: 6.0", "  min_tua: 6.0\n  min_atu: 6.0"))
+    assert [line.split(";")[0] for line in problems()] == [
+        "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)",
+        "check_overfit.min_atu: unknown key (did you mean min_tau?)",
     ]
 
 
@@ -230,7 +251,7 @@ def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
 def test_every_problem_is_told_at_once() -> None:
     edited(("seed: 7", "seed: -7"), ("dtype: float32 ", "dtype: float8 "), ("max_chars:", "max_char:"))
     assert [line.split(":")[0] for line in problems()] == [
-        "target.dtype", "prepare_target.seed", "fix_data.max_chars", "fix_data.max_char",
+        "target.dtype", "prepare_target.seed", "fix_data.max_char",
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain_error, explain_old_keys, explain_yaml
+from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
 from stages.params.gpus import may_have_gpu
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
@@ -317,8 +317,9 @@ def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str =
     try:
         return model.model_validate(found)
     except ValidationError as error:
-        problems = "\n".join(f"  {prefix}{explain_error(e, model)}" for e in error.errors(include_url=False))
-        raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
+        lines = explain_errors(error.errors(include_url=False), model)
+        problems = "\n".join(f"  {prefix}{line}" for line in lines)
+        raise ValueError(f"{path} has {len(lines)} problem(s) to correct:\n{problems}") from None
 
 
 def check_raw_exists(params: Params) -> None:
