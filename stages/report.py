@@ -56,7 +56,10 @@ STAGE_REPORTS = {
         f"train/{ROOT_CHECKPOINT}",
         ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval"),
     ),
-    f"check_overfit@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}.overfit", ("tau", "min_tau", "steps", "losses")),
+    f"check_overfit@{ROOT_CHECKPOINT}": (
+        f"train/{ROOT_CHECKPOINT}.overfit",
+        ("tau", "min_tau", "required_tau", "steps", "losses"),
+    ),
 }  # fmt: skip
 
 

@@ -566,7 +566,7 @@ BAD_CHECKPOINTS = [
     ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null while from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
-     "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts accepts at most 8"),
+     "min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts commits at most 8 tokens per verify cycle"),
 ]  # fmt: skip
 
 

@@ -233,7 +233,9 @@ def _made_up_report(stage: str) -> Row:
         },
         "extract_hiddens": {"rows_in": 260, "rows_out": 258, "dropped": {"longer than max_length": 2}, "seconds": 4.0},
         "init_draft@e000": {"draft_vocab_size": 320, "target_vocab_size": 512, "coverage_train": 0.9991, "coverage_eval": 0.9985},
-        "check_overfit@e000": {"tau": 7.6, "min_tau": 6.0, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0},
+        "check_overfit@e000": {
+            "tau": 7.6, "min_tau": 6.0, "required_tau": 5.71, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0,
+        },
     }[stage]  # fmt: skip
 
 
@@ -254,6 +256,18 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
         for name in set(row) & set(torch_records.METRICS):
             assert float(row[name]).hex() == metrics[name].hex(), name
         assert len(set(row) & set(torch_records.METRICS)) == 11
+
+
+def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) -> None:
+    """Bug: the page showed check_overfit.min_tau as required, which is scaled, and at 1.0 called an unlearned row learnt."""
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "the draft reached tau 7.60 in 120 steps (at least 5.71 is required)." in page
+    place = Path("results/train/e000.overfit.json")
+    atomic.write_json(place, json.loads(place.read_text()) | {"min_tau": 1.0, "required_tau": 1.0, "tau": 1.02})
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "reached tau 1.02 in 120 steps (check_overfit.min_tau is 1.0: nothing was required, so" in page
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:

@@ -194,7 +194,8 @@ class Params(Section):
         if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
-                f"{self.train_draft.ttt_steps} drafts accepts at most {self.train_draft.ttt_steps + 1}; lower it"
+                f"{self.train_draft.ttt_steps} drafts commits at most {self.train_draft.ttt_steps + 1} "
+                "tokens per verify cycle; lower it"
             )
         rows = self.benchmark_methods.with_draft.values()
         names = [*self.replay_trees.trace_trees, *self.benchmark.trees, *self.benchmark_served.trees]
