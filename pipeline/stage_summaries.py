@@ -243,7 +243,7 @@ def _serving_costs(workload: str) -> str:
 
 def _report(_: str) -> str:
     metrics = _read(RunMetrics, RESULTS / "metrics.json")
-    best = f"best checkpoint {metrics.best_checkpoint}, " if metrics.best_checkpoint else ""
+    best = f"best checkpoint by replayed tau {metrics.best_checkpoint}, " if metrics.best_checkpoint else ""
     cells = f"{metrics.cells} cell{'s' if metrics.cells != 1 else ''}"
     return f"{best}{cells} and {metrics.replayed_trees} replayed trees in results/report/index.html"
 

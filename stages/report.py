@@ -67,6 +67,9 @@ def main(*arguments: str) -> None:
     if arguments == ("--launch",):
         lines = costs.format_launch_table(prediction.read_launch())
         print("\n".join(lines) or f"nothing is predicted; {PAGE_FILE} says why")
+        found = atomic.read_json(METRICS_FILE, "report")["verdict"] if lines else {}
+        if found.get("contradicts_prediction"):
+            print(f"{verdict.CONTRADICTED}: {found['text']}")
     elif arguments:
         raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:

@@ -113,6 +113,51 @@ def test_a_prediction_that_no_measurement_bears_out() -> None:
     )
 
 
+FAST, SLOW, DISTURBED = (1.5, 1.3, 1.8), (0.8, 0.7, 0.9), (1.2, 0.9, 1.6)
+
+
+@pytest.mark.parametrize(
+    ("guess", "cells", "is_contradicted"),
+    [
+        (FAST, {"t6_4_32": FAST}, False),
+        (FAST, {"t8_3_16": FAST}, False),
+        (FAST, {}, False),
+        (FAST, {"t6_4_32": SLOW, "t8_3_16": FAST}, True),
+        (FAST, {"t6_4_32": DISTURBED}, True),
+        (FAST, {"t8_3_16": SLOW}, True),
+        (SLOW, {"t8_3_16": SLOW}, False),
+        (SLOW, {"t8_3_16": FAST}, True),
+        (DISTURBED, {"t8_3_16": FAST}, False),
+        (None, {"t8_3_16": SLOW}, False),
+    ],
+)
+def test_what_is_measured_goes_before_a_prediction_that_it_contradicts(
+    guess: tuple[float, float, float] | None, cells: dict[str, tuple[float, float, float]], is_contradicted: bool
+) -> None:
+    """Bug: a page that predicted a speedup and measured none said nowhere which of them holds."""
+    found = give([predict(*guess)] if guess else [], [timed_cell(tree, *ends) for tree, ends in cells.items()])
+    assert found.is_contradicted == is_contradicted
+    assert found.list_lines().count(verdict.CONTRADICTED) == is_contradicted
+    assert not is_contradicted or found.list_lines()[1] == verdict.CONTRADICTED
+
+
+@pytest.mark.parametrize(
+    ("guessed", "cells", "checkpoint"),
+    [
+        ("e009", [("e003", FAST)], "e003"),
+        ("e009", [("e003", SLOW), ("e001", SLOW)], "e003"),
+        ("e009", [("e003", FAST), ("e009", DISTURBED)], "e003"),
+        ("e009", [], "e009"),
+    ],
+)
+def test_the_verdict_is_about_the_measured_checkpoint_where_one_is(
+    guessed: str, cells: list[tuple[str, tuple[float, float, float]]], checkpoint: str
+) -> None:
+    made = [timed_cell("t6_4_32", *ends, checkpoint=name) for name, ends in cells]
+    assert give([predict(*FAST, checkpoint=guessed)], made).checkpoint == checkpoint
+    assert give().checkpoint is None
+
+
 def test_a_speedup_without_an_interval_is_not_sure() -> None:
     found = give(cells=[timed_cell("t5_1_6", 1.74, None, None)])
     assert found.kind == "unknown"
