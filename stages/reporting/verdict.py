@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Literal
 
 from stages.reporting.methods import BASELINE_ROW, MethodRow
-from stages.reporting.timing_noise import TimingRemark
+from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 from stages.results import served_records
 from stages.results.prediction import LaunchAdvice, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
@@ -106,7 +106,8 @@ class Verdict:
     kind: VerdictKind
     headline: str
     more: tuple[str, ...]  # other loads, engines and methods
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # of results
+    remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
     is_contradicted: bool = False  # by what was measured, a prediction is wrong
@@ -114,8 +115,12 @@ class Verdict:
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
         left_out = len(self.warnings) - MAX_WARNINGS
-        shown = [f"! {line}" for line in self.warnings[:MAX_WARNINGS]]
-        return [self.headline, *self.more, *shown, *([f"! and {left_out} more, on the page"] if left_out > 0 else [])]
+        shown = [*self.warnings[:MAX_WARNINGS], *([f"and {left_out} more, on the page"] if left_out > 0 else [])]
+        return [self.headline, *self.more, *(f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)])]
+
+    def list_warnings(self) -> list[str]:
+        """Return the page's warnings."""
+        return [*self.warnings, *map(str, self.remarks)]
 
 
 def build_verdict(
@@ -138,7 +143,7 @@ def build_verdict(
     told = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
-    warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays), *map(str, remarks)]
+    warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
     more = [*told[1:], *_describe_other_engines(launch), *_summarise_methods(method_rows)]
     more = [*([CONTRADICTED] if is_contradicted else []), *more]
@@ -147,6 +152,7 @@ def build_verdict(
         headline=told[0] if told else NOTHING_TIMED,
         more=tuple(more),
         warnings=tuple(warnings),
+        remarks=tuple(remarks),
         doubted=doubted,
         checkpoint=lines[0].checkpoint if lines else None,
         is_contradicted=is_contradicted,

@@ -1,5 +1,6 @@
 """The verdict of made-up results: what it advises, and that no number whose interval holds 1 is advised."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -239,18 +240,32 @@ def test_methods_are_told_by_the_fastest_that_is_sure() -> None:
 def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
     remark = TimingRemark("benchmark@eval-e009-t5_1_6", "t5_1_6: odd")
     found = give(cells=[timed_cell("t5_1_6", 0.5, 0.4, 0.6, tau=1.0)], remarks=[remark])
-    idle, slow, odd = found.warnings
+    idle, slow, odd = found.list_warnings()
     assert idle.startswith("tau is exactly 1.00 in eval-e009-t5_1_6: no draft token was accepted")
     assert (
         slow.startswith("every measured tree is slower")
         and odd == "t5_1_6: odd; again: aerie rerun benchmark@eval-e009-t5_1_6"
     )
-    assert found.list_lines()[1:] == [f"! {line}" for line in found.warnings]
+    assert found.list_lines()[1:] == [f"! {line}" for line in found.list_warnings()]
+
+
+def test_many_cells_with_doubtful_timings_are_one_line_in_the_terminal() -> None:
+    """Bug: eight disturbed cells were eight lines above the results."""
+    cells = [f"benchmark@eval-e009-t5_1_{n}" for n in range(8)]
+    found = give(cells=[timed_cell("t5_1_6")], remarks=[TimingRemark(cell, "odd") for cell in [*cells, cells[0]]])
+    assert found.list_lines()[1:] == [
+        "! 8 cells have doubtful timings, each explained on the page; again, on an idle machine: aerie rerun "
+        + " ".join(cells)
+    ]
+    assert len(found.list_warnings()) == 9
+    twice = give(cells=[timed_cell("t5_1_6")], remarks=[TimingRemark(cells[0], "odd"), TimingRemark(cells[0], "other")])
+    assert twice.list_lines()[1].startswith("! a cell has 2 doubtful timings") and twice.list_lines()[1].endswith(
+        cells[0]
+    )
 
 
 def test_many_warnings_are_counted_in_the_terminal() -> None:
-    remarks = [TimingRemark(f"benchmark@{n}", f"{n}: odd") for n in range(9)]
-    lines = give(cells=[timed_cell("t5_1_6")], remarks=remarks).list_lines()
+    lines = replace(give(), warnings=tuple(f"warning {n}" for n in range(9))).list_lines()
     assert len(lines) == 1 + verdict.MAX_WARNINGS + 1 and lines[-1] == "! and 4 more, on the page"
 
 
