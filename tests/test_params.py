@@ -207,12 +207,27 @@ def test_the_nearest_name_is_suggested_and_none_with_another_number(found: str, 
     assert suggest_name(found, known) == (f" (did you mean {nearest}?)" if nearest else "")
 
 
-@pytest.mark.parametrize("model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen"])
+@pytest.mark.parametrize(
+    "model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen", "qwen", "our/models/qwen", "-/qwen", "our/qwen/"]
+)
 def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -> None:
-    """Bug: it was looked for on Hugging Face, and the message was about the network."""
+    """Bug: it was looked for on Hugging Face, after fix_data had run, and the message was about the network."""
     set_value(("target", "model"), model)
     with pytest.raises(ValueError, match=rf"^params\.yaml: target\.model is {model}, expected a folder, found none"):
         schema.check_target(schema.load_params())
+
+
+def test_a_misspelt_target_folder_is_told_from_a_hugging_face_id_by_what_is_watched() -> None:
+    Path("models/my_target").mkdir(parents=True)
+    edited(("model: builtin/weather-tiny ", "model: models/my_traget "), ("watch: data/nothing ", "watch: models "))
+    with pytest.raises(ValueError, match=r"models/my_traget, .* found none there \(did you mean models/my_target\?\)"):
+        schema.check_target(schema.load_params())
+    edited(("model: builtin/weather-tiny ", "model: models/my_traget "))
+    schema.check_target(schema.load_params())  # may be an id
+    edited(("model: builtin/weather-tiny ", "model: models/my_target "), ("watch: data/nothing ", "watch: models "))
+    schema.check_target(schema.load_params())
+    edited(("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models "))
+    schema.check_target(schema.load_params())
 
 
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,7 +581,7 @@ BAD_CHECKPOINTS = [
     ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null while from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
-     "min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts commits at most 8 tokens per verify cycle"),
+     "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts commits at most 8 tokens per"),
 ]  # fmt: skip
 
 

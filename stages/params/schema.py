@@ -31,6 +31,7 @@ from stages.params.tree_shape import TreeShape
 from stages.params.yaml_text import parse_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
+UNWATCHED = "data/nothing"  # a file that never changes, for DVC to watch where no model is a local folder
 STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
 
 
@@ -349,10 +350,13 @@ def check_params(params: Params) -> None:
 def check_target(params: Params) -> None:
     """Raise ValueError for a target whose folder is missing or not watched, or a device that this machine lacks."""
     model, device = params.target.model, params.target.device
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
+    if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
+        parent = Path(model).parent
+        folders = [path.as_posix() for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
         raise ValueError(
-            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there; correct the path (~ is not "
-            "expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
+            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there{suggest_name(model, folders)}; "
+            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name, with target.watch: {UNWATCHED}) or "
+            "builtin/weather-tiny"
         )
     check_watched("target.model", model, "target.watch", params.target.watch)
     if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
@@ -360,6 +364,16 @@ def check_target(params: Params) -> None:
             f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
             "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
         )
+
+
+def _may_be_hub_id(model: str, watch: str) -> bool:
+    """Return whether a name that is no folder may be a Hugging Face id, owner/name, or builtin/NAME.
+
+    A model in a folder that DVC is told to watch is meant as a folder.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
+        return False
+    return watch == UNWATCHED or not Path(model).resolve().is_relative_to(Path(watch).resolve())
 
 
 def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
