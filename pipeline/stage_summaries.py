@@ -53,6 +53,7 @@ class SampleReport(BaseModel):
     dropped: dict[str, int]
     truncated: dict[str, int]
     tokens: dict[str, int]
+    missing: dict[str, int]
 
 
 class HiddensReport(BaseModel):
@@ -171,6 +172,9 @@ def _sample_target(_: str) -> str:
     cut = sum(report.truncated.values())
     told = f"{report.rows_out:,} answers, {sum(report.tokens.values()):,} tokens"
     told += f", {cut:,} cut at max_new_tokens" if cut else ""
+    for split in ("train", "eval"):  # eval_t has the questions of eval
+        if missing := report.missing[split]:
+            told += f", {missing:,} fewer than sample_target.{split}_rows: the data has no more"
     return told + _list_drops(report.dropped, "results/sample_report.json")
 
 
