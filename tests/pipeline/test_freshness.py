@@ -162,7 +162,7 @@ def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
 @pytest.mark.parametrize(
     ("right", "wrong", "told"),
     [
-        ("min_tau:", "min_tua:", "check_overfit.min_tua: unknown key (did you mean min_tau?)"),
+        ("min_tau:", "min_tua:", "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)"),
         ("t5_4_16, t10_2_32", "t8_9_2_16, t10_2_32", "benchmark.trees"),
         ("raw: raw.csv", "raw: row.csv", "fix_data.raw is row.csv, which does not exist"),
     ],
