@@ -85,8 +85,8 @@ def run(
 def stale() -> None:
     """List the stages that the next run executes, and why.
 
-    Exits with 1 if there are any. Also warns of artifacts made with another release of torch or transformers, which
-    are not stale for that.
+    Exits with 1 if there are any. Checks params.yaml first, as a run does. Also warns of artifacts made with another release
+    of torch or transformers, which are not stale for that.
 
     Example: aerie stale after an edit of params.yaml, before aerie run.
     """
@@ -97,21 +97,23 @@ def stale() -> None:
 
 @app.command()
 def rerun(
-    cell: Annotated[
-        str,
-        typer.Argument(metavar="CELL", help="As the report names it: benchmark@eval-e009-t8_2_16, or its file's name."),
+    cells: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CELL...", help="As the report names them: benchmark@eval-e009-t8_2_16, or a file's name."
+        ),
     ],
 ) -> None:
-    """Measure one cell again, though nothing it depends on has changed.
+    """Measure cells again, though nothing they depend on has changed.
 
-    For times that the report doubts, on a machine that is idle now. The old cell is kept if the stage fails. Run
+    For times that the report doubts, on a machine that is idle now. An old cell is kept if the stage fails. Run
     `aerie run` afterwards for the table.
 
     Example: aerie rerun benchmark@eval-e009-t8_2_16, then aerie run.
     """
     from pipeline import rerun as steps
 
-    _print_lines(steps.rerun_cell(cell))
+    _print_lines(steps.rerun_cells(cells))
 
 
 @app.command()

@@ -10,8 +10,12 @@ import sys
 from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import freshness
+
+if TYPE_CHECKING:
+    from stages.params.schema import Params
 
 TABLE_FILE = Path("results/report/table.txt")  # by the report stage
 VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
@@ -27,11 +31,18 @@ AFTER_STOP = {
     "fetch": "complete downloads are kept, `{again}` gets the rest",
 }
 
-WHAT_NEXT = (
-    "What next (`. .venv/bin/activate` puts aerie on the PATH)",
-    "  your data      fix_data.raw, format and answers in params.yaml: docs/data.md",
-    "  your target    target.model in params.yaml: docs/guide.md; a whole way to a served draft: docs/walkthrough.md",
-    "  a recipe       aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md",
+EMBEDDED_DATA = ("data/raw/weather_toon.jsonl", "data/raw/weather_maps.jsonl")
+
+WHAT_NEXT = "What next (`. .venv/bin/activate` puts aerie on the PATH)"
+YOUR_DATA = "  your data      fix_data.raw, format and answers in params.yaml: docs/data.md"
+MORE_DATA = "  a longer run   sample_target.train_rows, epochs of train_draft.checkpoints: docs/training.md"
+YOUR_TARGET = (
+    "  your target    target.model in params.yaml: docs/guide.md; a whole way to a served draft: docs/walkthrough.md"
+)
+SERVED_TARGET = "  a server       benchmark_served.workloads: the same cells on SGLang or vLLM: docs/serving.md"
+A_RECIPE = "  a recipe       aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md"
+OTHER_TREES = "  other trees    benchmark.trees: those that the page predicts to be faster: docs/trees.md"
+ALWAYS_NEXT = (
     "  the pages      make ui: every stage with its log, forms for sweeps: docs/scheduling.md",
     "  the advice     aerie launch: which draft and tree to serve, or none: docs/cost.md",
 )
@@ -46,13 +57,13 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or dvc.lock cannot be repaired.
         StageError: a stage failed.
     """
-    if _read_valid_params() and freshness.read_fresh_stages() is not None:
+    if _is_known_fresh():
         yield NOTHING_STALE
         yield from _read_results()
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
 
-    _check_params()
+    params = _check_params()
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
@@ -63,23 +74,38 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
         if reasons:
-            yield from ["", *WHAT_NEXT]
+            yield from ["", *list_next_steps(params.fix_data.raw, params.target.model)]
             dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
 
 
-def _read_valid_params() -> bool:
-    """Return whether params.yaml and its schema are as they were when params.yaml was last found valid."""
+def _is_known_fresh() -> bool:
+    """Return whether nothing has changed since params.yaml was found valid and every stage up to date."""
     known = freshness.read_known(VALID_PARAMS_FILE)
-    return known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
+    is_valid = known is not None and known["look"] == freshness.digest_paths(CHECKED_PATHS)
+    return is_valid and freshness.read_fresh_stages() is not None
 
 
-def _check_params() -> None:
-    """Check the whole params.yaml. Raises ValueError naming every wrong key, before any stage starts."""
+def list_next_steps(raw: str, model: str) -> list[str]:
+    """Return the lines at the end of a run. Whose data and target are their own is not told to bring them."""
+    has_own_data, has_own_target = raw not in EMBEDDED_DATA, not model.startswith("builtin/")
+    return [
+        WHAT_NEXT,
+        MORE_DATA if has_own_data else YOUR_DATA,
+        SERVED_TARGET if has_own_target else YOUR_TARGET,
+        OTHER_TREES if has_own_data or has_own_target else A_RECIPE,
+        *ALWAYS_NEXT,
+    ]
+
+
+def _check_params() -> "Params":
+    """Check and return the whole params.yaml. Raises ValueError naming every wrong key, before any stage starts."""
     from stages.params import schema  # 0.2 s
 
     digest = freshness.digest_paths(CHECKED_PATHS)
-    schema.check_params(schema.load_params())
+    params = schema.load_params()
+    schema.check_params(params)
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
+    return params
 
 
 def _read_results() -> Iterator[str]:
@@ -97,9 +123,16 @@ def read_table() -> Iterator[str]:
 
 
 def list_stale() -> Iterator[str]:
-    """Yield a line for each group of stale stages, and warnings. Raises SystemExit(1) after the last if any is stale."""
+    """Check params.yaml, and yield a line for each group of stale stages, and warnings.
+
+    Raises:
+        ValueError: params.yaml is not valid, or dvc.yaml cannot be read.
+        SystemExit: with 1, after the last line, if any stage is stale.
+    """
     from pipeline import dvc_graph, versions
 
+    if not _is_known_fresh():
+        _check_params()
     reasons = dvc_graph.explain_stale()
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})

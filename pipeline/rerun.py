@@ -1,7 +1,7 @@
-"""Measure one cell with doubtful timings again: `aerie rerun CELL`."""
+"""Measure cells with doubtful timings again: `aerie rerun CELL...`."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,23 +19,26 @@ TIMED_STAGES = (
 )
 
 
-def rerun_cell(cell: str) -> Iterator[str]:
-    """Measure a cell again, and no other stage; yield what to do next.
+def rerun_cells(cells: Sequence[str]) -> Iterator[str]:
+    """Measure cells again, one after the other, and no other stage; yield what to do next.
 
-    What is there is brought back from the cache if the stage fails or is interrupted. The report is then stale.
+    What is there is brought back from the cache if a stage fails or is interrupted. The report is then stale.
 
     Raises:
-        ValueError: params.yaml lists no such cell.
-        StageError: the stage failed.
+        ValueError: params.yaml lists no such cell; none was measured then.
+        StageError: a stage failed.
     """
-    name = find_timed_stage(cell, dvc_graph.list_outputs(TIMED_STAGES))
+    outputs = dvc_graph.list_outputs(TIMED_STAGES)
+    names = list(dict.fromkeys(find_timed_stage(cell, outputs) for cell in cells))
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files, processes.guard_run(held_files):
-        try:
-            dvc_graph.reproduce_stage(name, partial(print, flush=True), force=True)
-        except BaseException:  # an interruption too
-            dvc_graph.restore_outputs(name)
-            raise
-    yield f"{name} was measured again; the table follows with: aerie run"
+        for name in names:
+            try:
+                dvc_graph.reproduce_stage(name, partial(print, flush=True), force=True)
+            except BaseException:  # an interruption too
+                dvc_graph.restore_outputs(name)
+                raise
+    were = "were" if len(names) > 1 else "was"
+    yield f"{', '.join(names)} {were} measured again; the table follows with: aerie run"
 
 
 def find_timed_stage(cell: str, outputs: dict[str, list[str]]) -> str:

@@ -53,6 +53,7 @@ class SampleReport(BaseModel):
     dropped: dict[str, int]
     truncated: dict[str, int]
     tokens: dict[str, int]
+    missing: dict[str, int]
 
 
 class HiddensReport(BaseModel):
@@ -71,6 +72,7 @@ class VocabReport(BaseModel):
 
 class OverfitReport(BaseModel):
     tau: float
+    min_tau: float
     perfect_tau: float
     required_tau: float
     steps: int
@@ -170,6 +172,9 @@ def _sample_target(_: str) -> str:
     cut = sum(report.truncated.values())
     told = f"{report.rows_out:,} answers, {sum(report.tokens.values()):,} tokens"
     told += f", {cut:,} cut at max_new_tokens" if cut else ""
+    for split in ("train", "eval"):  # eval_t has the questions of eval
+        if missing := report.missing[split]:
+            told += f", {missing:,} fewer than sample_target.{split}_rows: the data has no more"
     return told + _list_drops(report.dropped, "results/sample_report.json")
 
 
@@ -189,8 +194,10 @@ def _init_draft(item: str) -> str:
 
 def _check_overfit(item: str) -> str:
     report = _read(OverfitReport, RESULTS / f"train/{item}.overfit.json")
-    reached = f"tau {report.tau:.2f} of {report.perfect_tau:.2f} on one row learnt in {report.steps} steps"
-    return f"{reached}, at least {report.required_tau:.2f} expected"
+    reached = f"tau {report.tau:.2f} of {report.perfect_tau:.2f} on one row after {report.steps} steps"
+    if report.min_tau == 1:
+        return f"{reached}; nothing required, so it may have learnt nothing (check_overfit.min_tau is 1.0)"
+    return f"{reached}, at least {report.required_tau:.2f} required"
 
 
 def _train_draft(item: str) -> str:
@@ -240,7 +247,7 @@ def _serving_costs(workload: str) -> str:
 
 def _report(_: str) -> str:
     metrics = _read(RunMetrics, RESULTS / "metrics.json")
-    best = f"best checkpoint {metrics.best_checkpoint}, " if metrics.best_checkpoint else ""
+    best = f"best checkpoint by replayed tau {metrics.best_checkpoint}, " if metrics.best_checkpoint else ""
     cells = f"{metrics.cells} cell{'s' if metrics.cells != 1 else ''}"
     return f"{best}{cells} and {metrics.replayed_trees} replayed trees in results/report/index.html"
 

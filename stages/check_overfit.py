@@ -130,25 +130,27 @@ def _check_threshold(params: schema.Params, measurement: OverfitMeasurement) -> 
         "steps": settings.steps,
         "losses": [round(x, 5) for x in losses[:: max(1, len(losses) // 40)]],
     }
+    nothing = " (check_overfit.min_tau is 1.0, so nothing is: this does not tell whether a draft can learn)"
     print(
-        f"one row learned: chain accept length {tau:.2f} of {perfect_tau:.2f}, {measurement.trainer_tau:.2f} by the "
-        f"trainer's own forward, loss {losses[0]:.2f} -> {losses[-1]:.2f}"
+        f"after {settings.steps} steps on one row {tau:.2f} tokens per verify cycle of {perfect_tau:.2f}, "
+        f"{measurement.trainer_tau:.2f} by the trainer's own forward, loss {losses[0]:.2f} -> {losses[-1]:.2f}; "
+        f"{required:.2f} required{nothing if settings.min_tau == 1 else ''}"
     )
     if tau < required:
         raise ValueError(
             f"check_overfit: after {settings.steps} steps on row {measurement.row} a chain of "
-            f"{params.train_draft.ttt_steps} drafts is accepted {tau:.2f} tokens long, expected at least {required:.2f}: "
+            f"{params.train_draft.ttt_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least {required:.2f}: "
             f"check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect guesses reach on "
             f"this row. {_advise(measurement.trainer_tau, required, losses)}"
         )
     if perfect_tau < LEAST_TELLING_TAU and measurement.trainer_tau < settings.min_tau:
         raise ValueError(
-            f"check_overfit: after {settings.steps} steps on row {measurement.row} the trainer's own forward accepts "
-            f"{measurement.trainer_tau:.2f} tokens of the target's most likely ones, expected at least check_overfit.min_tau "
-            f"{settings.min_tau}. It decides here, since the row's own tokens are seldom those: perfect guesses reach "
-            f"{perfect_tau:.2f} on it. {_advise(measurement.trainer_tau, math.inf, losses)}. A target of random weights, whose "
-            "tokens are about equally likely, is not learned in so few steps: to try the rest of the run with one, set "
-            "check_overfit.min_tau: 1.0"
+            f"check_overfit: after {settings.steps} steps on row {measurement.row} the trainer's own forward commits "
+            f"{measurement.trainer_tau:.2f} of the target's most likely tokens per verify cycle, expected at least "
+            f"check_overfit.min_tau {settings.min_tau}. It decides here, since the row's own tokens are seldom those: perfect "
+            f"guesses reach {perfect_tau:.2f} on it. {_advise(measurement.trainer_tau, math.inf, losses)}. A target of random "
+            "weights, whose tokens are about equally likely, is not learned in so few steps: to try the rest of the run "
+            "with one, set check_overfit.min_tau: 1.0, which demands nothing"
         )
     atomic.write_json(REPORT, report)
     draft = manifest.digest_files(checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", "*.safetensors")

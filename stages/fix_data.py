@@ -258,7 +258,10 @@ def check_split(
 
 
 def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> str:
-    """Return what to do where no row is kept."""
+    """Return what to do where no row is kept: by the first row of the most frequent reason, if it says that."""
+    commonest = first_dropped[dropped.most_common(1)[0][0]] if dropped else DroppedExample("")
+    if commonest.expected:
+        return f"first {commonest.where}: {commonest.explanation}; see what each row becomes: aerie preview data"
     if dropped["unknown_format"] and dropped["unknown_format"] == dropped.total():
         first = first_dropped["unknown_format"]
         return (
@@ -285,7 +288,7 @@ def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, Dro
     if most is None or dropped.total() <= most * rows:
         return
     reasons = "".join(
-        f"\n  {reason} {count}, first {first.where}{': ' if first.found else ''}{first.found}"
+        f"\n  {reason} {count}, first {first.where}{': ' if first.found else ''}{first.explanation}"
         for reason, count in dropped.most_common()
         for first in [first_dropped[reason]]
     )

@@ -56,7 +56,10 @@ STAGE_REPORTS = {
         f"train/{ROOT_CHECKPOINT}",
         ("draft_vocab_size", "target_vocab_size", "coverage_train", "coverage_eval"),
     ),
-    f"check_overfit@{ROOT_CHECKPOINT}": (f"train/{ROOT_CHECKPOINT}.overfit", ("tau", "min_tau", "steps", "losses")),
+    f"check_overfit@{ROOT_CHECKPOINT}": (
+        f"train/{ROOT_CHECKPOINT}.overfit",
+        ("tau", "min_tau", "required_tau", "steps", "losses"),
+    ),
 }  # fmt: skip
 
 
@@ -64,6 +67,9 @@ def main(*arguments: str) -> None:
     if arguments == ("--launch",):
         lines = costs.format_launch_table(prediction.read_launch())
         print("\n".join(lines) or f"nothing is predicted; {PAGE_FILE} says why")
+        found = atomic.read_json(METRICS_FILE, "report")["verdict"] if lines else {}
+        if found.get("contradicts_prediction"):
+            print(f"{verdict.CONTRADICTED}: {found['text']}")
     elif arguments:
         raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:

@@ -90,6 +90,8 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
             _keep_data_answers(context, split)
             _finish_split(p, split)
         sample_splits(splits[len(kept) :])
+    if warning := sampled_split.describe_truncation(splits):
+        print(f"warning: {warning}")
     for split in splits:
         split.shards.publish(SAMPLED_FOLDER / split.name)
     atomic.write_json(REPORT, _build_report(context, splits) | {"seconds": round(time.perf_counter() - started, 2)})
@@ -125,7 +127,7 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
         shards = stack.enter_context(
             ParquetShardWriter(place / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
         )
-        splits.append(SampledSplit(name, path, choice, mixture, shards))
+        splits.append(SampledSplit(name, path, max_rows, choice, mixture, shards))
     return splits
 
 
@@ -162,14 +164,7 @@ def _finish_split(p: schema.Params, split: SampledSplit) -> None:
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
     origin = "of the data" if is_kept else f"at temperature {temperatures}"
-    cut = f"{counted['truncated']} cut at {s.max_new_tokens} tokens"
-    cut += f", {selection.num_unrequested} questions not asked" if selection.num_unrequested else ""
-    print(f"{split.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, {cut}")
-    if counted["truncated"] > selection.num_requests / 2:
-        print(
-            f"warning: most answers of {split.name} are cut, and drafts and tau know nothing of how answers go on; "
-            f"raise sample_target.max_new_tokens, or see whether the target ends its answers"
-        )
+    print(split.describe(origin, s.max_new_tokens))
     split.shards.finish()
 
 

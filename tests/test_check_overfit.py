@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline import stage_summaries
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
 from stages.data import conversations
 from stages.draft import checkpoint
@@ -103,14 +104,36 @@ def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(learned: Path, monk
     assert json.loads(REPORT.read_text())["required_tau"] == pytest.approx(1 + 0.2 * 0.064 / 4, abs=1e-3)
     edit_params(learned, {"check_overfit": {"min_tau": 3.5}})
     with pytest.raises(
-        ValueError, match=r"trainer's own forward accepts 2\.41 .*min_tau 3\.5\. .*perfect guesses reach 1\.06 on it"
+        ValueError,
+        match=r"trainer's own forward commits 2\.41 .*per verify cycle, .*min_tau 3\.5\. .*perfect guesses reach 1\.06 on it",
     ):
         check_overfit.main()
     low = replace(measurement, trainer_tau=4.0, engine_tau=1.0)
     shutil.rmtree(".scratch")
     monkeypatch.setattr(check_overfit, "_learn_row", lambda _: low)
-    with pytest.raises(ValueError, match=r"accepted 1\.00 tokens long, expected at least 1\.04"):
+    with pytest.raises(ValueError, match=r"commits 1\.00 tokens per verify cycle, expected at least 1\.04"):
         check_overfit.main()
+
+
+def test_a_threshold_of_one_is_said_to_demand_nothing(
+    learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a row that was not learned at all was called learned, at a threshold that every draft reaches."""
+    unlearned = check_overfit.OverfitMeasurement("r.0", 4.8, 1.31, 1.02, [14.35, 13.27])
+    monkeypatch.setattr(check_overfit, "_learn_row", lambda _: unlearned)
+    edit_params(learned, {"check_overfit": {"min_tau": 1.0}})
+    check_overfit.main()
+    told = capsys.readouterr().out
+    assert "after 1 steps on one row 1.02 tokens per verify cycle of 4.80, 1.31 by the trainer's own" in told
+    assert "1.00 required (check_overfit.min_tau is 1.0, so nothing is: " in told and "learned" not in told
+    summary = stage_summaries.summarise_stage("check_overfit@e000")
+    assert summary.startswith("tau 1.02 of 4.80 on one row after 1 steps; nothing required") and "min_tau" in summary
+    edit_params(learned, {"check_overfit": {"min_tau": 1.01}})
+    check_overfit.main()
+    assert "; 1.01 required\n" in capsys.readouterr().out
+    summary = stage_summaries.summarise_stage("check_overfit@e000")
+    assert summary == "tau 1.02 of 4.80 on one row after 1 steps, at least 1.01 required"
+    edit_params(learned, {"check_overfit": {"min_tau": 3.5}})  # for the other tests
 
 
 @pytest.mark.parametrize(
@@ -149,7 +172,7 @@ def test_inputs_that_differ_in_the_engine_only_fail_the_gate(
     """
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(
-        ValueError, match=r"tokens long, expected at least .* By the trainer's own forward it is [45]\.\d\d: the"
+        ValueError, match=r"per verify cycle, expected at least .* By the trainer's own forward it is [45]\.\d\d: the"
     ):
         check_overfit.main()
 

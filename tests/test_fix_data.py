@@ -224,6 +224,18 @@ def test_verdict_of_a_row(home: Path, raw: dict[str, Any], verdict: str) -> None
         assert kept.height == 0 and report["dropped_reasons"] == {verdict: 1}
 
 
+def test_where_turns_have_other_roles_the_message_says_what_was_found_and_expected(home: Path) -> None:
+    """Bug: users whose turns have the roles of their own export were advised to change the schema of tables."""
+    unknown = [{"messages": [{"role": "customer", "content": f"{n}?"}]} for n in range(30)]
+    write_raw(unknown)
+    told = r"row 0: the role of turn 1 is a text, 'customer', expected under the key role \(or from\) one of system, developer"
+    with pytest.raises(ValueError, match=rf"found none \(unknown_role 30\); first .*{told}"):
+        fix_data.main()
+    write_raw([*unknown, *questions(25)])
+    with pytest.raises(ValueError, match=rf"30 of 55 rows .*:\n  unknown_role 30, first .*{told}"):
+        fix_data.main()
+
+
 def test_a_closing_thanks_and_an_opening_greeting_are_cut_off_and_counted(home: Path) -> None:
     """Bug: a conversation that ends in "thanks", as half of some chat exports do, was dropped whole as wrong_turns."""
     thanks, greeted = row(ASK, TABLE, "Thanks!"), {"conversations": [SAY_HELLO, *row(ASK, TABLE)["conversations"][1:]]}

@@ -302,3 +302,24 @@ def test_the_walks_of_the_guide_name_code_that_exists() -> None:
     for file, name in steps:
         source = (ROOT / "stages" / file).read_text()
         assert re.search(rf"^\s*(?:def|class) {name}\b|^{name} = ", source, re.MULTILINE), f"{file} has no {name}"
+
+
+def _list_anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8"))
+    for path, anchor in links:
+        linked = page.parent / path if path else page
+        assert linked.exists(), path
+        assert not anchor or anchor in _list_anchors(linked), f"{path}#{anchor}"
+
+
+def test_readme_leads_those_with_data_of_their_own_to_the_example() -> None:
+    """Bug: a newcomer with a CSV file found the example of one in the guide last."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Results")[0]
+    assert re.search(r"own data.*\(docs/guide\.md#from-a-csv-to-the-first-cell-an-example\)", text)

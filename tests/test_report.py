@@ -233,7 +233,9 @@ def _made_up_report(stage: str) -> Row:
         },
         "extract_hiddens": {"rows_in": 260, "rows_out": 258, "dropped": {"longer than max_length": 2}, "seconds": 4.0},
         "init_draft@e000": {"draft_vocab_size": 320, "target_vocab_size": 512, "coverage_train": 0.9991, "coverage_eval": 0.9985},
-        "check_overfit@e000": {"tau": 7.6, "min_tau": 6.0, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0},
+        "check_overfit@e000": {
+            "tau": 7.6, "min_tau": 6.0, "required_tau": 5.71, "steps": 120, "losses": [5.0, 0.2], "seconds": 6.0,
+        },
     }[stage]  # fmt: skip
 
 
@@ -254,6 +256,18 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
         for name in set(row) & set(torch_records.METRICS):
             assert float(row[name]).hex() == metrics[name].hex(), name
         assert len(set(row) & set(torch_records.METRICS)) == 11
+
+
+def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) -> None:
+    """Bug: the page showed check_overfit.min_tau as required, which is scaled, and at 1.0 called an unlearned row learnt."""
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "the draft reached tau 7.60 in 120 steps (at least 5.71 is required)." in page
+    place = Path("results/train/e000.overfit.json")
+    atomic.write_json(place, json.loads(place.read_text()) | {"min_tau": 1.0, "required_tau": 1.0, "tau": 1.02})
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "reached tau 1.02 in 120 steps (check_overfit.min_tau is 1.0: nothing was required, so" in page
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
@@ -526,7 +540,7 @@ def test_a_draft_that_accepts_nothing_has_a_warning_and_no_badge(
     assert "! tau of e009 is exactly 1.00 in every replayed tree: no draft token was accepted" in printed
     assert "! every measured tree is slower than plain decoding, the best at 0.50x" in printed
     assert printed.startswith("Do not speculate at concurrency 1: ")
-    assert "best by tau" not in page and "the best checkpoint by tau" not in printed
+    assert "best by replayed tau" not in page and "the best checkpoint by" not in printed
     results = page[page.index('id="results"') : page.index('id="latencies"')]
     assert 'class="top"' not in results
 
@@ -545,6 +559,45 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_
         assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
         assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
         assert found["best_by_speedup"]["speedup_low"] > 1
+
+
+def test_the_pictures_are_of_the_measured_checkpoint_and_not_of_a_better_one_that_was_only_replayed(
+    made_up: schema.Params,
+) -> None:
+    """Bug: the pictures were of e003, best by replayed tau, though e009 alone was measured, whose latencies were not shown."""
+    text = Path("params.yaml").read_text()
+    changed, count = re.subn(r"\[e003, e009\](\n  trees: \[t8_1_9,)", r"[e009]\1", text)
+    assert count == 1
+    Path("params.yaml").write_text(changed)
+    report.main()
+    assert json.loads(report.METRICS_FILE.read_text())["best_checkpoint"] == "e003"
+    page = report.PAGE_FILE.read_text()
+    assert "<strong>tau against verified tokens</strong>, e009, replayed." in page
+    assert "<strong>Speedup of these trees</strong>, e009, measured, with" in page
+    told = "Figures and pictures here are of <strong>e009</strong>, which the verdict is about; e003 was replayed, not measured."
+    assert told in page and "The best checkpoint is <strong>e003</strong>" in page
+    assert 'id="latencies"' in page and "Drafts accepted in a verify cycle" in page
+    assert "replayed with e009: what it would" in page and ">All trees of e009<" in page
+
+
+def test_a_prediction_that_measured_cells_contradict_is_told_on_the_page_and_by_launch(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the flags of a tree that was measured as slower were printed without a word."""
+    sentence = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
+    report.main()
+    assert sentence not in report.PAGE_FILE.read_text() and sentence not in capsys.readouterr().out
+    for place in Path("results/cells").glob("*.json"):
+        cell = json.loads(place.read_text())
+        cell["metrics"] |= {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
+        atomic.write_json(place, cell)
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert f"<li>{sentence}.</li>" in page and "which goes before what is predicted here" in page
+    assert capsys.readouterr().out.splitlines()[1] == sentence
+    report.main("--launch")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"{sentence}: Prediction and measurement disagree at concurrency 1: ")
 
 
 def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> None:
@@ -909,7 +962,7 @@ def test_the_table_is_kept_as_it_was_printed(capsys: pytest.CaptureFixture[str])
     )
     row = next(r for r in _lines(BenchmarkRow.TABLE) if r["tree"] == "t8_1_9")
     assert re.search(rf"^8_1_9 \(8_1_8\) .* {float(row['tau']):.2f} ", printed, re.MULTILINE)
-    assert "the best checkpoint by tau" in printed
+    assert "the best checkpoint by replayed tau" in printed
 
 
 def test_table_without_a_report_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
+from pipeline import stage_summaries
 from stages import fix_data, prepare_target, sample_target
 from stages.params import schema
 from stages.params.data_sections import SampleTarget, SamplingServer
@@ -783,6 +784,29 @@ def test_keep_names_the_row_whose_mask_is_wrong(project: Path) -> None:
     use(project, "keep")
     with pytest.raises(ValueError, match=rf"row {rows[1]['id']}\.0: its mask is all zero"):
         sample_target.main()
+
+
+def test_cut_answers_are_one_warning_and_missing_questions_are_counted(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: the same warning came for each split; and 60,000 rows of 30 were sampled without a word."""
+    pl.read_parquet("data/fixed/train.parquet").head(10).write_parquet("data/fixed/train.parquet")
+    use(project, "transformers", max_new_tokens=2, temperature=1.0, train_rows=1000, eval_rows=2)
+    sample_target.main()
+    shown, found = capsys.readouterr().out, report(project)
+    (warning,) = (line for line in shown.splitlines() if line.startswith("warning: "))
+    num_train = sum(source["asked"] for source in found["sources"]["train"].values())
+    assert re.search(
+        rf"(\d+) of {num_train + 4} answers are cut \(train \d+ of {num_train}, eval \d of 2, eval_t \d of 2\)", warning
+    )
+    assert warning.split()[1] == str(sum(found["truncated"].values()))
+    assert f"to all {num_train} questions of the data, 1000 were wanted" in shown and "questions not asked" in shown
+    assert found["missing"] == {"train": 1000 - num_train, "eval": 0, "eval_t": 0}
+    told = stage_summaries.summarise_stage("sample_target")
+    assert (
+        f"{1000 - num_train:,} fewer than sample_target.train_rows: the data has no more" in told
+        and "eval_rows" not in told
+    )
 
 
 def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

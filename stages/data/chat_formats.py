@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.data import images, nesting
+from stages.data import images, json_lines, nesting
 from stages.data.conversations import IMAGE_PLACEHOLDER
 
 Message = dict[str, str]
@@ -31,6 +31,13 @@ ROLE_NAMES = {
     "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
     "tool": "tool", "observation": "tool",
 }  # fmt: skip
+# What turns must be, for messages. A column map names the keys of rows, and none of their turns.
+NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them anew (docs/data.md, "Columns of a table")'
+TEXT_OF_TURN = f"text under the key content (or value); {NO_TURN_MAP}"
+ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
+JSON_TYPES: dict[type, str] = {
+    str: "a text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number",
+}  # fmt: skip
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
@@ -41,9 +48,10 @@ DANGLING_TURNS = re.compile(r"s?(?P<opening_answer>a*)(u.*[ac])(?P<closing_quest
 class DroppedRowError(Exception):
     """A row that can't be used. The message is the reason, one word that the report counts."""
 
-    def __init__(self, reason: str, found: str | None = None) -> None:
+    def __init__(self, reason: str, found: str | None = None, expected: str = "") -> None:
         super().__init__(reason)
-        self.found = found  # the offending text, where it is a single one
+        self.found = found  # the offending text, where it is a single one; with `expected`, a description of it
+        self.expected = expected  # and what to do; "" where the reason says it
 
 
 @dataclass
@@ -121,7 +129,11 @@ def parse_conversation(
     given = row.get("images") if row.get("images") is not None else row.get("image")
     row_images = [] if given is None else given if isinstance(given, list) else [given]
     part_images: list[Any] = []
-    parsed: list[ParsedTurn] = [_parse_plain_turn(turn) or _parse_turn(turn, part_images) for turn in turns]
+    of = " of prompt and answer (fix_data.columns names their keys)" if chat_format == "prompt_answer" else ""
+    parsed: list[ParsedTurn] = [
+        _parse_plain_turn(turn) or _parse_turn(turn, f"turn {number}{of}", part_images)
+        for number, turn in enumerate(turns, 1)
+    ]
     _insert_system_message(row, parsed)
     given_images = row_images + part_images
     trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
@@ -129,7 +141,7 @@ def parse_conversation(
     messages = [message for message, _, _ in parsed]
     conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
-        conversation.tools = _dump_json(tools)
+        conversation.tools = _dump_json(tools, "the key tools")
     if any(calls for _, calls, _ in parsed):
         conversation.tool_calls = [calls for _, calls, _ in parsed]
     if any(reasoning for _, _, reasoning in parsed):
@@ -146,7 +158,7 @@ def _insert_system_message(row: dict[str, Any], parsed: list[ParsedTurn]) -> Non
     system = row.get("system", row.get("system_prompt"))
     if isinstance(system, str) and system.strip() and not (parsed and parsed[0][0]["role"] == "system"):
         if not is_text(system):
-            raise DroppedRowError("not_text")
+            raise DroppedRowError("not_text", *_describe_text("the system message", system))
         parsed.insert(0, ({"role": "system", "content": system}, None, None))
 
 
@@ -192,10 +204,12 @@ def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
     return {"role": ROLE_NAMES[role], "content": text}, None, None
 
 
-def _parse_turn(turn: Any, part_images: list[Any]) -> ParsedTurn:
+def _parse_turn(turn: Any, name: str, part_images: list[Any]) -> ParsedTurn:
     """Return the message with its calls and reasoning; append images among its parts to `part_images`."""
     if not isinstance(turn, dict):
-        raise DroppedRowError("not_text")
+        raise DroppedRowError(
+            "not_text", f"{name} is {_describe_value(turn)}", f"an object with role and content; {NO_TURN_MAP}"
+        )
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")
     text = turn.get("value") if turn.get("value") is not None else turn.get("content")
     calls = turn.get("tool_calls") or None
@@ -203,16 +217,53 @@ def _parse_turn(turn: Any, part_images: list[Any]) -> ParsedTurn:
         text = ""
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
         text = "".join(_parse_content_part(part, part_images) for part in text)
+    if text is None:
+        raise DroppedRowError("not_text", _describe_lack(name, turn, ("content", "value")), TEXT_OF_TURN)
     if not isinstance(text, str) or not is_text(text):
-        raise DroppedRowError("not_text")
-    role = ROLE_NAMES.get(role) if isinstance(role, str) else None
-    if role is None or (calls is not None and role != "assistant"):
-        raise DroppedRowError("unknown_role")
+        raise DroppedRowError("not_text", *_describe_text(f"the content of {name}", text))
+    known = ROLE_NAMES.get(role) if isinstance(role, str) else None
+    if known is None:
+        lack = _describe_lack(name, turn, ("role", "from"))
+        found = lack if role is None else f"the role of {name} is {_describe_value(role)}"
+        raise DroppedRowError("unknown_role", found, ROLE_OF_TURN)
+    if calls is not None and known != "assistant":
+        raise DroppedRowError(
+            "unknown_role", f"{name} has tool_calls and the role {role!r}", "tool_calls of an assistant only"
+        )
     reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking") or None
-    if reasoning is not None and (not is_text(reasoning) or role != "assistant"):
-        raise DroppedRowError("not_text")
-    calls_json = _dump_json(calls) if calls is not None else None
-    return {"role": role, "content": text}, calls_json, reasoning
+    if reasoning is not None and known != "assistant":
+        raise DroppedRowError(
+            "not_text", f"{name} has reasoning and the role {role!r}", "reasoning of an assistant only"
+        )
+    if reasoning is not None and not is_text(reasoning):
+        raise DroppedRowError("not_text", *_describe_text(f"the reasoning of {name}", reasoning))
+    calls_json = _dump_json(calls, f"the tool_calls of {name}") if calls is not None else None
+    return {"role": known, "content": text}, calls_json, reasoning
+
+
+def _describe_text(name: str, found: Any) -> tuple[str, str]:
+    """Return what was found in place of a text that UTF-8 can encode, and what was expected."""
+    if isinstance(found, str):
+        return (
+            f"{name} has half of a character of two surrogates, as of an emoji cut in two",
+            "whole characters; export it anew",
+        )
+    return f"{name} is {_describe_value(found)}", "a text"
+
+
+def _describe_lack(name: str, turn: dict[str, Any], wanted: tuple[str, ...]) -> str:
+    """Return which keys a turn has that lacks all of `wanted`, or has null there, as Parquet has for keys of other rows."""
+    nulls = [f"null under {key}" for key in wanted if key in turn]
+    given = ", ".join(str(key) for key, value in turn.items() if value is not None)
+    return (
+        f"{name} has {' and '.join([*nulls, f'the keys {json_lines.abbreviate_row(given)}' if given else 'no keys'])}"
+    )
+
+
+def _describe_value(value: Any) -> str:
+    """Return the JSON type of a value, and its beginning, both without characters that can't be printed."""
+    kind = JSON_TYPES.get(type(value), f"of the type {type(value).__name__}")
+    return "null" if value is None else f"{kind}, {json_lines.abbreviate_row(value)}"
 
 
 def _parse_content_part(part: dict[str, Any], part_images: list[Any]) -> str:
@@ -243,7 +294,9 @@ def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
             turns.append(pair)
             continue
         if not isinstance(pair, list) or len(pair) != 2:
-            raise DroppedRowError("not_text")
+            raise DroppedRowError(
+                "not_text", f"an entry of history is {_describe_value(pair)}", "pairs, [question, answer]"
+            )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
@@ -304,8 +357,8 @@ def is_text(value: Any) -> bool:
         return False
 
 
-def _dump_json(value: Any) -> str:
-    """Return `value` as JSON without null keys; a text as it is.
+def _dump_json(value: Any, name: str) -> str:
+    """Return `value` as JSON without null keys; a text as it is. `name` is for messages.
 
     Raises:
         DroppedRowError: for values that JSON lacks, and for nesting that templates and encoders could not recurse into.
@@ -319,7 +372,9 @@ def _dump_json(value: Any) -> str:
         except (TypeError, ValueError):  # bytes or dates, from Parquet; NaN
             text = None
     if not is_text(text):
-        raise DroppedRowError("not_text")
+        raise DroppedRowError(
+            "not_text", f"{name} is {_describe_value(value)}", "values of JSON, without NaN, bytes and dates"
+        )
     return str(text)
 
 

@@ -36,6 +36,7 @@ class PreviewedRow:
     split: str  # train or eval; "" where the row is dropped
     turns: list[tuple[str, str]]  # (role, text); of a dropped row its keys or the offending text
     extras: list[str]  # tools and images of a kept row
+    expected: str = ""  # of a dropped row whose reason does not say it
 
 
 def main(rows: str, path: str = "") -> None:
@@ -99,11 +100,14 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
     chat_format = next(iter(judged.formats), "unknown")
     if judged.dropped:
         (reason,) = judged.dropped
-        found = judged.first_dropped[reason].found
+        first = judged.first_dropped[reason]
+        found = first.found
         if reason == "unknown_format":
             (_, row), *_ = readers.parse_chunk(chunk)
             found = f"{column_names.list_names(row or {})}: {found}"
-        return PreviewedRow(chunk.source, chunk.first_row, chat_format, f"dropped:{reason}", "", [("found", found)], [])
+        return PreviewedRow(
+            chunk.source, chunk.first_row, chat_format, f"dropped:{reason}", "", [("found", found)], [], first.expected
+        )
     kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
     turns = [(message["role"], message["content"]) for message in kept["messages"]]
     calls = sum(one is not None for one in kept["tool_calls"] or [])
@@ -124,6 +128,8 @@ def format_row(row: PreviewedRow) -> Iterator[str]:
     yield f"  row {row.number}: {row.chat_format}, {row.verdict}{kept}{extras}"
     for role, text in row.turns[:SHOWN_TURNS]:
         yield f"      {role}: {_abbreviate(text)}"
+    if row.expected:
+        yield f"      expected: {row.expected}"
     if len(row.turns) > SHOWN_TURNS:
         yield f"      ... and {len(row.turns) - SHOWN_TURNS} more turns"
 

@@ -52,7 +52,13 @@ class DroppedExample:
     """One dropped row, shown in messages."""
 
     where: str
-    found: str = ""  # start of the offending text, or of the row
+    found: str = ""  # start of the offending text, or of the row; or a description of it, and then:
+    expected: str = ""  # what was expected, and what to do
+
+    @property
+    def explanation(self) -> str:
+        """Return what was found and expected, for a line that begins with the reason."""
+        return ", expected ".join(filter(None, [self.found, self.expected]))
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,8 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
             reason = str(error)
             judged.dropped[reason] += 1
             if reason not in judged.first_dropped:
-                found = "" if row is None else json_lines.abbreviate_row(row if error.found is None else error.found)
-                judged.first_dropped[reason] = DroppedExample(f"{chunk.source}, row {source_row}", found)
+                where = f"{chunk.source}, row {source_row}"
+                judged.first_dropped[reason] = _describe_dropped(where, row, error)
             continue
         for answer in repaired:
             keep_plainest_examples(judged.examples, answer)
@@ -119,6 +125,13 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
         np.save(judged.signatures_file, near_duplicates.compute_signatures(texts))
     _build_table(kept, chunk.source).write_ipc(file, compression="lz4")
     return judged
+
+
+def _describe_dropped(where: str, row: dict[str, Any] | None, error: DroppedRowError) -> DroppedExample:
+    if error.found is not None and error.expected:
+        return DroppedExample(where, error.found, error.expected)
+    found = row if error.found is None else error.found
+    return DroppedExample(where, "" if row is None else json_lines.abbreviate_row(found))
 
 
 def judge_row(

@@ -22,9 +22,25 @@ class SampledSplit:
 
     name: str
     source: Path
+    max_requests: int | None  # as asked for; None: all
     selection: requests.RequestSelection
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
+
+    @property
+    def num_missing(self) -> int:
+        """Return by how many the data has fewer requests than were asked for."""
+        return max(0, (self.max_requests or 0) - self.selection.num_requests)
+
+    def describe(self, origin: str, max_new_tokens: int) -> str:
+        """Return the line on a split that is done."""
+        counted, selection = self.shards.counts, self.selection
+        told = f"{self.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, "
+        told += f"{counted['truncated']} cut at {max_new_tokens} tokens"
+        if selection.num_unrequested:
+            return f"{told}, {selection.num_unrequested} questions not asked"
+        asked = f", to all {selection.num_requests} questions of the data, {self.max_requests} were wanted"
+        return told + (asked if self.num_missing else "")
 
     def read_conversations(self) -> Iterator[list[TargetRequest]]:
         return requests.read_requests(self.source, self.selection)
@@ -53,12 +69,26 @@ class SampleCounts:
     rows_out: int
     dropped: dict[str, int]  # by reason
     not_asked: dict[str, int]  # by split
+    missing: dict[str, int]  # by split: how many fewer requests the data has than were asked for
     sources: dict[str, dict[str, SourceRequests]]  # by split and file
     truncated: dict[str, int]  # by split
     tokens: dict[str, int]  # by split
     shards: dict[str, int]  # by split
     token_ids: dict[str, int]  # by origin
     temperatures: dict[str, int]  # by temperature
+
+
+def describe_truncation(splits: list[SampledSplit]) -> str | None:
+    """Return a warning, one for all splits, where most answers of one are cut at the limit; else None."""
+    counts = {split.name: (split.shards.counts["truncated"], split.selection.num_requests) for split in splits}
+    if not any(2 * cut > total for cut, total in counts.values()):
+        return None
+    shown = ", ".join(f"{name} {cut} of {total}" for name, (cut, total) in counts.items() if total)
+    cut, total = map(sum, zip(*counts.values(), strict=True))
+    return (
+        f"{cut} of {total} answers are cut ({shown}), and drafts and tau know nothing of how answers go on; raise "
+        "sample_target.max_new_tokens, or see whether the target ends its answers"
+    )
 
 
 def count_rows(splits: list[SampledSplit]) -> SampleCounts:
@@ -73,6 +103,7 @@ def count_rows(splits: list[SampledSplit]) -> SampleCounts:
         rows_out=total["rows"],
         dropped=select("dropped"),
         not_asked={split.name: split.selection.num_unrequested for split in splits},
+        missing={split.name: split.num_missing for split in splits},
         sources={split.name: dict(split.selection.sources) for split in splits},
         truncated={split.name: split.shards.counts["truncated"] for split in splits},
         tokens={split.name: split.shards.counts["tokens"] for split in splits},

@@ -49,7 +49,9 @@ class InitDraft(Section):
 class CheckOverfit(Section):
     steps: Count
     learning_rate: Positive
-    min_tau: Annotated[float, Field(ge=1)]
+    min_tau: Annotated[
+        float, Field(ge=1)
+    ]  # tokens per verify cycle; the one that every cycle has is counted, so 1 is reached
 
 
 class Segment(Section):

@@ -1,12 +1,14 @@
 """Error messages for wrong keys, one line each: expected, found, what to do."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from stages.params.section import Section
-from stages.params.spelling import suggest_name
+from stages.params.spelling import find_nearest, suggest_name
+
+Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, and tags of unions
 
 UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
     "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
@@ -50,9 +52,38 @@ def _list_keys(value: Any, prefix: str = "") -> Iterator[str]:
         yield from _list_keys(inner, f"{prefix}{key}.")
 
 
-def explain_error(error: Any, whole: type[Section]) -> str:
+def explain_errors(errors: Sequence[Any], whole: type[Section]) -> list[str]:
+    """Explain pydantic's errors of `whole`, a line each; a misspelt key and the missing one that it stands for share a line."""
+    meant = _pair_misspelt(errors)
+    return [
+        _explain_misspelt(error["loc"], meant[error["loc"]]) if error["loc"] in meant else _explain_error(error, whole)
+        for error in errors
+        if error["type"] != "missing" or error["loc"] not in meant.values()
+    ]
+
+
+def _pair_misspelt(errors: Sequence[Any]) -> dict[Location, Location]:
+    """Return the location of each unknown key with that of the missing key of the same section to which it is nearest."""
+    missing = [error["loc"] for error in errors if error["type"] == "missing"]
+    pairs: dict[Location, Location] = {}
+    for *section, found in (error["loc"] for error in errors if error["type"] == "extra_forbidden"):
+        free = {loc[-1]: loc for loc in missing if [*loc[:-1]] == section and loc not in pairs.values()}
+        if nearest := find_nearest(found, free):
+            pairs[(*section, found)] = free[nearest]
+    return pairs
+
+
+def _explain_misspelt(found: Location, meant: Location) -> str:
+    return f"{'.'.join(_strip_union_tags(found))}: unknown key, and {meant[-1]} is missing (did you mean {meant[-1]}?); rename it"
+
+
+def _strip_union_tags(location: Location) -> list[str]:
+    return [str(part) for part in location if part not in UNION_TAGS]
+
+
+def _explain_error(error: Any, whole: type[Section]) -> str:
     """Explain one pydantic error of `whole` as "key: expected, found, what to do"."""
-    place = [str(part) for part in error["loc"] if part not in UNION_TAGS]
+    place = _strip_union_tags(error["loc"])
     key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # raised by our validators: already complete

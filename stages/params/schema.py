@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain_error, explain_old_keys, explain_yaml
+from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
 from stages.params.gpus import may_have_gpu
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
@@ -31,6 +31,7 @@ from stages.params.tree_shape import TreeShape
 from stages.params.yaml_text import parse_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
+UNWATCHED = "data/nothing"  # a file that never changes, for DVC to watch where no model is a local folder
 STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
 
 
@@ -194,7 +195,8 @@ class Params(Section):
         if self.check_overfit.min_tau > self.train_draft.ttt_steps + 1:
             raise ValueError(
                 f"check_overfit.min_tau {self.check_overfit.min_tau} can't be reached: a chain of train_draft.ttt_steps = "
-                f"{self.train_draft.ttt_steps} drafts accepts at most {self.train_draft.ttt_steps + 1}; lower it"
+                f"{self.train_draft.ttt_steps} drafts commits at most {self.train_draft.ttt_steps + 1} "
+                "tokens per verify cycle; lower it"
             )
         rows = self.benchmark_methods.with_draft.values()
         names = [*self.replay_trees.trace_trees, *self.benchmark.trees, *self.benchmark_served.trees]
@@ -317,8 +319,9 @@ def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str =
     try:
         return model.model_validate(found)
     except ValidationError as error:
-        problems = "\n".join(f"  {prefix}{explain_error(e, model)}" for e in error.errors(include_url=False))
-        raise ValueError(f"{path} has {error.error_count()} problem(s) to correct:\n{problems}") from None
+        lines = explain_errors(error.errors(include_url=False), model)
+        problems = "\n".join(f"  {prefix}{line}" for line in lines)
+        raise ValueError(f"{path} has {len(lines)} problem(s) to correct:\n{problems}") from None
 
 
 def check_raw_exists(params: Params) -> None:
@@ -347,10 +350,13 @@ def check_params(params: Params) -> None:
 def check_target(params: Params) -> None:
     """Raise ValueError for a target whose folder is missing or not watched, or a device that this machine lacks."""
     model, device = params.target.model, params.target.device
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
+    if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
+        parent = Path(model).parent
+        folders = [path.as_posix() for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
         raise ValueError(
-            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there; correct the path (~ is not "
-            "expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
+            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there{suggest_name(model, folders)}; "
+            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name, with target.watch: {UNWATCHED}) or "
+            "builtin/weather-tiny"
         )
     check_watched("target.model", model, "target.watch", params.target.watch)
     if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
@@ -358,6 +364,16 @@ def check_target(params: Params) -> None:
             f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
             "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
         )
+
+
+def _may_be_hub_id(model: str, watch: str) -> bool:
+    """Return whether a name that is no folder may be a Hugging Face id, owner/name, or builtin/NAME.
+
+    A model in a folder that DVC is told to watch is meant as a folder.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
+        return False
+    return watch == UNWATCHED or not Path(model).resolve().is_relative_to(Path(watch).resolve())
 
 
 def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:

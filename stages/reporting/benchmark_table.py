@@ -127,7 +127,7 @@ def format_benchmark_table(
     lines = []
     for workload, checkpoint in dict.fromkeys((row.workload, row.checkpoint) for row in rows):
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]
-        mark = ", the best checkpoint by tau" if checkpoint == best_checkpoint else ""
+        mark = ", the best checkpoint by replayed tau" if checkpoint == best_checkpoint else ""
         lines += [f"{workload}, checkpoint {checkpoint}{mark}", *_align_benchmark_rows(group, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
             lines.append(f"plain decoding: {median_low(plain_tok_s):.1f} tokens/s, the median of the measured rows")

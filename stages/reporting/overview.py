@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from stages.params.tree_shape import TreeShape
@@ -86,7 +87,7 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
 
 
 def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow]) -> list[PlotPoint]:
-    """Draw the speedups of `rows` with their intervals and names, and the fastest prediction at each num_draft_tokens."""
+    """Draw the speedups of `rows` with their intervals and names, and the fastest predictions as a line."""
     told: list[PlotPoint] = []
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
     styles = dict(zip(sorted({line.replayed.topk for line in lines}), cycle_styles(), strict=False))
@@ -108,12 +109,19 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
 
 
 def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
-    """Return the fastest prediction of each num_draft_tokens, in their order."""
+    """Return the fastest prediction of each num_draft_tokens, in their order, without valleys.
+
+    A width is left out if a narrower and a wider one are both faster: the grid has widths at which there are chains alone, and a
+    line through all of them would go up and down with the kind of tree.
+    """
     fastest: dict[int, PredictedSpeedup] = {}
     for row in rows:
         if row.tokens not in fastest or row.speedup > fastest[row.tokens].speedup:
             fastest[row.tokens] = row
-    return [fastest[tokens] for tokens in sorted(fastest)]
+    ordered = [fastest[tokens] for tokens in sorted(fastest)]
+    speeds = [row.speedup for row in ordered]
+    tops = zip(accumulate(speeds, max), reversed(list(accumulate(reversed(speeds), max))), strict=True)
+    return [row for row, (left, right) in zip(ordered, tops, strict=True) if row.speedup >= min(left, right)]
 
 
 def _spread_places(rows: list[BenchmarkRow]) -> list[float]:

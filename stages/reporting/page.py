@@ -14,7 +14,7 @@ from typing import Any
 from stages.reporting import costs, latencies, methods, overview, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
-from stages.reporting.summary import ResultSummary, get_badge
+from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
 from stages.reporting.text import format_interval, format_number, format_spread, format_tree
 from stages.reporting.verdict import MAX_WARNINGS
 from stages.results.served_records import RAN
@@ -57,7 +57,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "title_of": served.format_group_title,
         "tree": format_tree,
     }
-    best = metrics["best_checkpoint"]
+    best, shown = metrics["best_checkpoint"], choose_shown_checkpoint(metrics, found.verdict)
     ran = [cell for cell in found.served if cell.status == RAN]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
@@ -68,11 +68,12 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         max_warnings=MAX_WARNINGS,
         badge=get_badge(metrics),
         best=best,
+        shown=shown,
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         provenance=provenance.build_provenance(settings, found, tables),
-        **_build_results(settings, found, best),
-        **_build_replays(settings, found, metrics),
+        **_build_results(settings, found, shown),
+        **_build_replays(settings, found, metrics, shown),
         **_build_data(found),
         costs=costs.build_costs_page(found.predicted, best),
         no_interval=costs.NO_INTERVAL,
@@ -83,18 +84,18 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
     )
 
 
-def _build_results(settings: ReportSettings, found: ReportInputs, best: str) -> PageContent:
-    """Return what the parts on measured cells show, and on trees that were replayed instead."""
-    cells = found.select_checkpoint_cells(best)
+def _build_results(settings: ReportSettings, found: ReportInputs, shown: str) -> PageContent:
+    """Return what the parts on measured cells show, and on trees that were replayed instead; pictures are of `shown`."""
+    cells = found.select_checkpoint_cells(shown)
     groups = _group_results(found)
-    main = _select_main_group(groups, best)
+    main = _select_main_group(groups, shown)
     return {
         "main": main,
         "others": [group for group in groups if group is not main],
         "overview": overview.build_overview(
-            found.replays[best],
+            found.replays[shown],
             settings.benchmark_trees,
-            next((group.rows for group in groups if group.checkpoint == best), []),
+            next((group.rows for group in groups if group.checkpoint == shown), []),
             found.predicted.rows,
         ),
         "served": served.build_served_page(found.served, found.lines) if found.lines else None,
@@ -103,14 +104,17 @@ def _build_results(settings: ReportSettings, found: ReportInputs, best: str) -> 
     }
 
 
-def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary) -> PageContent:
-    """Return what the parts on replayed trees and on training show; the next best checkpoint is set against the best."""
+def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, shown: str) -> PageContent:
+    """Return what the parts on replayed trees and on training show; the next best checkpoint is set against the best.
+
+    The trees are those of `shown`.
+    """
     best, means = metrics["best_checkpoint"], metrics["checkpoints"]
     others = sorted(found.replays.keys() - {best}, key=lambda name: -means[name]["mean_replay_tau"])
-    best_trees, duel = found.replays[best], None
+    shown_trees, duel = found.replays[shown], None
     trained = {name: run for name, run in found.trained.items() if name not in settings.other_methods}
     drawn: dict[str, tuple[str, plots.DrawPlot]] = {
-        "tokens": ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=best_trees)),
+        "tokens": ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=shown_trees)),
         "loss": ("Training loss per epoch", partial(plots.draw_loss, trained=trained)),
         "accuracy": ("Accuracy per training-time-test step", partial(plots.draw_accuracy, trained=trained)),
     }
@@ -119,11 +123,11 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
         draw_duel = partial(plots.draw_checkpoint_duel, best=best, other=duel.other, pairs=duel.pairs)
         drawn["duel"] = (f"tau with {best} against tau with {duel.other}", draw_duel)
     return {
-        "trees": len(best_trees),
-        "heats": [trees.build_heatmap(best_trees, budget) for budget in trees.choose_budgets(best_trees)],
+        "trees": len(shown_trees),
+        "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "plots": {name: plots.render_svg(draw, title) for name, (title, draw) in drawn.items()},
-        "inside": trees.build_trees_page(best_trees, found.tree_statistics[best], settings.benchmark_trees),
+        "inside": trees.build_trees_page(shown_trees, found.tree_statistics[shown], settings.benchmark_trees),
     }
 
 
@@ -183,9 +187,9 @@ def _group_results(found: ReportInputs) -> list[ResultGroup]:
     return list(groups.values())
 
 
-def _select_main_group(groups: list[ResultGroup], best: str) -> ResultGroup | None:
-    """Return the group that the summary shows: measured if one is, and of the best checkpoint where it has one."""
-    return max(groups, key=lambda group: (bool(group.cells), group.checkpoint == best), default=None)
+def _select_main_group(groups: list[ResultGroup], shown: str) -> ResultGroup | None:
+    """Return the group that the summary shows: measured if one is, and of the checkpoint `shown` where it has one."""
+    return max(groups, key=lambda group: (bool(group.cells), group.checkpoint == shown), default=None)
 
 
 @dataclass

@@ -27,7 +27,11 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
     means = {name: fmean(tree.tau for tree in trees) for name, trees in found.replays.items()}
     shares = [row.identical_share for row in found.rows if row.identical_share is not None]
     summary = {
-        "verdict": {"kind": found.verdict.kind, "text": found.verdict.headline},
+        "verdict": {
+            "kind": found.verdict.kind,
+            "text": found.verdict.headline,
+            "contradicts_prediction": found.verdict.is_contradicted,
+        },
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": {
             name: {"mean_replay_tau": means[name]} | _summarise_checkpoint(name, found) for name in found.replays
@@ -62,6 +66,12 @@ def get_badge(metrics: ResultSummary) -> str | None:
     """Return the best checkpoint; None where the best of them accepts nothing, which is a warning and no badge."""
     best: str = metrics["best_checkpoint"]
     return best if metrics["checkpoints"][best]["mean_replay_tau"] > 1 else None
+
+
+def choose_shown_checkpoint(metrics: ResultSummary, verdict: Verdict) -> str:
+    """Return the checkpoint of the page's pictures: the one that the verdict is about, if it was replayed, else the best."""
+    best: str = metrics["best_checkpoint"]
+    return verdict.checkpoint if verdict.checkpoint and verdict.checkpoint in metrics["checkpoints"] else best
 
 
 def format_terminal_table(

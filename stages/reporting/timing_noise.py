@@ -4,7 +4,7 @@ Plain decoding of the same prompts takes as long beside one tree as beside anoth
 the plain step of the timing grid; a prefill is compared likewise. On a CPU a cell also has its process's own time.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -52,6 +52,17 @@ class TimingRemark:
 
     def __str__(self) -> str:
         return f"{self.text}; again: {self.command}"
+
+
+def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
+    """Return the terminal's line: of several remarks their number, and the command that measures all of them again."""
+    if len(remarks) < 2:
+        return list(map(str, remarks))
+    stages = list(dict.fromkeys(remark.stage for remark in remarks))
+    cells = f"{len(stages)} cells have" if len(stages) > 1 else f"a cell has {len(remarks)}"
+    return [
+        f"{cells} doubtful timings, each explained on the page; again, on an idle machine: aerie rerun {' '.join(stages)}"
+    ]
 
 
 def find_timing_remarks(

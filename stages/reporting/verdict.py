@@ -5,12 +5,12 @@ speedup counts only where the low end of its interval is above 1.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
 from stages.reporting.methods import BASELINE_ROW, MethodRow
-from stages.reporting.timing_noise import TimingRemark
+from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 from stages.results import served_records
 from stages.results.prediction import LaunchAdvice, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
@@ -27,6 +27,7 @@ NOTHING_TIMED = (
 )
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 NOISY = "Timings are too noisy to say"
+CONTRADICTED = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class VerdictLine:
     advice: str  # "Launch t8_2_16 with e009", "Do not speculate"
     evidence: str
     more: str = ""  # further evidence, or what to run
+    checkpoint: str | None = None  # of the tree that it is about: of a measured one where it names one
+    is_contradicted: bool = False  # what was measured contradicts the prediction
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -103,14 +106,21 @@ class Verdict:
     kind: VerdictKind
     headline: str
     more: tuple[str, ...]  # other loads, engines and methods
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # of results
+    remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
+    checkpoint: str | None = None  # that the headline is about
+    is_contradicted: bool = False  # by what was measured, a prediction is wrong
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
         left_out = len(self.warnings) - MAX_WARNINGS
-        shown = [f"! {line}" for line in self.warnings[:MAX_WARNINGS]]
-        return [self.headline, *self.more, *shown, *([f"! and {left_out} more, on the page"] if left_out > 0 else [])]
+        shown = [*self.warnings[:MAX_WARNINGS], *([f"and {left_out} more, on the page"] if left_out > 0 else [])]
+        return [self.headline, *self.more, *(f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)])]
+
+    def list_warnings(self) -> list[str]:
+        """Return the page's warnings."""
+        return [*self.warnings, *map(str, self.remarks)]
 
 
 def build_verdict(
@@ -133,14 +143,19 @@ def build_verdict(
     told = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
-    warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays), *map(str, remarks)]
+    warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
+    is_contradicted = any(line.is_contradicted for line in lines)
     more = [*told[1:], *_describe_other_engines(launch), *_summarise_methods(method_rows)]
+    more = [*([CONTRADICTED] if is_contradicted else []), *more]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
         headline=told[0] if told else NOTHING_TIMED,
         more=tuple(more),
         warnings=tuple(warnings),
+        remarks=tuple(remarks),
         doubted=doubted,
+        checkpoint=lines[0].checkpoint if lines else None,
+        is_contradicted=is_contradicted,
     )
 
 
@@ -206,9 +221,22 @@ def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[
     faster = max(
         (one for one in measured if one.is_faster), key=lambda one: (not one.is_doubted, one.speedup), default=None
     )
+    own = next((one for one in measured if guess and one.name == guess.name), None)
     if guess and guess.is_faster:
-        own = next((one for one in measured if one.name == guess.name), None)
-        return _judge_prediction(load, guess, own, faster, best)
+        line = _judge_prediction(load, guess, own, faster, best)
+        is_contradicted = bool(measured) and not (own.is_faster if own else faster)
+        named = own if own and own.is_faster else faster or best
+    else:
+        line = _judge_measured(load, faster, best, every)
+        is_contradicted = bool(guess and guess.is_slower and faster)
+        named = faster or best
+    return replace(line, checkpoint=named.checkpoint, is_contradicted=is_contradicted)
+
+
+def _judge_measured(
+    load: VerdictLoad, faster: SpeedupEvidence | None, best: SpeedupEvidence, every: list[SpeedupEvidence]
+) -> VerdictLine:
+    """Return what to do where no tree is predicted to be faster; arguments as _judge_prediction's, `every` are all there are."""
     if faster:
         return VerdictLine(load, "launch", f"Launch {faster.name}", f"measured {faster}")
     said = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"

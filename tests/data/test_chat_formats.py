@@ -175,6 +175,32 @@ def test_a_row_that_is_dropped(tmp_path: Path, row: dict[str, Any], reason: str)
         read(row, str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("row", "found", "expected"),
+    [
+        ({"messages": [{"who": "Ann", "says": ASK}]}, "turn 1 has the keys 'who, says'", "text under the key content"),
+        ({"messages": [PLAIN[0], {"role": "user", "content": None}]}, "turn 2 has null under content and", "text under"),
+        ({"messages": [PLAIN[0], {"role": "agent", "content": SAY}]}, "the role of turn 2 is a text, 'agent'", "gpt, assistant"),
+        ({"messages": [{"content": ASK}]}, "turn 1 has the keys 'content'", "under the key role (or from) one of system"),
+        ({"messages": ["Why?"]}, "turn 1 is a text, 'Why?'", "an object with role and content"),
+        ({"conversations": [{"from": "human", "value": [5]}]}, "the content of turn 1 is a list, '[5]'", "a text"),
+        ({"prompt": [ASK], "answer": SAY}, "of prompt and answer (fix_data.columns names their keys) is a list", "a text"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "the content of turn 1 has half of a character", "whole"),
+        ({"messages": [{**PLAIN[0], "tool_calls": CALL}]}, "turn 1 has tool_calls and the role 'user'", "an assistant only"),
+        ({"messages": [PLAIN[0], {**PLAIN[1], "thinking": 5}]}, "the reasoning of turn 2 is a number, '5'", "a text"),
+        ({"messages": PLAIN, "tools": [float("nan")]}, "the key tools is a list, '[NaN]'", "values of JSON"),
+        ({"messages": PLAIN, "system": "\ud83d"}, "the system message has half of a character", "whole"),
+        ({"question": ASK, "answer": SAY, "history": [["alone"]]}, "an entry of history is a list, '[\"alone\"]'", "pairs"),
+    ],
+)  # fmt: skip
+def test_a_turn_of_another_form_is_described(row: dict[str, Any], found: str, expected: str) -> None:
+    """Bug: `not_text` and `unknown_role` said neither what was found nor what would be read."""
+    with pytest.raises(chat_formats.DroppedRowError, match=r"not_text|unknown_role") as dropped:
+        read(row)
+    assert found in str(dropped.value.found) and expected in dropped.value.expected
+    (dropped.value.found or "").encode()  # can be printed
+
+
 @pytest.mark.parametrize("row", [{}, {"text": "x"}, {"messages": "x"}, {"prompt": ASK}, {"prompt": 5, "answer": SAY}])
 def test_unknown_formats(row: dict[str, Any]) -> None:
     assert chat_formats.detect_format(row) is None and not any(

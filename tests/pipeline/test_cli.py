@@ -93,7 +93,8 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
         (["run", "--verbose"], commands, "run_graph", (True,)),
         (["table"], commands, "read_table", ()),
         (["stale"], commands, "list_stale", ()),
-        (["rerun", "eval-e009-t5_1_6"], rerun, "rerun_cell", ("eval-e009-t5_1_6",)),
+        (["rerun", "eval-e009-t5_1_6"], rerun, "rerun_cells", (["eval-e009-t5_1_6"],)),
+        (["rerun", "eval-e009-t5_1_6", "t5_2_8"], rerun, "rerun_cells", (["eval-e009-t5_1_6", "t5_2_8"],)),
         (["use", "weather-tiny"], recipes, "use_recipe", ("weather-tiny", False)),
         (["use", "weather-tiny", "--keep"], recipes, "use_recipe", ("weather-tiny", True)),
         (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny", False)),
@@ -198,7 +199,7 @@ def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
 @pytest.mark.parametrize(
     ("words", "step", "line"),
     [
-        ("rerun benchmark@eval-e009-t8_2_16", "rerun.rerun_cell", "the cell that was here is here again, `{}` measures it anew"),
+        ("rerun benchmark@eval-e009-t8_2_16", "rerun.rerun_cells", "the cell that was here is here again, `{}` measures it anew"),
         ("pull train_draft@e009", "dvc_graph.pull_inputs", "what has come is in the cache, `{}` fetches the rest"),
         ("fetch weather-tiny-vl", "fetch.fetch_recipe", "complete downloads are kept, `{}` gets the rest"),
         ("stale", "commands.list_stale", "`{}` begins again"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import dvc_graph, freshness
-from pipeline.commands import list_stale
-from tests.pipeline.conftest import Project, by_dvc, make_project
-
-PARAMETERS = "report: {title: one}\n"
+from pipeline import cli, dvc_graph, freshness
+from pipeline.commands import list_stale, run_graph
+from tests.pipeline.conftest import Project, by_dvc, give_params, make_project
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (project.root / "dvc.yaml").read_text()
     text = text.replace("last.py]", "last.py]\n    params: [report.title]").replace("[raw.csv,", "[raw.csv, more,")
     (project.root / "dvc.yaml").write_text(text)
-    (project.root / "params.yaml").write_text(PARAMETERS)
+    give_params(project)
     (project.root / ".dvcignore").write_text("__pycache__/\n")
     (project.root / "more/__pycache__").mkdir(parents=True)
     (project.root / "more/one.txt").write_text("one")
@@ -46,6 +45,12 @@ def done(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project
     monkeypatch.chdir(project.root)
     assert dvc_graph.explain_stale() == {}
     return project
+
+
+def edit_title() -> None:
+    """Change the one parameter that a stage reads."""
+    edited = Path("params.yaml").read_text().replace("title: weather-tiny", "title: two")
+    Path("params.yaml").write_text(edited)
 
 
 def stale_by_dvc() -> set[str]:
@@ -71,7 +76,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "another file in a folder": lambda: Path("more/two.txt").write_text("two"),
     "an output gone": lambda: Path("middle.csv").unlink(),
     "an output replaced": lambda: (Path("middle.csv").unlink(), Path("middle.csv").write_text("else")),
-    "a parameter": lambda: Path("params.yaml").write_text(PARAMETERS.replace("one", "two")),
+    "a parameter": edit_title,
     "a command": lambda: Path("dvc.yaml").write_text(
         Path("dvc.yaml").read_text().replace("python last", "python  last")
     ),
@@ -131,7 +136,7 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
         return printed.returncode, printed.stdout
 
     assert asked() == (0, "nothing is stale\n")
-    Path("params.yaml").write_text(PARAMETERS.replace("one", "two"))
+    edit_title()
     Path("middle.csv").unlink()
     assert asked() == (
         1,
@@ -152,3 +157,28 @@ def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
     changes = [f"{n}.py modified" for n in range(5)]
     monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"last": changes})
     assert [*islice(list_stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("min_tau:", "min_tua:", "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)"),
+        ("t5_4_16, t10_2_32", "t8_9_2_16, t10_2_32", "benchmark.trees"),
+        ("raw: raw.csv", "raw: row.csv", "fix_data.raw is row.csv, which does not exist"),
+    ],
+)
+def test_stale_refuses_wrong_parameters_as_a_run_does(done: Project, right: str, wrong: str, told: str) -> None:
+    """Bug: a misspelt key or tree passed; DVC tracks values and knows of no schema."""
+    valid = Path("params.yaml").read_text()
+    assert right in valid and list(list_stale()) == ["nothing is stale"]
+    Path("params.yaml").write_text(valid.replace(right, wrong))
+    with pytest.raises(ValueError, match=re.escape(told)) as by_run:
+        list(run_graph())
+    for _ in range(2):  # an invalid file is never taken for a known one
+        with pytest.raises(ValueError, match=re.escape(told)) as by_stale:
+            list(list_stale())
+        assert str(by_stale.value) == str(by_run.value)
+    with pytest.raises(SystemExit, match=re.escape(f"aerie: {by_run.value}")):
+        cli.run_command_line(["stale"])
+    Path("params.yaml").write_text(valid)
+    assert list(list_stale()) == ["nothing is stale"]

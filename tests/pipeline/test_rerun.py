@@ -37,11 +37,21 @@ def measured(project: SimpleNamespace) -> Path:
 
 def test_one_cell_is_measured_again_and_no_other_stage(measured: Path) -> None:
     before = {name: (measured / name).read_text() for name in (CELL, OTHER, "table.txt")}
-    lines = list(rerun.rerun_cell("eval-e003-t5_1_6"))
+    lines = list(rerun.rerun_cells(["eval-e003-t5_1_6"]))
     assert lines == ["benchmark@t5_1_6 was measured again; the table follows with: aerie run"]
     assert (measured / CELL).read_text() > before[CELL]
     assert all((measured / name).read_text() == before[name] for name in (OTHER, "table.txt"))
     assert list(dvc_graph.explain_stale()) == ["report"]
+
+
+def test_several_cells_are_measured_again_and_none_where_one_is_unknown(measured: Path) -> None:
+    before = {name: (measured / name).read_text() for name in (CELL, OTHER)}
+    with pytest.raises(ValueError, match="no cell 'eval-e003-t9_9_9'"):
+        list(rerun.rerun_cells(["eval-e003-t5_1_6", "eval-e003-t9_9_9"]))
+    assert {name: (measured / name).read_text() for name in (CELL, OTHER)} == before
+    lines = list(rerun.rerun_cells(["eval-e003-t5_1_6", "benchmark@t5_2_8", "benchmark@t5_1_6"]))
+    assert lines == ["benchmark@t5_1_6, benchmark@t5_2_8 were measured again; the table follows with: aerie run"]
+    assert all((measured / name).read_text() > before[name] for name in before)
 
 
 def test_a_cell_stays_where_it_could_not_be_measured_again(measured: Path) -> None:
@@ -49,7 +59,7 @@ def test_a_cell_stays_where_it_could_not_be_measured_again(measured: Path) -> No
     before = (measured / CELL).read_text()
     (measured / "broken").touch()
     with pytest.raises(StageError, match="stage benchmark@t5_1_6 failed"):
-        list(rerun.rerun_cell("benchmark@t5_1_6"))
+        list(rerun.rerun_cells(["benchmark@t5_1_6"]))
     assert (measured / CELL).read_text() == before
     assert dvc_graph.explain_stale() == {}
 
@@ -63,7 +73,7 @@ def test_an_interrupted_measurement_keeps_the_cell(measured: Path, monkeypatch: 
 
     monkeypatch.setattr(dvc_graph, "reproduce_stage", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(rerun.rerun_cell("benchmark@t5_1_6"))
+        list(rerun.rerun_cells(["benchmark@t5_1_6"]))
     assert (measured / CELL).read_text() == before
 
 

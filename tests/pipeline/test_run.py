@@ -19,6 +19,7 @@ import pytest
 from pipeline import commands, processes, workspaces
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
+from stages.params import schema
 from stages.telemetry import unfinished
 from tests.conftest import gone
 from tests.pipeline.conftest import REPO, Project, give_params
@@ -256,15 +257,28 @@ def test_the_table_and_what_next_come_last(project: Project) -> None:
     write = f"os.makedirs('results/report', exist_ok=True)\nopen({str(commands.TABLE_FILE)!r}, 'w').write('tau 2.5\\n')"
     project.script("last", write)
     lines = run().stdout.splitlines()
-    assert lines[-9:] == ["", "tau 2.5", "", *commands.WHAT_NEXT]
+    assert lines[-9:] == ["", "tau 2.5", "", *commands.list_next_steps("raw.csv", "builtin/weather-tiny")]
     again = run()
     assert again.stdout == "nothing is stale\n\ntau 2.5\n"
 
 
-def test_what_next_names_five_things_that_exist() -> None:
-    assert len(commands.WHAT_NEXT) == 6
-    named = [re.findall(r"docs/\w+\.md", line) for line in commands.WHAT_NEXT[1:]]
-    assert all(named) and all((REPO / name).is_file() for names in named for name in names)
+@pytest.mark.parametrize("raw", ["data/raw/weather_toon.jsonl", "data/raw/mine"])
+@pytest.mark.parametrize("model", ["builtin/weather-tiny", "Qwen/Qwen3-8B"])
+def test_what_next_names_five_things_that_exist_and_suit(raw: str, model: str) -> None:
+    """Bug: who had brought data and target was told to bring them, and to overwrite params.yaml by an embedded recipe."""
+    _, *lines = commands.list_next_steps(raw, model)
+    named = [re.findall(r"docs/\w+\.md", line) for line in lines]
+    assert len(lines) == 5 and all(named) and all((REPO / name).is_file() for names in named for name in names)
+    text, embedded = "\n".join(lines), (raw in commands.EMBEDDED_DATA, model.startswith("builtin/"))
+    assert ("your data" in text, "your target" in text) == embedded and ("weather-tiny" in text) == all(embedded)
+    params = schema.load_params(REPO / "params.yaml").model_dump()
+    for section, key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b(?!\w*/)", text.replace(".md", "").replace(".yaml", "")):
+        assert key in params[section]
+
+
+def test_what_next_knows_the_data_of_the_repository() -> None:
+    tracked = {path.relative_to(REPO).as_posix() for path in (REPO / "data/raw").glob("weather_*.jsonl")}
+    assert set(commands.EMBEDDED_DATA) == tracked
     assert (REPO / "recipes/weather-tiny-vl.yaml").is_file() and "\nui:" in (REPO / "Makefile").read_text()
 
 

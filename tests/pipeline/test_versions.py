@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from pipeline import cli, dvc_graph, versions
 from stages.telemetry import run_stage, stage_log
 from stages.telemetry.stage_log import StageRun
+from tests.pipeline.conftest import Project, give_params
 
 NOW = {package: version(package) for package in stage_log.PACKAGES}
 AT = 1_700_000_000_000_000_000  # when the faked runs were, in ns
@@ -109,6 +110,8 @@ def test_stale_warns_of_other_versions_although_nothing_is_stale(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dvc_graph, "explain_stale", dict)
+    give_params(Project(Path()))
+    Path("raw.csv").touch()
     ran("init_draft", torch="1.13.1")
     cli.run_command_line(["stale"])
     told = capsys.readouterr().out.splitlines()

@@ -45,6 +45,17 @@ def test_chosen_trees_are_named_and_ringed_and_all_tell_their_numbers() -> None:
     assert set(names(told)) == {"5_2_8", "8_2_16"}  # the front
 
 
+def test_the_line_of_predictions_rises_to_its_peak_and_falls() -> None:
+    """Bug: at widths with chains alone the line fell and rose again, a zigzag."""
+    speeds = {2: 1.05, 4: 1.5, 5: 1.48, 6: 1.55, 7: 1.3, 8: 1.5, 9: 1.2, 11: 1.1, 12: 1.45, 16: 1.4, 20: 1.4, 24: 1.2}
+    lines = [TreeLine(tree(3, 2, tokens, 2.0), guess(tokens, speed), None) for tokens, speed in speeds.items()]
+    axes = Figure().subplots()
+    overview.draw_tree_speedups(axes, lines[::-1], [])
+    (line,) = (line for line in axes.lines if line.get_label() == "fastest predicted")
+    drawn = line.get_xydata().tolist()
+    assert drawn == [[tokens, speeds[tokens]] for tokens in (2, 4, 6, 8, 12, 16, 20, 24)]
+
+
 def test_speedups_say_whether_they_were_measured_and_are_named() -> None:
     lines = [
         TreeLine(tree(5, 2, 8, 3.0), guess(8, 1.2), None),

@@ -1,5 +1,6 @@
 """The verdict of made-up results: what it advises, and that no number whose interval holds 1 is advised."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,51 @@ def test_a_prediction_that_no_measurement_bears_out() -> None:
     )
 
 
+FAST, SLOW, DISTURBED = (1.5, 1.3, 1.8), (0.8, 0.7, 0.9), (1.2, 0.9, 1.6)
+
+
+@pytest.mark.parametrize(
+    ("guess", "cells", "is_contradicted"),
+    [
+        (FAST, {"t6_4_32": FAST}, False),
+        (FAST, {"t8_3_16": FAST}, False),
+        (FAST, {}, False),
+        (FAST, {"t6_4_32": SLOW, "t8_3_16": FAST}, True),
+        (FAST, {"t6_4_32": DISTURBED}, True),
+        (FAST, {"t8_3_16": SLOW}, True),
+        (SLOW, {"t8_3_16": SLOW}, False),
+        (SLOW, {"t8_3_16": FAST}, True),
+        (DISTURBED, {"t8_3_16": FAST}, False),
+        (None, {"t8_3_16": SLOW}, False),
+    ],
+)
+def test_what_is_measured_goes_before_a_prediction_that_it_contradicts(
+    guess: tuple[float, float, float] | None, cells: dict[str, tuple[float, float, float]], is_contradicted: bool
+) -> None:
+    """Bug: a page that predicted a speedup and measured none said nowhere which of them holds."""
+    found = give([predict(*guess)] if guess else [], [timed_cell(tree, *ends) for tree, ends in cells.items()])
+    assert found.is_contradicted == is_contradicted
+    assert found.list_lines().count(verdict.CONTRADICTED) == is_contradicted
+    assert not is_contradicted or found.list_lines()[1] == verdict.CONTRADICTED
+
+
+@pytest.mark.parametrize(
+    ("guessed", "cells", "checkpoint"),
+    [
+        ("e009", [("e003", FAST)], "e003"),
+        ("e009", [("e003", SLOW), ("e001", SLOW)], "e003"),
+        ("e009", [("e003", FAST), ("e009", DISTURBED)], "e003"),
+        ("e009", [], "e009"),
+    ],
+)
+def test_the_verdict_is_about_the_measured_checkpoint_where_one_is(
+    guessed: str, cells: list[tuple[str, tuple[float, float, float]]], checkpoint: str
+) -> None:
+    made = [timed_cell("t6_4_32", *ends, checkpoint=name) for name, ends in cells]
+    assert give([predict(*FAST, checkpoint=guessed)], made).checkpoint == checkpoint
+    assert give().checkpoint is None
+
+
 def test_a_speedup_without_an_interval_is_not_sure() -> None:
     found = give(cells=[timed_cell("t5_1_6", 1.74, None, None)])
     assert found.kind == "unknown"
@@ -194,18 +240,32 @@ def test_methods_are_told_by_the_fastest_that_is_sure() -> None:
 def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
     remark = TimingRemark("benchmark@eval-e009-t5_1_6", "t5_1_6: odd")
     found = give(cells=[timed_cell("t5_1_6", 0.5, 0.4, 0.6, tau=1.0)], remarks=[remark])
-    idle, slow, odd = found.warnings
+    idle, slow, odd = found.list_warnings()
     assert idle.startswith("tau is exactly 1.00 in eval-e009-t5_1_6: no draft token was accepted")
     assert (
         slow.startswith("every measured tree is slower")
         and odd == "t5_1_6: odd; again: aerie rerun benchmark@eval-e009-t5_1_6"
     )
-    assert found.list_lines()[1:] == [f"! {line}" for line in found.warnings]
+    assert found.list_lines()[1:] == [f"! {line}" for line in found.list_warnings()]
+
+
+def test_many_cells_with_doubtful_timings_are_one_line_in_the_terminal() -> None:
+    """Bug: eight disturbed cells were eight lines above the results."""
+    cells = [f"benchmark@eval-e009-t5_1_{n}" for n in range(8)]
+    found = give(cells=[timed_cell("t5_1_6")], remarks=[TimingRemark(cell, "odd") for cell in [*cells, cells[0]]])
+    assert found.list_lines()[1:] == [
+        "! 8 cells have doubtful timings, each explained on the page; again, on an idle machine: aerie rerun "
+        + " ".join(cells)
+    ]
+    assert len(found.list_warnings()) == 9
+    twice = give(cells=[timed_cell("t5_1_6")], remarks=[TimingRemark(cells[0], "odd"), TimingRemark(cells[0], "other")])
+    assert twice.list_lines()[1].startswith("! a cell has 2 doubtful timings") and twice.list_lines()[1].endswith(
+        cells[0]
+    )
 
 
 def test_many_warnings_are_counted_in_the_terminal() -> None:
-    remarks = [TimingRemark(f"benchmark@{n}", f"{n}: odd") for n in range(9)]
-    lines = give(cells=[timed_cell("t5_1_6")], remarks=remarks).list_lines()
+    lines = replace(give(), warnings=tuple(f"warning {n}" for n in range(9))).list_lines()
     assert len(lines) == 1 + verdict.MAX_WARNINGS + 1 and lines[-1] == "! and 4 more, on the page"
 
 
