@@ -83,7 +83,7 @@ def test_hidden_states_are_counted_by_row_and_online_ones_are_not() -> None:
     assert about is not None
     p, _ = shape_of("qwen3-vl-2b-weather")
     kept = estimate.estimate_recipe(p, about)
-    size = format.count_token_bytes(2048, torch.bfloat16, True) + format.count_visual_bytes(2048, torch.bfloat16)
+    size = format.count_token_bytes(3, 2048, torch.bfloat16, True) + format.count_visual_bytes(2048, torch.bfloat16)
     online = p.model_copy(update={"extract_hiddens": p.extract_hiddens.model_copy(update={"online": True})})
     assert kept.disk_bytes - estimate.estimate_recipe(online, about).disk_bytes == pytest.approx(220 * 512 * size)
 
