@@ -92,7 +92,10 @@ def _build_fresh_draft(
 
 
 def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict[str, Any]:
-    """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null."""
+    """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null.
+
+    Raises ValueError where a new draft is asked for and the feature layers that it reads are not stored.
+    """
     init = params.init_draft
     shape: dict[str, Any] = {key: getattr(target_manifest, key, None) for key in checkpoint.SIZE_KEYS} | {
         "intermediate_size": init.intermediate_size or target_manifest.intermediate_size,
@@ -100,7 +103,9 @@ def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict
         "max_position_embeddings": _choose_max_positions(params, target_manifest.max_position_embeddings),
     }
     own_layers = feature_layers.default_eagle3_feature_layers(target_manifest.num_layers)
-    layers = params.init_draft.choose_feature_layers(target_manifest.feature_layers, own_layers)
+    layers = own_layers  # also where no new draft is made, but its size estimated
+    if init.makes_fresh_draft:
+        layers = init.choose_feature_layers(target_manifest.feature_layers, own_layers)
     return _build_config(params, target_manifest, layers, shape, target_manifest.rope, _list_options(params))
 
 

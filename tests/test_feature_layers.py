@@ -332,7 +332,7 @@ def test_a_draft_reads(
     assert ("eagle_config" in config) == (expected != EAGLE3)
 
 
-def test_nothing_is_refused_where_no_draft_is_made(sampled: Path, tmp_path: Path) -> None:
+def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path: Path) -> None:
     project = copied(sampled, tmp_path / "project")
     made = describe(project, BLOCK)
     theirs = {"model": "a/b", "revision": None, "rope_theta": None}
@@ -343,7 +343,9 @@ def test_nothing_is_refused_where_no_draft_is_made(sampled: Path, tmp_path: Path
         "replay_trees": imported, "time_trees": imported, "benchmark": imported,
     })  # fmt: skip
     with chdir(project):
-        schema.check_feature_layers(schema.load_params(), made.feature_layers, EAGLE3)
+        p = schema.load_params()
+        schema.check_feature_layers(p, made.feature_layers, EAGLE3)
+        assert init_draft.infer_config(p, made)["hidden_size"] == H  # for estimates
 
 
 def test_layers_beyond_the_target_are_refused(sampled: Path, tmp_path: Path) -> None:

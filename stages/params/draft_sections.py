@@ -47,6 +47,11 @@ class InitDraft(Section):
             )
         return self
 
+    @property
+    def makes_fresh_draft(self) -> bool:
+        """Whether e000 is made, and not from a published draft, which has its own sizes and feature layers."""
+        return bool(self.checkpoints) and self.from_ is None
+
     def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
         """Return the feature layers that the draft reads, of those `stored`; `default` are EAGLE-3's own.
 

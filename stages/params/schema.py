@@ -389,9 +389,8 @@ def check_feature_layers(params: Params, stored: list[int], default: list[int]) 
 
     `default` are EAGLE-3's own. A published draft in init_draft.from has its own, known when it is read.
     """
-    init = params.init_draft
-    if init.checkpoints and (init.from_ is None or init.feature_layers):
-        init.choose_feature_layers(stored, default)
+    if params.init_draft.makes_fresh_draft:
+        params.init_draft.choose_feature_layers(stored, default)
 
 
 def main() -> None:
