@@ -228,6 +228,23 @@ def test_a_draft_of_other_layers_differs(projects: dict[str, Path], tmp_path: Pa
     assert not torch.equal(found["fc.weight"], before["fc.weight"])
 
 
+def test_a_draft_that_starts_from_a_published_one_reads_its_layers(projects: dict[str, Path], tmp_path: Path) -> None:
+    project = copied(projects["union"], tmp_path / "project")
+    edit_params(project, {"init_draft": {"feature_layers": [3, 5, 7]}})
+    with chdir(project):
+        init_draft.main()
+        shutil.copytree("drafts/e000/draft", "theirs")
+        edit_params(project, {"init_draft": {"feature_layers": None, "from": "theirs", "watch": "theirs"}})
+        init_draft.main()
+        configs = [json.loads((Path(folder) / "config.json").read_text()) for folder in ("drafts/e000/draft", "theirs")]
+        assert configs[0] == configs[1] and checkpoint.read_feature_layers(configs[0], LAYERS) == [3, 5, 7]
+        edit_params(project, {"init_draft": {"feature_layers": EAGLE3}})
+        with pytest.raises(
+            ValueError, match=r"feature_layers is \[2, 4, 6\], but the weights of init_draft\.from have \[3, 5, 7\]"
+        ):
+            init_draft.main()
+
+
 def test_online_training_of_a_union_is_that_of_its_own_layers(projects: dict[str, Path], tmp_path: Path) -> None:
     """The target then computes the draft's layers only; eval rows are stored with all."""
     weights = []
