@@ -159,14 +159,14 @@ def describe_target(
 ) -> TargetManifest:
     """Return the manifest from the small files of `folder`; feature layers `layers`, or EAGLE-3's where that is None.
 
-    Raises ValueError where the target has fewer layers than these need.
+    Raises ValueError where they are not increasing, or the target has fewer layers than these need.
     """
     shapes = config_facts.read_config_facts(config)
     layers = layers or feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
-    if layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
+    if layers[0] < 0 or layers != sorted(set(layers)) or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
-            f"params.yaml: target.feature_layers is {layers}, expected ids below {shapes['num_layers']}, the number of "
-            f"{model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
+            f"params.yaml: target.feature_layers is {layers}, expected increasing ids below {shapes['num_layers']}, the "
+            f"number of {model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
         )
     return TargetManifest(
         model=model,

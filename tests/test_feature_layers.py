@@ -368,7 +368,7 @@ def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path
 def test_layers_beyond_the_target_are_refused(sampled: Path, tmp_path: Path) -> None:
     project = copied(sampled, tmp_path / "project")
     with pytest.raises(
-        ValueError, match=r"is \[2, 4, 9\], expected ids below 9, the number of tiny's layers: id i is the"
+        ValueError, match=r"is \[2, 4, 9\], expected increasing ids below 9, the number of tiny's layers"
     ):
         describe(project, [2, 4, 9])
 

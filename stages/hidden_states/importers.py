@@ -6,8 +6,7 @@ and finiteness are checked on reading.
 - Own format: a folder with `index.parquet` and shards, or folders of them (train, eval, eval_t).
 - SpecForge: one safetensors file per row, with `input_ids` [S], `hidden_state` [1, S, H] (after the final norm) and
   `aux_hidden_state` [1, S, KH] of K feature layers. SpecForge writes pickles, which run code when they are read; those are
-  refused. So are
-  these records for a multimodal target, since they hold neither positions nor image embeddings.
+  refused. So are these records for a multimodal target, since they hold neither positions nor image embeddings.
 """
 
 import hashlib

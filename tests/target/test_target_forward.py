@@ -257,3 +257,11 @@ def test_every_target_of_three_layers_has_three_feature_layers(num_layers: int) 
     assert sorted(set(found)) == found and len(found) == 3 and found[0] >= 0 and found[-1] < num_layers
     if num_layers > 6:
         assert found == [2, num_layers // 2, num_layers - 3]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_target_of_fewer_layers_than_eagle3_reads_is_refused(tmp_path: Path, num_layers: int) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    config = transformers.LlamaConfig(num_hidden_layers=num_layers, **shape)
+    with pytest.raises(ValueError, match=rf"expected increasing ids below {num_layers}, the number of tiny's layers"):
+        prepare_target.describe_target("tiny", None, config, tmp_path, None)
