@@ -49,7 +49,7 @@ class InitDraft(Section):
 
     @property
     def makes_fresh_draft(self) -> bool:
-        """Whether e000 is made, and not from a published draft, which has its own sizes and feature layers."""
+        """Return whether e000 is made, and not from a published draft, which has its own sizes and feature layers."""
         return bool(self.checkpoints) and self.from_ is None
 
     def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
