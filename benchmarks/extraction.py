@@ -55,7 +55,7 @@ def main() -> None:
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
     for name in args.dtype:
         dtype = format.DTYPES[name]
-        size = shard_plan.StoredRowSize(H, dtype)
+        size = shard_plan.StoredRowSize(len(LAYERS), H, dtype)
         folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from stages.draft import checkpoint
-from stages.target import config_facts, hooks, loading, packed_forward
+from stages.target import feature_layers, hooks, loading, packed_forward
 
 V, D, H, LAYERS, MOST = 4096, 1024, 1024, 12, 2048
 LENGTHS = (3, 17, 128, 500, 1301)
@@ -62,7 +62,7 @@ def make_draft(folder: Path) -> None:
     shape = {**SHAPE, "draft_vocab_size": D}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     folder.mkdir(parents=True, exist_ok=True)
-    config = checkpoint.build_config(shape, rope, config_facts.default_feature_layers(LAYERS), LAYERS, [1])
+    config = checkpoint.build_config(shape, rope, feature_layers.default_eagle3_feature_layers(LAYERS), LAYERS, [1])
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     tensors = {
         name: torch.randn(size, dtype=torch.bfloat16) * 0.02
@@ -126,7 +126,7 @@ def compare(mine: list[Tensor], other: list[Tensor], part: int) -> dict[str, flo
 
 def main(name: str = "qwen3", place: str | None = None) -> None:
     folder = Path(place or tempfile.mkdtemp())
-    layers = config_facts.default_feature_layers(LAYERS)
+    layers = feature_layers.default_eagle3_feature_layers(LAYERS)
     make_target(folder / "target", name)
     make_draft(folder / "draft")
     engine = theirs(folder)

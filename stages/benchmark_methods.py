@@ -131,11 +131,12 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    draft = None
+    draft, layers = None, list[int]()
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)
-        draft, _ = load_draft(p, settings.checkpoint, p.target.device, model.dtype)
-    engine = Engine(model, target.eos_token_ids, target.feature_layers, draft, p.benchmark.tree_scoring)
+        draft, config = load_draft(p, settings.checkpoint, p.target.device, model.dtype)
+        layers = checkpoint.read_feature_layers(config, target.num_layers)
+    engine = Engine(model, target.eos_token_ids, layers, draft, p.benchmark.tree_scoring)
     images = dict(prompts.select("id", "images").iter_rows())
     return MethodRunContext(
         engine,

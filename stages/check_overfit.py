@@ -28,6 +28,7 @@ from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
+from stages.target.feature_layers import locate_feature_layers
 from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import adamw, ttt
@@ -85,7 +86,7 @@ def _learn_row(params: schema.Params) -> OverfitMeasurement:
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
     draft = Eagle3Draft.from_checkpoint(config, tensors).to(device)
-    row, perfect_tau = _choose_row(params, target_manifest, head)
+    row, perfect_tau = _choose_row(params, target_manifest, config, head)
     losses = _train_on_row(params, draft, row, embedding, head)
     trainer_tau = measure_chain_tau(draft, row, embedding, head, params.train_draft.ttt_steps)
     del embedding, head  # the target may need their memory
@@ -181,17 +182,19 @@ def _advise(trainer_tau: float, required: float, losses: list[float]) -> str:
 
 
 def _choose_row(
-    params: schema.Params, target_manifest: manifest.TargetManifest, head: torch.Tensor
+    params: schema.Params, target_manifest: manifest.TargetManifest, config: dict[str, Any], head: torch.Tensor
 ) -> tuple[format.HiddenStatesRow, float]:
     """Return the row with the highest tau of perfect drafts, among rows of median length, and that tau.
 
-    Where no hidden states are stored, the target computes them here.
+    It has the features that the draft with this config.json reads. Where none are stored, the target computes them here.
     """
-    hidden_states = HiddenStatesReader(HIDDENS)
+    layers = checkpoint.read_feature_layers(config, target_manifest.num_layers)
+    places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {ROOT_CHECKPOINT}")
+    hidden_states = HiddenStatesReader(HIDDENS, places)
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
     start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
     stored = [hidden_states.read_row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
-    rows = _compute_hidden_states(params, target_manifest, stored) if hidden_states.online else iter(stored)
+    rows = _compute_hidden_states(params, target_manifest, layers, stored) if hidden_states.online else iter(stored)
 
     def measure(row: format.HiddenStatesRow) -> float:
         answer = slice(row.prompt_length, None)
@@ -202,10 +205,13 @@ def _choose_row(
 
 
 def _compute_hidden_states(
-    params: schema.Params, target_manifest: manifest.TargetManifest, rows: list[format.HiddenStatesRow]
+    params: schema.Params,
+    target_manifest: manifest.TargetManifest,
+    layers: list[int],
+    rows: list[format.HiddenStatesRow],
 ) -> Iterator[format.HiddenStatesRow]:
-    """Yield the rows with hidden states computed by the target."""
-    target = FeatureTarget.load(target_manifest, params.target, params.target.device)
+    """Yield the rows with hidden states computed by the target, features of `layers`."""
+    target = FeatureTarget.load(target_manifest, params.target, params.target.device, layers=layers)
     image_paths = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:
         inputs = target.build_inputs([row.id], [row.ids], image_paths)
@@ -235,7 +241,8 @@ def _measure_engine_tau(
         served = Eagle3Draft.from_checkpoint(config, draft.state_dict())
         served = served.to(params.target.device, model.dtype).requires_grad_(False)
         answer = ids[row.prompt_length :]
-        engine = forced_decode.ForcedDecodingEngine(model, target_manifest.feature_layers, served, answer)
+        layers = checkpoint.read_feature_layers(config, target_manifest.num_layers)
+        engine = forced_decode.ForcedDecodingEngine(model, layers, served, answer)
         try:
             engine.slots.check_length(len(ids))
         except ValueError as error:  # as with layers of a smaller window

@@ -1,6 +1,6 @@
 """extract_hiddens: answers -> the target's hidden states.   python -m stages.extract_hiddens
 
-One forward over prompt and answer, without the LM head, keeps the residual streams that enter the three feature layers and
+One forward over prompt and answer, without the LM head, keeps the residual streams that enter the feature layers and
 the last hidden state after the final norm. Documents are packed end to end: no padding is computed or stored. The number of
 bytes to be written is printed first, and the stage stops if they do not fit.
 
@@ -53,7 +53,8 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     target = manifest.read_manifest()
-    size = StoredRowSize(target.hidden_size, format.DTYPES[e.dtype], target.image_token_id)
+    layers = target.feature_layers
+    size = StoredRowSize(len(layers), target.hidden_size, format.DTYPES[e.dtype], target.image_token_id)
     tables = {s: conversations.read_table(SAMPLED / s, conversations.SAMPLED_SCHEMA, "sample_target") for s in SPLITS}
     fitting = {s: shard_plan.fit_rows(t, e.max_length, e.longer_rows == "truncate") for s, t in tables.items()}
     _check_some_fit(tables, fitting, e.max_length)
@@ -69,6 +70,10 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     plans = [shard_plan.plan_split(s, kept[s], sizes[s], e.shard_mib << 20, folder / s) for s in SPLITS]
     tasks = [task for plan in plans for task in plan]
     if rank == 0:
+        print(
+            f"a token has features of {len(layers)} layers, the streams entering blocks {layers}, and its last hidden state: "
+            f"{size.token_bytes:,.0f} bytes in {e.dtype}"
+        )
         _print_plan(tasks)
     mine = [task for i, task in enumerate(tasks) if i % world == rank and not task.is_written()]
     for task in (task for task in mine if not task.size.hidden_size):

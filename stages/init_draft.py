@@ -16,7 +16,7 @@ from stages.hidden_states import format, reader
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
-from stages.target import manifest
+from stages.target import feature_layers, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 
@@ -86,19 +86,27 @@ def _build_fresh_draft(
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02)
         if name == "fc.weight":
-            parameter.data += torch.eye(target_manifest.hidden_size).repeat(1, 3) / 3
+            count = feature_layers.NUM_EAGLE3_FEATURES
+            parameter.data += torch.eye(target_manifest.hidden_size).repeat(1, count) / count
     return draft, config
 
 
 def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict[str, Any]:
-    """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null."""
+    """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null.
+
+    Raises ValueError where a new draft is asked for and the feature layers that it reads are not stored.
+    """
     init = params.init_draft
     shape: dict[str, Any] = {key: getattr(target_manifest, key, None) for key in checkpoint.SIZE_KEYS} | {
         "intermediate_size": init.intermediate_size or target_manifest.intermediate_size,
         "draft_vocab_size": init.draft_vocab_size or target_manifest.vocab_size,
         "max_position_embeddings": _choose_max_positions(params, target_manifest.max_position_embeddings),
     }
-    return _build_config(params, target_manifest, shape, target_manifest.rope, _list_options(params))
+    own_layers = feature_layers.default_eagle3_feature_layers(target_manifest.num_layers)
+    layers = own_layers  # also where no new draft is made, but its size estimated
+    if init.makes_fresh_draft:
+        layers = init.choose_feature_layers(target_manifest.feature_layers, own_layers)
+    return _build_config(params, target_manifest, layers, shape, target_manifest.rope, _list_options(params))
 
 
 def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, dict[str, Any]]:
@@ -125,7 +133,9 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     shape = {key: published.config[key] for key in checkpoint.SIZE_KEYS}
     shape["max_position_embeddings"] = _choose_max_positions(params, published.config["max_position_embeddings"])
     options = {**published.options, "sliding_window": init.sliding_window}
-    config = _build_config(params, target_manifest, shape, published.config["rope_parameters"], options)
+    layers = checkpoint.read_feature_layers(published.config, target_manifest.num_layers)
+    _check_agreement("feature_layers", init.feature_layers, layers)
+    config = _build_config(params, target_manifest, layers, shape, published.config["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
         _check_agreement(f"draft_config_path: {key}", config[key], published.config[key])
     return Eagle3Draft.from_checkpoint(config, published.tensors), config
@@ -157,17 +167,18 @@ def _choose_max_positions(params: schema.Params, inherited: int) -> int:
 def _build_config(
     params: schema.Params,
     target_manifest: TargetManifest,
+    layers: list[int],
     shape: dict[str, Any],
     rope: dict[str, Any],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return config.json, overridden by the file of draft_config_path."""
-    layers, path = (target_manifest.feature_layers, target_manifest.num_layers), params.init_draft.draft_config_path
-    config = checkpoint.build_config(shape, rope, *layers, target_manifest.eos_token_ids, options)
+    """Return config.json of a draft that reads `layers`, overridden by the file of draft_config_path."""
+    ids, path = (layers, target_manifest.num_layers, target_manifest.eos_token_ids), params.init_draft.draft_config_path
+    config = checkpoint.build_config(shape, rope, *ids, options)
     if path is None:
         return config
     shape, rope = config_override.apply_override(config_override.read_override(Path(path)), shape, rope, config)
-    return checkpoint.build_config(shape, rope, *layers, target_manifest.eos_token_ids, options)
+    return checkpoint.build_config(shape, rope, *ids, options)
 
 
 def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from stages.params import schema
 from stages.runtime import atomic
-from stages.target import chat_template, config_facts, head_check, loading, manifest
+from stages.target import chat_template, config_facts, feature_layers, head_check, loading, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -50,6 +50,8 @@ def main() -> None:
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
+        own_layers = feature_layers.default_eagle3_feature_layers(target.num_layers)
+        schema.check_feature_layers(p, target.feature_layers, own_layers)  # not first after hours of extraction
         _check_chat_template(p, target, folder)
         _check_tables(p, target, folder)
         manifest.write_manifest(folder, target)
@@ -153,15 +155,18 @@ def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
 
 
 def describe_target(
-    model: str, revision: str | None, config: PretrainedConfig, folder: Path, feature_layers: list[int] | None
+    model: str, revision: str | None, config: PretrainedConfig, folder: Path, layers: list[int] | None
 ) -> TargetManifest:
-    """Return the manifest from the small files of `folder`. Raises ValueError where the feature layers are invalid."""
+    """Return the manifest from the small files of `folder`; feature layers `layers`, or EAGLE-3's where that is None.
+
+    Raises ValueError where they are not increasing, or the target has fewer layers than these need.
+    """
     shapes = config_facts.read_config_facts(config)
-    layers = sorted(feature_layers or config_facts.default_feature_layers(shapes["num_layers"]))
-    if len(set(layers)) < 3 or layers[0] < 0 or layers[-1] >= shapes["num_layers"]:
+    layers = layers or feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
+    if layers[0] < 0 or layers != sorted(set(layers)) or layers[-1] >= shapes["num_layers"]:
         raise ValueError(
-            f"params.yaml: target.feature_layers {layers} must be three different ids below {shapes['num_layers']}, "
-            f"the number of {model}'s layers; correct it, or set it to null"
+            f"params.yaml: target.feature_layers is {layers}, expected increasing ids below {shapes['num_layers']}, the "
+            f"number of {model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
         )
     return TargetManifest(
         model=model,

@@ -31,6 +31,7 @@ from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.results import clusters, interval, replay_records
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.target import chat_template, manifest
+from stages.target.feature_layers import locate_feature_layers
 from stages.telemetry.run_stage import run_stage
 from stages.trees import accept_length
 from stages.trees.draft_tree import check_tree
@@ -47,10 +48,11 @@ class AnswerSplit:
     temperature: float
     top_p: float | None  # None at temperature 0
     num_answers: int
+    feature_places: list[int]  # of the layers that the draft reads, among those stored
 
     def read_rows(self, dtype: torch.dtype) -> list[format.HiddenStatesRow]:
         """Return the rows, shortest first."""
-        return sorted(reader.read_rows(self.folder, dtype), key=lambda r: len(r.ids))
+        return sorted(reader.read_rows(self.folder, dtype, self.feature_places), key=lambda r: len(r.ids))
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,9 @@ def main(name: str) -> None:
     for tree in [*settings.list_trees(), *settings.traced_trees()]:  # before any answer is read
         check_tree(tree, config["draft_vocab_size"], config.get("sliding_window"))
     embedding = embedding.to(p.target.device, dtype)
-    splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made)).num_answers]
+    layers = checkpoint.read_feature_layers(config, made.num_layers)
+    places = locate_feature_layers(made.feature_layers, layers, f"the draft of {name}")
+    splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made, places)).num_answers]
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
     )
@@ -197,7 +201,9 @@ def _check_draft(name: str, config: dict[str, Any], made: manifest.TargetManifes
         )
 
 
-def _open_answers(p: schema.Params, split: str, made: manifest.TargetManifest) -> AnswerSplit:
+def _open_answers(
+    p: schema.Params, split: str, made: manifest.TargetManifest, feature_places: list[int]
+) -> AnswerSplit:
     """Open a split. Raises ValueError for hidden states of another target or of other answers, and for answers that were
     sampled with other settings than sample_target's.
     """
@@ -226,7 +232,7 @@ def _open_answers(p: schema.Params, split: str, made: manifest.TargetManifest) -
                 f"{HIDDENS / split}: row {row.id} {which} those in {SAMPLED / split}; run: dvc repro extract_hiddens"
             )
         count += 1
-    return AnswerSplit(HIDDENS / split, temperature, top_p, count)
+    return AnswerSplit(HIDDENS / split, temperature, top_p, count, feature_places)
 
 
 def _format_sampling(temperature: float | None, top_p: float | None) -> str:

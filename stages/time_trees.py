@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from stages.data import conversations
+from stages.draft.checkpoint import read_feature_layers
 from stages.draft.loading import load_draft
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest, RequestUpdate
@@ -128,7 +129,8 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     draft, config = load_draft(p, name, p.target.device, model.dtype)
-    return Engine(model, [], target.feature_layers, draft, p.benchmark.tree_scoring), config
+    layers = read_feature_layers(config, target.num_layers)
+    return Engine(model, [], layers, draft, p.benchmark.tree_scoring), config
 
 
 def _make_decoding(engine: Engine, prompts: list[list[int]], tree: TreeShape | None, cycles: int) -> StartDecoding:

@@ -32,7 +32,9 @@ from stages.params.draft_sections import Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
+from stages.target.feature_layers import locate_feature_layers
 from stages.target.feature_target import FeatureTarget
+from stages.target.manifest import TargetManifest
 from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers, ttt
@@ -102,7 +104,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         print(f"resumed after epoch {progress.epoch} from {work}")
         unfinished.note_progress(f"after epoch {progress.epoch}")
 
-    hidden_states = HiddenStatesReader(HIDDENS)
+    layers = _list_feature_layers(draft, target_manifest)
+    places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
+    hidden_states = HiddenStatesReader(HIDDENS, places)
     compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
     num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss)
@@ -110,7 +114,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     del progress  # the trainer has its own copy of the optimizer state
     if hidden_states.online:
         compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
-        target = FeatureTarget.load(target_manifest, params.target, ranks.device, compile_tokens)
+        target = FeatureTarget.load(target_manifest, params.target, ranks.device, compile_tokens, layers)
         trainer.online_packs = OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
     _train_epochs(trainer, hidden_states, draft, name, work, last_epoch)
     weights, state = trainer.gather_state()
@@ -124,6 +128,13 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     scratch.remove_scratch(work)
     first, last = trainer.log[0], trainer.log[-1]
     print(f"{name}: {trainer.epoch} epochs, {trainer.step} steps, loss {first.loss:.3f} -> {last.loss:.3f}")
+
+
+def _list_feature_layers(draft: DraftModel, target: TargetManifest) -> list[int]:
+    """Return the feature layers that the draft reads; EAGLE and Medusa read none and are given those that are stored."""
+    if draft.method:
+        return target.feature_layers
+    return checkpoint.read_feature_layers(draft.config, target.num_layers)
 
 
 def _train_epochs(

@@ -73,7 +73,7 @@ LONG = [
     "test_dvc_graph", "test_run", "test_extract_hiddens", "test_params", "test_load_generator", "test_benchmark_loads",
     "test_security", "test_decode", "test_printed_taus", "test_import_draft", "test_dvc_remote", "test_replay",
     "test_in_a_browser", "test_methods", "test_workspaces", "test_costs", "test_benchmark", "test_recipes", "test_bad_input",
-    "test_pictured_stages", "test_sharing", "test_multimodal_forward", "test_weather_maps", "test_grade",
+    "test_pictured_stages", "test_sharing", "test_multimodal_forward", "test_feature_layers", "test_weather_maps", "test_grade",
 ]  # fmt: skip
 
 

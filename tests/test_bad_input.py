@@ -63,7 +63,7 @@ def test_a_target_that_is_nowhere(project: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_feature_layers_that_do_not_exist(project: Path) -> None:
     message = refused(project, {"target": {"feature_layers": [2, 3, 9]}}, prepare_target.main)
-    assert "target.feature_layers [2, 3, 9]" in message
+    assert "target.feature_layers is [2, 3, 9], expected increasing ids below 7" in message
     assert "below 7" in message
 
 

@@ -196,7 +196,7 @@ def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: in
     assert f"{tokens} tokens x {token + 4} bytes" in said
     shards = [data for name, data in files(project).items() if name.endswith(".safetensors")]
     assert sum(map(len, shards)) == pytest.approx(tokens * (token + 4 + 1 / 8), abs=640 * len(shards))
-    assert format.count_token_bytes(H, format.DTYPES[dtype]) == token + 4 + 1 / 8
+    assert format.count_token_bytes(3, H, format.DTYPES[dtype]) == token + 4 + 1 / 8
 
 
 def test_fp8_is_float32_rounded_once(project: Path, once: dict[str, bytes], made: Path) -> None:

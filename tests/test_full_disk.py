@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.hidden_states import format, writer
+from stages.hidden_states.shard_plan import StoredRowSize
 from stages.params.full_disk import explain_full_disk
 from tests.conftest import ROOT, copy_project
 
@@ -104,7 +105,7 @@ def test_a_shard_that_is_not_finished_leaves_no_file(tmp_path: Path) -> None:
     import torch
 
     head = format.RowHeader("a", torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool), 2, "stop", None)
-    shard = writer.ShardWriter(tmp_path / "shard", [head], 8, torch.float32)
+    shard = writer.ShardWriter(tmp_path / "shard", [head], StoredRowSize(3, 8, torch.float32))
     assert list(tmp_path.iterdir())
     shard.discard()
     assert not list(tmp_path.iterdir())

@@ -427,8 +427,18 @@ BAD_VALUES = [
     ("num_threads: 2", "num_threads: 2.0", "target.num_threads: expected a valid integer, found 2.0"),
     ("dtype: float32 ", "dtype: float8 ", "target.dtype: expected 'float32', 'bfloat16' or 'float16', found 'float8'"),
     ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
-    ("feature_layers: null", "feature_layers: [1, 2]",
-     "target.feature_layers: expected at least 3 items, found [1, 2]"),
+    ("feature_layers: null", "feature_layers: []", "target.feature_layers: expected at least 1 item, found []"),
+    ("feature_layers: null", "feature_layers: [4, 2, 3]",
+     ("target.feature_layers: is [4, 2, 3], expected ids in increasing order, each once: features are stored in the order of "
+      "the target's blocks, and a draft's weights follow it; write [2, 3, 4]")),
+    ("feature_layers: null", "feature_layers: [2, 2, 4, 5]",
+     ("target.feature_layers: is [2, 2, 4, 5], expected ids in increasing order, each once: features are stored in the order of "
+      "the target's blocks, and a draft's weights follow it; write [2, 4, 5]")),
+    ("feature_layers: null          # the three", "feature_layers: [2, 3, 4, 5]  # the three",
+     "init_draft.feature_layers: expected at most 3 items, found [2, 3, 4, 5]"),
+    ("feature_layers: null          # the three", "feature_layers: [2, 4, 3]  # the three",
+     ("init_draft.feature_layers: is [2, 4, 3], expected ids in increasing order, each once: features are stored in the order of "
+      "the target's blocks, and a draft's weights follow it; write [2, 3, 4]")),
     ("feature_layers: null", "feature_layers: [0, 1, 2]", "target.feature_layers.0: expected greater than 0, found 0"),
     ("trust_remote_code: false", "trust_remote_code: 'no'",
      "target.trust_remote_code: expected a valid boolean, found 'no'"),

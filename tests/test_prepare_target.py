@@ -150,6 +150,21 @@ def test_a_target_without_a_working_chat_template_is_refused(
     prepare_target.main()
 
 
+def test_a_draft_that_reads_layers_that_are_not_stored_is_refused_before_any_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """init_draft would refuse it too, but after hours of sampling and extraction."""
+    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)), feature_layers=[1, 2, 4, 5, 6])
+    with pytest.raises(
+        ValueError, match=r"init_draft\.feature_layers is null, which means EAGLE-3's \[2, 3, 4\], .*: add 3 to"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+    edit_params(tmp_path, {"init_draft": {"feature_layers": [2, 4, 6]}})
+    prepare_target.main()
+    assert manifest.read_manifest().feature_layers == [1, 2, 4, 5, 6]
+
+
 def with_copies(folder: Path, **more: torch.Tensor) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | more, folder / "model.safetensors", {"format": "pt"})

@@ -2,8 +2,9 @@
 
 `draft/` holds config.json and model.safetensors as SGLang's `LlamaForCausalLMEagle3` (0.5.17 to 0.5.23) and vLLM load them.
 SGLang silently ignores unknown tensor names and leaves missing ones random, so names, shapes and vocabulary maps are checked
-on every write and read. `state/` holds optimizer moments as safetensors and the training progress as JSON. EAGLE-3's feature
-layers [2, n//2, n-3] are the default of both engines and are not written; other layers are, in each engine's convention.
+on every write and read. `state/` holds optimizer moments as safetensors and the training progress as JSON. config.json says which
+feature layers the draft reads: [2, n//2, n-3] are the default of both engines and are not written; other layers are, in each
+engine's convention.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.runtime import atomic
+from stages.target.feature_layers import (
+    NUM_EAGLE3_FEATURES,
+    engine_default_feature_layers,
+    to_after_layer_ids,
+    to_entering_ids,
+)
 
 DRAFTS_FOLDER = Path("drafts")
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"  # of SGLang within eagle_config, of vLLM outside
 NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 # vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
 # it refuses this architecture, which it does not know.
@@ -42,13 +50,13 @@ def list_tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     m = config["intermediate_size"]
     options: dict[str, tuple[int, ...]] = {}
     if config.get("norm_before_fc"):
-        options["input_norm.weight"] = (3 * h,)
+        options["input_norm.weight"] = (NUM_EAGLE3_FEATURES * h,)
     if config.get("fc_norm"):
-        options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(3)}
+        options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(NUM_EAGLE3_FEATURES)}
     if config["model_type"] == QK_NORM_CONFIG["model_type"]:
         options |= {f"midlayer.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
     return {
-        "fc.weight": (h, 3 * h),
+        "fc.weight": (h, NUM_EAGLE3_FEATURES * h),
         "midlayer.input_layernorm.weight": (h,),
         "midlayer.hidden_norm.weight": (h,),
         "midlayer.self_attn.q_proj.weight": (q, 2 * h),
@@ -100,17 +108,35 @@ def build_config(
         "rope_parameters": rope,
         **shape,
     }
-    if feature_layers != [2, num_layers // 2, num_layers - 3]:
+    if feature_layers != engine_default_feature_layers(num_layers):
         # SGLang adds one to the ids in eagle_config; vLLM uses its top-level list unchanged.
         config["eagle_config"] = {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers],
+            LAYER_IDS_KEY: to_after_layer_ids(feature_layers),
         }
-        config["eagle_aux_hidden_state_layer_ids"] = feature_layers
+        config[LAYER_IDS_KEY] = feature_layers
     config |= {name: True for name in NORM_OPTIONS if name in on}
     if "sliding_window" in on:  # vLLM applies the window only to layers of this type
         config |= {"sliding_window": on["sliding_window"], "layer_types": ["sliding_attention"]}
     return config | QK_NORM_CONFIG if "qk_norm" in on else config
+
+
+def list_feature_layers(config: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
+    """Return the feature layers that a draft's config.json lists for a target of `num_layers`, by a description of each list.
+
+    Ids are those of the blocks that the residual streams enter. Negative ids of vLLM count from the target's end.
+    """
+    layers: dict[str, list[int]] = {}
+    if listed := (config.get("eagle_config") or {}).get(LAYER_IDS_KEY):
+        layers[f"eagle_config.{LAYER_IDS_KEY} {listed}, as SGLang counts"] = to_entering_ids(listed)
+    if listed := config.get(LAYER_IDS_KEY):
+        layers[f"{LAYER_IDS_KEY} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
+    return layers or {"no list, so EAGLE-3's own": engine_default_feature_layers(num_layers)}
+
+
+def read_feature_layers(config: dict[str, Any], num_layers: int) -> list[int]:
+    """Return the feature layers that a draft reads, by the config.json of `build_config`, whose lists agree."""
+    return next(iter(list_feature_layers(config, num_layers).values()))
 
 
 def write_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

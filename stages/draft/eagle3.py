@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import stages.runtime.torch_warmup  # noqa: F401 - imported for its side effect
+from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.target.mrope import assign_frequency_axes
 
 
@@ -129,14 +130,14 @@ class Eagle3Draft(nn.Module):
 
     def _add_layers(self, c: DraftConfig) -> None:
         """Add the modules with weights, and the vocabulary; EAGLE's draft has others."""
-        self.fc = nn.Linear(3 * c.hidden_size, c.hidden_size, bias=False)
+        self.fc = nn.Linear(NUM_EAGLE3_FEATURES * c.hidden_size, c.hidden_size, bias=False)
         self.midlayer = DraftLayer(c)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.norm_before_fc:
-            self.input_norm = RMSNorm(3 * c.hidden_size, c.rms_norm_eps)
+            self.input_norm = RMSNorm(NUM_EAGLE3_FEATURES * c.hidden_size, c.rms_norm_eps)
         if c.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
+            self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(NUM_EAGLE3_FEATURES))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
         self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
@@ -161,7 +162,7 @@ class Eagle3Draft(nn.Module):
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
-            parts = zip(self.fc_norm, features.chunk(3, dim=-1), strict=True)
+            parts = zip(self.fc_norm, features.chunk(NUM_EAGLE3_FEATURES, dim=-1), strict=True)
             features = torch.cat([norm(part) for norm, part in parts], dim=-1)
         return self.fc(features)
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.draft import checkpoint
+from stages.target.feature_layers import NUM_EAGLE3_FEATURES, locate_feature_layers
 from stages.target.manifest import TargetManifest
 
 # Returns the target's embedding and head [V, H]; called only where they are needed.
@@ -42,8 +43,8 @@ UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_hea
 # The only supported value of each key; an absent key has this value.
 REQUIRED_VALUES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
-    "bias": False, "num_aux_hidden_states": 3, "partial_rotary_factor": 1.0, "logit_scale": 1.0, "kv_lora_rank": None,
-    "q_lora_rank": None,
+    "bias": False, "num_aux_hidden_states": NUM_EAGLE3_FEATURES, "partial_rotary_factor": 1.0, "logit_scale": 1.0,
+    "kv_lora_rank": None, "q_lora_rank": None,
     "eagle_config.use_aux_hidden_state": True, "eagle_config.use_input_layernorm_in_first_layer": True,
     "eagle_config.use_last_layernorm": True, "eagle_config.use_mtp_layernorm": False,
     "eagle_config.parallel_draft_step": 1,
@@ -96,6 +97,7 @@ def read_published_draft(
     notes: list[str] = []
     shape, options, rope = _read_sizes(folder, raw), _read_options(raw, notes), unify_rope_parameters(raw)
     _check_target(folder, raw, shape, manifest)
+    layers = _read_feature_layers(folder, raw, manifest)
     if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
         notes.append(
             f"AngelSlim trained its drafts at rope_theta 10000, not at that of config.json (here {rope['rope_theta']:g}); "
@@ -114,9 +116,7 @@ def read_published_draft(
     _fill_vocabulary_maps(folder, shape, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     dtype = _unify_dtype(folder, tensors)
-    config = checkpoint.build_config(
-        shape, rope, manifest.feature_layers, manifest.num_layers, manifest.eos_token_ids, options
-    )
+    config = checkpoint.build_config(shape, rope, layers, manifest.num_layers, manifest.eos_token_ids, options)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if problem := checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
@@ -215,7 +215,7 @@ def _read_options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], manifest: TargetManifest) -> None:
-    """Raise ValueError where the draft's sizes or feature layers differ from the target's."""
+    """Raise ValueError where the draft's sizes differ from the target's."""
     for key, expected in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
         if shape[key] != expected:
             raise ValueError(
@@ -227,25 +227,28 @@ def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], mani
             f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {manifest.hidden_size}; drafts "
             "of another hidden size than their target's have an embedding of their own, which is not supported"
         )
-    for source, layers in _read_feature_layers(raw, manifest.num_layers).items():
-        if layers != manifest.feature_layers:
-            raise ValueError(
-                f"{folder} reads the residual streams entering blocks {layers} ({source}), the hidden states here are those "
-                f"of {manifest.feature_layers}; set target.feature_layers to {layers} and train or import all drafts for it"
-            )
 
 
-def _read_feature_layers(raw: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
-    """Return the feature layers by the key that lists them, as ids of the blocks that the residual stream enters.
+def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetManifest) -> list[int]:
+    """Return the feature layers that the draft reads, as ids of the blocks that the residual streams enter.
 
-    SGLang's list has the ids of the blocks that it leaves.
+    Raises ValueError where the lists disagree, are not of three ids in increasing order, or name streams that are not stored.
     """
-    key, layers = "eagle_aux_hidden_state_layer_ids", {}
-    if listed := (raw.get("eagle_config") or {}).get(key):
-        layers[f"eagle_config.{key} {listed}, as SGLang counts"] = [i + 1 for i in listed]
-    if listed := raw.get(key):
-        layers[f"{key} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
-    return layers or {"no list, so EAGLE-3's own": [2, num_layers // 2, num_layers - 3]}
+    lists = checkpoint.list_feature_layers(raw, manifest.num_layers)
+    (source, layers), *others = lists.items()
+    if any(other != layers for _, other in others):
+        raise ValueError(
+            f"{folder}/config.json lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
+            f"{' and '.join(map(str, lists.values()))}, expected one list: SGLang and vLLM would run two different drafts; keep "
+            "the key by which it was trained"
+        )
+    if layers != sorted(set(layers)) or len(layers) != NUM_EAGLE3_FEATURES:
+        raise ValueError(
+            f"{folder}/config.json: {source}, expected {NUM_EAGLE3_FEATURES} ids in increasing order, each once: engines capture "
+            "in the order of the blocks, whatever the order of the list; ask its author which order it was trained with"
+        )
+    locate_feature_layers(manifest.feature_layers, layers, f"{folder} ({source})")
+    return layers
 
 
 # Tensors

@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 import torch
 
+from stages.draft.checkpoint import read_feature_layers
 from stages.draft.loading import load_draft
 from stages.engine import memory_estimate, sampling
 from stages.engine.decode import Engine
@@ -78,9 +79,10 @@ def _build_engine(
     model = loading.load_target(folder, params.target.dtype, load_device, params.target.trust_remote_code)
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
-    draft, _ = load_draft(params, checkpoint_name, ranks.device, model.dtype)
+    draft, config = load_draft(params, checkpoint_name, ranks.device, model.dtype)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
-    return Engine(model, end_tokens, target.feature_layers, draft, settings.tree_scoring)
+    layers = read_feature_layers(config, target.num_layers)
+    return Engine(model, end_tokens, layers, draft, settings.tree_scoring)
 
 
 def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: pl.DataFrame) -> Any:

@@ -88,7 +88,7 @@ class Engine:
         self,
         model: PreTrainedModel,
         end_tokens: list[int],
-        feature_layers: list[int],
+        feature_layers: list[int],  # those that the draft reads
         draft: Eagle3Draft | None = None,
         tree_scoring: str = "sglang",  # a key of draft_tree.TREE_SCORINGS
     ):

@@ -13,6 +13,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.draft_kernels import FusedDraft
 from stages.engine.proposer import DraftingMethod, Proposer
 from stages.params.tree_shape import TreeShape
+from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.trees import draft_tree as trees
 from stages.trees.expansion import expand_candidates
 
@@ -40,12 +41,12 @@ class Eagle3Drafter:
                 f"the draft is for a target of {config.vocab_size} tokens and width {config.hidden_size}; "
                 f"this target has {self.embedding.shape[0]} and {self.embedding.shape[1]}; train a draft for it"
             )
-        wanted = self.draft.fc.in_features // config.hidden_size
+        wanted = NUM_EAGLE3_FEATURES
         if len(self.feature_layers) != wanted or not all(0 <= layer < num_blocks for layer in self.feature_layers):
             raise ValueError(
                 f"the draft reads {wanted} feature layers of the target, expected as many ids below {num_blocks}, its blocks; "
-                f"found {self.feature_layers}; correct target.feature_layers and run prepare_target, or take the draft "
-                "trained for these"
+                f"found {self.feature_layers}; correct init_draft.feature_layers and train the draft, or take one that was "
+                "trained for this target"
             )
 
     def extend_cache(

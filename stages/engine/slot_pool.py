@@ -144,7 +144,7 @@ class SlotPool:
 
     def _allocate_state(self, num_slots: int, path_length: int) -> DecodeState:
         axes = () if self.draft is None or self.draft.frequency_axes is None else (3,)
-        width = 3 * self.embedding.shape[1]
+        width = 0 if self.draft is None else self.draft.fc.in_features
 
         def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=self.device)

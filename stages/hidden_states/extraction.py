@@ -89,7 +89,7 @@ def _allocate_buffers(
 def _open_shard(task: ShardTask, unfinished: set[ShardWriter]) -> ShardWriter:
     task.folder.mkdir(parents=True, exist_ok=True)
     with _translate_disk_errors(task.path):
-        shard = ShardWriter(task.path, task.make_headers(), task.size.hidden_size, task.size.dtype)
+        shard = ShardWriter(task.path, task.make_headers(), task.size)
     unfinished.add(shard)
     return shard
 

@@ -1,23 +1,25 @@
 """The format of stored hidden states: a few large safetensors shards and an index, rows unpadded.   docs/hiddens.md
 
-A shard holds rows end to end: `features` [N, 3H] (low, mid, high), `last` [N, H] (after the final norm), `ids` [N] int32
-and `mask` (one bit per token: 1 for tokens of the assistant). `index.parquet` gives each row's shard, offset and length,
-its checksum, and whether all its numbers are finite. Size: 4H numbers, 4 bytes and a bit per token; 32.8 kB at H = 4096 in
-bfloat16.
+A shard holds rows end to end: `features` [N, KH] (the streams of K feature layers, in the order of target.feature_layers),
+`last` [N, H] (after the final norm), `ids` [N] int32 and `mask` (one bit per token: 1 for tokens of the assistant).
+`index.parquet` gives each row's shard, offset and length, its checksum, and whether all its numbers are finite. Size: (K + 1)H
+numbers, 4 bytes and a bit per token; with EAGLE-3's three layers 32.8 kB at H = 4096 in bfloat16. Drafts of several families
+read their own layers of one extraction (`select_features`).
 
-In fp8 (e4m3) the numbers of a token come in four parts (low, mid, high, last), each divided by its own float32 scale:
-`features_scale` [N, 3] and `last_scale` [N, 1]. The norm of a residual stream grows from block to block, so a single scale
-would waste the low part's precision. Scales add 16 bytes per token; 16.4 kB at H = 4096.
+In fp8 (e4m3) the numbers of a token come in K + 1 parts (each layer's, and the last hidden's), each divided by its own float32
+scale: `features_scale` [N, K] and `last_scale` [N, 1]. The norm of a residual stream grows from block to block, so a single
+scale would waste the low part's precision. Scales add 4 bytes per part and token; 16.4 kB at K = 3 and H = 4096.
 
 Shards of a multimodal target also hold `positions` [N, 3] int32 (rotary positions), `pictured` (one bit per token: the mask
 of image tokens) and `visual` [M, H], the embeddings of the image tokens end to end, in fp8 with `visual_scale` [M, 1]. The
 index then has the range of each row's image tokens. Shards of a text target have none of these.
 
-Letters: N tokens of a shard, T tokens of a row, M image tokens, H the target's hidden size.
+Letters: N tokens of a shard, T tokens of a row, M image tokens, K feature layers, H the target's hidden size.
 """
 
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -42,7 +44,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 FP8 = DTYPES["fp8"]
 FP8_MAX = torch.finfo(FP8).max  # 448
 VISUAL_TENSORS = ("visual", "visual_scale")  # one line per image token; all other tensors have one per token
-NUM_FEATURE_LAYERS = 3  # low, mid, high
 SAFETENSORS_DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -74,7 +75,7 @@ class RowHeader:
 class HiddenStatesRow(RowHeader):
     """One row, unpadded, on the CPU."""
 
-    features: Tensor  # [T, 3H]
+    features: Tensor  # [T, KH]
     last: Tensor  # [T, H]
     positions: Tensor | None = None  # [T, 3] int32: this and the next of a multimodal target
     image_embeddings: Tensor | None = None  # [M, H]
@@ -115,9 +116,9 @@ class IndexEntry:
 class StoredHiddenStates:
     """Hidden states of consecutive tokens as stored; fields are named as the shard's tensors. Scales exist in fp8 only."""
 
-    features: Tensor  # [N, 3H]
+    features: Tensor  # [N, KH]
     last: Tensor  # [N, H]
-    features_scale: Tensor | None = None  # [N, 3] float32
+    features_scale: Tensor | None = None  # [N, K] float32
     last_scale: Tensor | None = None  # [N, 1] float32
     positions: Tensor | None = None  # [N, 3] int32: this and the next two of a multimodal target
     visual: Tensor | None = None  # [M, H]
@@ -129,18 +130,27 @@ class StoredHiddenStates:
             **{n: t[image_tokens if n in VISUAL_TENSORS else tokens] for n, t in self.list_tensors().items()}
         )
 
+    def select_features(self, places: Sequence[int]) -> "StoredHiddenStates":
+        """Return the block with the features of these of its K layers, by their place among those stored."""
+        stored, width = count_feature_layers(self.features, self.last), self.last.shape[-1]
+        if not stored or [*places] == [*range(stored)]:
+            return self
+        features = torch.cat([self.features[:, i * width : (i + 1) * width] for i in places], dim=-1)
+        scale = None if self.features_scale is None else self.features_scale[:, places]
+        return replace(self, features=features, features_scale=scale)
+
     def list_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 def list_tensor_shapes(
-    tokens: int, image_tokens: int, hidden_size: int, dtype: torch.dtype, is_multimodal: bool
+    tokens: int, image_tokens: int, num_feature_layers: int, hidden_size: int, dtype: torch.dtype, is_multimodal: bool
 ) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Return dtype and shape of each tensor of `StoredHiddenStates`, for so many tokens."""
-    shapes = {"features": (dtype, [tokens, NUM_FEATURE_LAYERS * hidden_size]), "last": (dtype, [tokens, hidden_size])}
+    shapes = {"features": (dtype, [tokens, num_feature_layers * hidden_size]), "last": (dtype, [tokens, hidden_size])}
     scales = {
-        "features_scale": (torch.float32, [tokens, NUM_FEATURE_LAYERS]),
+        "features_scale": (torch.float32, [tokens, num_feature_layers]),
         "last_scale": (torch.float32, [tokens, 1]),
     }
     if is_multimodal:
@@ -152,19 +162,27 @@ def list_tensor_shapes(
 class DecodedHiddenStates(NamedTuple):
     """The hidden states of a row: the fields that `HiddenStatesRow` adds to its header."""
 
-    features: Tensor  # [N, 3H]
+    features: Tensor  # [N, KH]
     last: Tensor  # [N, H]
     positions: Tensor | None  # [N, 3]
     image_embeddings: Tensor | None  # [M, H]
 
 
-def count_token_bytes(hidden_size: int, dtype: torch.dtype, is_multimodal: bool = False) -> float:
-    """Return the stored bytes per token: 4H numbers, in fp8 four float32 scales, an int32 id and a bit.
+def count_feature_layers(features: Tensor, last: Tensor) -> int:
+    """Return K of features [N, KH] and last [N, H]; 0 where only tokens are stored, with a width of 0."""
+    return features.shape[-1] // max(1, last.shape[-1])
+
+
+def count_token_bytes(
+    num_feature_layers: int, hidden_size: int, dtype: torch.dtype, is_multimodal: bool = False
+) -> float:
+    """Return the stored bytes per token: (K + 1)H numbers, in fp8 K + 1 float32 scales, an int32 id and a bit.
 
     A multimodal target adds three int32 positions and another bit.
     """
-    scales = 4 * (NUM_FEATURE_LAYERS + 1) if dtype == FP8 else 0
-    return 4 * hidden_size * dtype.itemsize + scales + 4 + 1 / 8 + (12 + 1 / 8 if is_multimodal else 0)
+    parts = num_feature_layers + 1
+    scales = 4 * parts if dtype == FP8 else 0
+    return parts * hidden_size * dtype.itemsize + scales + 4 + 1 / 8 + (12 + 1 / 8 if is_multimodal else 0)
 
 
 def count_visual_bytes(hidden_size: int, dtype: torch.dtype) -> int:
@@ -196,8 +214,8 @@ def decode_numbers(tensor: Tensor, scale: Tensor | None = None, dtype: torch.dty
 def encode_block(
     features: Tensor, last: Tensor, positions: Tensor | None, image_embeddings: Tensor | None, dtype: torch.dtype
 ) -> StoredHiddenStates:
-    """Return hidden states [N, 3H], [N, H] and [M, H] as stored in `dtype`."""
-    features, features_scale = encode_numbers(features, dtype, NUM_FEATURE_LAYERS)
+    """Return hidden states [N, KH], [N, H] and [M, H] as stored in `dtype`."""
+    features, features_scale = encode_numbers(features, dtype, count_feature_layers(features, last))
     last, last_scale = encode_numbers(last, dtype)
     visual = (None, None) if image_embeddings is None else encode_numbers(image_embeddings, dtype)
     return StoredHiddenStates(features, last, features_scale, last_scale, positions, *visual)

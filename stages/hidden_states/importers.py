@@ -5,12 +5,12 @@ and finiteness are checked on reading.
 
 - Own format: a folder with `index.parquet` and shards, or folders of them (train, eval, eval_t).
 - SpecForge: one safetensors file per row, with `input_ids` [S], `hidden_state` [1, S, H] (after the final norm) and
-  `aux_hidden_state` [1, S, 3H]. SpecForge writes pickles, which run code when they are read; pickles are refused. So are
-  these records for a multimodal target, since they hold neither positions nor image embeddings.
+  `aux_hidden_state` [1, S, KH] of K feature layers. SpecForge writes pickles, which run code when they are read; those are
+  refused. So are these records for a multimodal target, since they hold neither positions nor image embeddings.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +41,10 @@ def fingerprint_folder(folder: Path) -> list[Any]:
     return [[str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
 
-def find_hidden_states(folder: Path, wanted: dict[str, RowHeader], hidden_size: int) -> ReadStored:
-    """Return a function that reads a wanted row. Raises ValueError where one is missing.
+def find_hidden_states(
+    folder: Path, wanted: dict[str, RowHeader], layers: Sequence[int], hidden_size: int
+) -> ReadStored:
+    """Return a function that reads a wanted row with features of `layers`. Raises ValueError where one is missing.
 
     That function raises ValueError where a row is altered, of another shape or not finite.
     """
@@ -59,7 +61,7 @@ def find_hidden_states(folder: Path, wanted: dict[str, RowHeader], hidden_size: 
 
     def read(header: RowHeader) -> StoredHiddenStates:
         candidate = found[_hash_header(header)]()
-        _check_row(candidate, header, hidden_size)
+        _check_row(candidate, header, layers, hidden_size)
         return candidate.block
 
     return read
@@ -136,15 +138,15 @@ def _read_tensors(path: Path, *names: str) -> list[Tensor]:
         ) from None
 
 
-def _check_row(row: ImportedRow, header: RowHeader, hidden_size: int) -> None:
+def _check_row(row: ImportedRow, header: RowHeader, layers: Sequence[int], hidden_size: int) -> None:
     """Check shapes, dtypes, finiteness, and that positions and image embeddings are those of the header's tokens, or absent."""
     block, where, tokens = row.block, f"{PARAMETER}: {row.location}", len(header.ids)
-    expected = (tokens, format.NUM_FEATURE_LAYERS * hidden_size), (tokens, hidden_size)
+    expected = (tokens, len(layers) * hidden_size), (tokens, hidden_size)
     shapes = tuple(block.features.shape), tuple(block.last.shape)
     if shapes != expected:
         raise ValueError(
-            f"{where} has features and last hidden of shapes {shapes}, expected {expected} for this target; they are of "
-            "another model, or of other layers"
+            f"{where} has features and last hidden of shapes {shapes}, expected {expected} for this target and the "
+            f"{len(layers)} layers of target.feature_layers, {[*layers]}; they are of another model, or of other layers"
         )
     if block.last.dtype not in format.DTYPES.values() or block.features.dtype != block.last.dtype:
         raise ValueError(f"{where} is of {block.features.dtype}, {block.last.dtype}; expected {[*format.DTYPES]}")

@@ -14,6 +14,7 @@ from stages.hidden_states.format import RowHeader, count_token_bytes, count_visu
 class StoredRowSize:
     """Bytes of rows on disk."""
 
+    num_feature_layers: int
     hidden_size: int
     dtype: torch.dtype
     image_token_id: int | None = None
@@ -24,7 +25,7 @@ class StoredRowSize:
 
     @property
     def token_bytes(self) -> float:
-        return count_token_bytes(self.hidden_size, self.dtype, self.is_multimodal)
+        return count_token_bytes(self.num_feature_layers, self.hidden_size, self.dtype, self.is_multimodal)
 
     @property
     def image_token_bytes(self) -> int:
@@ -42,7 +43,7 @@ class StoredRowSize:
         return count_tokens(rows) * self.token_bytes + sum(self.count_image_tokens(rows)) * self.image_token_bytes
 
 
-TOKENS_ONLY_SIZE = StoredRowSize(0, torch.float32)
+TOKENS_ONLY_SIZE = StoredRowSize(0, 0, torch.float32)
 
 
 @dataclass(frozen=True)

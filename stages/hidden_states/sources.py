@@ -33,7 +33,7 @@ def open_source(p: schema.Params, target: TargetManifest, tables: dict[str, pl.D
     e = p.extract_hiddens
     if e.import_ is not None:
         wanted = {header.id: header for rows in tables.values() for header in make_headers(rows, target.image_token_id)}
-        read = importers.find_hidden_states(Path(e.import_), wanted, target.hidden_size)
+        read = importers.find_hidden_states(Path(e.import_), wanted, target.feature_layers, target.hidden_size)
         split, fill = partial(split_batches, e.batch_tokens, False), partial(_fill_from_import, read, DTYPES[e.dtype])
         return HiddenStatesSource(fill, split, torch.device("cpu"))
     device = distributed.select_rank_device(p.target.device)

@@ -3,7 +3,7 @@
 Shards are planned from row lengths alone (`shard_plan`), so any number of processes makes the same files. Header and
 offsets are known before any row is, so rows are written in place, in any order.
 
-Letters: N tokens, M image tokens, H hidden size.
+Letters: N tokens, M image tokens, K feature layers, H hidden size.
 """
 
 import json
@@ -28,13 +28,12 @@ from stages.runtime import atomic
 FILE_ORDER = [
     "features_scale", "last_scale", "visual_scale", "ids", "features", "last", "mask", "positions", "visual", "pictured"
 ]  # fmt: skip
-LAST_HIDDEN_PART = format.NUM_FEATURE_LAYERS  # number of the last hidden among a token's parts: low, mid, high, last
 
 
 class ShardWriter:
     """One shard being written: blocks in any order, from any thread; `commit` renames the temporary file."""
 
-    def __init__(self, path: Path, headers: Sequence[RowHeader], hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, headers: Sequence[RowHeader], size: StoredRowSize) -> None:
         self.path, self.headers = path, headers
         self.offsets = np.cumsum([0, *(len(h.ids) for h in headers)]).tolist()  # first token of each row
         self.visual_offsets = np.cumsum([0, *(h.num_image_tokens for h in headers)]).tolist()
@@ -43,16 +42,21 @@ class ShardWriter:
         ids = torch.cat([h.ids for h in headers])
         mask_bits = _pack_bits([h.mask for h in headers])
         image_tokens, bits = self.visual_offsets[-1], (torch.uint8, [len(mask_bits)])
-        shapes = format.list_tensor_shapes(len(ids), image_tokens, hidden_size, dtype, self.is_multimodal)
+        parts = size.num_feature_layers, size.hidden_size, size.dtype
+        shapes = format.list_tensor_shapes(len(ids), image_tokens, *parts, self.is_multimodal)
         shapes |= {"ids": (torch.int32, [len(ids)]), "mask": bits} | ({"pictured": bits} if self.is_multimodal else {})
         header, self._places, end = {}, {}, 0
         # Widest dtype first, so that each tensor starts at a multiple of its item size; the format allows no holes.
         for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, FILE_ORDER.index(name))):
             kind, shape = shapes[name]
-            size = kind.itemsize * int(np.prod(shape))
-            header[name] = {"dtype": format.SAFETENSORS_DTYPES[kind], "shape": shape, "data_offsets": [end, end + size]}
-            self._places[name] = (end, size // max(1, shape[0]))  # offset of the tensor, bytes per line of it
-            end += size
+            count = kind.itemsize * int(np.prod(shape))
+            header[name] = {
+                "dtype": format.SAFETENSORS_DTYPES[kind],
+                "shape": shape,
+                "data_offsets": [end, end + count],
+            }
+            self._places[name] = (end, count // max(1, shape[0]))  # offset of the tensor, bytes per line of it
+            end += count
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % 64)
         self._data_offset = 8 + len(text)
@@ -127,14 +131,17 @@ def write_rows(folder: Path, rows: Iterable[HiddenStatesRow], dtype: torch.dtype
     """Write rows in order into shards of about `shard_bytes`; return their number. The caller makes `folder` atomic."""
     rows, entries = list(rows), list[IndexEntry]()
     hidden_size = rows[0].last.shape[1] if rows else 0
+    num_feature_layers = format.count_feature_layers(rows[0].features, rows[0].last) if rows else 0
+    size = StoredRowSize(num_feature_layers, hidden_size, dtype)
+    is_multimodal = bool(rows) and rows[0].image_embeddings is not None
     sizes = (
-        format.count_token_bytes(hidden_size, dtype, bool(rows) and rows[0].image_embeddings is not None),
+        format.count_token_bytes(num_feature_layers, hidden_size, dtype, is_multimodal),
         format.count_visual_bytes(hidden_size, dtype),
     )
     spans = plan_shards([len(r.ids) for r in rows], [r.num_image_tokens for r in rows], *sizes, shard_bytes)
     for number, span in enumerate(spans):
         own = rows[span.start : span.stop]
-        shard = ShardWriter(folder / name_shard(number), own, hidden_size, dtype)
+        shard = ShardWriter(folder / name_shard(number), own, size)
         for i, row in enumerate(own):
             block = format.encode_block(row.features, row.last, row.positions, row.image_embeddings, dtype)
             shard.write_block(i, 1, block, format.find_finite_tokens(block))
@@ -160,7 +167,9 @@ class StagingBuffer:
     def __init__(self, tokens: int, image_tokens: int, size: StoredRowSize, device: torch.device) -> None:
         """Allocate for at most `tokens` tokens and, of a multimodal target, `image_tokens` image tokens."""
         self.num_tokens, self.num_image_tokens, self.device = 0, 0, device
-        shapes = format.list_tensor_shapes(tokens, image_tokens, size.hidden_size, size.dtype, size.is_multimodal)
+        self.num_feature_layers = size.num_feature_layers
+        parts = size.num_feature_layers, size.hidden_size, size.dtype
+        shapes = format.list_tensor_shapes(tokens, image_tokens, *parts, size.is_multimodal)
 
         def allocate(**where: Any) -> tuple[StoredHiddenStates, Tensor]:
             block = {name: torch.empty(shape, dtype=dtype, **where) for name, (dtype, shape) in shapes.items()}
@@ -173,8 +182,8 @@ class StagingBuffer:
             self._copied = torch.cuda.Event()
 
     def put_part(self, part: int, numbers: Tensor) -> None:
-        """Store one part of all tokens [N, H]: low, mid, high (0 to 2) or LAST_HIDDEN_PART."""
-        block, is_last = self._device_block, part == LAST_HIDDEN_PART
+        """Store one part of all tokens [N, H]: a feature layer's stream (0 to K - 1), or the last hidden (K)."""
+        block, is_last = self._device_block, part == self.num_feature_layers
         count, width = numbers.shape
         stored, scale = format.encode_numbers(numbers, block.last.dtype)
         columns = slice(0, width) if is_last else slice(part * width, (part + 1) * width)

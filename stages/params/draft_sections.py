@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
+    Eagle3FeatureLayers,
     Name,
     NonNegative,
     Positive,
@@ -20,6 +21,7 @@ from stages.params.spelling import suggest_name
 
 class InitDraft(Section):
     checkpoints: RootCheckpoints  # [] if all drafts are imported; the graph's foreach of init_draft and check_overfit
+    feature_layers: Eagle3FeatureLayers | None  # those of the stored ones that the draft reads
     draft_vocab_size: Count | None
     intermediate_size: Count | None
     max_position_embeddings: Count | None
@@ -44,6 +46,26 @@ class InitDraft(Section):
                 "with q/k norms, and it gives such a layer no window; set sliding_window to null, or qk_norm to false"
             )
         return self
+
+    @property
+    def makes_fresh_draft(self) -> bool:
+        """Return whether e000 is made, and not from a published draft, which has its own sizes and feature layers."""
+        return bool(self.checkpoints) and self.from_ is None
+
+    def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
+        """Return the feature layers that the draft reads, of those `stored`; `default` are EAGLE-3's own.
+
+        Raises ValueError where not all of them are stored.
+        """
+        chosen = self.feature_layers or (stored if len(stored) == len(default) else default)
+        if missing := [i for i in chosen if i not in stored]:
+            key = "is" if self.feature_layers else "is null, which means EAGLE-3's"
+            raise ValueError(
+                f"params.yaml: init_draft.feature_layers {key} {chosen}, expected three of target.feature_layers {stored}: "
+                f"add {', '.join(map(str, missing))} to target.feature_layers ({sorted({*stored, *chosen})}), or name three "
+                "of these"
+            )
+        return chosen
 
 
 class CheckOverfit(Section):

@@ -30,6 +30,18 @@ def _check_unique(names: list[str]) -> list[str]:
     return names
 
 
+def _check_increasing(ids: list[int]) -> list[int]:
+    if ids != (ordered := sorted(set(ids))):
+        raise ValueError(
+            f"is {ids}, expected ids in increasing order, each once: features are stored in the order of the target's blocks, "
+            f"and a draft's weights follow it; write {ordered}"
+        )
+    return ids
+
+
+Increasing = AfterValidator(_check_increasing)
+FeatureLayers = Annotated[list[Count], Field(min_length=1), Increasing]  # ids i: the stream entering block i
+Eagle3FeatureLayers = Annotated[list[Count], Field(min_length=3, max_length=3), Increasing]
 Names = Annotated[list[Name], AfterValidator(_check_unique)]
 RootCheckpoints = Annotated[list[Literal["e000"]], Field(max_length=1)]
 SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_check_unique)]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stages.params.section import Count, Dtype, Positive, Section, Seed, Text
+from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section, Seed, Text
 
 
 class Target(Section):
@@ -15,7 +15,7 @@ class Target(Section):
     dtype: Dtype
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
     num_threads: Count
-    feature_layers: Annotated[list[Count], Field(min_length=3, max_length=3)] | None
+    feature_layers: FeatureLayers | None  # what is stored: the layers of all drafts
     lm_head_key: Text | None
     chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
 

@@ -179,7 +179,8 @@ def _add_disk(
     manifest, total = target.manifest, sum(count_draft_parameters(draft).values())
     token, stored = _count_token_bytes(p, manifest), rows.stored_train + rows.sets * rows.evaluated
     counts = f"{rows.stored_train:,} + {rows.sets} * {rows.evaluated:,} rows"
-    how = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes"
+    layers = f"{len(manifest.feature_layers)} feature layers and the last in {p.extract_hiddens.dtype}"
+    how = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes: {layers}"
     result.add_disk("extract_hiddens", "hidden states", stored * rows.length * token, how)
     if p.init_draft.checkpoints:
         result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
@@ -213,7 +214,7 @@ def _count_token_bytes(p: schema.Params, manifest: TargetManifest) -> float:
     names = {"fp8": format.FP8} | {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
     dtype, is_multimodal = names[p.extract_hiddens.dtype], manifest.image_token_id is not None
     visual = format.count_visual_bytes(manifest.hidden_size, dtype) if is_multimodal else 0
-    return format.count_token_bytes(manifest.hidden_size, dtype, is_multimodal) + visual
+    return format.count_token_bytes(len(manifest.feature_layers), manifest.hidden_size, dtype, is_multimodal) + visual
 
 
 def _count_rows(p: schema.Params, recipe: Recipe) -> RowCounts:

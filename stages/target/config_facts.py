@@ -8,16 +8,6 @@ from transformers import AutoModel, PretrainedConfig
 from stages.target.mrope import assign_frequency_axes
 
 
-def default_feature_layers(num_layers: int) -> list[int]:
-    """Return EAGLE-3's three layers, as ids of the residual stream *entering* block i: [2, n//2, n-3] (SGLang, vLLM, EAGLE).
-
-    These differ from 7 blocks on; a smaller target has its second (of 3 blocks the first), middle and last.
-    """
-    if num_layers < 7:
-        return [min(1, num_layers // 2 - 1), num_layers // 2, num_layers - 1]
-    return [2, num_layers // 2, num_layers - 3]
-
-
 def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:
     """Return the shapes that a draft depends on, by the manifest's names, from the text config of a multimodal one.
 

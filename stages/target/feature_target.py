@@ -19,7 +19,7 @@ from stages.target.vision import CachedImageProcessor
 class TargetHiddenStates(NamedTuple):
     """The hidden states that a stored row would hold, as ordinary tensors: autograd may keep them."""
 
-    features: Tensor  # [N, 3H]
+    features: Tensor  # [N, KH]
     last: Tensor  # [N, H]
     image_embeddings: Tensor | None  # [M, H], of a multimodal target
 
@@ -42,12 +42,18 @@ class FeatureTarget:
 
     @classmethod
     def load(
-        cls, target: manifest.TargetManifest, settings: Target, device: str, compile_tokens: int | None = None
+        cls,
+        target: manifest.TargetManifest,
+        settings: Target,
+        device: str,
+        compile_tokens: int | None = None,
+        layers: list[int] | None = None,
     ) -> "FeatureTarget":
+        """Load the target with features of `layers`, of all that are stored where None."""
         folder, trust = str(manifest.resolve_weights_folder(target)), settings.trust_remote_code
         model = loading.load_target(folder, settings.dtype, device, trust)
         processor = None if target.image_token_id is None else CachedImageProcessor(folder, trust)
-        return cls(model, target.feature_layers, processor, compile_tokens)
+        return cls(model, layers or target.feature_layers, processor, compile_tokens)
 
     def build_inputs(
         self, names: Sequence[str], documents: Sequence[Tensor], image_paths: Mapping[str, Sequence[str]]

@@ -425,9 +425,19 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
     "a config without sizes": ({"hidden_size": None}, lambda t: None, "lacks hidden_size"),
     "SGLang's layers": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 31]}}, lambda t: None,
-        r"entering blocks \[2, 18, 32\] .*as SGLang counts.* set target.feature_layers to \[2, 18, 32\]"),
+        r"as SGLang counts.* entering blocks \[2, 18, 32\], .* set target.feature_layers to \[2, 18, 32, 33\]"),
     "vLLM's layers": (
-        {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, lambda t: None, r"entering blocks \[1, 17, 32\] .*as vLLM counts"),
+        {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, lambda t: None,
+        r"as vLLM counts\) reads .*entering blocks \[1, 17, 32\], .*without 1, 17, 32"),
+    "layers in another order": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [17, 1, 32]}}, lambda t: None,
+        r"layer_ids \[17, 1, 32\], as SGLang counts, expected 3 ids in increasing order"),
+    "two feature layers": ({"eagle_aux_hidden_state_layer_ids": [2, 33]}, lambda t: None,
+                           r"\[2, 33\], as vLLM counts, expected 3 ids"),
+    "lists that disagree": (
+        {"eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}, lambda t: None,
+        r"entering blocks \[3, 19, 34\] and \[2, 18, 33\], expected one list"),
     "a missing norm": ({}, lambda t: t.pop("midlayer.hidden_norm.weight"), r"missing tensors \['midlayer.hidden_norm"),
     "a norm unnamed": ({}, lambda t: t.update({"fc_norm.0.weight": torch.ones(H)}), r"unknown \['fc_norm.0"),
     "a tensor under two names": ({}, lambda t: t.update({"model.fc.weight": HEAD}), "fc.weight under two names"),
@@ -459,6 +469,15 @@ def test_layers_that_the_target_was_extracted_with_are_taken(tmp_path: Path) -> 
     assert found.config == config
     with pytest.raises(ValueError, match=r"hidden states here are those of \[2, 18, 33\]"):
         read(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("layers", [[2, 18, 33], [1, 17, 32], [10, 18, 34]])
+def test_layers_among_those_extracted_are_taken_as_the_draft_lists_them(tmp_path: Path, layers: list[int]) -> None:
+    """The target stores those of several families; config.json keeps the draft's own three, or the engines' default."""
+    config, tensors = ours(tmp_path, layers=layers)
+    union = replace(MADE, feature_layers=[1, 2, 10, 17, 18, 26, 32, 33, 34])
+    found = read(publish(tmp_path / "theirs", config, tensors), made=union)
+    assert found.config == config and checkpoint.read_feature_layers(found.config, LAYERS) == layers
 
 
 def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_pictures_take_what_is_said(tmp_path: Path, dtype: torch.dtype, itemsize
     tokens, pieces = sum(LENGTHS), sum(PICTURES)
     by_hand = tokens * (4 * H * itemsize + 4 * scale + 4 + 12) + 2 * -(-tokens // 8) + pieces * (H * itemsize + scale)
     assert by_hand <= shards(tmp_path)[0].stat().st_size <= by_hand + 960  # the header names seven tensors, or ten
-    said = tokens * format.count_token_bytes(H, dtype, is_multimodal=True) + pieces * format.count_visual_bytes(
+    said = tokens * format.count_token_bytes(3, H, dtype, is_multimodal=True) + pieces * format.count_visual_bytes(
         H, dtype
     )
     assert said == pytest.approx(by_hand, abs=2)
@@ -322,7 +322,9 @@ def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     rows = made_up()
     writer.write_rows(tmp_path / "plain", rows, torch.bfloat16, 10**9)
-    shard = writer.ShardWriter(tmp_path / shard_plan.name_shard(0), rows, H, torch.bfloat16)
+    shard = writer.ShardWriter(
+        tmp_path / shard_plan.name_shard(0), rows, shard_plan.StoredRowSize(3, H, torch.bfloat16)
+    )
     with ThreadPoolExecutor(3) as pool:
         for first, end in ((4, 6), (0, 3), (3, 4)):
             features, last = (
@@ -356,13 +358,13 @@ def test_a_token_takes_what_is_said_and_no_padding(
     by_hand = tokens * (4 * H * itemsize + scales + 4) + -(-tokens // 8)
     size = shards(tmp_path)[0].stat().st_size
     assert by_hand <= size <= by_hand + 640  # the header names four tensors, or six
-    assert format.count_token_bytes(H, dtype) * tokens == pytest.approx(by_hand, abs=1)
+    assert format.count_token_bytes(3, H, dtype) * tokens == pytest.approx(by_hand, abs=1)
 
 
 def test_a_llama_8b_token_in_bfloat16_takes_32_8_kb() -> None:
     """The module's own docstring says so; a rival stores 32 784, with its int64 (research/specforge.md 3.3)."""
-    assert format.count_token_bytes(4096, torch.bfloat16) == 32_772.125
-    assert format.count_token_bytes(4096, format.FP8) == 16_404.125
+    assert format.count_token_bytes(3, 4096, torch.bfloat16) == 32_772.125
+    assert format.count_token_bytes(3, 4096, format.FP8) == 16_404.125
 
 
 def test_shards_are_about_as_large_as_asked(tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ def test_a_broken_import_is_not_said_to_be_removed(tmp_path: Path, spoil: Callab
     spoil(tmp_path)
     heads = {row.id: format.RowHeader(row.id, row.ids, row.mask, row.prompt_length, row.finish_reason) for row in rows}
     with pytest.raises(ValueError, match=r"^extract_hiddens\.import: ") as error:
-        [given(head) for given in [importers.find_hidden_states(tmp_path, heads, H)] for head in heads.values()]
+        [
+            given(head)
+            for given in [importers.find_hidden_states(tmp_path, heads, [2, 3, 4], H)]
+            for head in heads.values()
+        ]
     said = str(error.value)
     assert not re.search(r"delete|remove|dvc repro", said)
     assert str(tmp_path) in said and "copy it again from where it was made" in said

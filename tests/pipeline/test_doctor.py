@@ -103,7 +103,7 @@ def test_a_parameter_that_does_not_fit_the_target_is_a_problem(home: Path, monke
     """Bug: `nothing is in the way of a run` stood below it."""
 
     def refuse(recipe: Path | None, file: Path) -> RunEstimate:
-        raise ValueError("params.yaml: target.feature_layers [1, 2, 2] must be three different ids below 4")
+        raise ValueError("params.yaml: target.feature_layers is [1, 2, 4], expected increasing ids below 4")
 
     monkeypatch.setattr(reproduce, "estimate_params", refuse)
     found = check()["size of a run"]

@@ -83,9 +83,28 @@ def test_hidden_states_are_counted_by_row_and_online_ones_are_not() -> None:
     assert about is not None
     p, _ = shape_of("qwen3-vl-2b-weather")
     kept = estimate.estimate_recipe(p, about)
-    size = format.count_token_bytes(2048, torch.bfloat16, True) + format.count_visual_bytes(2048, torch.bfloat16)
+    size = format.count_token_bytes(3, 2048, torch.bfloat16, True) + format.count_visual_bytes(2048, torch.bfloat16)
     online = p.model_copy(update={"extract_hiddens": p.extract_hiddens.model_copy(update={"online": True})})
     assert kept.disk_bytes - estimate.estimate_recipe(online, about).disk_bytes == pytest.approx(220 * 512 * size)
+
+
+def test_a_union_of_feature_layers_takes_its_own_bytes() -> None:
+    """Qwen3-8B's six layers of EAGLE-3 and a block draft, in bfloat16: seven streams of 4,096, a token's id and its bit."""
+    p, _ = shape_of("train-qwen3-8b-1gpu")
+    union = [2, 10, 18, 26, 33, 34]
+    about = estimate._describe_params(p)
+    lines = []
+    for layers, dtype in ((None, "bfloat16"), (union, "bfloat16"), (union, "fp8")):
+        stored = p.extract_hiddens.model_copy(update={"dtype": dtype})
+        target = p.target.model_copy(update={"feature_layers": layers})
+        found = estimate.estimate_recipe(p.model_copy(update={"target": target, "extract_hiddens": stored}), about)
+        lines.append(next(line for line in found.lines if line.startswith("hidden states: ")))
+    assert "* 32,772.1 bytes: 3 feature layers and the last in bfloat16" in lines[0]
+    assert "* 57,348.1 bytes: 6 feature layers and the last in bfloat16" in lines[1]
+    assert "* 28,704.1 bytes: 6 feature layers and the last in fp8" in lines[2]
+    short = p.model_copy(update={"target": p.target.model_copy(update={"feature_layers": union[:4]})})
+    with pytest.raises(ValueError, match=r"init_draft\.feature_layers is null, which means EAGLE-3's \[2, 18, 33\]"):
+        estimate.estimate_recipe(short, about)
 
 
 def test_a_target_that_is_not_recorded_is_named() -> None:

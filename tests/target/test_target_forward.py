@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 
 from stages import prepare_target
-from stages.target import config_facts, hooks, loading, manifest, packed_forward
+from stages.target import config_facts, feature_layers, hooks, loading, manifest, packed_forward
 
 H, V, LAYERS = 32, 96, 7
 TEXT: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path
     features, last = compute_hidden_states(model, ids, made.feature_layers)
     with torch.inference_mode():
         whole = model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    assert made.feature_layers == [2, 3, 4] == config_facts.default_feature_layers(LAYERS)
+    assert made.feature_layers == [2, 3, 4] == feature_layers.default_eagle3_feature_layers(LAYERS)
     assert torch.equal(features, torch.cat([whole.hidden_states[i] for i in made.feature_layers], dim=-1))
     assert torch.equal(last, whole.hidden_states[-1])
     embedding, head = manifest.read_embedding_and_head(made, tmp_path)
@@ -253,7 +253,15 @@ def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
 @pytest.mark.parametrize("num_layers", range(3, 13))
 def test_every_target_of_three_layers_has_three_feature_layers(num_layers: int) -> None:
     """Bug: a target of 4 layers was refused until its layers were named by hand."""
-    found = config_facts.default_feature_layers(num_layers)
+    found = feature_layers.default_eagle3_feature_layers(num_layers)
     assert sorted(set(found)) == found and len(found) == 3 and found[0] >= 0 and found[-1] < num_layers
     if num_layers > 6:
         assert found == [2, num_layers // 2, num_layers - 3]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_target_of_fewer_layers_than_eagle3_reads_is_refused(tmp_path: Path, num_layers: int) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    config = transformers.LlamaConfig(num_hidden_layers=num_layers, **shape)
+    with pytest.raises(ValueError, match=rf"expected increasing ids below {num_layers}, the number of tiny's layers"):
+        prepare_target.describe_target("tiny", None, config, tmp_path, None)

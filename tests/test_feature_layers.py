@@ -1,0 +1,391 @@
+"""One extraction for drafts of several families: K feature layers are stored, and each draft reads its own of them.
+
+`own` is a project that stores the three layers that EAGLE-3 reads, `union` one that stores those of a block draft too. Both
+have the same target and answers, so that whatever EAGLE-3 makes of them must be equal to the bit.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from stages import check_overfit, extract_hiddens, init_draft, prepare_target, replay_trees, time_trees, train_draft
+from stages.data import conversations
+from stages.draft import checkpoint
+from stages.engine.decode import Engine
+from stages.hidden_states import format, reader
+from stages.params import schema
+from stages.params.tree_shape import TreeShape
+from stages.results import replay_records
+from stages.target import chat_template, feature_layers, manifest
+from tests.conftest import ROOT, edit_params
+from tests.draft.slow_draft import scatter, small_target
+
+V, H, LAYERS = 40, 16, 9
+EAGLE3, BLOCK = [2, 4, 6], [2, 3, 5, 6, 7]  # 2, n//2, n-3; after layers 1, 2, 4, 5, 6, as DFlash spreads five over nine
+UNION = [2, 3, 4, 5, 6, 7]
+PROMPT, ANSWER = 9, 40
+TREES = [TreeShape.parse("t3_1_4"), TreeShape.parse("t4_3_12")]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random target of nine blocks and its own greedy answers."""
+    project = tmp_path_factory.mktemp("sampled")
+    (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    edit_params(project, {
+        "target": {"model": "tiny", "num_threads": 1},
+        "sample_target": {"temperature": 0.0},
+        "extract_hiddens": {"max_length": 60, "batch_tokens": 128},
+        "init_draft": {"draft_vocab_size": 30, "fc_norm": True},
+        "train_draft": {
+            "ttt_steps": 4, "batch_tokens": 128, "learning_rate": 0.003, "checkpoints": {"e002": {"from": "e000", "epochs": 2}},
+        },
+        "check_overfit": {"steps": 20, "learning_rate": 0.01, "min_tau": 1.0},
+        "replay_trees": {
+            "checkpoints": ["e002"], "num_steps": [3, 4], "topk": [1, 3], "num_draft_tokens": [4, 12], "trace_trees": [],
+        },
+        "benchmark": {"checkpoints": ["e002"]},
+        "benchmark_served": {"workloads": []}, "benchmark_methods": {"with_draft": {}, "without_draft": {}},
+    })  # fmt: skip
+    with chdir(project):
+        model = small_target(V, 1, eos_token_id=0, num_layers=LAYERS)
+        scatter(model, 0.5, 1)
+        model.save_pretrained("tiny")
+        engine, draw = Engine(model, [], []), torch.Generator().manual_seed(0)
+        for split, count in {"train": 12, "eval": 4, "eval_t": 0}.items():
+            rows = []
+            for n in range(count):
+                ids = torch.randint(3, V, (PROMPT,), generator=draw).tolist()
+                answer = [token for step in engine.decode_plain(ids, ANSWER - n) for token in step.tokens]
+                rows.append({
+                    "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
+                    "prompt_ids": ids, "answer_ids": answer, "finish_reason": "length", "images": None,
+                })  # fmt: skip
+            place = Path("data/sampled") / split / conversations.name_shard(0)
+            table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
+            conversations.write_table(place, table, conversations.SAMPLED_SCHEMA)
+        Path("results").mkdir()
+    return project
+
+
+def describe(project: Path, layers: list[int] | None) -> manifest.TargetManifest:
+    """Set target.feature_layers and write the manifest that prepare_target would."""
+    edit_params(project, {"target": {"feature_layers": layers}})
+    config = AutoModelForCausalLM.from_pretrained(project / "tiny").config
+    with chdir(project):
+        made = prepare_target.describe_target("tiny", None, config, Path("tiny"), layers)
+        manifest.write_manifest(manifest.TARGET_FOLDER, made)
+    return made
+
+
+def train(project: Path) -> None:
+    with chdir(project):
+        extract_hiddens.main()
+        init_draft.main()
+        check_overfit.main()
+        train_draft.main("e002")
+
+
+@pytest.fixture(scope="module")
+def projects(sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both projects, with EAGLE-3's draft trained."""
+    made = {}
+    for name, layers in (("own", None), ("union", UNION)):
+        made[name] = shutil.copytree(sampled, tmp_path_factory.mktemp(name) / "project")
+        describe(made[name], layers)
+        train(made[name])
+    return made
+
+
+def copied(project: Path, to: Path) -> Path:
+    return shutil.copytree(project, to, ignore=shutil.ignore_patterns(".scratch"))
+
+
+# --- what is stored -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [BLOCK, UNION, [8]], ids=["K = 5", "K = 6", "K = 1"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_stored_features_are_the_hidden_states_of_transformers(
+    sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, layers: list[int]
+) -> None:
+    """Each layer and the last hidden by value; the bytes of a token are said before the first row is read."""
+    project = copied(sampled, tmp_path / "project")
+    describe(project, layers)
+    edit_params(project, {"extract_hiddens": {"dtype": dtype}})
+    with chdir(project):
+        extract_hiddens.main()
+    k, itemsize = len(layers), {"float32": 4, "bfloat16": 2, "fp8": 1}[dtype]
+    token = (k + 1) * H * itemsize + (4 * (k + 1) if dtype == "fp8" else 0) + 4
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == (
+        f"a token has features of {k} layers, the streams entering blocks {layers}, and its last hidden state: "
+        f"{token} bytes in {dtype}"
+    )
+    assert f" tokens x {token} bytes = " in said[1]
+    model = AutoModelForCausalLM.from_pretrained(project / "tiny", dtype=torch.float32).eval()
+    count = 0
+    for split in ("train", "eval"):
+        for row in reader.read_rows(project / "data/hiddens" / split):
+            with torch.inference_mode():
+                states = model(row.ids.long()[None], output_hidden_states=True).hidden_states
+            expected = [states[i][0] for i in layers] + [states[-1][0]]
+            found = [*row.features.split(H, dim=-1), row.last]
+            assert len(found) == len(expected) == k + 1
+            for mine, true in zip(found, expected, strict=True):
+                scale = true.abs().amax(-1, keepdim=True) / 448
+                bound = {"float32": true.abs() * 0, "bfloat16": true.abs() / 256}.get(dtype)
+                bound = torch.maximum(true.abs() / 16, scale / 1024) if bound is None else bound
+                assert ((mine - true).abs() <= bound + 1e-4 * scale * 448).all()
+            count += 1
+    assert count == 16
+    tensors = load_file(next((project / "data/hiddens/eval").glob("*.safetensors")))
+    assert tensors["features"].shape[1] == k * H and tensors["features"].dtype == format.DTYPES[dtype]
+    assert ("features_scale" in tensors) == (dtype == "fp8")
+    if dtype == "fp8":
+        assert tensors["features_scale"].shape[1] == k
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_a_reader_of_three_layers_gets_what_a_folder_of_three_holds(
+    sampled: Path, projects: dict[str, Path], tmp_path: Path, dtype: str
+) -> None:
+    """To the bit in every dtype, also of rows at random and of rows whose checksum was compared before."""
+    for name, layers in (("own", None), ("union", UNION)):
+        project = copied(sampled, tmp_path / name)
+        describe(project, layers)
+        edit_params(project, {"extract_hiddens": {"dtype": dtype}})
+        with chdir(project):
+            extract_hiddens.main()
+    folders = [tmp_path / name / "data/hiddens/train" for name in ("own", "union")]
+    places = feature_layers.locate_feature_layers(UNION, EAGLE3, "a draft")
+    assert places == [0, 2, 4]
+    own, union = reader.HiddenStatesReader(folders[0]), reader.HiddenStatesReader(folders[1], places)
+    for number in [*range(len(own)), 0, 3]:
+        mine, whole = (store.read_row(number, torch.float32) for store in (own, union))
+        assert torch.equal(mine.features, whole.features) and mine.features.shape[1] == 3 * H
+        assert torch.equal(mine.last, whole.last) and mine.features.dtype == whole.features.dtype
+    both = zip(reader.read_rows(folders[0]), reader.read_rows(folders[1], places=places), strict=True)
+    assert all(torch.equal(mine.features, whole.features) for mine, whole in both)
+
+
+def test_an_import_of_other_layers_is_refused_with_their_number(projects: dict[str, Path], tmp_path: Path) -> None:
+    project = copied(projects["own"], tmp_path / "project")
+    edit_params(project, {"extract_hiddens": {"import": str(projects["union"] / "data/hiddens")}})
+    with (
+        chdir(project),
+        pytest.raises(ValueError, match=r"the 3 layers of target\.feature_layers, \[2, 4, 6\]; they are"),
+    ):
+        extract_hiddens.main()
+    describe(project, UNION)
+    with chdir(project):
+        extract_hiddens.main()
+    files = ("data/hiddens/train/shard-00000.safetensors", "data/hiddens/eval/shard-00000.safetensors")
+    assert all((project / f).read_bytes() == (projects["union"] / f).read_bytes() for f in files)
+
+
+# --- what EAGLE-3 makes of it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", [
+    "drafts/e000/draft/config.json", "drafts/e000/draft/model.safetensors", "drafts/e002/draft/config.json",
+    "drafts/e002/draft/model.safetensors", "drafts/e002/state/optimizer.safetensors", "results/train/e000.overfit.json",
+])  # fmt: skip
+def test_a_draft_trained_from_a_union_is_the_one_trained_from_its_own_layers(
+    projects: dict[str, Path], file: str
+) -> None:
+    assert (projects["own"] / file).read_bytes() == (projects["union"] / file).read_bytes()
+
+
+def test_losses_of_a_union_are_those_of_its_own_layers(projects: dict[str, Path]) -> None:
+    own, union = (json.loads((p / "results/train/e002.json").read_text())["epochs"] for p in projects.values())
+    assert [[e["step_loss"], e["step_accuracy"]] for e in own] == [[e["step_loss"], e["step_accuracy"]] for e in union]
+    assert own[-1]["loss"] < own[0]["loss"]
+
+
+def test_a_draft_of_other_layers_differs(projects: dict[str, Path], tmp_path: Path) -> None:
+    """The equality above is not that of a draft that ignores its features; config.json has the layers as engines count."""
+    project = copied(projects["union"], tmp_path / "project")
+    edit_params(project, {"init_draft": {"feature_layers": [3, 5, 7]}})
+    with chdir(project):
+        init_draft.main()
+        train_draft.main("e002")
+    draft = project / "drafts/e002/draft"
+    config = json.loads((draft / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [3, 5, 7]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
+    found, before = (load_file(p / "model.safetensors") for p in (draft, projects["union"] / "drafts/e002/draft"))
+    assert not torch.equal(found["fc.weight"], before["fc.weight"])
+
+
+def test_a_draft_that_starts_from_a_published_one_reads_its_layers(projects: dict[str, Path], tmp_path: Path) -> None:
+    project = copied(projects["union"], tmp_path / "project")
+    edit_params(project, {"init_draft": {"feature_layers": [3, 5, 7]}})
+    with chdir(project):
+        init_draft.main()
+        shutil.copytree("drafts/e000/draft", "theirs")
+        edit_params(project, {"init_draft": {"feature_layers": None, "from": "theirs", "watch": "theirs"}})
+        init_draft.main()
+        configs = [json.loads((Path(folder) / "config.json").read_text()) for folder in ("drafts/e000/draft", "theirs")]
+        assert configs[0] == configs[1] and checkpoint.read_feature_layers(configs[0], LAYERS) == [3, 5, 7]
+        edit_params(project, {"init_draft": {"feature_layers": EAGLE3}})
+        with pytest.raises(
+            ValueError, match=r"feature_layers is \[2, 4, 6\], but the weights of init_draft\.from have \[3, 5, 7\]"
+        ):
+            init_draft.main()
+
+
+def test_online_training_of_a_union_is_that_of_its_own_layers(projects: dict[str, Path], tmp_path: Path) -> None:
+    """The target then computes the draft's layers only; eval rows are stored with all."""
+    weights = []
+    for name in projects:
+        project = copied(projects[name], tmp_path / name)
+        edit_params(project, {"extract_hiddens": {"online": True}})
+        before = (project / "drafts/e000/draft/model.safetensors").read_bytes()
+        train(project)
+        assert (project / "drafts/e000/draft/model.safetensors").read_bytes() == before
+        shards = {s: next((project / f"data/hiddens/{s}").glob("*.safetensors")) for s in ("train", "eval")}
+        widths = {split: load_file(path)["features"].shape[1] for split, path in shards.items()}
+        assert widths == {"train": 0, "eval": {"own": 3, "union": 6}[name] * H}
+        weights.append((project / "drafts/e002/draft/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    stored = load_file(projects["own"] / "drafts/e002/draft/model.safetensors")
+    for name, tensor in load_file(tmp_path / "union/drafts/e002/draft/model.safetensors").items():
+        torch.testing.assert_close(tensor, stored[name], rtol=1e-3, atol=1e-4)
+
+
+def test_replay_of_a_union_is_that_of_its_own_layers(
+    projects: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "load_tokenizer", lambda *_: None)
+    tables = []
+    for project in projects.values():
+        with chdir(project):
+            replay_trees.main("e002")
+            tables.append(replay_records.locate_replay("e002").read_bytes())
+    assert tables[0] == tables[1] and tables[0].count(b"\n") > 4
+
+
+def engines(projects: dict[str, Path]) -> Iterator[Engine]:
+    for project in projects.values():
+        with chdir(project):
+            engine, _ = time_trees._build_engine(schema.load_params(), manifest.read_manifest(), "e002")
+        yield engine
+
+
+def test_a_live_engine_proposes_the_same(projects: dict[str, Path]) -> None:
+    """Token by token and cycle by cycle; the manifest of `union` has six layers, of which the engine taps the draft's."""
+    own, union = engines(projects)
+    assert own.drafter is not None and union.drafter is not None
+    assert own.drafter.feature_layers == union.drafter.feature_layers == EAGLE3
+    accepted = 0
+    for row in pl.read_parquet(projects["own"] / "data/sampled/eval/*.parquet").to_dicts():
+        for tree in TREES:
+            steps: list[Any] = [
+                [*e.decode_speculative(row["prompt_ids"], len(row["answer_ids"]), tree)] for e in (own, union)
+            ]
+            assert steps[0] == steps[1]
+            assert [token for step in steps[0] for token in step.tokens] == row["answer_ids"]
+            accepted += sum(step.num_accepted for step in steps[0])
+    assert accepted > 4
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refuse(project: Path, stored: list[int] | None, read: list[int] | None, message: str, **init: Any) -> None:
+    """prepare_target's check and init_draft, which runs after an edit of its section alone, say the same."""
+    made = describe(project, stored)
+    edit_params(project, {"init_draft": {"feature_layers": read, **init}})
+    with chdir(project):
+        p = schema.load_params()
+        default = feature_layers.default_eagle3_feature_layers(made.num_layers)
+        with pytest.raises(ValueError, match=message):
+            schema.check_feature_layers(p, made.feature_layers, default)
+        with pytest.raises(ValueError, match=message):
+            init_draft.infer_config(p, made)
+
+
+@pytest.mark.parametrize(
+    ("stored", "read", "message"),
+    [
+        (BLOCK, None, (r"feature_layers is null, which means EAGLE-3's \[2, 4, 6\], expected three of target\.feature_layers "
+                       r"\[2, 3, 5, 6, 7\]: add 4 to target\.feature_layers \(\[2, 3, 4, 5, 6, 7\]\), or name three of these")),
+        (UNION, [1, 4, 8], r"feature_layers is \[1, 4, 8\], expected three of .*: add 1, 8 to target\.feature_layers"),
+        (None, [2, 4, 7], r"feature_layers is \[2, 4, 7\], expected three of target\.feature_layers \[2, 4, 6\]: add 7 to"),
+        ([4], None, r"add 2, 6 to target\.feature_layers \(\[2, 4, 6\]\)"),
+    ],
+    ids=["EAGLE-3's not among a block draft's", "named ones", "beside the default", "one"],
+)  # fmt: skip
+def test_layers_that_are_not_stored_are_refused(
+    sampled: Path, tmp_path: Path, stored: list[int] | None, read: list[int] | None, message: str
+) -> None:
+    refuse(copied(sampled, tmp_path / "project"), stored, read, message)
+
+
+@pytest.mark.parametrize(
+    ("stored", "read", "expected"),
+    [(None, None, EAGLE3), (UNION, None, EAGLE3), ([3, 5, 8], None, [3, 5, 8]), (BLOCK, [3, 5, 7], [3, 5, 7])],
+)
+def test_a_draft_reads(
+    sampled: Path, tmp_path: Path, stored: list[int] | None, read: list[int] | None, expected: list[int]
+) -> None:
+    project = copied(sampled, tmp_path / "project")
+    made = describe(project, stored)
+    edit_params(project, {"init_draft": {"feature_layers": read}})
+    with chdir(project):
+        config = init_draft.infer_config(schema.load_params(), made)
+    assert checkpoint.read_feature_layers(config, LAYERS) == expected
+    assert ("eagle_config" in config) == (expected != EAGLE3)
+
+
+def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path: Path) -> None:
+    project = copied(sampled, tmp_path / "project")
+    made = describe(project, BLOCK)
+    theirs = {"model": "a/b", "revision": None, "rope_theta": None}
+    imported = {"checkpoints": ["theirs"]}
+    edit_params(project, {
+        "init_draft": {"checkpoints": []}, "train_draft": {"checkpoints": {}},
+        "import_draft": {"checkpoints": {"theirs": theirs}},
+        "replay_trees": imported, "time_trees": imported, "benchmark": imported,
+    })  # fmt: skip
+    with chdir(project):
+        p = schema.load_params()
+        schema.check_feature_layers(p, made.feature_layers, EAGLE3)
+        assert init_draft.infer_config(p, made)["hidden_size"] == H  # for estimates
+
+
+def test_layers_beyond_the_target_are_refused(sampled: Path, tmp_path: Path) -> None:
+    project = copied(sampled, tmp_path / "project")
+    with pytest.raises(
+        ValueError, match=r"is \[2, 4, 9\], expected increasing ids below 9, the number of tiny's layers"
+    ):
+        describe(project, [2, 4, 9])
+
+
+def test_a_draft_whose_layers_are_no_longer_stored_is_refused_by_its_readers(
+    projects: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "load_tokenizer", lambda *_: None)
+    project = copied(projects["union"], tmp_path / "project")
+    describe(project, BLOCK)
+    message = (
+        r"the draft of {} reads the residual streams entering blocks \[2, 4, 6\], the hidden states here are those of "
+        r"\[2, 3, 5, 6, 7\], without 4; set target\.feature_layers to \[2, 3, 4, 5, 6, 7\]"
+    )
+    with chdir(project):
+        for main, name in ((train_draft.main, "e000"), (replay_trees.main, "e002")):
+            with pytest.raises(ValueError, match=message.format(name)):
+                main("e002")
+        with pytest.raises(ValueError, match=message.format("e000")):
+            check_overfit.main()
