@@ -95,12 +95,12 @@ def build_block_labels(
     return BlockLabels(tokens, previous, index - 1, is_valid.cumprod(1).bool())
 
 
-def compute_draft_weights(is_valid: Tensor, decay: float | None) -> Tensor:
-    """Return the weights [R, D] of drafts, float32, 0 where not valid; their sum over a step is the loss's divisor."""
-    weights = is_valid.to(torch.float32)
+def compute_draft_weights(is_valid: Tensor, decay: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weights [R, D] of drafts, 0 where not valid; their sum over a step is the loss's divisor."""
+    weights = is_valid.to(dtype)
     if decay is None:
         return weights
-    return weights * torch.exp(-torch.arange(is_valid.shape[1], device=is_valid.device) / decay)
+    return weights * torch.exp(-torch.arange(is_valid.shape[1], device=is_valid.device, dtype=dtype) / decay)
 
 
 def compute_block_loss(
@@ -120,7 +120,7 @@ def compute_block_loss(
             f"{'a' if draft.confidence_head is not None else 'no'} confidence head: set the weight, or the head, to match"
         )
     valid = labels.is_valid
-    weights = (compute_draft_weights(valid, objective.decay)[valid] / divisor).to(_choose_dtype(hidden))
+    weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[valid] / divisor
     markov = draft.markov_head
     embedded = None if markov is None else markov.markov_w1(labels.previous[valid])  # [P, r]
     confidence = draft.confidence_head
@@ -133,8 +133,8 @@ def compute_block_loss(
         None if confidence is None else confidence.proj.weight,
         None if confidence is None else confidence.proj.bias,
     )
-    parts = [total.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part]
-    return BlockLoss(total, *parts, torch.zeros_like(valid).masked_scatter(valid, matches))
+    ce, l1, bce, alpha = (by_part.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part)
+    return BlockLoss(total, ce, l1, bce, alpha, torch.zeros_like(valid).masked_scatter(valid, matches))
 
 
 class _DraftInputs(NamedTuple):

@@ -1,5 +1,6 @@
 """Anchors, labels and loss of block drafts against loops over anchors and drafts."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from stages.training.block_loss import (
 from tests.draft.slow_block_draft import LAYOUTS, block_states, confidences, draft_logits, random_block_draft
 
 LENGTHS = (9, 7)
-TAUGHT = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1] + [1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
+TAUGHT = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
 DOCUMENTS = torch.arange(2).repeat_interleave(torch.tensor(LENGTHS))
 CANDIDATES = [2, 3, 6, 7, 9, 10, 11, 12, 13]  # not 8: its next token belongs to the other document
 
@@ -115,7 +116,7 @@ def _slow_loss(
             if t >= stop or not TAUGHT[t]:
                 break
             q, p = torch.softmax(row, 0), torch.softmax(head @ last[t - 1], 0)
-            weight = 1.0 if objective.decay is None else torch.exp(torch.tensor(-d / objective.decay)).double()
+            weight = 1.0 if objective.decay is None else math.exp(-d / objective.decay)
             loss = -objective.ce * q[ids[t]].log() + objective.l1 * (q - p).abs().sum()
             alpha = torch.minimum(p, q).sum().detach()
             if confidence is not None:
