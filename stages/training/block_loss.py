@@ -138,7 +138,7 @@ def compute_block_loss(
 
 
 class _DraftInputs(NamedTuple):
-    """What the loss of P drafts takes that has no gradient."""
+    """Inputs of the loss of P drafts that have no gradient."""
 
     weights: Tensor  # [P]
     tokens: Tensor  # [P] labels
