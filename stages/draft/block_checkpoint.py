@@ -1,0 +1,178 @@
+"""A block draft on disk: config.json and model.safetensors as SGLang 0.5.17 to 0.5.23 and vLLM 0.33 load them.
+
+    dflash   architectures ["DFlashDraftModel"]     ids and mask token under dflash_config
+    dspark   architectures ["Qwen3DSparkModel"]     the same, and on top: SGLang builds DSpark's heads from top-level keys alone
+
+SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and the draft drafts badly. So
+names and shapes are compared with a list on every write and read. Keys that would make an engine run another model (a layout
+of the same label, causal or sliding layers, another Markov head) are refused by name.
+
+Feature layers: ours count the residual stream entering block i of the target, as vLLM's `eagle_aux_hidden_state_layer_ids` do;
+`target_layer_ids` of block drafts counts the output of layer i (SGLang, vLLM, SpecForge, DeepSpec, z-lab): ours less one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraftConfig
+from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.runtime import atomic
+from stages.target import feature_layers
+
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+SIZE_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "block_size",
+)  # fmt: skip
+
+
+def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str = "float32") -> dict[str, Any]:
+    """Return config.json of a block draft. Raises ValueError for one that engines can't load."""
+    c.check()
+    rope = c.rope
+    plain = rope.get("rope_type", "default") == "default"
+    shared = {"mask_token_id": c.mask_token_id, "target_layer_ids": feature_layers.to_after_layer_ids(c.feature_layers)}
+    config = {
+        "architectures": [ARCHITECTURES[c.layout]],
+        "model_type": "qwen3",
+        **{key: getattr(c, key) for key in SIZE_KEYS},
+        "hidden_act": "silu",
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if plain else {key: value for key, value in rope.items() if key != "rope_theta"},
+        "rope_parameters": rope,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * c.num_hidden_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "num_target_layers": num_target_layers,
+        "dtype": dtype,
+        "dflash_config": shared,
+    }
+    if c.layout == "dspark":
+        config |= shared | {
+            "markov_rank": c.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": c.confidence_head,
+            "confidence_head_with_markov": c.confidence_head_with_markov,
+            "sample_from_anchor": True,
+        }
+    parse_block_config(config)
+    return config
+
+
+def parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
+    """Return the draft that config.json describes. Raises ValueError for a missing key, or one of another model."""
+    try:
+        return _parse_block_config(config)
+    except KeyError as error:
+        raise ValueError(f"config.json lacks {error}, which a block draft's has") from None
+
+
+def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
+    layouts = [name for name, architecture in ARCHITECTURES.items() if config["architectures"] == [architecture]]
+    if not layouts:
+        raise ValueError(
+            f"architectures is {config['architectures']}, expected one of {', '.join(ARCHITECTURES.values())}"
+        )
+    (layout,), nested, num_layers = layouts, config["dflash_config"], config["num_hidden_layers"]
+    dspark = layout == "dspark"
+    expected = {  # what this code runs, and absent keys mean
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "is_causal": False,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * num_layers,
+        "markov_head_type": "vanilla",
+        "sample_from_anchor": dspark,
+        "mask_token_id": nested["mask_token_id"],
+        "target_layer_ids": nested["target_layer_ids"],
+    }
+    for where, keys in (("", config), ("dflash_config.", nested)):
+        for key, value in expected.items():
+            if keys.get(key, value) != value:
+                raise ValueError(f"{where}{key} is {keys[key]!r}, expected {value!r} for {config['architectures'][0]}")
+    if nested.get("causal") or nested.get("use_swa"):
+        raise ValueError(
+            "dflash_config has causal or use_swa, expected neither: slots see their whole block and context"
+        )
+    parsed = BlockDraftConfig(
+        **{key: config[key] for key in SIZE_KEYS},
+        rope=config["rope_parameters"],
+        layout=layout,
+        mask_token_id=nested["mask_token_id"],
+        feature_layers=tuple(feature_layers.to_entering_ids(nested["target_layer_ids"])),
+        markov_rank=config["markov_rank"] if dspark else config.get("markov_rank", 0),
+        confidence_head=config.get("enable_confidence_head", False),
+        confidence_head_with_markov=config.get("confidence_head_with_markov", True),
+    )
+    parsed.check()
+    if (last := nested["target_layer_ids"][-1]) > config["num_target_layers"] - 2:
+        raise ValueError(
+            f"target_layer_ids end with {last}, expected at most {config['num_target_layers'] - 2}: engines don't agree on "
+            "the features after the target's last layer, and SGLang captures none"
+        )
+    return parsed
+
+
+def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a block draft, by name; embedding and head are the target's and not written."""
+    h, m, e, r = c.hidden_size, c.intermediate_size, c.head_dim, c.markov_rank
+    q, kv = e * c.num_attention_heads, e * c.num_key_value_heads
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (h,),
+        "post_attention_layernorm": (h,),
+        "self_attn.q_proj": (q, h),
+        "self_attn.k_proj": (kv, h),
+        "self_attn.v_proj": (kv, h),
+        "self_attn.o_proj": (h, q),
+        "self_attn.q_norm": (e,),
+        "self_attn.k_norm": (e,),
+        "mlp.gate_proj": (m, h),
+        "mlp.up_proj": (m, h),
+        "mlp.down_proj": (h, m),
+    }
+    shapes = {"fc.weight": (h, len(c.feature_layers) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    for i in range(c.num_hidden_layers):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    if r:
+        shapes |= {f"markov_head.markov_w{i}.weight": (c.vocab_size, r) for i in (1, 2)}
+    if c.confidence_head:
+        read = h + (r if c.confidence_head_with_markov else 0)
+        shapes |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Describe wrong keys, names or shapes of a block draft, or return an empty string."""
+    try:
+        parsed = parse_block_config(config)
+    except ValueError as error:
+        return str(error)
+    return find_shape_problem(config, tensors, lambda _config: list_block_tensor_shapes(parsed))
+
+
+def write_block_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write `folder`/draft atomically. Raises AssertionError for what an engine would misread."""
+    assert not (problem := find_block_draft_problem(config, tensors) or find_nonfinite_values(tensors)), problem
+    with atomic.write_folder(folder / "draft") as temporary:
+        atomic.write_json(temporary / "config.json", config)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary / "model.safetensors", {"format": "pt"})
+
+
+def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of `folder`/draft.
+
+    Raises Broken, a ValueError that names what is missing, unknown or misshapen.
+    """
+    config = atomic.read_json(folder / "draft" / "config.json", made_by)
+    tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
+    if problem := find_block_draft_problem(config, tensors):
+        raise atomic.Broken(f"{folder}/draft is no block draft: {problem}", atomic.rerun(made_by))
+    return config, tensors

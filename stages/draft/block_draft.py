@@ -1,0 +1,337 @@
+"""Block drafts: one forward of a small transformer proposes a whole block from the target's features.
+
+DFlash, https://arxiv.org/abs/2602.06036 (z-lab/dflash), and DSpark (deepseek-ai/DeepSpec): the same layers with another label
+of each slot and other heads. Tensor names and shapes as SGLang's `DFlashDraftModel` and `Qwen3DSparkModel` and vLLM load them.
+
+A block starts at an **anchor**, the last verified token, at position a. Its rows are the target's embedding of the anchor and
+of the mask token; slot i has rotary position a + i. Per layer:
+
+    c   = hidden_norm(fc(features))                                       once per context token, for all layers
+    x   = input_layernorm(h)                                              block rows only
+    q   = q_norm(q_proj x)    k_b = k_norm(k_proj x)    v_b = v_proj x
+    k_c = k_norm(k_proj c)    v_c = v_proj c                              the same weights
+    h  += o_proj(attention(q, [k_c; k_b], [v_c; v_b]))     h += mlp(post_attention_layernorm(h))
+
+A slot sees the context before its anchor, strictly, since the anchor's own features do not exist while drafting, and all slots
+of its own block, later ones too. Two blocks of 3 slots, anchors 2 and 4 of one document:
+
+                  context 0 1 2 3 4 5    block of 2    block of 4
+    anchor 2:             1 1 . . . .      1 1 1         . . .       three rows alike
+    anchor 4:             1 1 1 1 . .      . . .         1 1 1       three rows alike
+
+Layouts, which differ in the labels alone. Draft d (from 0) is always the token at a + 1 + d:
+
+    dflash   fill-in: slot i predicts its own position a + i; slot 0 predicts nothing, so a block of B slots drafts B - 1
+    dspark   sample from anchor: slot i predicts a + i + 1, so a block of B slots drafts B
+
+Heads: both read the target's lm_head. DSpark adds a Markov head, bias w2 w1[previous token] on the logits, and a confidence
+head, which estimates the probability that a draft is accepted given that its predecessors were.
+
+Context keys and values depend on target features alone, never on an earlier block; so they are computed once (`BlockContext`).
+
+Dimensions: N requests, S context tokens, R anchors, B slots of a block, D drafts of a block, L layers, K feature layers,
+H hidden, V vocabulary, A attention heads, G key-value heads, E head width, r Markov rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary, compute_inverse_frequency
+
+LAYOUTS = ("dflash", "dspark")
+
+# Attention of block rows: queries [N, Q, A, E], keys and values [N, S + Q, G, E] -> [N, Q, A, E].
+BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class BlockDraftConfig:
+    """Sizes and heads of a block draft. `block_checkpoint` converts it to and from config.json."""
+
+    hidden_size: int  # H, the target's
+    intermediate_size: int
+    num_hidden_layers: int  # L
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # V, the target's
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: dict[str, Any]  # rope_parameters: rope_theta, rope_type, ...
+    layout: str  # one of LAYOUTS
+    block_size: int  # B
+    mask_token_id: int
+    feature_layers: tuple[int, ...]  # the residual stream entering block i of the target, strictly increasing
+    markov_rank: int = 0  # r; dspark alone
+    confidence_head: bool = False  # dspark alone
+    confidence_head_with_markov: bool = True  # the confidence head reads the Markov embedding too
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that predicts the first draft."""
+        return 1 if self.layout == "dflash" else 0
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a block, D."""
+        return self.block_size - self.first_slot
+
+    def check(self) -> None:
+        """Raise ValueError for a config that can't be built or that an engine would misread."""
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout is {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
+        if self.num_drafts < 1:
+            raise ValueError(
+                f"block_size is {self.block_size}, expected at least {1 + self.first_slot} for {self.layout}: raise it"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}, expected a row of the target's embedding, 0 to "
+                f"{self.vocab_size - 1}: take an unused one"
+            )
+        if sections := self.rope.get("mrope_section"):
+            raise ValueError(
+                f"rope: mrope_section is {sections}, expected RoPE on one axis, which is all that block drafts have here: take a "
+                "text target"
+            )
+        layers = list(self.feature_layers)
+        if not layers or layers[0] < 1 or layers != sorted(set(layers)):
+            raise ValueError(
+                f"feature_layers are {layers}, expected layers from 1 on, strictly increasing: engines capture features in "
+                "the target's order, and name them by the layer before, of which layer 0 has none"
+            )
+        if self.layout == "dflash" and (self.markov_rank or self.confidence_head):
+            raise ValueError(
+                "markov_rank and confidence_head belong to dspark: leave them out, or set layout to dspark"
+            )
+        if self.layout == "dspark" and self.markov_rank < 1:
+            raise ValueError(f"markov_rank is {self.markov_rank}, expected 1 or more for dspark: SGLang refuses others")
+
+
+class BlockContext(NamedTuple):
+    """Normed and rotated keys and values of context tokens, by layer."""
+
+    keys: tuple[Tensor, ...]  # L tensors [N, S, G, E]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, c: BlockDraftConfig, num_requests: int, num_tokens: int, like: Tensor) -> "BlockContext":
+        """Return zeros on the device and in the dtype of `like`."""
+        shape = num_requests, num_tokens, c.num_key_value_heads, c.head_dim
+        keys, values = (tuple(like.new_zeros(shape) for _ in range(c.num_hidden_layers)) for _ in "kv")
+        return cls(keys, values)
+
+    def write(self, new: "BlockContext", positions: Tensor) -> None:
+        """Write the tokens of `new` [N, J] in place at positions [N, J]: after a cycle, the anchor and its accepted drafts.
+
+        Rows beyond the accepted drafts may be written too, since a later cycle overwrites them before it sees them.
+        """
+        request = torch.arange(len(positions), device=positions.device)[:, None]
+        for old, more in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
+            old[request, positions] = more
+
+
+class BlockLayer(nn.Module):
+    """One Qwen3 layer."""
+
+    def __init__(self, c: BlockDraftConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = BlockProjections(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = DraftMLP(c)  # type: ignore[arg-type]  # it reads the two sizes alone
+
+    def forward(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, attend: BlockAttention
+    ) -> Tensor:
+        """Return [N, Q, H] from block rows [N, Q, H] and context keys and values [N, S, G, E]."""
+        x = self.input_layernorm(hidden)
+        own_k, own_v = self.self_attn.compute_keys_values(x, rope)
+        query = self.self_attn.compute_queries(x, rope)
+        attended = attend(query, torch.cat([keys, own_k], 1), torch.cat([values, own_v], 1))
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class BlockProjections(nn.Module):
+    """Projections of block rows and of the context, with norms of queries and keys per head."""
+
+    def __init__(self, c: BlockDraftConfig):
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c.rms_norm_eps) for _ in "qk")
+
+    def compute_queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return rotated queries [..., A, E] of x [..., H]."""
+        return apply_rotary(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), *rope)
+
+    def compute_keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values [..., G, E] of x [..., H]: normed block rows, or the context c."""
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return apply_rotary(self.k_norm(k), *rope), v
+
+
+class MarkovHead(nn.Module):
+    """DSpark's vanilla Markov head: a bias of rank r on the logits, from the token before."""
+
+    def __init__(self, c: BlockDraftConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(c.vocab_size, c.markov_rank)
+        self.markov_w2 = nn.Linear(c.markov_rank, c.vocab_size, bias=False)
+
+    def forward(self, previous: Tensor) -> Tensor:
+        """Return the bias [..., V] after the tokens `previous` [...]."""
+        return self.markov_w2(self.markov_w1(previous))
+
+
+class ConfidenceHead(nn.Module):
+    """A linear estimate of the acceptance of a draft."""
+
+    def __init__(self, c: BlockDraftConfig):
+        super().__init__()
+        size = c.hidden_size + (c.markov_rank if c.confidence_head_with_markov else 0)
+        self.proj = nn.Linear(size, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits [...] of inputs [..., H] or [..., H + r]."""
+        return self.proj(inputs)[..., 0]
+
+
+class BlockDraft(nn.Module):
+    """Weights and operations of a block draft. Callers pass in the target's embedding and head."""
+
+    inverse_frequency: Tensor  # [E/2] float32 for weights of any dtype
+
+    def __init__(self, config: BlockDraftConfig):
+        super().__init__()
+        config.check()
+        self.config = c = config
+        self.fc = nn.Linear(len(c.feature_layers) * c.hidden_size, c.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(c) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.markov_head = MarkovHead(c) if c.markov_rank else None
+        self.confidence_head = ConfidenceHead(c) if c.confidence_head else None
+        frequency = compute_inverse_frequency(c.rope, c.head_dim)
+        self.register_buffer("inverse_frequency", frequency, persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        """Move and cast as any module, but keep RoPE frequencies in float32: rounding to bfloat16 makes angles wrong."""
+        super()._apply(fn, recurse)
+        device = self.inverse_frequency.device
+        self.inverse_frequency = compute_inverse_frequency(self.config.rope, self.config.head_dim).to(device)
+        return self
+
+    def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [..., 1, E/2] for positions [...], in the weights' dtype; angles are float32."""
+        angles = positions[..., None, None].to(torch.float32) * self.inverse_frequency
+        return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
+
+    def project_context(self, features: Tensor, positions: Tensor) -> BlockContext:
+        """Return keys and values of context tokens from features [N, S, K*H] and positions [N, S] in their documents."""
+        context, rope = self.hidden_norm(self.fc(features)), self.compute_rope(positions)
+        pairs = [layer.self_attn.compute_keys_values(context, rope) for layer in self.layers]
+        keys, values = zip(*pairs, strict=True)
+        return BlockContext(keys, values)
+
+    def forward_blocks(
+        self,
+        embedding: Tensor,  # [V, H] the target's
+        anchor_tokens: Tensor,  # [N, R]
+        anchor_positions: Tensor,  # [N, R] in their documents
+        context: BlockContext,
+        attend: BlockAttention,  # over [S context rows | R * B block rows]
+    ) -> Tensor:
+        """Return the hidden states [N, R, B, H] of R blocks of each of N requests, after the final norm."""
+        size = self.config.block_size
+        is_anchor = torch.arange(size, device=anchor_tokens.device) == 0
+        ids = torch.where(is_anchor, anchor_tokens[..., None], self.config.mask_token_id)  # [N, R, B]
+        positions = anchor_positions[..., None] + torch.arange(size, device=anchor_tokens.device)
+        hidden, rope = embedding[ids.flatten(1)], self.compute_rope(positions.flatten(1))
+        for layer, keys, values in zip(self.layers, *context, strict=True):
+            hidden = layer(hidden, rope, keys, values, attend)
+        return self.norm(hidden).unflatten(1, (-1, size))
+
+    def forward_pack(
+        self,
+        embedding: Tensor,  # [V, H]
+        ids: Tensor,  # [S] of packed documents
+        positions: Tensor,  # [S] in their documents
+        documents: Tensor,  # [S]
+        anchors: Tensor,  # [R] indices into the pack
+        context: BlockContext,  # of the pack, N = 1
+        attend: BlockAttention | None = None,  # default: a dense mask
+    ) -> Tensor:
+        """Return the hidden states [R, B, H] of the blocks at anchors of packed documents: training and replay.
+
+        Blocks do not see each other, so anchors may be split into chunks at will.
+        """
+        if attend is None:
+            attend = build_dense_attention(build_block_mask(anchors, documents, self.config.block_size)[None])
+        return self.forward_blocks(embedding, ids[anchors][None], positions[anchors][None], context, attend)[0]
+
+    def forward_cached(
+        self, embedding: Tensor, anchor_tokens: Tensor, lengths: Tensor, context: BlockContext
+    ) -> Tensor:
+        """Return the hidden states [N, B, H] of one block a request: decoding.
+
+        The anchor [N] of a request stands at position lengths [N], the number of its verified tokens; `context` holds the keys
+        and values of these, and anything after.
+        """
+        num_tokens, size = context.keys[0].shape[1], self.config.block_size
+        visible = torch.arange(num_tokens, device=lengths.device) < lengths[:, None]  # [N, T]
+        visible = nn.functional.pad(visible, (0, size), value=True)  # the block itself
+        attend = build_dense_attention(visible[:, None].expand(-1, size, -1))
+        return self.forward_blocks(embedding, anchor_tokens[:, None], lengths[:, None], context, attend)[:, 0]
+
+    def select_drafting_slots(self, hidden: Tensor) -> Tensor:
+        """Return the states [..., D, H] that predict drafts, of a block's hidden states [..., B, H]."""
+        return hidden[..., self.config.first_slot :, :]
+
+    def compute_logits(self, states: Tensor, previous: Tensor, head: Tensor) -> Tensor:
+        """Return logits [..., V] of drafting states [..., H], each after the token `previous` [...]; head [V, H]."""
+        logits = states @ head.T
+        return logits if self.markov_head is None else logits + self.markov_head(previous)
+
+    def compute_confidence(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits [...] of the acceptance of drafts, from drafting states [..., H] and the tokens before."""
+        assert self.confidence_head is not None, "this draft has no confidence head"
+        if self.config.confidence_head_with_markov and self.markov_head is not None:
+            states = torch.cat([states, self.markov_head.markov_w1(previous)], -1)
+        return self.confidence_head(states)
+
+    def draft_greedily(self, states: Tensor, anchor_tokens: Tensor, head: Tensor) -> Tensor:
+        """Return the most probable drafts [..., D] of drafting states [..., D, H]; with a Markov head, slot by slot."""
+        if self.markov_head is None:
+            return (states @ head.T).argmax(-1)
+        drafts = [anchor_tokens]
+        for state in states.unbind(-2):
+            drafts.append(self.compute_logits(state, drafts[-1], head).argmax(-1))
+        return torch.stack(drafts[1:], -1)
+
+
+def build_block_mask(anchors: Tensor, documents: Tensor, block_size: int) -> Tensor:
+    """Return the mask [R*B, S + R*B] bool drawn above, of anchors [R] into packed documents [S]."""
+    index = torch.arange(len(documents), device=documents.device)
+    context = (index < anchors[:, None]) & (documents == documents[anchors, None])  # [R, S]
+    own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device).repeat_interleave(block_size, 1)  # [R, R*B]
+    return torch.cat([context, own], 1).repeat_interleave(block_size, 0)
+
+
+def build_dense_attention(mask: Tensor) -> BlockAttention:
+    """Return attention with a mask [N, Q, S + Q] bool; grouped heads share keys without copies."""
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        by_head = (x.transpose(1, 2) for x in (query, keys, values))
+        out = nn.functional.scaled_dot_product_attention(*by_head, attn_mask=mask[:, None], enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return attend

@@ -1,0 +1,241 @@
+"""The loss of a block draft: anchors, labels of their blocks, and the weighted loss in chunks.
+
+Anchors (DeepSpec, common.py:109-169; SpecForge, dflash_family_model.py:179-210): a position is a candidate iff it and the next
+token are taught, in one document. Up to a number of them is drawn uniformly without replacement.
+
+Draft d of the block at anchor a has the label y[a + 1 + d] in both layouts (draft/block_draft.py). It is valid iff that token
+and all tokens between are taught tokens of the anchor's document: a block ends at the first hole, as in DeepSpec. SpecForge's
+DFlash tests each label alone; such labels after a hole are left out here.
+
+Loss of a valid draft, weight exp(-d / decay) (DeepSpec, loss.py:25-37; SpecForge's exp(-(i - 1) / decay) of slot i = d + 1 is
+the same):
+
+    ce          -log q(y)                                          DFlash: 1, decay 7 at block 16
+    l1          sum over v of |q(v) - p(v)|                        DSpark: 0.1 ce + 0.9 l1 + 1.0 confidence, decay 4
+    confidence  BCE(confidence, alpha), alpha = 1 - l1 / 2 constant in the gradient
+
+q is the draft's distribution after the teacher-forced token before, p the target's, both at temperature 1 over the whole
+vocabulary, in float32 (float64 for weights in float64). speculators' `tv` is half of l1. The sum is divided by the summed
+weights of all packs of a step on all ranks, which the caller knows, so that neither packing nor ranks change the loss.
+
+Logits of all drafts would be [512 anchors x 7, 151,936]: 2.2 GB in float32, several times. So the forward pass computes logits,
+loss and gradients of a chunk of drafts and frees the logits before the next; backward only scales the gradients.
+
+Dimensions: S tokens of a pack, R anchors, D drafts of a block, P valid drafts, r Markov rank, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stages.draft.block_draft import BlockDraft
+
+DRAFTS_PER_CHUNK = 2048  # 1.2 GB of float32 logits at a vocabulary of 152k
+
+
+@dataclass(frozen=True)
+class BlockObjective:
+    """The weights of the parts of the loss."""
+
+    ce: float = 1.0
+    l1: float = 0.0
+    confidence: float = 0.0
+    decay: float | None = 7.0  # None: every draft of a block weighs the same
+
+
+DFLASH_OBJECTIVE = BlockObjective()  # SpecForge's recipes at block 16
+DSPARK_OBJECTIVE = BlockObjective(ce=0.1, l1=0.9, confidence=1.0, decay=4.0)  # DeepSpec's at block 7
+
+
+class BlockLabels(NamedTuple):
+    """The tokens that blocks are to draft."""
+
+    tokens: Tensor  # [R, D] int64; 0 past the pack's end
+    previous: Tensor  # [R, D] int64: the token before each: the anchor, then the labels
+    rows: Tensor  # [R, D] int64: pack rows whose last hidden state gives the target's distribution of the label
+    is_valid: Tensor  # [R, D] bool
+
+
+class BlockLoss(NamedTuple):
+    """The loss of a pack, and what is watched of each draft, 0 where it is not valid."""
+
+    total_loss: Tensor  # scalar for backward
+    ce: Tensor  # [R, D] float
+    l1: Tensor  # [R, D]
+    confidence: Tensor  # [R, D] BCE of the confidence head
+    acceptance: Tensor  # [R, D] alpha
+    matches: Tensor  # [R, D] bool: the draft's argmax is the label
+
+    def compute_tau_probabilistic(self) -> Tensor:
+        """Return 1 + the mean over blocks of the expected accepted drafts, sum of running products of alpha."""
+        return 1 + self.acceptance.cumprod(1).sum(1).mean()
+
+
+def sample_anchors(is_taught: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """Return up to `num_anchors` anchors [R], ascending, of a pack with taught tokens [S] bool and documents [S], on the CPU."""
+    candidates = is_taught[:-1] & is_taught[1:] & (documents[:-1] == documents[1:])
+    index = candidates.nonzero()[:, 0]
+    chosen = torch.randperm(len(index), generator=generator)[:num_anchors]
+    return index[chosen].sort().values
+
+
+def build_block_labels(
+    ids: Tensor, is_taught: Tensor, documents: Tensor, anchors: Tensor, num_drafts: int
+) -> BlockLabels:
+    """Return the labels of blocks at anchors [R] of a pack: ids, is_taught and documents [S]."""
+    index = anchors[:, None] + 1 + torch.arange(num_drafts, device=ids.device)  # [R, D]
+    inside = index < len(ids)
+    index = index.clamp(max=len(ids) - 1)
+    is_valid = inside & is_taught[index] & (documents[index] == documents[anchors, None])
+    tokens = torch.where(inside, ids[index], 0)
+    previous = torch.cat([ids[anchors, None], tokens[:, :-1]], 1)
+    return BlockLabels(tokens, previous, index - 1, is_valid.cumprod(1).bool())
+
+
+def compute_draft_weights(is_valid: Tensor, decay: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weights [R, D] of drafts, 0 where not valid; their sum over a step is the loss's divisor."""
+    weights = is_valid.to(dtype)
+    if decay is None:
+        return weights
+    return weights * torch.exp(-torch.arange(is_valid.shape[1], device=is_valid.device, dtype=dtype) / decay)
+
+
+def compute_block_loss(
+    draft: BlockDraft,
+    hidden: Tensor,  # [R, B, H] of `BlockDraft.forward_pack`
+    labels: BlockLabels,
+    last: Tensor,  # [S, H] the target's last hidden state, after its final norm
+    head: Tensor,  # [V, H] the target's
+    objective: BlockObjective,
+    divisor: Tensor | float,  # summed weights of all drafts of the step, of all packs and ranks
+    drafts_per_chunk: int = DRAFTS_PER_CHUNK,
+) -> BlockLoss:
+    """Return the loss of a pack. Raises ValueError for a confidence loss without a confidence head, or the reverse."""
+    if bool(objective.confidence) != (draft.confidence_head is not None):
+        raise ValueError(
+            f"the weight of the confidence loss is {objective.confidence}, and the draft has "
+            f"{'a' if draft.confidence_head is not None else 'no'} confidence head: set the weight, or the head, to match"
+        )
+    valid = labels.is_valid
+    weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[valid] / divisor
+    markov = draft.markov_head
+    embedded = None if markov is None else markov.markov_w1(labels.previous[valid])  # [P, r]
+    confidence = draft.confidence_head
+    total, by_part, matches = _ChunkedBlockLoss.apply(
+        _DraftInputs(weights, labels.tokens[valid], labels.rows[valid], last, head, objective, drafts_per_chunk),
+        draft.config.confidence_head_with_markov,
+        draft.select_drafting_slots(hidden)[valid],
+        embedded,
+        None if markov is None else markov.markov_w2.weight,
+        None if confidence is None else confidence.proj.weight,
+        None if confidence is None else confidence.proj.bias,
+    )
+    ce, l1, bce, alpha = (by_part.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part)
+    return BlockLoss(total, ce, l1, bce, alpha, torch.zeros_like(valid).masked_scatter(valid, matches))
+
+
+class _DraftInputs(NamedTuple):
+    """Inputs of the loss of P drafts that have no gradient."""
+
+    weights: Tensor  # [P]
+    tokens: Tensor  # [P] labels
+    rows: Tensor  # [P] rows of `last`
+    last: Tensor  # [S, H]
+    head: Tensor  # [V, H]
+    objective: BlockObjective
+    drafts_per_chunk: int
+
+
+class _ChunkedBlockLoss(torch.autograd.Function):
+    """The loss, whose gradients are computed chunk by chunk in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: _DraftInputs, confidence_reads_markov: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`tensors`: states [P, H], Markov embedding [P, r] or None, then weights of the heads or None, which chunks share."""
+        states, embedded, *shared = tensors
+        assert states is not None
+        dtype, wanted = _choose_dtype(states), ctx.needs_input_grad[2:]
+        gradients = [  # summed over chunks, so in float32 for those that chunks share
+            torch.zeros_like(x, dtype=x.dtype if i < 2 else dtype) if x is not None and wanted[i] else None
+            for i, x in enumerate(tensors)
+        ]
+        total = torch.zeros((), dtype=dtype, device=states.device)
+        by_part = torch.zeros(4, len(states), dtype=dtype, device=states.device)  # ce, l1, confidence, alpha
+        matches = torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        for start in range(0, len(states), inputs.drafts_per_chunk):
+            chunk = slice(start, start + inputs.drafts_per_chunk)
+            own = [None if x is None else x[chunk] for x in (states, embedded)]
+            leaves = [
+                None if x is None else x.detach().requires_grad_(wanted[i]) for i, x in enumerate([*own, *shared])
+            ]
+            with torch.enable_grad():
+                value, parts, match = _compute_chunk_loss(inputs, chunk, confidence_reads_markov, *leaves)
+            learning = [i for i, x in enumerate(leaves) if x is not None and wanted[i]]
+            if learning:
+                found = torch.autograd.grad(value, [leaves[i] for i in learning], allow_unused=True)
+                _add_gradients(gradients, learning, found, chunk)
+            total += value.detach()
+            by_part[:, chunk], matches[chunk] = parts, match
+        gradients = [None if g is None or x is None else g.to(x.dtype) for g, x in zip(gradients, tensors, strict=True)]
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(by_part, matches)
+        return total, by_part, matches
+
+    @staticmethod
+    def backward(ctx: Any, total_grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        return None, None, *(None if g is None else g * total_grad for g in ctx.saved_tensors)
+
+
+def _add_gradients(
+    gradients: Sequence[Tensor | None], learning: Sequence[int], found: Sequence[Tensor | None], chunk: slice
+) -> None:
+    """Add the gradients of a chunk in place: the first two tensors belong to its drafts, the others to all."""
+    for i, new in zip(learning, found, strict=True):
+        whole = gradients[i]
+        if new is not None and whole is not None:
+            (whole[chunk] if i < 2 else whole).add_(new)
+
+
+def _compute_chunk_loss(
+    inputs: _DraftInputs,
+    chunk: slice,
+    confidence_reads_markov: bool,
+    states: Tensor,  # [C, H]
+    embedded: Tensor | None,  # [C, r]
+    markov_weight: Tensor | None,  # [V, r]
+    confidence_weight: Tensor | None,  # [1, H] or [1, H + r]
+    confidence_bias: Tensor | None,  # [1]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted loss of a chunk of C drafts, its parts [4, C] detached, and argmax matches [C]."""
+    dtype, weights, labels = _choose_dtype(states), inputs.weights[chunk], inputs.tokens[chunk]
+    logits = states @ inputs.head.to(states.dtype).T
+    if embedded is not None and markov_weight is not None:
+        logits = logits + embedded @ markov_weight.T
+    log_q = torch.log_softmax(logits.to(dtype), -1)  # [C, V]
+    ce = -log_q.gather(1, labels[:, None])[:, 0]
+    with torch.no_grad():
+        matches = logits.argmax(-1) == labels
+        last = inputs.last[inputs.rows[chunk]].to(inputs.head.dtype)
+        p = torch.softmax((last @ inputs.head.T).to(dtype), -1)
+    with torch.set_grad_enabled(bool(inputs.objective.l1)):
+        l1 = (log_q.exp() - p).abs().sum(-1)
+    alpha = (1 - l1.detach() / 2).clamp(0, 1)
+    loss = inputs.objective.ce * ce + inputs.objective.l1 * l1
+    bce = torch.zeros_like(ce)
+    if confidence_weight is not None and confidence_bias is not None:
+        read = torch.cat([states, embedded], -1) if confidence_reads_markov and embedded is not None else states
+        estimate = (read @ confidence_weight[0] + confidence_bias).to(dtype)
+        bce = nn.functional.binary_cross_entropy_with_logits(estimate, alpha, reduction="none")
+        loss = loss + inputs.objective.confidence * bce
+    parts = torch.stack([x.detach() for x in (ce, l1, bce, alpha)])
+    return (loss * weights).sum(), parts, matches
+
+
+def _choose_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of losses: float32, or float64 for weights in float64."""
+    return torch.promote_types(x.dtype, torch.float32)

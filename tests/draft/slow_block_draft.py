@@ -1,0 +1,117 @@
+"""A slow block draft for comparison: one anchor and one slot at a time, context sliced to what precedes it, no masks.
+
+It shares only the weights with `stages.draft.block_draft`; rotation (complex numbers), attention (a loop over heads) and norms
+are its own.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+
+CONFIG = BlockDraftConfig(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    vocab_size=23, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 100.0, "rope_type": "default"},
+    layout="dflash", block_size=4, mask_token_id=22, feature_layers=(1, 2, 3, 4, 5),
+)  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "dspark": {"layout": "dspark", "markov_rank": 3, "confidence_head": True},
+    "dspark_plain": {
+        "layout": "dspark", "markov_rank": 3, "confidence_head": True, "confidence_head_with_markov": False,
+    },
+}  # fmt: skip
+
+
+def random_block_draft(
+    seed: int, scale: float = 0.4, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[BlockDraft, Tensor, Tensor]:
+    """A draft whose weights are large enough that its drafts differ, and a target's embedding and head [V, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    draft = BlockDraft(replace(CONFIG, **options)).to(dtype)
+    for parameter in draft.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 and len(parameter) > 1 else scale * noise
+    tables = torch.randn(2, draft.config.vocab_size, draft.config.hidden_size, generator=generator, dtype=dtype)
+    return draft.requires_grad_(False), tables[0], tables[1]
+
+
+def block_states(draft: BlockDraft, embedding: Tensor, ids: list[int], features: Tensor, a: int) -> list[Tensor]:
+    """The states of all B slots of the block at anchor a of one document, from ids[a] and the features before it."""
+    c = draft.config
+    context = [norm(draft.fc.weight @ f, draft.hidden_norm.weight, c.rms_norm_eps) for f in features[:a]]
+    rows = [embedding[ids[a]]] + [embedding[c.mask_token_id]] * (c.block_size - 1)
+    for layer in draft.layers:
+        w = layer.self_attn
+
+        def key_value(x: Tensor, position: int, w=w) -> tuple[list[Tensor], list[Tensor]]:
+            heads = (w.k_proj.weight @ x).split(c.head_dim)
+            keys = [turn(norm(k, w.k_norm.weight, c.rms_norm_eps), position, c) for k in heads]
+            return keys, list((w.v_proj.weight @ x).split(c.head_dim))
+
+        normed = [norm(h, layer.input_layernorm.weight, c.rms_norm_eps) for h in rows]
+        seen = [key_value(x, t) for t, x in enumerate(context)] + [key_value(x, a + i) for i, x in enumerate(normed)]
+        new_rows = []
+        for i, (row, x) in enumerate(zip(rows, normed, strict=True)):
+            heads = []
+            for number, q in enumerate((w.q_proj.weight @ x).split(c.head_dim)):
+                g = number // (c.num_attention_heads // c.num_key_value_heads)
+                q = turn(norm(q, w.q_norm.weight, c.rms_norm_eps), a + i, c)
+                weights = torch.softmax(torch.stack([q @ keys[g] for keys, _ in seen]) / c.head_dim**0.5, 0)
+                heads.append(sum(p * values[g] for p, (_, values) in zip(weights, seen, strict=True)))
+            h = row + w.o_proj.weight @ torch.cat(heads)
+            z = norm(h, layer.post_attention_layernorm.weight, c.rms_norm_eps)
+            gate = layer.mlp.gate_proj.weight @ z
+            new_rows.append(
+                h + layer.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ z))
+            )
+        rows = new_rows
+    return [norm(h, draft.norm.weight, c.rms_norm_eps) for h in rows]
+
+
+def draft_logits(draft: BlockDraft, states: list[Tensor], head: Tensor, previous: list[int]) -> list[Tensor]:
+    """Logits of each draft of a block, where `previous` are the tokens before the drafts, the anchor first."""
+    drafting = states[1:] if draft.config.layout == "dflash" else states
+    logits = [head @ h for h in drafting]
+    if draft.markov_head is not None:
+        w1, w2 = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+        logits = [x + w2 @ w1[token] for x, token in zip(logits, previous, strict=True)]
+    return logits
+
+
+def confidences(draft: BlockDraft, states: list[Tensor], previous: list[int]) -> list[Tensor]:
+    """Logits of the confidence head for each draft."""
+    proj, inputs = draft.confidence_head.proj, states
+    if draft.config.confidence_head_with_markov:
+        inputs = [torch.cat([h, draft.markov_head.markov_w1.weight[t]]) for h, t in zip(states, previous, strict=True)]
+    return [proj.weight[0] @ x + proj.bias[0] for x in inputs]
+
+
+def greedy_block(
+    draft: BlockDraft, embedding: Tensor, head: Tensor, ids: list[int], features: Tensor, a: int
+) -> list[int]:
+    """The drafts at anchor a, one after the other."""
+    states = block_states(draft, embedding, ids, features, a)
+    drafting = states[1:] if draft.config.layout == "dflash" else states
+    tokens = [ids[a]]
+    for h in drafting:
+        logits = head @ h
+        if draft.markov_head is not None:
+            logits = logits + draft.markov_head.markov_w2.weight @ draft.markov_head.markov_w1.weight[tokens[-1]]
+        tokens.append(int(logits.argmax()))
+    return tokens[1:]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def turn(x: Tensor, position: int, c: BlockDraftConfig) -> Tensor:
+    """Rotate pairs (i, i + E/2) by position * theta**(-2i/E), as complex numbers; angles in float32, as engines have them."""
+    half = c.head_dim // 2
+    angles = position * (1 / c.rope["rope_theta"] ** (2 * torch.arange(half, dtype=torch.float32) / c.head_dim))
+    turned = torch.complex(x[:half], x[half:]) * torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    return torch.cat([turned.real, turned.imag])

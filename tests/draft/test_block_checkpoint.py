@@ -1,0 +1,127 @@
+"""Block drafts on disk: names, shapes and keys that engines load, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stages.draft.block_checkpoint import (
+    build_block_config,
+    find_block_draft_problem,
+    list_block_tensor_shapes,
+    parse_block_config,
+    read_block_draft,
+    write_block_draft,
+)
+from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# DSpark for Qwen3-8B, as DeepSpec, SGLang and vLLM have it (research of 2026-11, section 7).
+QWEN3_8B = BlockDraftConfig(
+    hidden_size=4096, intermediate_size=12288, num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, layout="dspark", block_size=7,
+    rope={"rope_theta": 1000000, "rope_type": "default"}, mask_token_id=151669, feature_layers=(2, 10, 18, 26, 34),
+    markov_rank=256, confidence_head=True,
+)  # fmt: skip
+PUBLISHED = """
+{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+ "num_hidden_layers": 5,
+ "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-06,
+ "rope_theta": 1000000, "rope_scaling": null, "max_position_embeddings": 40960, "vocab_size": 151936,
+ "tie_word_embeddings": false,
+ "attention_bias": false,
+ "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention", "full_attention"],
+ "use_sliding_window": false, "sliding_window": null, "num_target_layers": 36, "dtype": "bfloat16", "block_size": 7,
+ "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+ "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "markov_rank": 256, "markov_head_type": "vanilla",
+ "enable_confidence_head": true, "confidence_head_with_markov": true, "sample_from_anchor": true}
+"""
+
+
+def make(layout: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tensor]]:
+    draft = random_block_draft(1, dtype=torch.float32, **LAYOUTS[layout])[0]
+    return draft, build_block_config(draft.config, 8), dict(draft.state_dict())
+
+
+def test_the_config_is_the_one_that_engines_load() -> None:
+    config = build_block_config(QWEN3_8B, 36, "bfloat16")
+    assert config.pop("rope_parameters") == {"rope_theta": 1000000, "rope_type": "default"}  # transformers 5
+    assert config == json.loads(PUBLISHED)
+
+
+def test_sizes_are_those_of_qwen3_8b() -> None:
+    shapes = list_block_tensor_shapes(QWEN3_8B)
+    size = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    of_layer = [n for name, n in size.items() if name.startswith("layers.0.")]
+    assert (len(of_layer), sum(of_layer)) == (11, 192_946_432)
+    assert size["fc.weight"] == 83_886_080
+    assert size["markov_head.markov_w1.weight"] + size["markov_head.markov_w2.weight"] == 77_791_232
+    assert size["confidence_head.proj.weight"] + size["confidence_head.proj.bias"] == 4353
+    assert len(shapes) == 3 + 5 * 11 + 2 + 2
+
+
+@every_layout
+def test_a_draft_is_read_as_written(layout: str, tmp_path: Path) -> None:
+    draft, config, tensors = make(layout)
+    write_block_draft(tmp_path, config, tensors)
+    shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "draft" / "model.safetensors").items()}
+    assert shapes == list_block_tensor_shapes(draft.config)  # the module's own names are the list's
+    found_config, found = read_block_draft(tmp_path, "train_draft")
+    again = BlockDraft(parse_block_config(found_config))
+    again.load_state_dict(found)
+    assert again.config == draft.config
+    assert all(torch.equal(x, tensors[name]) for name, x in again.state_dict().items())
+
+
+@every_layout
+def test_each_missing_unknown_or_misshapen_tensor_is_named(layout: str, tmp_path: Path) -> None:
+    _, config, tensors = make(layout)
+    for name, tensor in tensors.items():
+        assert repr(name) in find_block_draft_problem(config, {k: v for k, v in tensors.items() if k != name})
+        assert f"{name} is" in find_block_draft_problem(config, tensors | {name: tensor[..., :0]})
+    assert "unknown ['logit_head.w']" in find_block_draft_problem(config, tensors | {"logit_head.w": torch.ones(1)})
+    bad = tensors["fc.weight"].clone()
+    bad[0, 0] = torch.nan
+    with pytest.raises(AssertionError, match=r"fc\.weight holds 1 NaN"):
+        write_block_draft(tmp_path, config, tensors | {"fc.weight": bad})
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "said"),
+    [
+        ("dspark", {"sample_from_anchor": False}, "sample_from_anchor is False, expected True"),
+        ("dflash", {"sample_from_anchor": True}, "sample_from_anchor is True, expected False"),
+        ("dspark", {"architectures": ["DFlashDraftModel"]}, "sample_from_anchor is True, expected False"),
+        ("dflash", {"architectures": ["Qwen3DSparkModel"]}, "lacks 'markov_rank'"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "architectures is"),
+        ("dspark", {"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
+        ("dspark", {"markov_rank": 0}, "markov_rank is 0"),
+        ("dspark", {"target_layer_ids": [1, 2, 3, 4, 5]}, "target_layer_ids is"),
+        ("dflash", {"is_causal": True}, "is_causal is True"),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 4], "causal": True}}, "causal"),
+        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 4, 3]}}, "strictly increasing"),
+        ("dflash", {"dflash_config": {"mask_token_id": 22, "target_layer_ids": [0, 1, 2, 3, 7]}}, "expected at most 6"),
+        ("dflash", {"dflash_config": {"mask_token_id": 23, "target_layer_ids": [0, 1, 2, 3, 4]}}, "mask_token_id is 23"),
+        ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2, 3, 4]}}, "lacks 'mask_token_id'"),
+    ],
+)  # fmt: skip
+def test_a_config_of_another_model_is_refused(layout: str, change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    _, config, tensors = make(layout)
+    assert not find_block_draft_problem(config, tensors)
+    assert said in find_block_draft_problem(config | change, tensors)
+    write_block_draft(tmp_path, config, tensors)
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match="is no block draft"):
+        read_block_draft(tmp_path, "train_draft")
+
+
+def test_rope_on_several_axes_is_refused() -> None:
+    rope = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": [24, 20, 20]}
+    with pytest.raises(ValueError, match=r"mrope_section is \[24, 20, 20\], expected RoPE on one axis"):
+        replace(QWEN3_8B, rope=rope).check()

@@ -1,0 +1,118 @@
+"""The block draft's two forms against one slot at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockContext, BlockDraft, build_block_mask
+from tests.draft.slow_block_draft import (
+    CONFIG,
+    LAYOUTS,
+    block_states,
+    confidences,
+    draft_logits,
+    greedy_block,
+    random_block_draft,
+)
+
+LENGTHS = (9, 6, 11)
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def make_documents(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Token ids and features of the documents."""
+    generator = torch.Generator().manual_seed(seed)
+    width = len(CONFIG.feature_layers) * CONFIG.hidden_size
+    ids = [torch.randint(CONFIG.vocab_size - 1, (n,), generator=generator) for n in LENGTHS]
+    return ids, [torch.randn(n, width, generator=generator, dtype=torch.float64) for n in LENGTHS]
+
+
+ANCHORS = [(0, 1), (0, 4), (0, 8), (1, 3), (2, 0), (2, 7), (2, 10)]  # (document, position), at both ends too
+
+
+@every_layout
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_packed_blocks_equal_slow_ones(layout: str, chunk: int) -> None:
+    """Hidden states, logits and confidences of every anchor of packed documents, in chunks of anchors."""
+    draft, embedding, head = random_block_draft(1, **LAYOUTS[layout])
+    ids, features = make_documents(2)
+    lengths = torch.tensor(LENGTHS)
+    documents = torch.arange(3).repeat_interleave(lengths)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    anchors = torch.tensor([sum(LENGTHS[:d]) + p for d, p in ANCHORS])
+    context = draft.project_context(torch.cat(features)[None], positions[None])
+    parts = [
+        draft.forward_pack(embedding, torch.cat(ids), positions, documents, some, context)
+        for some in anchors.split(chunk)
+    ]
+    hidden = torch.cat(parts)
+    previous = torch.randint(20, (len(ANCHORS), draft.config.num_drafts), generator=torch.Generator().manual_seed(3))
+    states = draft.select_drafting_slots(hidden)
+    logits = draft.compute_logits(states, previous, head)
+    for row, (d, p) in enumerate(ANCHORS):
+        expected = block_states(draft, embedding, ids[d].tolist(), features[d], p)
+        torch.testing.assert_close(hidden[row], torch.stack(expected), **TIGHT)
+        slow = draft_logits(draft, expected, head, previous[row].tolist())
+        torch.testing.assert_close(logits[row], torch.stack(slow), **TIGHT)
+        if draft.confidence_head is not None:
+            found = draft.compute_confidence(states[row], previous[row])
+            torch.testing.assert_close(
+                found, torch.stack(confidences(draft, expected, previous[row].tolist())), **TIGHT
+            )
+
+
+@every_layout
+def test_cached_blocks_equal_slow_ones(layout: str) -> None:
+    """Requests of different lengths; the context is written in pieces, over rows of garbage."""
+    draft, embedding, head = random_block_draft(4, **LAYOUTS[layout])
+    ids, features = make_documents(5)
+    prompts, anchors = (3, 2, 4), (5, 5, 10)
+    cache = BlockContext.allocate(draft.config, 3, 16, embedding)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_(generator=torch.Generator().manual_seed(6))
+    for request, (prompt, anchor) in enumerate(zip(prompts, anchors, strict=True)):
+        one = BlockContext(*(tuple(x[request : request + 1] for x in side) for side in cache))
+        for start, stop in ((0, prompt), (prompt, anchor)):  # a view of the cache: written in place
+            position = torch.arange(start, stop)[None]
+            one.write(draft.project_context(features[request][None, start:stop], position), position)
+    tokens = torch.stack([ids[d][a] for d, a in enumerate(anchors)])
+    hidden = draft.forward_cached(embedding, tokens, torch.tensor(anchors), cache)
+    drafts = draft.draft_greedily(draft.select_drafting_slots(hidden), tokens, head)
+    for d, a in enumerate(anchors):
+        expected = block_states(draft, embedding, ids[d].tolist(), features[d], a)
+        torch.testing.assert_close(hidden[d], torch.stack(expected), **TIGHT)
+        assert drafts[d].tolist() == greedy_block(draft, embedding, head, ids[d].tolist(), features[d], a)
+
+
+def test_the_mask_is_the_one_drawn() -> None:
+    mask = build_block_mask(torch.tensor([2, 4]), torch.zeros(6, dtype=torch.int64), 3)
+    first = [1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+    second = [1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert mask.int().tolist() == [first] * 3 + [second] * 3
+
+
+def test_frequencies_stay_in_float32() -> None:
+    draft = random_block_draft(1)[0]
+    before = draft.inverse_frequency.clone()
+    assert torch.equal(draft.to(torch.bfloat16).inverse_frequency, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layout": "dflash2"}, "layout is 'dflash2'"),
+        ({"block_size": 1}, "block_size is 1, expected at least 2"),
+        ({"mask_token_id": 23}, "mask_token_id is 23, expected a row"),
+        ({"feature_layers": (1, 3, 2)}, "strictly increasing"),
+        ({"feature_layers": (2, 2)}, "strictly increasing"),
+        ({"feature_layers": (0, 2)}, "from 1 on"),
+        ({"markov_rank": 2}, "belong to dspark"),
+        ({"layout": "dspark"}, "markov_rank is 0"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(changes: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BlockDraft(replace(CONFIG, **changes))

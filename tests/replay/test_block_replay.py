@@ -1,0 +1,168 @@
+"""Replay of block drafts against decoding with the slow draft and a small target, and against enumerated trees."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraft
+from stages.params.tree_shape import TreeShape
+from stages.replay.block_replay import (
+    AnswerPlaces,
+    compute_histogram,
+    compute_place_states,
+    replay_block_trees,
+    replay_widths,
+)
+from tests.draft.slow_block_draft import LAYOUTS, greedy_block, random_block_draft
+from tests.draft.slow_draft import small_target
+
+VOCAB = 5  # so few tokens that random drafts are often right
+FEATURES = (1, 2, 4)  # the layers whose input the draft reads
+PROMPTS = ([1], [3, 0, 2], [2, 2, 1, 0], [0, 3])
+ANSWER_LENGTHS = (14, 1, 9, 12)  # one without a cycle
+both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+seeds = pytest.mark.parametrize("seed", [5, 6, 9])
+
+
+class Case:
+    """A target, its greedy answers, and a draft that reads it."""
+
+    def __init__(self, layout: str, seed: int):
+        self.target = small_target(VOCAB, seed).double()
+        self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
+        options: dict[str, Any] = {"vocab_size": VOCAB, "mask_token_id": 3, "block_size": 5, "feature_layers": FEATURES}
+        self.draft: BlockDraft = random_block_draft(seed + 10, **LAYOUTS[layout], **options)[0]
+        self.rows = [self.answer(p, n) for p, n in zip(PROMPTS, ANSWER_LENGTHS, strict=True)]
+        lengths = torch.tensor([len(row) for row in self.rows])
+        offsets = lengths.cumsum(0) - lengths
+        self.ids = torch.tensor([token for row in self.rows for token in row])
+        self.features = torch.cat([self.read(row)[0] for row in self.rows])
+        self.positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        self.documents = torch.arange(len(lengths)).repeat_interleave(lengths)
+        starts = offsets + torch.tensor([len(p) for p in PROMPTS])
+        self.places = AnswerPlaces.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
+        self.states = compute_place_states(
+            self.draft, self.embedding, self.ids, self.features, self.positions, self.documents, self.places.anchors, 7
+        )
+        self.anchor_tokens = self.ids[self.places.anchors]
+
+    def read(self, ids: list[int]) -> tuple[Tensor, list[int]]:
+        """Features [n, K*H] and the next token after each."""
+        with torch.inference_mode():
+            out = self.target(torch.tensor([ids]), output_hidden_states=True)
+        return torch.cat([out.hidden_states[i][0] for i in FEATURES], -1), out.logits[0].argmax(-1).tolist()
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        row = list(prompt)
+        for _ in range(count):
+            row.append(self.read(row)[1][-1])
+        return row
+
+    def decode(self, prompt: list[int], count: int, width: int) -> list[int]:
+        """Decode with the slow draft and return the drafts that each cycle accepts, cut at the answer's end."""
+        row, accepted = [*prompt, self.read(prompt)[1][-1]], []
+        while len(row) < len(prompt) + count:
+            features = self.read(row[:-1])[0]  # of the verified tokens; the anchor has none yet
+            drafts = greedy_block(self.draft, self.embedding, self.head, row, features, len(row) - 1)[:width]
+            following = self.read(row + drafts)[1][len(row) - 1 :]
+            j = 0
+            while j < width and drafts[j] == following[j]:
+                j += 1
+            left = len(prompt) + count - len(row)
+            accepted.append(min(j, left))
+            row += [*drafts[:j], following[j]][:left]
+        assert row == self.answer(prompt, count)
+        return accepted
+
+
+case_of = cache(Case)
+
+
+@both_layouts
+@seeds
+def test_every_width_equals_live_decoding(layout: str, seed: int) -> None:
+    case = case_of(layout, seed)
+    drafts = case.draft.draft_greedily(case.states, case.anchor_tokens, case.head)
+    walk = replay_widths(drafts, case.places)
+    histogram = compute_histogram(walk)
+    for width in range(1, case.draft.config.num_drafts + 1):
+        for row, (prompt, count) in enumerate(zip(PROMPTS, ANSWER_LENGTHS, strict=True)):
+            live = case.decode(prompt, count, width)
+            assert int(walk.cycles[row, width - 1]) == len(live)
+            assert int(walk.accepted[row, width - 1]) == sum(live)
+            expected = [live.count(j) for j in range(case.draft.config.num_drafts + 1)]
+            assert histogram[row, width - 1].tolist() == expected
+            assert int(walk.summed_tree_depth[row, width - 1]) == width * len(live)
+    assert int(walk.accepted.sum()) > 10, "drafts are never right: the comparison says nothing"
+
+
+@both_layouts
+@seeds
+def test_chains_are_trees_of_topk_1(layout: str, seed: int) -> None:
+    case = case_of(layout, seed)
+    num_drafts = case.draft.config.num_drafts
+    chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
+    found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, chains)
+    walk = replay_widths(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.places)
+    assert torch.equal(found.cycles, walk.cycles) and torch.equal(found.accepted, walk.accepted)
+    assert torch.equal(found.cycles_reaching_depth, walk.cycles_reaching_depth)
+
+
+def slow_tree(case: Case, place: int, levels: int, topk: int, count: int, beam: int | None) -> list[tuple[int, ...]]:
+    """The `count` most probable paths of up to `levels` tokens; of a level only the best `beam` go on, all for None."""
+    markov, level, paths = case.draft.markov_head, [(1.0, (int(case.anchor_tokens[place]),))], []
+    for d in range(levels):
+        longer = []
+        for probability, path in sorted(level, reverse=True)[:beam]:
+            logits = case.head @ case.states[place, d]
+            if markov is not None:
+                logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[path[-1]]
+            own = sorted(((p, t) for t, p in enumerate(torch.softmax(logits, 0).tolist())), reverse=True)[:topk]
+            longer += [(probability * p, (*path, t)) for p, t in own]
+        paths += longer
+        level = longer
+    return [path[1:] for _, path in sorted(paths, reverse=True)[:count]]
+
+
+@both_layouts
+@seeds
+@pytest.mark.parametrize(
+    ("levels", "topk", "sizes", "beam"),
+    [
+        (4, 3, range(2, 9), None),
+        (4, 3, (9, 14, 31), 3),
+        (3, 2, (2, 4, 6), None),
+        (2, 4, (6, 21), 4),
+        (1, 4, (2, 5), None),
+    ],
+)
+def test_trees_equal_enumerated_ones(
+    layout: str, seed: int, levels: int, topk: int, sizes: Any, beam: int | None
+) -> None:
+    """Best-first over every path where the tree has at most 2 K + 1 nodes, and over those of the beams with more."""
+    case = case_of(layout, seed)
+    trees = [TreeShape(levels, topk, m) for m in sizes]
+    found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, trees)
+    for g, tree in enumerate(trees):
+        accepted = []
+        for place, following in enumerate(case.places.following.tolist()):
+            paths = set(slow_tree(case, place, levels, topk, tree.num_draft_tokens - 1, beam))
+            accepted.append(max(d for d in range(levels + 1) if d == 0 or tuple(following[:d]) in paths))
+        offset = 0
+        for row, count in enumerate(case.places.counts.tolist()):
+            at, cycles, total = 0, 0, 0
+            while at < count:
+                cycles, total, at = (
+                    cycles + 1, total + accepted[offset + at], at + accepted[offset + at] + 1,
+                )  # fmt: skip
+            assert (int(found.cycles[row, g]), int(found.accepted[row, g])) == (cycles, total), tree.name
+            offset += count
+
+
+def test_a_tree_deeper_than_the_block_is_refused() -> None:
+    case = case_of("dflash", 6)
+    with pytest.raises(ValueError, match="t5_1_6: num_steps is 5, expected at most 4"):
+        replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, [TreeShape(5, 1, 6)])

@@ -1,0 +1,137 @@
+"""Anchors, labels and loss of block drafts against loops over anchors and drafts."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.training.block_loss import (
+    DSPARK_OBJECTIVE,
+    BlockObjective,
+    build_block_labels,
+    compute_block_loss,
+    compute_draft_weights,
+    sample_anchors,
+)
+from tests.draft.slow_block_draft import LAYOUTS, block_states, confidences, draft_logits, random_block_draft
+
+LENGTHS = (9, 7)
+TAUGHT = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
+DOCUMENTS = torch.arange(2).repeat_interleave(torch.tensor(LENGTHS))
+CANDIDATES = [2, 3, 6, 7, 9, 10, 11, 12, 13]  # not 8: its next token belongs to the other document
+
+
+def test_anchors_are_candidates_without_repeats() -> None:
+    found = [sample_anchors(TAUGHT, DOCUMENTS, 4, torch.Generator().manual_seed(s)).tolist() for s in range(200)]
+    assert all(len(x) == 4 and x == sorted(set(x)) for x in found)
+    counts = [sum(c in x for x in found) for c in CANDIDATES]
+    assert {a for x in found for a in x} == set(CANDIDATES)
+    assert min(counts) > 50 and max(counts) < 130  # 200 * 4 / 9 = 89, standard deviation 7
+    assert sample_anchors(TAUGHT, DOCUMENTS, 99, torch.Generator().manual_seed(0)).tolist() == CANDIDATES
+    again = sample_anchors(TAUGHT, DOCUMENTS, 4, torch.Generator().manual_seed(7)).tolist()
+    assert again == found[7]
+
+
+def test_labels_end_at_the_first_hole() -> None:
+    ids = torch.arange(16) + 100
+    labels = build_block_labels(ids, TAUGHT, DOCUMENTS, torch.tensor(CANDIDATES), 3)
+    for row, a in enumerate(CANDIDATES):
+        expected = []
+        for t in range(a + 1, a + 4):
+            if t >= 16 or not TAUGHT[t] or DOCUMENTS[t] != DOCUMENTS[a]:
+                break
+            expected.append(t + 100)
+        assert labels.tokens[row][labels.is_valid[row]].tolist() == expected
+        assert labels.is_valid[row].tolist() == [True] * len(expected) + [False] * (3 - len(expected))
+        assert labels.rows[row][: len(expected)].tolist() == [t - 101 for t in expected]
+        assert labels.previous[row][: len(expected)].tolist() == [t - 1 for t in expected]
+
+
+def test_weights_decay_by_draft() -> None:
+    weights = compute_draft_weights(torch.tensor([[True, True, False]]), 4.0)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 0.7788008, 0.0]]))
+    assert compute_draft_weights(torch.tensor([[True, True, False]]), None).tolist() == [[1, 1, 0]]
+
+
+CASES: dict[str, tuple[dict[str, Any], BlockObjective]] = {
+    "dflash": (LAYOUTS["dflash"], BlockObjective(decay=7.0)),
+    "dflash_flat": (LAYOUTS["dflash"], BlockObjective(decay=None)),
+    "dflash_l1": (LAYOUTS["dflash"], BlockObjective(ce=0.5, l1=0.7)),
+    "dspark": (LAYOUTS["dspark"], DSPARK_OBJECTIVE),
+    "dspark_plain": (LAYOUTS["dspark_plain"], DSPARK_OBJECTIVE),
+    "dspark_no_confidence": ({"layout": "dspark", "markov_rank": 3}, BlockObjective(0.1, 0.9, 0.0, 4.0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int) -> None:
+    options, objective = CASES[case]
+    draft, embedding, head = random_block_draft(1, **options)
+    draft.requires_grad_(True)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(22, (16,), generator=generator)
+    features = torch.randn(16, draft.fc.in_features, generator=generator, dtype=torch.float64)
+    last = 0.5 * torch.randn(16, draft.config.hidden_size, generator=generator, dtype=torch.float64)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    anchors, divisor = torch.tensor([2, 6, 9, 12]), 17.0
+
+    context = draft.project_context(features[None], positions[None])
+    hidden = draft.forward_pack(embedding, ids, positions, DOCUMENTS, anchors, context)
+    labels = build_block_labels(ids, TAUGHT, DOCUMENTS, anchors, draft.config.num_drafts)
+    found = compute_block_loss(draft, hidden, labels, last, head, objective, divisor, drafts_per_chunk=chunk)
+    found.total_loss.backward()
+    gradients = {name: x.grad for name, x in draft.named_parameters()}
+    draft.zero_grad()
+
+    slow, alphas, taus = _slow_loss(draft, embedding, head, ids, features, last, anchors.tolist(), objective, divisor)
+    slow.backward()
+    torch.testing.assert_close(found.total_loss, slow, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.acceptance[labels.is_valid], torch.stack(alphas), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.compute_tau_probabilistic(), torch.stack(taus).mean() + 1, rtol=1e-9, atol=1e-9)
+    for name, parameter in draft.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def _slow_loss(
+    draft: Any, embedding: Tensor, head: Tensor, ids: Tensor, features: Tensor, last: Tensor,
+    anchors: list[int], objective: BlockObjective, divisor: float,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    """Return the loss, alpha of each valid draft, and the expected accepted drafts of each block."""
+    total, alphas, taus = torch.zeros((), dtype=torch.float64), [], []
+    for a in anchors:
+        start = 0 if a < LENGTHS[0] else LENGTHS[0]
+        stop = LENGTHS[0] if a < LENGTHS[0] else 16
+        states = block_states(draft, embedding, ids[start:stop].tolist(), features[start:stop], a - start)
+        padded = [*ids.tolist(), *[0] * 9]
+        previous = [padded[a + d] for d in range(draft.config.num_drafts)]
+        logits = draft_logits(draft, states, head, previous)
+        confidence = None if draft.confidence_head is None else confidences(draft, states, previous)
+        running, tau = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for d, row in enumerate(logits):
+            t = a + 1 + d
+            if t >= stop or not TAUGHT[t]:
+                break
+            q, p = torch.softmax(row, 0), torch.softmax(head @ last[t - 1], 0)
+            weight = 1.0 if objective.decay is None else math.exp(-d / objective.decay)
+            loss = -objective.ce * q[ids[t]].log() + objective.l1 * (q - p).abs().sum()
+            alpha = torch.minimum(p, q).sum().detach()
+            if confidence is not None:
+                s = torch.sigmoid(confidence[d])
+                loss = loss - objective.confidence * (alpha * s.log() + (1 - alpha) * (1 - s).log())
+            total = total + weight * loss / divisor
+            alphas.append(alpha)
+            running = running * alpha
+            tau = tau + running
+        taus.append(tau)
+    return total, alphas, taus
+
+
+def test_a_confidence_loss_needs_its_head() -> None:
+    draft, _, head = random_block_draft(1)
+    labels = build_block_labels(torch.arange(16), TAUGHT, DOCUMENTS, torch.tensor([2]), 3)
+    with pytest.raises(ValueError, match="no confidence head"):
+        compute_block_loss(draft, torch.zeros(1, 4, 16), labels, torch.zeros(16, 16), head, DSPARK_OBJECTIVE, 1.0)
