@@ -42,6 +42,11 @@ def _is_free(name: str) -> bool:
         return True
 
 
+def has_other_servers() -> bool:
+    """Return whether another stage has a server that starts, or that waits for its measurement or is being measured."""
+    return any((_get_folder() / f"{name}.lock").exists() and not _is_free(name) for name in ("starting", "measuring"))
+
+
 @contextmanager
 def start_server() -> Iterator[None]:
     """Start a server inside the block, which waits until no server is being measured or about to be."""

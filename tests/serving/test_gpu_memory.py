@@ -1,10 +1,11 @@
 """GPU memory, as an nvidia-smi of our own says it."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from stages.serving import gpu_memory
+from stages.serving import gpu_memory, measuring_turn
 
 SAID = "0, GPU-aa, NVIDIA H200, 1024, 143771\n1, GPU-bb, NVIDIA H200, 71885, 143771\n"
 
@@ -40,3 +41,16 @@ def test_memory_that_another_holds_is_named(smi: None) -> None:
         ValueError, match=r"GPU 1 \(NVIDIA H200\) has 70\.2 of 140\.4 GiB free, expected at least 0\.9 of it"
     ):
         gpu_memory.check_free_memory(gpu_memory.list_visible_gpus(), 0.9)
+
+
+def test_memory_beside_other_stages_servers_is_not_waited_for(
+    smi: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_memory, "RELEASE_S", 0.2)
+    before = [gpu._replace(used=0.0) for gpu in gpu_memory.list_visible_gpus()]
+    with measuring_turn.start_server():
+        assert gpu_memory.wait_for_release(before) == pytest.approx(71.2, abs=0.1)
+    assert not capsys.readouterr().out
+    gpu_memory.wait_for_release(before)
+    assert "GiB are still in use 0.2 s after the server's end, 0.0 were before" in capsys.readouterr().out
