@@ -3,8 +3,9 @@
     python3 -m benchmarks.gpu_graph PLAN FOLDER [--from FOLDER] [--part graph] [--at-once 6] [--small]
 
 FOLDER becomes a project of its own: a copy of this one's files, or of another FOLDER with all it has made (plans of one recipe
-and dtype share a graph). A plan is a recipe and what differs from it on one GPU. `aerie run` makes the graph, `dvc repro` the
-served cells, several at once (they are measured one at a time: stages/serving/measuring_turn.py), `aerie run` the report.
+and dtype share a graph; dense-costs, which needs more prompts, has its own). A plan is a recipe and what differs from it on one
+GPU. `aerie run` makes the graph, `dvc repro` the served cells, several at once (they are measured one at a time:
+stages/serving/measuring_turn.py), `aerie run` the report.
 
 For machines without a package registry: DVC and what it needs come as wheels in PYTHONPATH, the engines as kits (shared/gpu) in
 /tmp/kit and /tmp/vllm_kit. `--small` tries a plan on a CPU with the tests' double.
@@ -59,7 +60,7 @@ SWEEP: Workloads = {  # requests at once, each with as many prompts as a few sec
     f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": at_once}
     for at_once, prompts in {1: 8, 4: 16, 16: 64, 64: 128, 256: 256}.items()
 }
-EVAL: Workloads = {"eval": {"num_prompts": 40, "repeats": 3}}
+EVAL: Workloads = {"eval": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long
     "few": {"num_prompts": 48, "repeats": 3, "concurrency": [1, 8], "warmup": 8},
@@ -73,7 +74,7 @@ COSTS_LOAD = {
     "concurrency": AT_ONCE,
     "warmup": 16,
 }
-ALL_EVAL: Workloads = {"eval": {"num_prompts": None, "warmup": 0}}  # all that replay counts
+ALL_EVAL: Workloads = {"eval": {"num_prompts": None, "warmup": 0}}  # vLLM below 0.30 counts by its counters
 IN_TURNS: Workloads = {"eval": {"num_prompts": 10, "repeats": 5}}
 
 
@@ -102,9 +103,9 @@ class Plan:
 
 
 PLANS = {
-    "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300),
-    "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS, eval_rows=300),
-    "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP, eval_rows=300),
+    "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL),
+    "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
+    "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP),
     "dense-costs": Plan(
         "weather-tiny",
         "bfloat16",
@@ -118,7 +119,7 @@ PLANS = {
     "moe-scenarios": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
     "vl": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True),
     "vl-ep3": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP3, IN_TURNS, "e003", True),
-    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, ALL_EVAL, eval_rows=300),
+    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, ALL_EVAL),
     "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, ALL_EVAL),
 }
 
