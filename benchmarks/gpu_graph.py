@@ -63,8 +63,8 @@ SWEEP: Workloads = {  # requests at once, each with as many prompts as a few sec
 EVAL: Workloads = {"eval": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long
-    "few": {"num_prompts": 48, "repeats": 3, "concurrency": [1, 8], "warmup": 8},
-    "many": {"num_prompts": 284, "repeats": 3, "concurrency": [32, 128], "warmup": 16},
+    "few": {"num_prompts": 48, "repeats": 2, "concurrency": [1, 8], "warmup": 8},
+    "many": {"num_prompts": 284, "repeats": 2, "concurrency": [32, 128], "warmup": 16},
 }
 COSTS_LOAD = {
     **DRAWN,
@@ -74,7 +74,7 @@ COSTS_LOAD = {
     "concurrency": AT_ONCE,
     "warmup": 16,
 }
-ALL_EVAL: Workloads = {"eval": {"num_prompts": None, "warmup": 0}}  # vLLM below 0.30 counts by its counters
+COUNTED: Workloads = {"eval": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
 IN_TURNS: Workloads = {"eval": {"num_prompts": 10, "repeats": 5}}
 
 
@@ -95,11 +95,11 @@ class Plan:
     eval_rows: int = 60  # of sample_target
 
     def list_stages(self) -> list[str]:
-        """Return the served cells as DVC names them, baselines first."""
+        """Return the served cells as DVC names them, the grid first, which starts one server after the other, then baselines."""
         trees = self.trees.split()
         cells = [f"benchmark_served@{name}-{self.checkpoint}-{tree}" for name in self.workloads for tree in trees]
         costs = ["serving_costs@load"] if self.cost_trees else []
-        return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells, *costs]
+        return [*costs, *(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
 
 
 PLANS = {
@@ -112,15 +112,15 @@ PLANS = {
         "sglang",
         "t3_1_4 t5_4_16 t8_2_16",
         LIVE,
-        cost_trees="t1_1_2 t4_1_5 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
+        cost_trees="t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
         eval_rows=300,
     ),
     "moe": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16", EVAL),
     "moe-scenarios": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
     "vl": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True),
     "vl-ep3": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP3, IN_TURNS, "e003", True),
-    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, ALL_EVAL),
-    "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, ALL_EVAL),
+    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, COUNTED),
+    "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, COUNTED),
 }
 
 
