@@ -8,6 +8,7 @@ from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
     Eagle3FeatureLayers,
+    FeatureLayers,
     Name,
     NonNegative,
     Positive,
@@ -93,9 +94,15 @@ class Segment(Section):
         """Number of Medusa's heads; None for other methods."""
         return getattr(self, "heads", None)
 
+    @property
+    def is_only_compared(self) -> bool:
+        """Return whether benchmark_methods alone measures the checkpoint: EAGLE and Medusa, which no serving engine has."""
+        return self.other_method in ("eagle", "medusa")
+
 
 class LayerSegment(Segment):
-    method: Literal["eagle3", "eagle", "medusa"]  # medusa needs MedusaSegment; listed here for error messages
+    # medusa, dflash and dspark need segments of their own; listed here for error messages
+    method: Literal["eagle3", "eagle", "medusa", "dflash", "dspark"]
 
 
 class MedusaSegment(Segment):
@@ -103,15 +110,39 @@ class MedusaSegment(Segment):
     heads: Count
 
 
+class BlockSegment(Segment):
+    """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
+
+    method: Literal["dflash", "dspark"]
+    layers: Count
+    block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash drafts B - 1 tokens, dspark B
+    anchors: Count  # most blocks of a pack that one step trains
+    feature_layers: FeatureLayers | None = None  # None: all stored ones
+    mask_token_id: Annotated[int, Field(ge=0)] | None = (
+        None  # None: a row of the embedding that the tokenizer does not use
+    )
+    decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
+
+
+class DsparkSegment(BlockSegment):
+    method: Literal["dspark"]
+    markov_rank: Count
+
+
 def _discriminate_segment(value: Any) -> str:
     found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
-    return {"none": "a segment", "medusa": "a segment of heads"}.get(str(found), "a segment of a layer")
+    kinds = {
+        "none": "a segment", "medusa": "a segment of heads", "dflash": "a segment of a block", "dspark": "a dspark segment"
+    }  # fmt: skip
+    return kinds.get(str(found), "a segment of a layer")
 
 
 AnySegment = Annotated[
     Annotated[Segment, Tag("a segment")]
     | Annotated[LayerSegment, Tag("a segment of a layer")]
-    | Annotated[MedusaSegment, Tag("a segment of heads")],
+    | Annotated[MedusaSegment, Tag("a segment of heads")]
+    | Annotated[BlockSegment, Tag("a segment of a block")]
+    | Annotated[DsparkSegment, Tag("a dspark segment")],
     Discriminator(_discriminate_segment),
 ]
 
