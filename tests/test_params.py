@@ -746,13 +746,13 @@ def test_the_table_of_methods_asks_what_the_torch_engine_decodes() -> None:
         ("[e000]           # e000", "[heads] # e000", "time_trees.checkpoints"),
     ],
 )
-def test_only_eagle_3s_checkpoints_are_replayed_timed_and_benchmarked_with_its_trees(
+def test_eagle_and_medusa_checkpoints_are_not_replayed_timed_or_benchmarked_with_trees(
     old: str, new: str, key: str
 ) -> None:
     with_methods((old, new))
     (line,) = problems()
     assert line.startswith(
-        f"{key}: 'heads' is of medusa, expected checkpoints of EAGLE-3; name it in benchmark_methods"
+        f"{key}: 'heads' is of medusa, expected checkpoints of EAGLE-3 or block drafts; name it in benchmark_methods"
     )
 
 
