@@ -213,7 +213,7 @@ def _measure_rank_accuracy(
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
     ranks = distributed.RankContext(0, 1, device)
     loader = PackLoader(hidden_states, objective, ranks, trainer.dtype, trainer.online_packs)
-    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan) for pack in step)
+    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan, epoch=0) for pack in step)
     return registry.measure_rank_accuracy(draft.config, model, packs, embedding, head, num_steps)
 
 
