@@ -179,8 +179,8 @@ def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) 
         if (found := segment.sizes[key]) != expected:
             expected, found = ("null" if x is None else x for x in (expected, found))
             raise ValueError(
-                f"checkpoints.{name}.{key} is {found}, but {expected} in {parent}, from which it starts; expected one draft: write "
-                f"{key}: {expected}, or start it from {ROOT_CHECKPOINT}"
+                f"checkpoints.{name}.{key} is {found}, but {expected} in {parent}, which it starts from; expected one draft: "
+                f"write {key}: {expected}, or start it from {ROOT_CHECKPOINT}"
             )
 
 
