@@ -242,6 +242,34 @@ def test_a_run_stopped_after_an_epoch_goes_on_to_the_same_bits(copy: Path, monke
     assert read_files("dspark_straight") == read_files("dspark20")
 
 
+def test_bfloat16_goes_on_from_float32_masters(copy: Path) -> None:
+    edit_params(copy, {"train_draft": {"dtype": "bfloat16"}})
+    for name in ("dspark1", "dspark20", "dspark_straight"):
+        shutil.rmtree(f"drafts/{name}")
+        train_draft.main(name)
+    assert read_files("dspark20") == read_files("dspark_straight")
+    draft, state = (load_file(f"drafts/dspark20/{part}") for part in RESULTS[::2])
+    assert draft["fc.weight"].dtype == torch.bfloat16 and state["master.fc.weight"].dtype == torch.float32
+    assert torch.equal(draft["fc.weight"], state["master.fc.weight"].bfloat16())
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark20"), "a test")
+    assert config["dtype"] == "bfloat16"
+
+
+def test_online_learns_what_stored_hidden_states_teach(copy: Path) -> None:
+    edit_params(copy, {"extract_hiddens": {"online": True}})
+    shutil.rmtree("data/hiddens")
+    extract_hiddens.main()
+    for name in ("dflash1", "dspark1"):
+        stored, (before,) = load_file(f"drafts/{name}/draft/model.safetensors"), read_log(name)
+        shutil.rmtree(f"drafts/{name}")
+        train_draft.main(name)
+        (online,) = read_log(name)
+        assert online["loss"] == pytest.approx(before["loss"], rel=1e-4)
+        for key, tensor in load_file(f"drafts/{name}/draft/model.safetensors").items():
+            assert (tensor - stored[key]).norm() <= 2e-3 * stored[key].norm() + 1e-4, key
+
+
+@pytest.mark.usefixtures("forked_stages")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(copy: Path, parallel: str) -> None:
     for name in ("dflash1", "dspark1"):

@@ -47,7 +47,7 @@ class BlockPack(SupervisedPack):
 
 @dataclass(frozen=True)
 class BlockTrainingObjective:
-    """What is learned from a pack."""
+    """Number of blocks, seed and loss of a block draft's training."""
 
     num_steps: int  # D drafts of a block
     num_anchors: int  # most blocks of a pack

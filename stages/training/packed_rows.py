@@ -89,7 +89,7 @@ class SupervisedPack(PackedRows):
 
 
 class PackObjective(Protocol):
-    """What is learned from a pack; immutable."""
+    """A definition of what is learned from a pack; immutable."""
 
     @property
     def num_steps(self) -> int: ...  # L
