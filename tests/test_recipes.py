@@ -54,7 +54,7 @@ def test_every_recipe_that_was_asked_for_is_there() -> None:
     hunyuan = {f"angelslim-hunyuan-{size}" for size in ("1.8b", "4b", "7b")}
     train = {"train-qwen3-8b-8gpu", "train-qwen3-8b-1gpu", "train-qwen3-vl-8b-8gpu"}
     assert set(NAMES) == qwen | hunyuan | train | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
-    assert len(BUILTIN) == 5
+    assert len(BUILTIN) == 6
 
 
 @every_recipe

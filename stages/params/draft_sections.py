@@ -8,6 +8,7 @@ from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
     Eagle3FeatureLayers,
+    FeatureLayers,
     Name,
     NonNegative,
     Positive,
@@ -93,31 +94,94 @@ class Segment(Section):
         """Number of Medusa's heads; None for other methods."""
         return getattr(self, "heads", None)
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the keys beside the method that a checkpoint has in common with the one it starts from."""
+        return {}
+
+    @property
+    def is_only_compared(self) -> bool:
+        """Return whether benchmark_methods alone measures the checkpoint: EAGLE and Medusa, which no serving engine has."""
+        return self.other_method in ("eagle", "medusa")
+
 
 class LayerSegment(Segment):
-    method: Literal["eagle3", "eagle", "medusa"]  # medusa needs MedusaSegment; listed here for error messages
+    # medusa, dflash and dspark need segments of their own; listed here for error messages
+    method: Literal["eagle3", "eagle", "medusa", "dflash", "dspark"]
 
 
 class MedusaSegment(Segment):
     method: Literal["medusa"]
     heads: Count
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"heads": self.heads}
+
+
+class BlockSegment(Segment):
+    """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
+
+    method: Literal["dflash", "dspark"]
+    layers: Count
+    block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash drafts B - 1 tokens, dspark B
+    anchors: Count  # most blocks of a pack that one step trains
+    feature_layers: FeatureLayers | None = None  # None: all stored ones
+    mask_token_id: Annotated[int, Field(ge=0)] | None = (
+        None  # None: a row of the embedding that the tokenizer does not use
+    )
+    decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
+
+
+class DsparkSegment(BlockSegment):
+    method: Literal["dspark"]
+    markov_rank: Count
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return super().sizes | {"markov_rank": self.markov_rank}
+
 
 def _discriminate_segment(value: Any) -> str:
     found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
-    return {"none": "a segment", "medusa": "a segment of heads"}.get(str(found), "a segment of a layer")
+    kinds = {
+        "none": "a segment", "medusa": "a segment of heads", "dflash": "a segment of a block", "dspark": "a dspark segment"
+    }  # fmt: skip
+    return kinds.get(str(found), "a segment of a layer")
 
 
 AnySegment = Annotated[
     Annotated[Segment, Tag("a segment")]
     | Annotated[LayerSegment, Tag("a segment of a layer")]
-    | Annotated[MedusaSegment, Tag("a segment of heads")],
+    | Annotated[MedusaSegment, Tag("a segment of heads")]
+    | Annotated[BlockSegment, Tag("a segment of a block")]
+    | Annotated[DsparkSegment, Tag("a dspark segment")],
     Discriminator(_discriminate_segment),
 ]
 
 
 def _describe_method(segment: Segment) -> str:
     return f"{segment.num_heads} heads of medusa" if segment.num_heads else segment.other_method or "eagle3"
+
+
+def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
+    """Raise ValueError where a segment is of another method, or of other sizes, than the one it starts from."""
+    if (segment.other_method, segment.num_heads) != (start.other_method, start.num_heads):
+        raise ValueError(
+            f"checkpoints.{name} is of {_describe_method(segment)} and starts from {parent}, which is of "
+            f"{_describe_method(start)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every method can start"
+        )
+    for key, expected in start.sizes.items():
+        if (found := segment.sizes[key]) != expected:
+            expected, found = ("null" if x is None else x for x in (expected, found))
+            raise ValueError(
+                f"checkpoints.{name}.{key} is {found}, but {expected} in {parent}, which it starts from; expected one draft: "
+                f"write {key}: {expected}, or start it from {ROOT_CHECKPOINT}"
+            )
 
 
 class TrainDraft(Section):
@@ -154,13 +218,7 @@ class TrainDraft(Section):
                     )
                 if parent in seen:
                     raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
-                mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]
-                if (mine.other_method, mine.num_heads) != (theirs.other_method, theirs.num_heads):
-                    raise ValueError(
-                        f"checkpoints.{seen[-1]} is of {_describe_method(mine)} and starts from {parent}, which is of "
-                        f"{_describe_method(theirs)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every "
-                        "method can start"
-                    )
+                _check_same_draft(seen[-1], self.checkpoints[seen[-1]], parent, self.checkpoints[parent])
                 seen.append(parent)
         if ROOT_CHECKPOINT in self.checkpoints:
             raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")

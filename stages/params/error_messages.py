@@ -11,7 +11,8 @@ from stages.params.spelling import find_nearest, suggest_name
 Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, and tags of unions
 
 UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
-    "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads",
+    "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads", "a segment of a block",
+    "a dspark segment",
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
 

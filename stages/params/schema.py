@@ -95,10 +95,10 @@ class Params(Section):
         }
         timed = ("time_trees.checkpoints", "serving_costs.checkpoint")  # e000 costs what a trained one does
         for key, name in ((key, name) for key, names in lists.items() for name in names):
-            if name in trained and (method := trained[name].other_method):
+            if name in trained and trained[name].is_only_compared:
                 raise ValueError(
-                    f"{key}: {name!r} is of {method}, expected checkpoints of EAGLE-3; name it in "
-                    "benchmark_methods.with_draft"
+                    f"{key}: {name!r} is of {trained[name].other_method}, expected checkpoints of EAGLE-3 or block drafts; name "
+                    "it in benchmark_methods.with_draft"
                 )
             if name not in trained and name not in imported and key not in timed:
                 raise ValueError(
@@ -264,7 +264,8 @@ class Params(Section):
 
     def have_same_shapes(self, one: str, other: str) -> bool:
         """Return whether two checkpoints' drafts have the same shapes, as e000 and all trained from it do."""
-        return one == other or not {one, other} & set(self.import_draft.checkpoints)
+        own = {name for name, segment in self.train_draft.checkpoints.items() if segment.other_method}
+        return one == other or not {one, other} & {*self.import_draft.checkpoints, *own}
 
 
 def check_initial(params: Params, name: str) -> None:
