@@ -26,12 +26,16 @@ class TreeGrid(Section):
     topk: Grid
     num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
 
-    def list_trees(self) -> list[TreeShape]:
-        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens."""
+    def list_trees(self, num_drafts: int | None = None) -> list[TreeShape]:
+        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens.
+
+        With `num_drafts`, those of a block draft: a block of so many drafts grows no deeper tree.
+        """
         return [
             TreeShape(s, k, m)
             for k in sorted(set(self.topk))
             for s in sorted(set(self.num_steps))
+            if num_drafts is None or s <= num_drafts
             for m in ([s + 1] if k == 1 else sorted(set(self.num_draft_tokens)))
             if m - 1 <= count_candidates(s, k)
         ]
