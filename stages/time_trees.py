@@ -24,7 +24,7 @@ from stages.draft.loading import LoadedDraft, load_any_draft
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest, RequestUpdate
 from stages.params import schema
-from stages.params.tree_sections import MIN_TIMED_TREES, TimeTrees
+from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, interval, timing_grid, torch_records
 from stages.target import loading, manifest
@@ -136,16 +136,9 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
 
 def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShape]:
     """Return the grid's trees that the draft can grow. Raises ValueError where a block leaves too few for a fit."""
-    num_drafts = loaded.draft.config.num_drafts if isinstance(loaded.draft, BlockDraft) else None
-    trees = s.list_trees(num_drafts)
-    if len(trees) < MIN_TIMED_TREES:
-        raise ValueError(
-            f"time_trees: {len(trees)} trees of num_steps {s.num_steps}, topk {s.topk} and num_draft_tokens "
-            f"{s.num_draft_tokens} are no deeper than the {num_drafts} drafts of a block of {name}, expected at least "
-            f"{MIN_TIMED_TREES} for a fit; write more num_steps of at most {num_drafts}, or leave {name} out of "
-            "time_trees.checkpoints"
-        )
-    return trees
+    if isinstance(loaded.draft, BlockDraft):
+        return s.list_block_trees(name, loaded.draft.config.num_drafts)
+    return s.list_trees()
 
 
 def _make_decoding(engine: Engine, prompts: list[list[int]], tree: TreeShape | None, cycles: int) -> StartDecoding:

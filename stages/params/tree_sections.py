@@ -80,6 +80,18 @@ class TimeTrees(TreeGrid):
             )
         return self
 
+    def list_block_trees(self, checkpoint: str, num_drafts: int) -> list[TreeShape]:
+        """Return the trees that blocks of `num_drafts` drafts can grow. Raises ValueError where these are too few for a fit."""
+        trees = self.list_trees(num_drafts)
+        if len(trees) < MIN_TIMED_TREES:
+            raise ValueError(
+                f"time_trees: {len(trees)} trees of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens "
+                f"{self.num_draft_tokens} are no deeper than the {num_drafts} drafts of a block of {checkpoint}, expected "
+                f"at least {MIN_TIMED_TREES}, for a fit; write more num_steps of at most {num_drafts}, or leave {checkpoint} "
+                "out of time_trees.checkpoints"
+            )
+        return trees
+
     def list_settings(self) -> dict[str, Any]:
         """Return the settings by the names that timing files record: the grid's lists as `steps` and `tokens`."""
         recorded_names = {"num_steps": "steps", "num_draft_tokens": "tokens"}
