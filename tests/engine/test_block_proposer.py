@@ -183,7 +183,9 @@ def test_slots_are_reused_from_prompt_to_prompt() -> None:
     short, long = DecodeRequest([3], ROOM), DecodeRequest([1, 2, 3, 4] * 20, ROOM)
     first = decode(engine, short, tree)
     decode(engine, long, tree)
-    engine.slots.idle[0].draft_keys[:, 1:] = 50.0
+    with torch.inference_mode():
+        engine.slots.idle[0].draft_keys[:] = 50.0
+        engine.slots.idle[0].draft_values[:] = -50.0
     assert decode(engine, short, tree) == first
 
 

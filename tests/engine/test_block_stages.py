@@ -11,7 +11,7 @@ from stages import benchmark, prepare_prompts, time_trees
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
-from stages.results import timing_grid, torch_records
+from stages.results import served_records, timing_grid, torch_records
 from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
@@ -67,19 +67,26 @@ def project(talking_project: Path) -> Path:
 
 
 @both_layouts
-@pytest.mark.parametrize("concurrency", [None, 2])
-def test_a_cell_of_a_block_checkpoint(project: Path, layout: str, concurrency: int | None) -> None:
+def test_a_cell_of_a_block_checkpoint(project: Path, layout: str) -> None:
     write_draft(layout)
-    changes = {} if concurrency is None else {"concurrency": concurrency}
-    workloads = {**WORKLOADS, "eval": {**WORKLOADS["eval"], **changes}}
-    name_checkpoint(project, layout, workloads=workloads)
+    name_checkpoint(project, layout)
     prepare_prompts.main("eval")
     for tree in TREES:
         benchmark.main("eval", "block", tree)
-        found = torch_records.read_torch_cell("eval", "block", tree) if concurrency is None else None
-        if found is not None:
-            assert found.metrics.identical_share == 1.0 and found.num_steps == 3 and len(found.prompts) == 5
-            assert sum(found.histogram) > 5 and len(found.histogram) == 4
+        found = torch_records.read_torch_cell("eval", "block", tree)
+        assert found.metrics.identical_share == 1.0 and found.num_steps == 3 and len(found.prompts) == 5
+        assert sum(found.histogram) > 5 and len(found.histogram) == 4
+
+
+def test_a_cell_of_several_prompts_at_once(project: Path) -> None:
+    write_draft("dspark")
+    name_checkpoint(project, "dspark", workloads={**WORKLOADS, "eval": {**WORKLOADS["eval"], "concurrency": 2}})
+    prepare_prompts.main("eval")
+    benchmark.main("eval", "block", "t3_2_6")
+    found = served_records.read_served_cell("eval", "block", "t3_2_6", served_records.TORCH_ENGINE)
+    (point,), (plain,) = found.model_dump()["points"], found.model_dump()["baseline_points"]
+    answers, expected = ([(row["id"], row["answer"]) for row in load["requests"]] for load in (point, plain))
+    assert answers == expected and len(answers) == 5
 
 
 def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
@@ -122,22 +129,24 @@ def test_a_block_draft_of_another_target(project: Path) -> None:
     write_draft("dflash", hidden_size=8)
     name_checkpoint(project, "dflash")
     prepare_prompts.main("eval")
-    with pytest.raises(ValueError, match="the block draft is for a target of .* and width 8; this target has"):
+    with pytest.raises(ValueError, match=r"the block draft is for a target of .* and width 8; this target has"):
         benchmark.main("eval", "block", "t3_1_4")
 
 
 @pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
-def test_trees_deeper_than_a_trained_block_are_refused_before_anything_runs(project: Path, section: str) -> None:
-    name_checkpoint(project, "dflash")
+@both_layouts
+def test_trees_deeper_than_a_trained_block_are_refused_before_anything_runs(
+    project: Path, section: str, layout: str
+) -> None:
+    """A block of 4 rows drafts 3 tokens by dflash, 4 by dspark."""
+    name_checkpoint(project, layout)
     changes: dict[str, Any] = {"checkpoints": ["block"], "trees": ["t3_1_4", "t4_1_5"]}
-    if section == "benchmark_served":
-        changes |= {"workloads": ["eval"]}
-    edit_params(project, {section: changes})
+    edit_params(project, {section: changes | ({"workloads": ["eval"]} if section == "benchmark_served" else {})})
+    if layout == "dspark":
+        assert schema.load_params().train_draft.checkpoints["block"].other_method == "dspark"
+        return
     message = (
         f"{section}.trees: t4_1_5 is deeper than the 3 drafts of a block of block, expected num_steps of at most 3"
     )
     with pytest.raises(ValueError, match=message):
         schema.load_params()
-    name_checkpoint(project, "dspark")
-    edit_params(project, {section: changes})
-    schema.load_params()
