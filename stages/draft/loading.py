@@ -1,18 +1,69 @@
-"""Loading of a trained EAGLE-3 draft, ready to decode or to be replayed."""
+"""Loading of a trained draft, of EAGLE-3 or of blocks, ready to decode or to be replayed."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from stages.draft import checkpoint
+from stages.draft import block_checkpoint, checkpoint
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params import schema
+from stages.runtime import atomic
+
+
+class LoadedDraft(NamedTuple):
+    """A draft of either family."""
+
+    draft: Eagle3Draft | BlockDraft
+    feature_layers: list[int]  # of the target, that it reads
+    config: dict[str, Any]  # config.json
+
+
+def is_block_draft(folder: Path) -> bool:
+    """Return whether a checkpoint's `folder`/draft is a block draft, by config.json's architectures.
+
+    False where config.json is missing or broken, which `load_draft` names.
+    """
+    try:
+        config = atomic.read_json(folder / "draft" / "config.json", "train_draft")
+    except atomic.Broken:
+        return False
+    return config.get("architectures") in [[name] for name in block_checkpoint.ARCHITECTURES.values()]
 
 
 def load_draft(
     p: schema.Params, checkpoint_name: str, device: str, dtype: torch.dtype
 ) -> tuple[Eagle3Draft, dict[str, Any]]:
-    """Return a checkpoint's draft without gradients, and its config.json. Raises ValueError as `checkpoint.read_draft`."""
+    """Return an EAGLE-3 checkpoint's draft without gradients, and its config.json.
+
+    Raises ValueError as `checkpoint.read_draft`.
+    """
     folder, made_by = checkpoint.locate_checkpoint(checkpoint_name), p.get_making_stage(checkpoint_name)
     config, tensors = checkpoint.read_draft(folder, made_by)
     return Eagle3Draft.from_checkpoint(config, tensors).to(device, dtype).requires_grad_(False), config
+
+
+def load_block_draft(
+    p: schema.Params, checkpoint_name: str, device: str, dtype: torch.dtype
+) -> tuple[BlockDraft, dict[str, Any]]:
+    """Return a checkpoint's block draft without gradients, and its config.json; `BlockDraft.config` is the same, parsed.
+
+    Raises ValueError as `block_checkpoint.read_block_draft`.
+    """
+    folder, made_by = checkpoint.locate_checkpoint(checkpoint_name), p.get_making_stage(checkpoint_name)
+    config, tensors = block_checkpoint.read_block_draft(folder, made_by)
+    draft = BlockDraft(block_checkpoint.parse_block_config(config))
+    draft.load_state_dict(tensors)
+    return draft.to(device, dtype).requires_grad_(False), config
+
+
+def load_any_draft(
+    p: schema.Params, checkpoint_name: str, device: str, dtype: torch.dtype, num_target_layers: int
+) -> LoadedDraft:
+    """Return a checkpoint's draft, of the family that config.json names. Raises ValueError as the others."""
+    if is_block_draft(checkpoint.locate_checkpoint(checkpoint_name)):
+        block, config = load_block_draft(p, checkpoint_name, device, dtype)
+        return LoadedDraft(block, list(block.config.feature_layers), config)
+    draft, config = load_draft(p, checkpoint_name, device, dtype)
+    return LoadedDraft(draft, checkpoint.read_feature_layers(config, num_target_layers), config)

@@ -136,6 +136,11 @@ class BlockSegment(Segment):
     def sizes(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a block: the depth of its deepest trees."""
+        return self.block_size - (self.method == "dflash")
+
 
 class DsparkSegment(BlockSegment):
     method: Literal["dspark"]
