@@ -96,7 +96,7 @@ def main(name: str) -> None:
     made = manifest.read_manifest()
     replayed = _load_replayed_draft(p, name, made)
     settings = p.replay_trees
-    for tree in {*replayed.grid, *replayed.traced}:  # before any answer is read
+    for tree in [*replayed.grid, *replayed.traced]:  # before any answer is read
         check_tree(tree, replayed.num_tokens, replayed.sliding_window)
     places = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
     splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made, places)).num_answers]
@@ -143,8 +143,9 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
     settings = p.replay_trees
     grid, traced = settings.list_trees(), settings.traced_trees()
     device = embedding.device
-    if is_block_draft(checkpoint.locate_checkpoint(name), p.get_making_stage(name)):
-        block, sizes = load_block_draft(p, name, p.target.device, dtype)
+    if is_block_draft(checkpoint.locate_checkpoint(name)):
+        block, _ = load_block_draft(p, name, p.target.device, dtype)
+        sizes = block.config
         _check_draft(name, sizes.vocab_size, sizes.hidden_size, made)
         _check_text_target(name, sizes, made)
         replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring)

@@ -228,9 +228,8 @@ def _predict_speedups(
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"
-        return engine_flags.build_speculation_flags(
-            engine, engine_flags.ServedDraft(folder, p.benchmark_served.server.algorithm, *shape), config
-        )
+        algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
+        return engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft(folder, algorithm, *shape), config)
 
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
