@@ -123,6 +123,11 @@ class BlockSegment(Segment):
     )
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a block: DFlash's first slot drafts nothing."""
+        return self.block_size - (self.method == "dflash")
+
 
 class DsparkSegment(BlockSegment):
     method: Literal["dspark"]
