@@ -310,6 +310,31 @@ table's keys and words, digits most of its values):
 
 {kind_lines(r)}
 
+## Trees of block drafts
+
+A block draft (DFlash, DSpark; [drafts](drafts.md)) proposes a whole block in one forward. What it drafts at a token depends on
+the tokens and features up to there, not on earlier blocks nor on how many drafts are verified, so replay is exact for it too,
+and one forward at every place gives every tree. `replay_trees` grows them over the same grid, with the same names:
+
+- `t{{m}}_1_{{m+1}}` is the chain of the first m drafts of a block.
+- Trees deeper than a block's drafts (block_size − 1 of DFlash, block_size of DSpark) are left out, of the grid and of
+  `trace_trees`. The chain of the whole block is replayed even if the grid lacks it.
+- A tree of topk > 1 holds the best paths over the block: DFlash's slots are independent, so a path's probability is the
+  product of its slots'; with DSpark's Markov head a node's children depend on its own token. Whatever the tree, the draft costs
+  one forward.
+
+SGLang and vLLM run **the chain of the whole block only**. Trees of topk > 1 run in the torch engine only, and the report marks
+them. A shorter chain is the block cut after m drafts, which engines do not offer: told another width, they run a block of another
+size, whose slots see another number of mask tokens. That is another draft, of another tau. So `aerie launch` and the verdict
+name the whole chain alone.
+
+Above temperature 0 the drafts are still the most probable tokens, as in the torch engine and in SGLang's DFLASH. A
+draft is then accepted with the probability that the target samples it, and replay of the target's sampled answers has exactly
+the law of decoding. SGLang's **DSPARK samples its drafts** from softmax(logits / temperature) and verifies them by the ratio of
+both probabilities; of that, replay at a temperature above 0 says nothing. Compare its tau at temperature 0.
+
+A block draft needs a text target (its rotary positions have one axis), and its feature layers must be among those stored.
+
 ## Your own trees
 
 `results/replay.csv` has every tree of the grid. For the trees of `replay_trees.trace_trees`, the report shows promised and

@@ -1,9 +1,10 @@
 """replay_trees: cached eval hidden states and a draft -> tau of every tree.   python -m stages.replay_trees CHECKPOINT
 
-Exact, not estimated (stages/replay/replay.py). One expansion per topk gives every smaller num_steps and every
-num_draft_tokens. Answers sampled above temperature 0 (data/hiddens/eval_t, if sample_target made any) are replayed too:
-target-only verification commits samples of the target itself, so the tau of these answers is an unbiased estimate of that of
-decoding, with an interval over conversations.
+Exact, not estimated (stages/replay/replay.py, and block_replay.py for block drafts). One expansion per topk gives every
+smaller num_steps and every num_draft_tokens. Answers sampled above temperature 0 (data/hiddens/eval_t, if sample_target made
+any) are replayed too: target-only verification commits samples of the target itself, so the tau of these answers is an
+unbiased estimate of that of decoding, with an interval over conversations. That is so where drafts are proposed greedily, as
+here and in the torch engine, and not where an engine samples them (docs/trees.md).
 """
 
 import time
@@ -15,19 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from stages.data import conversations
 from stages.draft import checkpoint
-from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
-from stages.draft.loading import load_draft
+from stages.draft.block_draft import BlockDraftConfig
+from stages.draft.loading import is_block_draft, load_block_draft, load_draft
 from stages.hidden_states import format, origin, reader
 from stages.params import schema
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
-from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
+from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay, ReplayBatch, list_block_trees
+from stages.replay.replay import ReplayOutput
 from stages.results import clusters, interval, replay_records
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.target import chat_template, manifest
@@ -69,35 +70,12 @@ class TreeTraces:
             for bucket in counted.list_buckets()
         ]
 
-    def add_batch(self, tree: TreeShape, cycles: tree_statistics.TreeCycles, batch: "ReplayBatch") -> None:
+    def add_batch(self, tree: TreeShape, cycles: tree_statistics.TreeCycles, batch: ReplayBatch) -> None:
         """Count the cycles of one tree in a batch of rows."""
         ids = batch.ids.cpu()
         classes = token_classes.classify_tokens(self.tokenizer, ids.flatten().tolist())  # [V]
         cycles = tree_statistics.TreeCycles(*(t.cpu() for t in cycles))
         self.statistics[tree].add(cycles, batch.names, ids, batch.starts.cpu(), batch.ends.cpu(), classes)
-
-
-@dataclass(frozen=True)
-class ReplayBatch:
-    """Rows of hidden states, padded on the right."""
-
-    names: list[str]
-    ids: torch.Tensor  # [B, T] prompt and answer
-    features: torch.Tensor  # [B, T, 3H]
-    starts: torch.Tensor  # [B] index of each answer's first token
-    ends: torch.Tensor  # [B] index after its last
-    multimodal: MultimodalFeatures | None
-
-    @classmethod
-    def collate(cls, rows: list[format.HiddenStatesRow], device: torch.device) -> "ReplayBatch":
-        return cls(
-            [r.id for r in rows],
-            pad_sequence([r.ids.to(torch.int64) for r in rows], batch_first=True).to(device),
-            pad_sequence([r.features for r in rows], batch_first=True).to(device),
-            torch.tensor([r.prompt_length for r in rows], device=device),
-            torch.tensor([len(r.ids) for r in rows], device=device),
-            _collate_multimodal(rows, device),
-        )
 
 
 class ReplayCounts(NamedTuple):
@@ -116,23 +94,18 @@ def main(name: str) -> None:
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read_manifest()
-    embedding, _ = manifest.read_embedding_and_head(made)
-    dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
-    draft, config = load_draft(p, name, p.target.device, dtype)
-    _check_draft(name, config, made)
+    replayed = _load_replayed_draft(p, name, made)
     settings = p.replay_trees
-    for tree in [*settings.list_trees(), *settings.traced_trees()]:  # before any answer is read
-        check_tree(tree, config["draft_vocab_size"], config.get("sliding_window"))
-    embedding = embedding.to(p.target.device, dtype)
-    layers = checkpoint.read_feature_layers(config, made.num_layers)
-    places = locate_feature_layers(made.feature_layers, layers, f"the draft of {name}")
+    for tree in [*replayed.grid, *replayed.traced]:  # before any answer is read
+        check_tree(tree, replayed.num_tokens, replayed.sliding_window)
+    places = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
     splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made, places)).num_answers]
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
     )
-    traces = TreeTraces({tree: tree_statistics.TreeStatistics() for tree in settings.traced_trees()}, tokenizer)
+    traces = TreeTraces({tree: tree_statistics.TreeStatistics() for tree in replayed.traced}, tokenizer)
     tables = [
-        _build_replay_rows(name, draft, embedding, answers, settings, None if answers.temperature else traces)
+        _build_replay_rows(name, replayed, answers, settings, None if answers.temperature else traces)
         for answers in splits
     ]
     ReplayedTree.write_csv(replay_records.locate_replay(name), [row for table in tables for row in table])
@@ -145,14 +118,79 @@ def main(name: str) -> None:
     )
 
 
+# The draft
+
+
+@dataclass(frozen=True)
+class ReplayedDraft:
+    """A draft, what it reads, and the trees that it grows."""
+
+    replay: DraftReplay
+    dtype: torch.dtype
+    device: torch.device
+    feature_layers: list[int]
+    num_tokens: int  # of its vocabulary
+    sliding_window: int | None
+    grid: list[TreeShape]
+    traced: list[TreeShape]
+
+
+def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManifest) -> ReplayedDraft:
+    """Load a checkpoint's draft. Raises ValueError for one that does not fit the target."""
+    dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
+    embedding, head = manifest.read_embedding_and_head(made)
+    embedding = embedding.to(p.target.device, dtype)
+    settings = p.replay_trees
+    grid, traced = settings.list_trees(), settings.traced_trees()
+    device = embedding.device
+    if is_block_draft(checkpoint.locate_checkpoint(name)):
+        block, _ = load_block_draft(p, name, p.target.device, dtype)
+        sizes = block.config
+        _check_draft(name, sizes.vocab_size, sizes.hidden_size, made)
+        _check_text_target(name, sizes, made)
+        replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring)
+        traced = [tree for tree in traced if tree.num_steps <= sizes.num_drafts]
+        grid = list_block_trees(grid, sizes.num_drafts)
+        return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)
+    draft, config = load_draft(p, name, p.target.device, dtype)
+    _check_draft(name, config["vocab_size"], config["hidden_size"], made)
+    layers = checkpoint.read_feature_layers(config, made.num_layers)
+    limits = config["draft_vocab_size"], config.get("sliding_window")
+    return ReplayedDraft(
+        Eagle3Replay(draft, embedding, settings.tree_scoring), dtype, device, layers, *limits, grid, traced
+    )
+
+
+def _check_draft(name: str, vocab_size: int, hidden_size: int, made: manifest.TargetManifest) -> None:
+    """Raise ValueError for a draft of a target with another vocabulary or width."""
+    if (vocab_size, hidden_size) != (made.vocab_size, made.hidden_size):
+        raise ValueError(
+            f"{checkpoint.locate_checkpoint(name)}/draft is for a target of {vocab_size} tokens and width {hidden_size}, "
+            f"expected {made.model}'s {made.vocab_size} and {made.hidden_size}; train or import a draft for this target"
+        )
+
+
+def _check_text_target(name: str, config: BlockDraftConfig, made: manifest.TargetManifest) -> None:
+    """Raise ValueError for a multimodal target, whose rotary positions have three axes (mrope)."""
+    if made.modality != "text":
+        raise ValueError(
+            f"{checkpoint.locate_checkpoint(name)}/draft is a block draft ({config.layout}) and {made.model} a multimodal "
+            f"target (modality {made.modality}), expected a text target: its rotary positions have three axes (mrope_section), "
+            "those of block drafts one; take an EAGLE-3 checkpoint, or a text target"
+        )
+
+
+# Tables
+
+
 def _build_replay_rows(
-    name: str, draft: Eagle3Draft, embedding, answers: AnswerSplit, settings: ReplayTrees, traces: TreeTraces | None
+    name: str, replayed: ReplayedDraft, answers: AnswerSplit, settings: ReplayTrees, traces: TreeTraces | None
 ) -> list[ReplayedTree]:
     """Replay every tree on a split's answers -> table rows; statistics inside some trees go to `traces`."""
-    grid = settings.list_trees()
+    grid = replayed.grid
     trees = list(dict.fromkeys([*grid, *(traces.statistics if traces else ())]))
-    rows = answers.read_rows(embedding.dtype)
-    counts = _replay_rows(draft, embedding, rows, trees, settings, traces)
+    rows = answers.read_rows(replayed.dtype)
+    counts = _replay_rows(replayed, rows, trees, settings, traces)
     names = [clusters.get_conversation(row.id) for row in rows]
     sums = clusters.sum_by_cluster(names, counts.accepted), clusters.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
@@ -189,16 +227,6 @@ def _build_replay_rows(
 
 
 # Checks of answers and hidden states
-
-
-def _check_draft(name: str, config: dict[str, Any], made: manifest.TargetManifest) -> None:
-    """Raise ValueError for a draft of a target with another vocabulary or width."""
-    found, expected = (config["vocab_size"], config["hidden_size"]), (made.vocab_size, made.hidden_size)
-    if found != expected:
-        raise ValueError(
-            f"{checkpoint.locate_checkpoint(name)}/draft is for a target of {found[0]} tokens and width {found[1]}, expected "
-            f"{made.model}'s {expected[0]} and {expected[1]}; train or import a draft for this target"
-        )
 
 
 def _open_answers(
@@ -243,8 +271,7 @@ def _format_sampling(temperature: float | None, top_p: float | None) -> str:
 
 
 def _replay_rows(
-    draft: Eagle3Draft,
-    embedding,
+    replayed: ReplayedDraft,
     rows: list[format.HiddenStatesRow],
     trees: list[TreeShape],
     settings: ReplayTrees,
@@ -261,17 +288,15 @@ def _replay_rows(
         np.zeros((3, len(topks), len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), num_steps), dtype=np.int64),
     )
     traced = list(traces.statistics) if traces else []
-    capacity = compute_capacity(draft, trees, int(settings.memory_gib * 2**30))
+    capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
         for here in _batch_rows([len(r.ids) for r in rows], capacity.tokens):
-            batch = ReplayBatch.collate(rows[here], embedding.device)
-            given = draft, embedding, batch.ids, batch.features, batch.starts, batch.ends
-            options = batch.multimodal, settings.tree_scoring
-            found = replay_answers(*given, trees, *options, capacity.places, [trees.index(tree) for tree in traced])
+            batch = ReplayBatch.collate(rows[here], replayed.device)
+            found = replayed.replay.replay(batch, trees, capacity.places, [trees.index(tree) for tree in traced])
             _add_batch_counts(counts, here, found)
             for tree, starts in zip(traced, () if found.cycle_starts is None else found.cycle_starts, strict=True):
                 assert traces
-                traces.add_batch(tree, tree_statistics.trace_cycles(*given, starts, tree, *options), batch)
+                traces.add_batch(tree, replayed.replay.trace(batch, starts, tree, capacity.places), batch)
             bar.update(len(batch.names))
     return counts
 
@@ -300,17 +325,6 @@ def _format_accept_by_depth(cycles_reaching_depth: np.ndarray, cycles: int, num_
     reaching = cycles_reaching_depth[:num_steps].tolist()
     shares = [here / before for here, before in zip(reaching, [cycles, *reaching[:-1]], strict=True) if before]
     return " ".join(f"{share:.4f}" for share in shares)
-
-
-def _collate_multimodal(rows: list[format.HiddenStatesRow], device: torch.device) -> MultimodalFeatures | None:
-    """Collate the rows' multimodal features; None for a text target."""
-    positions, pictured, visual = zip(
-        *((r.positions, r.image_token_mask, r.image_embeddings) for r in rows), strict=True
-    )
-    if positions[0] is None:
-        return None
-    positions, pictured = (pad_sequence(list(t), batch_first=True) for t in (positions, pictured))
-    return MultimodalFeatures(positions.to(device), pictured.to(device), torch.cat(visual).to(device))
 
 
 if __name__ == "__main__":

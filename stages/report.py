@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stages.params import schema
+from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.reporting import answer_files, benchmark_table, costs, methods, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting.families import EAGLE3, DraftFamily
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.methods import MethodRow
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
@@ -39,6 +41,7 @@ from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 from stages.telemetry.stage_log import StageRun, read_log
 
+FAMILY_NAMES = {"dflash": "DFlash", "dspark": "DSpark"}  # by the method of a segment
 REPLAY_TABLE = Path("results/replay.csv")
 
 # Stage -> the path of its own report in results/, and the keys it must have; other keys are shown too.
@@ -120,12 +123,14 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     method_cells = read_methods(p)
     method_rows = methods.build_method_rows(method_cells, trained)
     predicted = _predict_speedups(p, cells, lines, replayed)
+    families = _list_families(p)
     remarks = timing_noise.find_timing_remarks(cells, method_cells, lines, predicted.costs)
     return ReportInputs(
         cells=cells,
         rows=[benchmark_table.build_benchmark_row(cell, replayed.get(cell.checkpoint, [])) for cell in cells],
         replayed_rows=_build_replayed_rows(p, replayed, predicted.rows),
         replays={name: replay_records.select_temperature(trees, 0) for name, trees in replayed.items()},
+        families=families,
         tree_statistics={name: replay_records.read_tree_statistics(name) for name in p.replay_trees.checkpoints},
         reports=_read_stage_reports(p),
         trained=trained,
@@ -146,6 +151,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             remarks,
             _select_replayable(p, p.benchmark.workloads),
             replayed,
+            families,
         ),
     )
 
@@ -160,6 +166,16 @@ def _get_settings(p: schema.Params) -> ReportSettings:
         imported={name: source.model_dump() for name, source in p.import_draft.checkpoints.items()},
         params_digest=hashlib.sha256(values.encode()).hexdigest(),
     )
+
+
+def _list_families(p: schema.Params) -> dict[str, DraftFamily]:
+    """Return the family of every checkpoint that may be replayed or measured with a tree; imported drafts are EAGLE-3's."""
+    blocks = {
+        name: DraftFamily(FAMILY_NAMES[segment.method], segment.num_drafts)
+        for name, segment in p.train_draft.checkpoints.items()
+        if isinstance(segment, BlockSegment)
+    }
+    return dict.fromkeys([*p.train_draft.checkpoints, *p.import_draft.checkpoints], EAGLE3) | blocks
 
 
 # Cells
@@ -228,9 +244,8 @@ def _predict_speedups(
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"
-        return engine_flags.build_speculation_flags(
-            engine, engine_flags.ServedDraft(folder, p.benchmark_served.server.algorithm, *shape), config
-        )
+        algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
+        return engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft(folder, algorithm, *shape), config)
 
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]

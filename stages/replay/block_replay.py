@@ -16,7 +16,9 @@ Letters: S tokens of a pack, B answers, L places of all answers, D drafts of a b
 trees, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,8 +27,19 @@ from torch import Tensor
 from stages.draft.block_draft import BlockDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import choose_integer_type
-from stages.replay.replay import PlaceTables, ReplayOutput, WalkCounts, walk_cycles
+from stages.replay.replay import (
+    PlaceTables,
+    ReplayCapacity,
+    ReplayOutput,
+    WalkCounts,
+    count_candidate_bytes,
+    count_table_bytes,
+    mark_cycle_starts,
+    walk_cycles,
+)
+from stages.replay.tree_statistics import TreeCycles, describe_cycles
 from stages.trees.block_expansion import check_block_tree, expand_block
+from stages.trees.draft_tree import Candidates
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 
 
@@ -98,18 +111,133 @@ def replay_block_trees(
     places: AnswerPlaces,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    places_per_batch: int | None = None,  # None: as many as MAX_INTERMEDIATE_ELEMENTS allows
+    traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay trees over the blocks of all places. Raises ValueError for a tree that can't be built from such blocks."""
     for tree in trees:
         check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts)
     tables = PlaceTables(trees, len(states), tree_scoring, states.device)
-    elements = MAX_INTERMEDIATE_ELEMENTS[states.device.type]
     for topk in tables.topks:
-        nodes = tables.num_steps + (topk if draft.markov_head is not None else 0)  # whose logits are held at once
-        size = max(1, elements // (nodes * draft.config.vocab_size))
-        for start in range(0, len(states), size):
-            here = slice(start, min(start + size, len(states)))
-            logits = states[here, : tables.num_steps] @ head.T
-            candidates = expand_block(logits, anchor_tokens[here], draft.markov_head, topk, tree_scoring)
+        given = draft, head, states, anchor_tokens, tables.num_steps, topk, tree_scoring, places_per_batch
+        for here, candidates in _expand_places(*given):
             tables.fill_places(here, topk, candidates, places.following[here, : tables.num_steps])
-    return tables.walk(places.counts)
+    output = tables.walk(places.counts)
+    if not traced:
+        return output
+    return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], places.counts))
+
+
+def _expand_places(
+    draft: BlockDraft, head: Tensor, states: Tensor, anchor_tokens: Tensor, num_steps: int, topk: int, tree_scoring: str,
+    places_per_batch: int | None,
+) -> Iterator[tuple[slice, Candidates]]:  # fmt: skip
+    """Yield the candidates of batches of places, as large as keeps their logits within MAX_INTERMEDIATE_ELEMENTS."""
+    nodes = num_steps + (topk if draft.markov_head is not None else 0)  # whose logits are held at once
+    size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
+    size = max(1, size if places_per_batch is None else min(size, places_per_batch))
+    for start in range(0, len(states), size):
+        here = slice(start, min(start + size, len(states)))
+        logits = states[here, :num_steps] @ head.T
+        yield here, expand_block(logits, anchor_tokens[here], draft.markov_head, topk, tree_scoring)
+
+
+# Padded rows of answers, as the replay of EAGLE-3 takes them
+
+
+@torch.inference_mode()
+def replay_block_answers(
+    draft: BlockDraft,
+    embedding: Tensor,  # [V, H] the target's
+    head: Tensor,  # [V, H] the target's
+    ids: Tensor,  # [B, T] prompt and answer, right-padded
+    features: Tensor,  # [B, T, K*H]
+    starts: Tensor,  # [B] index of each answer's first token
+    ends: Tensor,  # [B] index after its last
+    trees: Sequence[TreeShape],
+    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    places_per_batch: int = 1024,  # see `compute_block_capacity`
+    traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
+) -> ReplayOutput:
+    """Replay every tree on every answer. Raises ValueError for a tree that can't be built from such blocks."""
+    places = _find_places(ids, starts, ends, draft.config.num_drafts)
+    states = _compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
+    anchor_tokens = ids.flatten()[places.anchors]
+    return replay_block_trees(draft, head, states, anchor_tokens, places, trees, tree_scoring, places_per_batch, traced)
+
+
+@torch.inference_mode()
+def trace_block_cycles(
+    draft: BlockDraft,
+    embedding: Tensor,  # [V, H] the target's
+    head: Tensor,  # [V, H] the target's
+    ids: Tensor,  # as for `replay_block_answers`, to ends
+    features: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    cycle_starts: Tensor,  # [B, P] bool: ReplayOutput.cycle_starts of this tree
+    tree: TreeShape,
+    tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
+    places_per_batch: int = 1024,
+) -> TreeCycles:
+    """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""
+    row, place = cycle_starts.nonzero(as_tuple=True)  # [C]
+    places = _find_places(ids, starts, ends, draft.config.num_drafts)
+    index = (places.counts.cumsum(0) - places.counts)[row] + place
+    anchors, following = places.anchors[index], places.following[index, : tree.num_steps]
+    states = _compute_row_states(draft, embedding, ids, features, anchors, places_per_batch)
+    anchor_tokens = ids.flatten()[anchors]
+    given = draft, head, states, anchor_tokens, tree.num_steps, tree.topk, tree_scoring, places_per_batch
+    parts = [candidates for _, candidates in _expand_places(*given)]
+    columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
+    candidates = Candidates(*(torch.cat(column) for column in columns))
+    return describe_cycles(row, place, candidates, following, tree, tree_scoring)
+
+
+def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
+    """Return how many tokens and places fit into `memory` bytes, half of it for each."""
+    c, size = draft.config, draft.fc.weight.element_size()
+    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    numbers = (2 * len(c.feature_layers) + 1 + c.num_drafts) * c.hidden_size + cached  # features, c, states
+    token = numbers * size + count_table_bytes(trees)
+    layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
+    place = c.block_size * layer * size + count_candidate_bytes(trees)
+    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // place))
+
+
+def _find_places(ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> AnswerPlaces:
+    """Find the places of padded rows ids [B, T]; anchors are indices into the flattened rows."""
+    first = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
+    return AnswerPlaces.build(ids.flatten(), first + starts, first + ends, num_drafts)
+
+
+def _compute_row_states(
+    draft: BlockDraft, embedding: Tensor, ids: Tensor, features: Tensor, anchors: Tensor, places_per_batch: int
+) -> Tensor:
+    """Return the drafting states [L, D, H] of the blocks at anchors [L], ascending indices into the flattened rows.
+
+    Each row is a pack of its own, so that no anchor is compared with the context of other rows.
+    """
+    c, (num_rows, length) = draft.config, ids.shape
+    bounds = torch.arange(num_rows + 1, device=ids.device) * length
+    offsets = torch.searchsorted(anchors, bounds).tolist()
+    positions = torch.arange(length, device=ids.device)
+    parts = [features.new_zeros(0, c.num_drafts, c.hidden_size)]
+    for row, (i, j) in enumerate(pairwise(offsets)):
+        if i < j:
+            own = anchors[i:j] - row * length
+            size = int(own[-1]) + 1  # tokens up to the last anchor
+            chunk = min(places_per_batch, _count_anchors_at_once(draft, size, ids.device))
+            pack = ids[row, :size], features[row, :size], positions[:size], torch.zeros_like(positions[:size])
+            parts.append(compute_place_states(draft, embedding, *pack, own, chunk))
+    return torch.cat(parts)
+
+
+def _count_anchors_at_once(draft: BlockDraft, num_tokens: int, device: torch.device) -> int:
+    """Return how many anchors, each attending to a context of `num_tokens`, keep the attention logits of a layer within
+    MAX_INTERMEDIATE_ELEMENTS: R blocks of B slots have R B (S + R B) logits a head.
+    """
+    c = draft.config
+    per_head = MAX_INTERMEDIATE_ELEMENTS[device.type] // c.num_attention_heads
+    rows = (math.sqrt(num_tokens**2 + 4 * per_head) - num_tokens) / 2  # R B
+    return max(1, int(rows) // c.block_size)

@@ -229,14 +229,27 @@ def compute_capacity(draft: Eagle3Draft, trees: Sequence[TreeShape], memory: int
     c, size = draft.config, draft.fc.weight.element_size()
     steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
     cached = 2 * c.num_key_value_heads * c.head_dim
-    drafts, nodes = (dtype.itemsize for dtype in _choose_count_types(trees))
-    tables = 3 * drafts * len(trees) + (drafts + nodes) * len(topks) * len(PATH_PROBABILITY_THRESHOLDS) * steps
-    token = (7 * c.hidden_size + 2 * cached) * size + tables + 8 * steps
+    token = (7 * c.hidden_size + 2 * cached) * size + count_table_bytes(trees)
     own = 2 * steps * cached  # old and new
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
     node = (own + layer) * size + 16 * max(topks)
-    recorded = sum(count_candidates(steps, k) for k in topks) * 24 + steps * steps * 16
-    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + recorded)))
+    return ReplayCapacity(
+        max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + count_candidate_bytes(trees)))
+    )
+
+
+def count_table_bytes(trees: Sequence[TreeShape]) -> int:
+    """Return the bytes of `PlaceTables` at one place, and of the tokens that follow it."""
+    steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
+    drafts, nodes = (dtype.itemsize for dtype in _choose_count_types(trees))
+    tables = 3 * drafts * len(trees) + (drafts + nodes) * len(topks) * len(PATH_PROBABILITY_THRESHOLDS) * steps
+    return tables + 8 * steps
+
+
+def count_candidate_bytes(trees: Sequence[TreeShape]) -> int:
+    """Return the bytes of the candidates of one place, of all topks, and of their ranks."""
+    steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
+    return sum(count_candidates(steps, k) for k in topks) * 24 + steps * steps * 16
 
 
 def _choose_count_types(trees: Sequence[TreeShape]) -> tuple[torch.dtype, torch.dtype]:

@@ -64,10 +64,22 @@ def trace_cycles(
     index = row * verified.shape[1] + number  # [C]
     candidates = Candidates(every.scores[index], every.tokens[index], every.parents[index])
 
+    following = gather_following_tokens(ids, ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
+    return describe_cycles(row, place, candidates, following, tree, tree_scoring)
+
+
+def describe_cycles(
+    row: Tensor,  # [C]
+    place: Tensor,  # [C] of the root in its answer
+    candidates: Candidates,  # of C trees
+    following: Tensor,  # [C, S] the answer's tokens after each root, -1 past its end
+    tree: TreeShape,
+    tree_scoring: str = "sglang",  # that of the candidates
+) -> TreeCycles:
+    """Return the cycles whose trees are selected from these candidates."""
     topk = tree.topk
     score, nodes = select_topk(candidates.scores, tree.num_draft_tokens - 1)  # [C, N]
     depth = torch.where(nodes < topk, 1, (nodes - topk) // (topk * topk) + 2)
-    following = gather_following_tokens(ids, ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
     accepted = _mark_accepted_nodes(candidates, nodes, following)
     return TreeCycles(
         row, place, accepted.sum(1), score.exp() if tree_scoring == "eagle" else score, depth,

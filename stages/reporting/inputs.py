@@ -5,6 +5,7 @@ from typing import Any
 
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.costs import CostPrediction
+from stages.reporting.families import Families
 from stages.reporting.methods import EngineSpeeds, MethodRow
 from stages.reporting.verdict import Verdict
 from stages.results.replay_records import ReplayedTree, TreeBucket
@@ -53,6 +54,7 @@ class ReportInputs:
     rows: list[BenchmarkRow]  # the same, as lines of benchmark.csv
     replayed_rows: list[BenchmarkRow]  # its further lines: replayed trees without a cell
     replays: dict[str, list[ReplayedTree]]  # checkpoint -> its trees, replayed at temperature 0
+    families: Families  # of every replayed checkpoint and every one with cells
     tree_statistics: dict[str, list[TreeBucket]]  # checkpoint -> buckets of cycles of some trees
     reports: dict[str, StageReport]
     trained: dict[str, TrainingReport]  # by checkpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.reporting import costs, latencies, methods, overview, plots, provenance, served, trees
+from stages.reporting import costs, families, latencies, methods, overview, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
@@ -110,6 +110,7 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
     The trees are those of `shown`.
     """
     best, means = metrics["best_checkpoint"], metrics["checkpoints"]
+    compared = families.select_shared_trees(found.replays)[best]
     others = sorted(found.replays.keys() - {best}, key=lambda name: -means[name]["mean_replay_tau"])
     shown_trees, duel = found.replays[shown], None
     trained = {name: run for name, run in found.trained.items() if name not in settings.other_methods}
@@ -118,12 +119,16 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
         "loss": ("Training loss per epoch", partial(plots.draw_loss, trained=trained)),
         "accuracy": ("Accuracy per training-time-test step", partial(plots.draw_accuracy, trained=trained)),
     }
-    if others:
-        duel = trees.compare_checkpoints(best, others[0], found.replays)
+    fought = trees.compare_checkpoints(best, others[0], found.replays) if others else None
+    if fought and fought.pairs:  # a block draft may share no tree with EAGLE-3
+        duel = fought
         draw_duel = partial(plots.draw_checkpoint_duel, best=best, other=duel.other, pairs=duel.pairs)
         drawn["duel"] = (f"tau with {best} against tau with {duel.other}", draw_duel)
     return {
         "trees": len(shown_trees),
+        "compared_trees": len(compared),
+        "families": found.families,
+        "by_family": families.build_families_page(found.replays, found.families, found.predicted.rows),
         "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "plots": {name: plots.render_svg(draw, title) for name, (title, draw) in drawn.items()},

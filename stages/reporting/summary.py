@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.reporting import costs, methods, served
+from stages.reporting import costs, families, methods, served
 from stages.reporting.benchmark_table import BenchmarkRow, format_benchmark_table
 from stages.reporting.inputs import ReportInputs
 from stages.reporting.methods import MethodRow
@@ -22,9 +22,10 @@ TABLE_FILE = Path("results/report/table.txt")  # what `aerie run` and `aerie tab
 def summarise_results(found: ReportInputs) -> ResultSummary:
     """Return the content of results/metrics.json.
 
-    The best checkpoint has the highest replayed tau, averaged over all trees of the grid.
+    The best checkpoint has the highest replayed tau, averaged over the trees of the grid that all checkpoints have.
     """
-    means = {name: fmean(tree.tau for tree in trees) for name, trees in found.replays.items()}
+    shared = families.select_shared_trees(found.replays)
+    means = {name: fmean(tree.tau for tree in trees) for name, trees in shared.items()}
     shares = [row.identical_share for row in found.rows if row.identical_share is not None]
     summary = {
         "verdict": {

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
+from stages.params.tree_shape import TreeShape
+from stages.reporting.families import Families
 from stages.reporting.methods import BASELINE_ROW, MethodRow
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 from stages.results import served_records
@@ -132,20 +134,31 @@ def build_verdict(
     remarks: list[TimingRemark],
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
+    families: Families,
 ) -> Verdict:
     """Return the verdict.
 
-    `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these.
+    `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these. Trees
+    that no serving engine runs, as those of block drafts beyond the chain of the whole block, are never advised.
     """
+
+    def is_served(checkpoint: str | None, tree: TreeShape) -> bool:
+        return checkpoint is None or checkpoint not in families or families[checkpoint].is_served(tree)
+
     doubted = frozenset(remark.stage for remark in remarks)
-    lines = judge_loads(_collect_predicted(launch, predicted), _collect_measured(cells, served, doubted), replayable)
+    guesses = _collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
+    judged = [cell for cell in cells if is_served(cell.checkpoint, cell.shape)]
+    judged_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, TreeShape.parse(row.tree))]
+    lines = judge_loads(guesses, _collect_measured(judged, judged_rows, doubted), replayable)
+    torch_only = [cell for cell in cells if cell not in judged]
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
     told = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
     warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
-    more = [*told[1:], *_describe_other_engines(launch), *_summarise_methods(method_rows)]
+    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(torch_only)]
+    more += _summarise_methods(method_rows)
     more = [*([CONTRADICTED] if is_contradicted else []), *more]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
@@ -307,6 +320,17 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
             pick = SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
             told.append(f"On {row.engine}: {pick.name}, predicted {pick} at concurrency {row.concurrency:g}")
     return told
+
+
+def _describe_torch_only(cells: list[TorchCell]) -> list[str]:
+    """Return the fastest measured tree of those that no serving engine runs, if it is surely faster than plain decoding."""
+    faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
+    if not faster:
+        return []
+    top = max(faster, key=lambda cell: cell.metrics.speedup)
+    speeds = top.metrics
+    pick = SpeedupEvidence(top.tree, top.checkpoint, speeds.speedup, speeds.speedup_low, speeds.speedup_high)
+    return [f"In the torch engine only, since no serving engine runs this tree: {pick.name}, measured {pick}"]
 
 
 def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:

@@ -82,7 +82,8 @@ def configure_server(
     settings = work.params.benchmark_served
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
     shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-    draft = engine_flags.ServedDraft(folder, settings.server.algorithm, *shape)
+    algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
+    draft = engine_flags.ServedDraft(folder, algorithm, *shape)
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
     name = served_records.name_server_config(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)

@@ -15,6 +15,8 @@ from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
+# Algorithms of block drafts, by config.json's architecture. SGLang's names; vLLM's methods are the same in lower case.
+BLOCK_ALGORITHMS = {"DFlashDraftModel": "DFLASH", "Qwen3DSparkModel": "DSPARK"}
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,37 @@ class ServerSetup:
         return [*server.format_flags(flags), *self.more]
 
 
+def get_block_algorithm(config: dict[str, Any]) -> str | None:
+    """Return the algorithm of a block draft by its config.json; None for EAGLE-3."""
+    return next(
+        (BLOCK_ALGORITHMS[name] for name in config.get("architectures") or () if name in BLOCK_ALGORITHMS), None
+    )
+
+
+def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
+    """Return the algorithm of a draft: that of a block draft, else `algorithm`, which benchmark_served.server names."""
+    return get_block_algorithm(config) or algorithm
+
+
+def _explain_unsupported_block(num_steps: int, topk: int, draft: dict[str, Any], algorithm: str) -> str | None:
+    """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
+    num_drafts = draft["block_size"] - (algorithm == "DFLASH")  # whose first slot drafts nothing
+    if topk > 1:
+        return f"engines verify chains only of {algorithm} drafts, this tree has topk {topk}: the torch engine alone runs it"
+    if num_steps != num_drafts:
+        return (
+            f"a block of this {algorithm} draft has {num_drafts} drafts and this chain {num_steps}: told another width, an "
+            f"engine runs another block than was trained and replayed; take t{num_drafts}_1_{num_drafts + 1}"
+        )
+    return None
+
+
 def explain_unsupported(
     engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]
 ) -> str | None:
     """Return why an engine can't run a tree with a draft of that config.json; None if it can."""
+    if algorithm := get_block_algorithm(draft):
+        return _explain_unsupported_block(num_steps, topk, draft, algorithm)
     if engine == "vllm" and topk > 1:
         return f"vLLM drafts chains only, this tree has topk {topk}"
     if engine == "sglang" and num_draft_tokens < num_steps + 1:
@@ -102,13 +131,11 @@ def build_speculation_flags(engine: str, draft: ServedDraft, config: dict[str, A
 
 def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
     """Return SGLang's settings of a draft, which are its flags, and keys of what it reports."""
-    return {
-        "speculative_algorithm": draft.algorithm,
-        "speculative_draft_model_path": draft.folder,
-        "speculative_num_steps": draft.num_steps,
-        "speculative_eagle_topk": draft.topk,
-        "speculative_num_draft_tokens": draft.num_draft_tokens,
-    }
+    named = {"speculative_algorithm": draft.algorithm, "speculative_draft_model_path": draft.folder}
+    width = {"speculative_num_draft_tokens": draft.num_draft_tokens}
+    if draft.algorithm in BLOCK_ALGORITHMS.values():  # SGLang sets num_steps and topk of a block to 1 itself
+        return named | width
+    return named | {"speculative_num_steps": draft.num_steps, "speculative_eagle_topk": draft.topk} | width
 
 
 def build_acceptance_flags(engine: str, version: str | None) -> list[str]:

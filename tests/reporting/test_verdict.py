@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stages.reporting import verdict
+from stages.reporting.families import EAGLE3, DraftFamily, Families
 from stages.reporting.methods import MethodRow
 from stages.reporting.timing_noise import TimingRemark
 from stages.reporting.verdict import Verdict
@@ -45,10 +46,12 @@ def give(
     methods: list[MethodRow] | None = None,
     remarks: list[TimingRemark] | None = None,
     launch: list[LaunchAdvice] | None = None,
+    families: Families | None = None,
 ) -> Verdict:
     rows = predicted or []
-    launch = launch or list(map(advise, rows))
-    return verdict.build_verdict(launch, rows, cells or [], served or [], methods or [], remarks or [], ["eval"], {})
+    launch = list(map(advise, rows)) if launch is None else launch
+    given = launch, rows, cells or [], served or [], methods or [], remarks or []
+    return verdict.build_verdict(*given, ["eval"], {}, families or {})
 
 
 def test_a_prediction_and_a_measurement_that_agree_are_one_line() -> None:
@@ -277,3 +280,36 @@ def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> N
     )
     (only,) = give(cells=cells[:1], remarks=remarks).list_lines()[:1]
     assert only == "Launch t5_1_6 with e009: measured 1.90x (1.60 to 2.20, doubtful timings) at concurrency 1"
+
+
+# Trees of block drafts
+
+BLOCKS = {"e009": EAGLE3, "b003": DraftFamily("DSpark", 7)}
+
+
+def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
+    """By prediction, by measurement or both: what is left of the others is advised."""
+    wide = {"checkpoint": "b003", "steps": 4, "topk": 2, "tokens": 9}
+    rows = [predict(2.5, 2.2, 2.8, **wide), predict(1.3, 1.1, 1.5)]
+    found = give(rows, launch=[], families=BLOCKS)
+    assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.more == ()
+    launch = [advise(rows[1])]
+    cells = [
+        timed_cell("t4_2_9", 2.6, 2.3, 2.9, checkpoint="b003"), timed_cell("t3_1_4", 2.0, 1.9, 2.1, checkpoint="b003"),
+        timed_cell("t6_4_32", 1.2, 1.1, 1.3),
+    ]  # fmt: skip
+    found = give(rows, cells, launch=launch, families=BLOCKS)
+    assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.checkpoint == "e009"
+    assert found.more == (
+        "In the torch engine only, since no serving engine runs this tree: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",
+    )
+    alone = give(rows[:1], cells[:2], launch=[], families=BLOCKS)
+    assert "Launch" not in alone.headline and alone.kind == "unknown"
+    served = [serve(8, 1.9, 1.7, 2.1, engine="torch", checkpoint="b003", tree="t4_2_9")]
+    assert "Launch" not in give(served=served, launch=[], families=BLOCKS).headline
+
+
+def test_the_chain_of_the_whole_block_is_advised() -> None:
+    cells = [timed_cell("t7_1_8", 1.9, 1.7, 2.1, checkpoint="b003"), timed_cell("t6_4_32", 1.2, 1.1, 1.3)]
+    found = give(cells=cells, families=BLOCKS)
+    assert found.headline.startswith("Launch t7_1_8 with b003: measured 1.90x")

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from stages.draft.block_checkpoint import ARCHITECTURES
 from stages.serving import engine_flags, engine_versions, spec_counters
 
 SETUP = engine_flags.ServerSetup(
@@ -72,6 +73,53 @@ def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkey
 def test_what_an_engine_cannot_run(engine: str, tree: tuple[int, int, int], config: dict[str, Any], said: str) -> None:
     assert re.search(said, engine_flags.explain_unsupported(engine, *tree, config) or "")
     assert engine_flags.explain_unsupported(engine, 5, 1, 6, {"model_type": "llama"}) is None
+
+
+BLOCKS = {
+    "DFLASH": {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8, "sliding_window": None},
+    "DSPARK": {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": 7, "sliding_window": None},
+}
+
+
+def test_architectures_of_block_drafts_are_those_that_checkpoints_are_written_with() -> None:
+    named = {layout.upper(): name for layout, name in ARCHITECTURES.items()}
+    assert {algorithm: name for name, algorithm in engine_flags.BLOCK_ALGORITHMS.items()} == named
+
+
+@pytest.mark.parametrize("algorithm", BLOCKS)
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorithm: str) -> None:
+    """Both blocks draft 7 tokens: DFlash's first slot drafts nothing."""
+    config = BLOCKS[algorithm]
+    assert engine_flags.explain_unsupported(engine, 7, 1, 8, config) is None
+    for tree, said in (
+        ((7, 2, 8), "the torch engine alone runs it"),
+        ((2, 2, 6), "this tree has topk 2"),
+        ((6, 1, 7), "has 7 drafts and this chain 6.*take t7_1_8"),
+        ((8, 1, 9), "has 7 drafts and this chain 8.*take t7_1_8"),
+    ):
+        assert re.search(said, engine_flags.explain_unsupported(engine, *tree, config) or "")
+    assert engine_flags.choose_algorithm(config, "EAGLE3") == algorithm
+    assert engine_flags.choose_algorithm({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE3") == "EAGLE3"
+    told = engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft("/d", algorithm, 7, 1, 8), config)
+    if engine == "sglang":
+        assert told == [
+            "--speculative-algorithm", algorithm, "--speculative-draft-model-path", "/d",
+            "--speculative-num-draft-tokens", "8",
+        ]  # fmt: skip
+    else:
+        (name, text) = told
+        assert name == "--speculative-config"
+        assert json.loads(text) == {"method": algorithm.lower(), "model": "/d", "num_speculative_tokens": 7}
+
+
+def test_a_server_with_a_block_draft_is_known_by_algorithm_and_width() -> None:
+    """SGLang reports num_steps and topk of blocks as 1."""
+    said = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    draft = engine_flags.ServedDraft("/d", "DSPARK", 7, 1, 8)
+    engine_flags.check_server_info(said | {"speculative_num_draft_tokens": 8}, draft, None, 100)
+    with pytest.raises(ValueError, match="speculative_num_draft_tokens 5, expected 8"):
+        engine_flags.check_server_info(said | {"speculative_num_draft_tokens": 5}, draft, None, 100)
 
 
 GRAPHS = {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4, 32]}}

@@ -1,0 +1,121 @@
+"""Families of drafts side by side: EAGLE-3, DFlash and DSpark by replayed tau and predicted speedup, and which engines run what.
+
+SGLang and vLLM run the chain of a block draft's whole block; its other trees run in the torch engine only (docs/trees.md).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from stages.params.tree_shape import TreeShape
+from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, render_svg, tell_tree
+from stages.reporting.trees import choose_budgets, find_front
+from stages.results.prediction import PredictedSpeedup, index_torch_predictions
+from stages.results.replay_records import ReplayedTree
+
+TORCH_ONLY = "torch engine only"
+
+
+@dataclass(frozen=True)
+class DraftFamily:
+    """The family of a checkpoint's draft."""
+
+    name: str
+    num_drafts: int | None = None  # of a block; None for EAGLE-3, whose trees have any depth
+
+    def is_served(self, tree: TreeShape) -> bool:
+        """Return whether a serving engine can run the tree: of a block draft the chain of the whole block alone."""
+        return self.num_drafts is None or (tree.topk == 1 and tree.num_steps == self.num_drafts)
+
+    def list_engines(self, tree: TreeShape) -> str:
+        """Return the engines that run the tree, in words."""
+        if not self.is_served(tree):
+            return TORCH_ONLY
+        return "SGLang, vLLM" if tree.topk == 1 else "SGLang"
+
+
+EAGLE3 = DraftFamily("EAGLE-3")
+Families = Mapping[str, DraftFamily]  # by checkpoint
+
+
+@dataclass(frozen=True)
+class FamilyLine:
+    """A checkpoint's best tree of one kind."""
+
+    checkpoint: str
+    family: DraftFamily
+    kind: str  # "chain", "tree of at most 16 tokens"
+    tree: ReplayedTree
+    predicted: PredictedSpeedup | None  # by the torch engine's costs, one prompt at a time
+
+    @property
+    def engines(self) -> str:
+        return self.family.list_engines(self.tree.shape)
+
+
+@dataclass(frozen=True)
+class FamiliesPage:
+    """The part of templates/which_tree.html.j2 on families."""
+
+    lines: list[FamilyLine]
+    plot: Any
+
+
+def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, list[ReplayedTree]]:
+    """Return each checkpoint's trees of the shapes that all checkpoints have; all of its trees where they share none.
+
+    Block drafts lack the trees deeper than their block, so means over all trees would be of different trees.
+    """
+    shared = set.intersection(*({tree.shape for tree in trees} for trees in replays.values()))
+    return {name: [tree for tree in trees if not shared or tree.shape in shared] for name, trees in replays.items()}
+
+
+def build_families_page(
+    replays: Mapping[str, list[ReplayedTree]], families: Families, predicted: Iterable[PredictedSpeedup]
+) -> FamiliesPage | None:
+    """Return the page's part; None where all replayed checkpoints are of EAGLE-3. `replays` are of temperature 0."""
+    if all(families[name].num_drafts is None for name in replays):
+        return None
+    guesses = index_torch_predictions(predicted)
+    lines = []
+    for name, trees in replays.items():
+        for kind, tree in _choose_trees(trees, families[name], choose_budgets(_flatten(replays))):
+            guess = guesses.get((tree.temperature, name, tree.shape))
+            lines.append(FamilyLine(name, families[name], kind, tree, guess))
+    draw: DrawPlot = partial(draw_fronts, replays=replays, families=families)
+    return FamiliesPage(lines, render_svg(draw, "tau against num_draft_tokens, by family"))
+
+
+def _flatten(replays: Mapping[str, list[ReplayedTree]]) -> list[ReplayedTree]:
+    return [tree for trees in replays.values() for tree in trees]
+
+
+def _choose_trees(
+    trees: list[ReplayedTree], family: DraftFamily, budgets: list[int]
+) -> Iterable[tuple[str, ReplayedTree]]:
+    """Yield the best chain that engines run, and the best tree of topk > 1 within each budget of tokens, with its kind."""
+    kinds = {"chain": [tree for tree in trees if tree.topk == 1 and family.is_served(tree.shape)]}
+    for budget in budgets:
+        wide = [tree for tree in trees if tree.topk > 1 and tree.tokens <= budget]
+        kinds[f"tree of at most {budget} tokens"] = wide
+    for kind, some in kinds.items():
+        if some:
+            yield kind, max(some, key=lambda tree: tree.tau)
+
+
+def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: Families) -> list[PlotPoint]:
+    """Draw a line per checkpoint: its trees whose tau no tree of as few or fewer tokens reaches. Trees that a serving engine
+    runs are filled marks.
+    """
+    told: list[PlotPoint] = []
+    for (name, trees), style in zip(replays.items(), cycle_styles(), strict=False):
+        front, family = find_front(trees), families[name]
+        axes.plot([t.tokens for t in front], [t.tau for t in front], **style, markerfacecolor="none",
+                  label=f"{name}, {family.name}")  # fmt: skip
+        served = [tree for tree in front if family.is_served(tree.shape)]
+        filled = {"color": style["color"], "marker": style["marker"], "linestyle": "none"}
+        axes.plot([t.tokens for t in served], [t.tau for t in served], **filled)
+        told += [tell_tree(t, f", {name}, {family.name}: {family.list_engines(t.shape)}") for t in front]
+    axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
+    return told

@@ -1,0 +1,149 @@
+"""Families side by side: a page of made-up replays of EAGLE-3 and of a block draft, and what is offered for launch."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from stages import report
+from stages.draft import block_checkpoint
+from stages.params import schema
+from stages.params.tree_shape import TreeShape
+from stages.reporting import families
+from stages.results import prediction, replay_records, timing_grid, torch_records
+from stages.results.replay_records import ReplayedTree
+from tests import costs
+from tests.conftest import edit_params
+from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.test_report import made_up_project, words
+from tests.torch_cells import timed_cell
+
+NAME, NUM_DRAFTS = "b006", 5
+CHAIN = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
+    """A made-up project, in which a block checkpoint is replayed too: its trees are better than EAGLE-3's of as many tokens."""
+    p = made_up_project(tmp_path, monkeypatch)
+    segment = {
+        "from": "e000", "epochs": 6, "method": "dspark", "layers": 2, "block_size": NUM_DRAFTS, "anchors": 64,
+        "markov_rank": 32,
+    }  # fmt: skip
+    segments = {name: one.model_dump(by_alias=True) for name, one in p.train_draft.checkpoints.items()}
+    edit_params(Path(), {"train_draft": {"checkpoints": segments | {NAME: segment}}})
+    edit_params(Path(), {"replay_trees": {"checkpoints": [*p.replay_trees.checkpoints, NAME]}})
+    trained = json.loads(Path("results/train/e009.json").read_text())
+    Path(f"results/train/{NAME}.json").write_text(json.dumps(trained | {"checkpoint": NAME, "from": "e000"}))
+    rows = []
+    for row in replay_records.read_replay("e009"):
+        if row.steps <= NUM_DRAFTS:
+            better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
+            rows.append(row.model_copy(update=better))
+    if all(row.shape != CHAIN for row in rows):
+        rows.append(rows[0].model_copy(update={"steps": CHAIN.num_steps, "topk": 1, "tokens": CHAIN.num_draft_tokens}))
+    ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
+    replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
+    return schema.load_params()
+
+
+def add_timing() -> None:
+    config = block_checkpoint.build_block_config(random_block_draft(1, **LAYOUTS["dspark"], block_size=5)[0].config, 8)
+    edit_params(Path(), {"time_trees": {"checkpoints": ["e000", NAME]}})
+    timing_grid.write_timing_grid(costs.made_up(NAME, draft=config))
+
+
+def read_table(page: str) -> list[list[str]]:
+    part = page[page.index("Families side by side") :]
+    part = part[: part.index("</table>")]
+    return [[words(cell).strip() for cell in re.split("</t[dh]>", row)] for row in part.split("<tr>")[2:]]
+
+
+def test_without_a_timing_grid_of_its_own_a_block_has_no_prediction_and_a_reason(project: schema.Params) -> None:
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert (
+        f"{NAME}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; "
+        "add it to time_trees.checkpoints"
+    ) in words(page)
+    rows = [row for row in read_table(page) if row[0].startswith(NAME)]
+    assert rows and all("–" in row for row in rows)
+    assert all(row.checkpoint != NAME for row in prediction.read_launch())
+
+
+def test_families_stand_side_by_side_and_only_the_whole_chain_is_launched(
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_timing()
+    report.main()
+    printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
+    table = read_table(page)
+    by_family = {row[0]: row[1] for row in table}
+    assert by_family == {"e003": "EAGLE-3", "e009": "EAGLE-3", NAME: "DSpark"}
+    own = [row for row in table if row[0] == NAME]
+    assert own[0][2] == "chain" and own[0][3].startswith("5_1_6") and own[0][6] == "SGLang, vLLM"
+    assert len(own) > 1 and {row[6] for row in own[1:]} == {families.TORCH_ONLY}
+    assert {row[6] for row in table if row[0] == "e009" and row[2] != "chain"} == {"SGLang"}
+    assert all("×" in row[5] for row in own)
+    launch = prediction.read_launch()
+    assert {(row.engine, row.checkpoint, row.shape.name) for row in launch} == {
+        ("sglang", NAME, CHAIN.name), ("vllm", NAME, CHAIN.name),
+    }  # fmt: skip
+    flags = {row.engine: row.flags for row in launch}
+    assert flags["sglang"] == [
+        "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", f"drafts/{NAME}/draft",
+        "--speculative-num-draft-tokens", "6",
+    ]  # fmt: skip
+    told = {"method": "dspark", "model": f"drafts/{NAME}/draft", "num_speculative_tokens": 5}
+    assert json.loads(flags["vllm"][1]) == told
+    assert "--speculative-algorithm DSPARK" in printed
+
+
+def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(project: schema.Params) -> None:
+    edit_params(Path(), {"benchmark": {"checkpoints": [NAME], "trees": [CHAIN.name, "t3_2_8"]}})
+    for workload in project.benchmark.torch_workloads:
+        for tree, speedup in ((CHAIN.name, 1.6), ("t3_2_8", 2.2)):
+            ends = speedup - 0.2, speedup + 0.2
+            torch_records.write_torch_cell(
+                timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).model_dump()
+            )
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    trees = page[page.index(f"All trees of {NAME}") :]
+    lines = {
+        words(line).split()[0]: "torch engine only" in line
+        for line in trees[: trees.index("</table>")].split("<tr>")[2:]
+    }
+    marks = {name.removesuffix("torch"): marked for name, marked in lines.items()}
+    assert marks.pop("5_1_6") is False and all(marks.values()) and len(marks) > 5
+    verdict = json.loads(Path("results/metrics.json").read_text())["verdict"]["text"]
+    assert f"measured {CHAIN.name} with {NAME} 1.60x" in verdict and "t3_2_8" not in verdict
+    assert f"no serving engine runs this tree: t3_2_8 with {NAME}, measured 2.20x" in words(page)
+
+
+def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:
+    """Deep trees have the higher tau: with them, EAGLE-3's mean would rise by trees that the block can't grow."""
+    report.main()
+    metrics = json.loads(Path("results/metrics.json").read_text())
+    assert metrics["best_checkpoint"] == NAME
+    replays = {name: replay_records.read_replay(name) for name in project.replay_trees.checkpoints}
+    shared = {row.shape for row in replays[NAME]} & {row.shape for row in replays["e009"]}
+    means = {name: [row.tau for row in rows if row.shape in shared] for name, rows in replays.items()}
+    for name, taus in means.items():
+        assert metrics["checkpoints"][name]["mean_replay_tau"] == pytest.approx(sum(taus) / len(taus))
+    assert f"over {len(shared)} trees it has the highest mean accept length" in words(report.PAGE_FILE.read_text())
+
+
+def test_replays_that_share_no_tree_are_shown_without_a_duel(project: schema.Params) -> None:
+    rows = [row for row in replay_records.read_replay(NAME) if row.shape == CHAIN]
+    far = [row.model_copy(update={"steps": 31, "tokens": 32}) for row in rows]
+    ReplayedTree.write_csv(replay_records.locate_replay(NAME), far)
+    report.main()
+    assert "Families side by side" in report.PAGE_FILE.read_text()
+
+
+def test_a_page_of_eagle3_alone_has_no_part_on_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up_project(tmp_path, monkeypatch)
+    report.main()
+    assert "Families side by side" not in report.PAGE_FILE.read_text()

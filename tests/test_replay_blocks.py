@@ -1,0 +1,220 @@
+"""The replay stage on block drafts: integers of every width and of trees against a slow walk by the slow draft's own blocks.
+
+The target and its answers are those of test_replay_trees: nine tokens, so that random drafts are often right.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stages import replay_trees
+from stages.draft import block_checkpoint, checkpoint
+from stages.draft.block_draft import BlockDraft
+from stages.hidden_states import reader
+from stages.params.tree_shape import TreeShape
+from stages.replay.block_replay import compute_block_capacity
+from stages.results import replay_records
+from stages.target import manifest
+from tests.conftest import edit_params
+from tests.draft.slow_block_draft import LAYOUTS, block_states, random_block_draft
+from tests.replay.test_block_replay import slow_tree
+from tests.test_replay_trees import V, made, project  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+
+NAME, PLACES, STORED = "b003", [0, 2], [1, 2, 3]  # the draft reads two of the three stored layers
+SLOTS = 5
+GRID = {"num_steps": [1, 2, 3, 4, 5, 9], "topk": [1, 2, 3], "num_draft_tokens": [4, 6, 9]}
+
+
+def write_block(layout: str, seed: int = 36, **options: Any) -> BlockDraft:
+    """Write a random block draft as the checkpoint `b003` and list it. That of seed 36 is right more often than most."""
+    layers = tuple(STORED[i] for i in PLACES)
+    sizes = {"vocab_size": V, "mask_token_id": 7, "block_size": SLOTS, "feature_layers": layers, **options}
+    draft = random_block_draft(seed, 0.5, torch.float32, **LAYOUTS[layout], **sizes)[0]
+    config = block_checkpoint.build_block_config(draft.config, 8)
+    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()))
+    segment = {"from": "e000", "epochs": 1, "method": layout, "layers": 2, "block_size": SLOTS, "anchors": 8}
+    segment |= {"markov_rank": 3} if layout == "dspark" else {}
+    edit_params(Path(), {"train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, NAME: segment}}})
+    edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", NAME], **GRID, "trace_trees": []}})
+    return draft
+
+
+class SlowReplay:
+    """The blocks at every place of a split's answers, drafted one anchor at a time."""
+
+    def __init__(self, draft: BlockDraft, split: str):
+        self.draft = draft
+        self.embedding, self.head = manifest.read_embedding_and_head(manifest.read_manifest())
+        self.answers = list(reader.read_rows(Path("data/hiddens") / split, torch.float32, PLACES))
+        self.following, self.states, anchor_tokens, self.first = [], [], [], []
+        for row in self.answers:
+            self.first.append(len(self.states))
+            ids = row.ids.tolist()
+            for a in range(row.prompt_length, len(ids) - 1):
+                states = block_states(draft, self.embedding, ids, row.features, a)
+                self.states.append(torch.stack(states[1:] if draft.config.layout == "dflash" else states))
+                self.following.append(tuple(ids[a + 1 :]))
+                anchor_tokens.append(ids[a])
+        self.case: Any = SimpleNamespace(
+            draft=draft, head=self.head, states=torch.stack(self.states), anchor_tokens=anchor_tokens
+        )
+
+    def draft_chain(self, place: int, width: int) -> list[int]:
+        """The first `width` drafts of the block, each after the one before."""
+        tokens, markov = [self.case.anchor_tokens[place]], self.draft.markov_head
+        for state in self.states[place][:width]:
+            logits = self.head @ state
+            if markov is not None:
+                logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[tokens[-1]]
+            tokens.append(int(logits.argmax()))
+        return tokens[1:]
+
+    def count_accepted(self, tree: TreeShape, place: int) -> int:
+        following = self.following[place]
+        if tree.topk == 1:
+            paths = {tuple(self.draft_chain(place, d)) for d in range(1, tree.num_steps + 1)}
+        else:
+            enumerated = tree.num_steps, tree.topk, tree.num_draft_tokens - 1
+            paths = set(slow_tree(self.case, place, *enumerated, beam=tree.topk))
+        deepest = 0
+        while deepest < len(following) and following[: deepest + 1] in paths:
+            deepest += 1
+        return deepest
+
+    def walk(self, tree: TreeShape) -> list[int]:
+        """The drafts that each cycle of every answer accepts."""
+        cycles = []
+        for first, row in zip(self.first, self.answers, strict=True):
+            at, count = 0, len(row.ids) - 1 - row.prompt_length
+            while at < count:
+                cycles.append(self.count_accepted(tree, first + at))
+                at += cycles[-1] + 1
+        return cycles
+
+
+def read_rows(temperature: float) -> dict[TreeShape, replay_records.ReplayedTree]:
+    rows = replay_records.select_temperature(replay_records.read_replay(NAME), temperature)
+    return {row.shape: row for row in rows}
+
+
+@both_layouts
+@pytest.mark.parametrize("memory_gib", [1, 1e-6])
+def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
+    project: Path,  # noqa: F811
+    layout: str,
+    memory_gib: float,
+) -> None:
+    draft = write_block(layout)
+    edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
+    replay_trees.main(NAME)
+    num_drafts = 4 if layout == "dflash" else 5
+    chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
+    trees = [TreeShape(3, 2, 4), TreeShape(4, 2, 9), TreeShape(2, 3, 6), TreeShape(4, 3, 9)]
+    cold = SlowReplay(draft, "eval")
+    hot = None if memory_gib < 1 else SlowReplay(draft, "eval_t")
+    for temperature, slow in ((0.0, cold), (0.7, hot)):
+        rows = read_rows(temperature)
+        assert {shape.num_steps for shape in rows} == set(range(1, num_drafts + 1)), "none is deeper than the block"
+        assert {shape.topk for shape in rows} == {1, 2, 3}
+        for tree in [*chains, *trees] if slow else []:
+            walked, row = slow.walk(tree), rows[tree]
+            assert (row.accepted, row.cycles) == (sum(walked), len(walked)), tree.name
+            shares = [sum(j > d for j in walked) / max(1, sum(j >= d for j in walked)) for d in range(tree.num_steps)]
+            assert row.acceptance == " ".join(f"{share:.4f}" for share in shares[: max(walked) + 1])
+            assert row.tau == pytest.approx(1 + sum(walked) / len(walked))
+            assert row.tau_low is not None and row.tau_low <= row.tau <= row.tau_high
+            assert row.tau_oracle is not None and row.tau_oracle >= row.tau and row.tau_adaptive is not None
+            if tree.topk == 1:
+                assert row.mean_depth == tree.num_steps
+        assert rows[chains[-1]].accepted > 20, "the drafts are never right: the comparison says nothing"
+        assert rows[trees[1]].tau > rows[TreeShape(4, 1, 5)].tau
+
+
+@both_layouts
+def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(project: Path, layout: str) -> None:  # noqa: F811
+    write_block(layout)
+    full = TreeShape(4, 1, 5) if layout == "dflash" else TreeShape(5, 1, 6)
+    edit_params(Path(), {"replay_trees": {"num_steps": [2, 9], "topk": [2], "num_draft_tokens": [4, 6]}})
+    replay_trees.main(NAME)
+    assert list(read_rows(0.0)) == [full, TreeShape(2, 2, 4), TreeShape(2, 2, 6)]
+    edit_params(Path(), {"replay_trees": {"num_steps": [9]}})
+    replay_trees.main(NAME)
+    assert list(read_rows(0.0)) == [full]
+
+
+@both_layouts
+def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(project: Path, layout: str) -> None:  # noqa: F811
+    write_block(layout)
+    edit_params(Path(), {"replay_trees": {"trace_trees": ["t3_2_6", "t4_1_5", "t9_1_10"]}})
+    replay_trees.main(NAME)
+    rows, buckets = read_rows(0.0), replay_records.read_tree_statistics(NAME)
+    assert {bucket.tree for bucket in buckets} == {"t3_2_6", "t4_1_5"}
+    for tree in (TreeShape(3, 2, 6), TreeShape(4, 1, 5)):
+        own = [bucket for bucket in buckets if bucket.tree == tree.name]
+        of_rows = [bucket for bucket in own if bucket.by == "row"]
+        assert sum(bucket.accepted for bucket in of_rows) == rows[tree].accepted
+        assert sum(bucket.cycles or 0 for bucket in of_rows) == rows[tree].cycles
+        assert sum(bucket.accepted for bucket in own if bucket.by == "depth") == rows[tree].accepted
+        nodes = sum(bucket.nodes or 0 for bucket in own if bucket.by == "depth")
+        assert nodes == rows[tree].cycles * (tree.num_draft_tokens - 1)
+
+
+# What is refused
+
+
+def refused() -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - each caller looks at the message
+        replay_trees.main(NAME)
+    assert not replay_records.locate_replay(NAME).exists()
+    return str(error.value)
+
+
+def test_feature_layers_that_are_not_stored(project: Path) -> None:  # noqa: F811
+    write_block("dflash", feature_layers=(1, 4))
+    assert "the draft of b003 reads the residual streams entering blocks [1, 4]" in (message := refused())
+    assert "set target.feature_layers to [1, 2, 3, 4]" in message
+
+
+def test_a_block_draft_of_another_target(project: Path) -> None:  # noqa: F811
+    write_block("dspark", vocab_size=V + 2)
+    assert refused().startswith(
+        "drafts/b003/draft is for a target of 11 tokens and width 16, expected tiny's 9 and 16;"
+    )
+
+
+def test_a_multimodal_target(project: Path) -> None:  # noqa: F811
+    write_block("dflash")
+    place = Path("artifacts/target/target.json")
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"modality": "image"}))
+    message = refused()
+    assert message.startswith("drafts/b003/draft is a block draft (dflash) and tiny a multimodal target")
+    assert "mrope_section" in message and message.endswith("take an EAGLE-3 checkpoint, or a text target")
+
+
+def test_a_topk_beyond_the_vocabulary(project: Path) -> None:  # noqa: F811
+    write_block("dflash")
+    edit_params(Path(), {"replay_trees": {"topk": [1, 10]}})
+    assert "topk is 10, expected at most 9" in refused()
+
+
+def test_more_memory_and_narrower_blocks_allow_larger_batches() -> None:
+    draft = random_block_draft(1)[0]
+    wide = random_block_draft(1, block_size=draft.config.block_size * 2)[0]
+    trees = [TreeShape(3, 2, 6)]
+    some, more, fewer = (
+        compute_block_capacity(*given) for given in ((draft, trees, 1 << 20), (draft, trees, 1 << 24), (wide, trees, 1 << 20))
+    )  # fmt: skip
+    assert some.places < more.places and some.tokens < more.tokens and fewer.places < some.places
+    assert compute_block_capacity(replace_sizes(draft, hidden_size=64), trees, 1) == (1, 1)
+
+
+def replace_sizes(draft: BlockDraft, **sizes: int) -> BlockDraft:
+    return BlockDraft(replace(draft.config, **sizes))
