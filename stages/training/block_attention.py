@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from stages.draft.block_draft import BlockAttention, build_block_mask, build_dense_attention
 from stages.training import attention_mask
 
-PAD_MULTIPLE = 1024  # keys and queries are padded to multiples of this, so that few shapes are compiled
-
 
 def build_block_attention(anchors: Tensor, documents: Tensor, block_size: int) -> BlockAttention:
     """Return the attention of the blocks at anchors [R] into packed documents [S], on the pack's device."""
@@ -51,4 +49,4 @@ def _build_flex_attention(anchors: Tensor, documents: Tensor, block_size: int) -
 
 
 def _round_up(size: int) -> int:
-    return -(-size // PAD_MULTIPLE) * PAD_MULTIPLE
+    return -(-size // attention_mask.FLEX_PAD_MULTIPLE) * attention_mask.FLEX_PAD_MULTIPLE

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("anchors", [[2], [0, 3, 40, 41, 139], [*range(60, 100)]])
 def test_flex_attention_equals_a_dense_mask(anchors: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled, as no GPU is here; its gradients, which flex attention has on a GPU alone, are compared by nobody."""
-    monkeypatch.setattr(block_attention, "PAD_MULTIPLE", 128)
+    monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
     monkeypatch.setattr(attention_mask, "_compile_static", lambda function: function)
     size, index = 4, torch.tensor(anchors)
     documents = torch.arange(3).repeat_interleave(torch.tensor([40, 1, 99]))  # anchor 40 is a document of its own
