@@ -1,6 +1,7 @@
 """Block drafts in the engine: the answers of plain decoding, and the accept lengths of replay, alone and together."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
 from tests.engine import test_decode
 from tests.engine.test_batch_decode import asks, searched, steps
 from tests.engine.test_decode import Played, Posted, drawn
+from tests.target.multimodal_documents import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -209,6 +211,14 @@ def test_a_draft_of_another_target_is_refused(options: dict[str, Any], message: 
     made = make("dflash", **options)
     with pytest.raises(ValueError, match=message):
         Engine(target(), [END], list(made.config.feature_layers), made)
+
+
+def test_a_multimodal_target_is_refused(tmp_path: Path) -> None:
+    model = load(tmp_path, "qwen3 vl")
+    vocab_size, hidden_size = model.get_input_embeddings().weight.shape
+    made = make("dflash", vocab_size=vocab_size, hidden_size=hidden_size)
+    with pytest.raises(ValueError, match=r"a block draft \(dflash\) and the target multimodal, expected a text target"):
+        Engine(model, [END], list(FEATURES), made)
 
 
 def test_captured_features_are_those_of_the_draft() -> None:
