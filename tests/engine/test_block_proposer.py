@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockDraft
 from stages.engine import slot_pool
+from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.memory_estimate import estimate_memory
@@ -189,6 +191,40 @@ def test_slots_are_reused_from_prompt_to_prompt() -> None:
         engine.slots.idle[0].draft_keys[:] = 50.0
         engine.slots.idle[0].draft_values[:] = -50.0
     assert decode(engine, short, tree) == first
+
+
+class NotedOperators(TorchDispatchMode):
+    """Notes the names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        with self:  # the operators that an operator is made of
+            found = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+
+@both_layouts
+@pytest.mark.parametrize("tree", [TREES[2], TREES[4]], ids=str)
+def test_a_captured_proposal_reads_nothing_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, layout: str, tree: TreeShape
+) -> None:
+    """A CUDA graph can't wait for values, nor for shapes that depend on them."""
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    real, noted = BlockProposer.propose, NotedOperators()
+
+    def propose(self: BlockProposer, *given: Any) -> Any:
+        with noted:
+            return real(self, *given)
+
+    monkeypatch.setattr(BlockProposer, "propose", propose)
+    steps(build_engine(draft("random", layout)).decode_batch(asks(), 3, tree), len(asks()))
+    assert {"index_put_", "mm"} <= noted.names, noted.names
+    assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
 
 
 def test_a_tree_deeper_than_the_block_is_refused() -> None:
