@@ -4,7 +4,8 @@ Times whole cycles, as decoding runs them, over a grid of num_steps, topk and nu
 of one sequence or of several at once (`batches`).
 Every round times each tree once, forwards and backwards in alternation, so that a drifting machine affects all alike; a tree's
 time is the median over its cycles. results/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
-Times depend on a draft's shapes, not on its weights: e000 stands for every checkpoint that train_draft makes from it.
+Times depend on a draft's shapes, not on its weights: e000 stands for every EAGLE-3 checkpoint that train_draft makes from it.
+A block draft is timed on the trees of the grid that are no deeper than its block.
 """
 
 import itertools
@@ -18,8 +19,8 @@ from typing import Any, cast
 import torch
 
 from stages.data import conversations
-from stages.draft.checkpoint import read_feature_layers
-from stages.draft.loading import load_draft
+from stages.draft.block_draft import BlockDraft
+from stages.draft.loading import LoadedDraft, load_any_draft
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest, RequestUpdate
 from stages.params import schema
@@ -39,9 +40,10 @@ def main(name: str) -> None:
     torch.set_num_threads(p.benchmark.num_threads)
     started = time.perf_counter()
     target, s = manifest.read_manifest(), p.time_trees
-    prompts, trees = _build_prompts(s.context, max(s.batches), target.image_token_id), s.list_trees()
+    prompts = _build_prompts(s.context, max(s.batches), target.image_token_id)
     _check_positions(s, target.max_position_embeddings)
-    engine, config = _build_engine(p, target, name)
+    engine, loaded = _build_engine(p, target, name)
+    trees = _select_trees(loaded, s, name)
 
     plain, grid = [], []
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
@@ -66,7 +68,7 @@ def main(name: str) -> None:
         workload=None,
         max_new_tokens=None,
         checkpoint=name,
-        draft=config,
+        draft=loaded.config,
         target=[target.model, target.revision, target.config_digest],
         settings=s.list_settings() | also,
         plain=plain,
@@ -123,14 +125,20 @@ def _count_committed_tokens(tree: TreeShape, cycles: int) -> int:
     return 1 + cycles * (tree.num_steps + 1)
 
 
-def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) -> tuple[Engine, dict[str, Any]]:
-    """Return an engine that no end token stops, and its draft's config.json."""
+def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) -> tuple[Engine, LoadedDraft]:
+    """Return an engine that no end token stops, and its draft."""
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    draft, config = load_draft(p, name, p.target.device, model.dtype)
-    layers = read_feature_layers(config, target.num_layers)
-    return Engine(model, [], layers, draft, p.benchmark.tree_scoring), config
+    loaded = load_any_draft(p, name, p.target.device, model.dtype, target.num_layers)
+    return Engine(model, [], loaded.feature_layers, loaded.draft, p.benchmark.tree_scoring), loaded
+
+
+def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShape]:
+    """Return the grid's trees that the draft can grow. Raises ValueError where a block leaves too few for a fit."""
+    if isinstance(loaded.draft, BlockDraft):
+        return s.list_block_trees(name, loaded.draft.config.num_drafts)
+    return s.list_trees()
 
 
 def _make_decoding(engine: Engine, prompts: list[list[int]], tree: TreeShape | None, cycles: int) -> StartDecoding:

@@ -1,7 +1,7 @@
 """Loading of a trained draft, of EAGLE-3 or of blocks, ready to decode or to be replayed."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,14 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params import schema
 from stages.runtime import atomic
+
+
+class LoadedDraft(NamedTuple):
+    """A draft of either family."""
+
+    draft: Eagle3Draft | BlockDraft
+    feature_layers: list[int]  # of the target, that it reads
+    config: dict[str, Any]  # config.json
 
 
 def is_block_draft(folder: Path) -> bool:
@@ -48,3 +56,14 @@ def load_block_draft(
     draft = BlockDraft(block_checkpoint.parse_block_config(config))
     draft.load_state_dict(tensors)
     return draft.to(device, dtype).requires_grad_(False), config
+
+
+def load_any_draft(
+    p: schema.Params, checkpoint_name: str, device: str, dtype: torch.dtype, num_target_layers: int
+) -> LoadedDraft:
+    """Return a checkpoint's draft, of the family that config.json names. Raises ValueError as the others."""
+    if is_block_draft(checkpoint.locate_checkpoint(checkpoint_name)):
+        block, config = load_block_draft(p, checkpoint_name, device, dtype)
+        return LoadedDraft(block, list(block.config.feature_layers), config)
+    draft, config = load_draft(p, checkpoint_name, device, dtype)
+    return LoadedDraft(draft, checkpoint.read_feature_layers(config, num_target_layers), config)

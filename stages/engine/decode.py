@@ -16,8 +16,9 @@ Its shapes depend on the tree only: the path is padded to R = num_steps + 1 rows
 a mask admits them. So a GPU captures a cycle once as a CUDA graph and replays it; the host reads the result of a cycle in
 one copy while the next cycle runs. A plain step is the same with a tree of one node.
 
-A `Proposer` proposes the trees: the engine's own draft (eagle3_proposer.py) or another method (stages/methods). Verify,
-accept and move are shared, so the output of all equals plain decoding.
+A `Proposer` proposes the trees: the engine's own draft (eagle3_proposer.py), a block draft, which expands in one forward
+(block_proposer.py), or another method (stages/methods). Verify, accept and move are shared, so the output of all equals plain
+decoding.
 
 Several prompts, each with its own length, are decoded in slots. A prompt is prefilled alone, in its slot; a step or a cycle
 is one pass over all slots. A slot whose answer ended takes the next prompt at once. A GPU captures one pass for each number
@@ -42,7 +43,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
+from stages.engine.block_proposer import BlockDrafter
 from stages.engine.decode_state import (
     CacheSlots,
     DecodeState,
@@ -52,7 +55,7 @@ from stages.engine.decode_state import (
     compute_rope_positions,
     read_step,
 )
-from stages.engine.eagle3_proposer import Eagle3Drafter, Eagle3Method
+from stages.engine.eagle3_proposer import Eagle3Drafter
 from stages.engine.proposer import DraftingMethod, Proposer
 from stages.engine.requests import ActiveRequest, ActiveSlots, DecodeRequest, RequestUpdate
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
@@ -89,7 +92,7 @@ class Engine:
         model: PreTrainedModel,
         end_tokens: list[int],
         feature_layers: list[int],  # those that the draft reads
-        draft: Eagle3Draft | None = None,
+        draft: Eagle3Draft | BlockDraft | None = None,
         tree_scoring: str = "sglang",  # a key of draft_tree.TREE_SCORINGS
     ):
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
@@ -98,17 +101,19 @@ class Engine:
         self.end_tokens, self.draft, self.slots = set(end_tokens), draft, SlotPool(model, draft)
         self.uses_cuda_graphs = self.slots.uses_cuda_graphs
         self.target = TargetRunner(model, self.slots)
-        self.drafter = (
-            Eagle3Drafter(draft, model, feature_layers, tree_scoring, self.uses_cuda_graphs) if draft else None
-        )
-        self.methods: dict[TreeShape, Eagle3Method] = {}
+        self.drafter: Eagle3Drafter | BlockDrafter | None = None
+        if isinstance(draft, BlockDraft):
+            self.drafter = BlockDrafter(draft, model, feature_layers, tree_scoring)
+        elif draft is not None:
+            self.drafter = Eagle3Drafter(draft, model, feature_layers, tree_scoring, self.uses_cuda_graphs)
+        self.methods: dict[TreeShape, DraftingMethod] = {}
         self.passes_ahead = int(self.uses_cuda_graphs)  # passes launched before the one before them is read
 
-    def get_tree_method(self, tree: TreeShape) -> Eagle3Method:
+    def get_tree_method(self, tree: TreeShape) -> DraftingMethod:
         """Return the draft with trees of one shape. Raises ValueError for an impossible tree."""
         assert self.drafter is not None
         if tree not in self.methods:
-            self.methods[tree] = Eagle3Method(self.drafter, tree)
+            self.methods[tree] = self.drafter.build_method(tree)
         return self.methods[tree]
 
     # Decoding

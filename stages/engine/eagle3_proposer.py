@@ -49,6 +49,9 @@ class Eagle3Drafter:
                 "trained for this target"
             )
 
+    def build_method(self, tree: TreeShape) -> "Eagle3Method":
+        return Eagle3Method(self, tree)
+
     def extend_cache(
         self, slots: CacheSlots, embeds: Tensor, features: Tensor, positions: Tensor, rows: Tensor
     ) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import round_up_capacity
@@ -76,7 +77,7 @@ def estimate_memory(
 
 def _estimate_activation_bytes(
     model: PreTrainedModel,
-    draft: Eagle3Draft | None,
+    draft: Eagle3Draft | BlockDraft | None,
     tokens: int,
     num_slots: int,
     tree: TreeShape | None,
@@ -89,13 +90,21 @@ def _estimate_activation_bytes(
     prefill = tokens * each * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
     prefill += tokens * tokens * (1 + each)  # the mask as bool and as additive bias
     if tree is not None:
-        prefill += tokens * each * 12 * hidden  # [T, 3H] in parts and joined; the draft's fused input
+        width = draft.fc.in_features if draft is not None else 3 * hidden
+        prefill += tokens * each * (2 * width + 6 * hidden)  # features in parts and joined; the draft's fused input
     nodes = num_slots * (tree.num_draft_tokens if tree else 1)
     cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + (40 if samples else 0)))
     if draft is not None and tree is not None:
-        cycle += num_slots * tree.topk * draft.config.draft_vocab_size * (each + 24)  # float32, sort keys, their sort
+        cycle += num_slots * _count_draft_logits(draft, tree) * (each + 24)  # float32, sort keys, their sort
     fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0
     return max(prefill, cycle) + fixed
+
+
+def _count_draft_logits(draft: Eagle3Draft | BlockDraft, tree: TreeShape) -> int:
+    """Return the most logits of the draft that a prompt has at once: of a beam, or of a block's slots and a beam."""
+    if isinstance(draft, BlockDraft):
+        return (tree.num_steps + tree.topk) * draft.config.vocab_size
+    return tree.topk * draft.config.draft_vocab_size
 
 
 def compute_routed_width(config: object) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
 from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacity
@@ -20,7 +21,7 @@ from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes, rea
 class SlotPool:
     """Slots for one prompt or several. Raises ValueError for a target that has layers without keys and values."""
 
-    def __init__(self, model: PreTrainedModel, draft: Eagle3Draft | None):
+    def __init__(self, model: PreTrainedModel, draft: Eagle3Draft | BlockDraft | None):
         self.model, self.draft, self.device = model, draft, model.device
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.sliding_window = read_sliding_window(model)
@@ -115,11 +116,15 @@ class SlotPool:
         )
 
     def describe_draft_cache(self) -> tuple[Tensor, int, int]:
-        """Return a tensor of the draft's dtype and device, and the heads and head width of its keys (0 without a draft)."""
+        """Return a tensor of the draft's dtype and device, and the heads and head width of its keys (0 without a draft).
+
+        Those of a block draft's layers are side by side.
+        """
         if self.draft is None:
             return self.embedding, 0, 0
         c = self.draft.config
-        return self.draft.fc.weight, c.num_key_value_heads, c.head_dim
+        num_layers = self.draft.config.num_hidden_layers if isinstance(self.draft, BlockDraft) else 1
+        return self.draft.fc.weight, num_layers * c.num_key_value_heads, c.head_dim
 
     def count_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values of target and draft."""
@@ -143,7 +148,7 @@ class SlotPool:
         return slots.states[path_length]
 
     def _allocate_state(self, num_slots: int, path_length: int) -> DecodeState:
-        axes = () if self.draft is None or self.draft.frequency_axes is None else (3,)
+        axes = (3,) if isinstance(self.draft, Eagle3Draft) and self.draft.frequency_axes is not None else ()
         width = 0 if self.draft is None else self.draft.fc.in_features
 
         def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -125,7 +125,7 @@ class BlockSegment(Segment):
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of a block: DFlash's first slot drafts nothing."""
+        """Drafts of a block: the depth of its deepest trees."""
         return self.block_size - (self.method == "dflash")
 
 

@@ -9,6 +9,7 @@ its `deps`: DVC tracks the values, and the code holds no defaults.
 
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
-from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
+from stages.params.draft_sections import BlockSegment, CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
 from stages.params.gpus import may_have_gpu
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
@@ -78,6 +79,7 @@ class Params(Section):
         self._check_workloads()
         self._check_method_rows()
         self._check_depths()
+        self._check_block_trees()
         return self
 
     def _check_checkpoints(self) -> None:
@@ -209,6 +211,23 @@ class Params(Section):
                 f"init_draft.sliding_window is {window}, expected at least the most steps asked for, {deepest}: a step would "
                 "not attend to its own first; raise it (thousands are usual)"
             )
+
+    def _check_block_trees(self) -> None:
+        """Raise ValueError for a tree that is named and deeper than a trained block, or too few shallow ones to time."""
+        trained, timed = self.train_draft.checkpoints, self.time_trees
+        blocks = {name: segment.num_drafts for name, segment in trained.items() if isinstance(segment, BlockSegment)}
+        served, torch = self.benchmark_served, self.benchmark
+        cells = [("benchmark", *pair) for pair in product(torch.checkpoints, torch.trees) if torch.torch_workloads]
+        cells += [("benchmark_served", *pair) for pair in product(served.checkpoints, served.trees) if served.workloads]
+        for key, name, tree in cells:
+            if name in blocks and TreeShape.parse(tree).num_steps > blocks[name]:
+                raise ValueError(
+                    f"{key}.trees: {tree} is deeper than the {blocks[name]} drafts of a block of {name}, expected num_steps of "
+                    f"at most {blocks[name]}; lower it, or raise train_draft.checkpoints.{name}.block_size"
+                )
+        for name in timed.checkpoints:
+            if name in blocks:
+                timed.list_block_trees(name, blocks[name])
 
     def _check_method_rows(self) -> None:
         """Raise ValueError for a row of the methods table with an unknown name, or a checkpoint of another method."""

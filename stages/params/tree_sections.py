@@ -26,12 +26,16 @@ class TreeGrid(Section):
     topk: Grid
     num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
 
-    def list_trees(self) -> list[TreeShape]:
-        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens."""
+    def list_trees(self, num_drafts: int | None = None) -> list[TreeShape]:
+        """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens.
+
+        With `num_drafts`, those of a block draft: a block of so many drafts grows no deeper tree.
+        """
         return [
             TreeShape(s, k, m)
             for k in sorted(set(self.topk))
             for s in sorted(set(self.num_steps))
+            if num_drafts is None or s <= num_drafts
             for m in ([s + 1] if k == 1 else sorted(set(self.num_draft_tokens)))
             if m - 1 <= count_candidates(s, k)
         ]
@@ -75,6 +79,18 @@ class TimeTrees(TreeGrid):
                 "longer lists"
             )
         return self
+
+    def list_block_trees(self, checkpoint: str, num_drafts: int) -> list[TreeShape]:
+        """Return the trees that blocks of `num_drafts` drafts can grow. Raises ValueError where these are too few for a fit."""
+        trees = self.list_trees(num_drafts)
+        if len(trees) < MIN_TIMED_TREES:
+            raise ValueError(
+                f"time_trees: {len(trees)} trees of num_steps {self.num_steps}, topk {self.topk} and num_draft_tokens "
+                f"{self.num_draft_tokens} are no deeper than the {num_drafts} drafts of a block of {checkpoint}, expected "
+                f"at least {MIN_TIMED_TREES}, for a fit; write more num_steps of at most {num_drafts}, or leave {checkpoint} "
+                "out of time_trees.checkpoints"
+            )
+        return trees
 
     def list_settings(self) -> dict[str, Any]:
         """Return the settings by the names that timing files record: the grid's lists as `steps` and `tokens`."""

@@ -5,7 +5,7 @@ how many drafts are verified. So one forward drafts at every place of an answer.
 y_0 .. y_{n-2} of an answer of n tokens, and no draft beyond the answer's end is accepted. From a place where j drafts are
 right, a cycle accepts j and the next starts at a + j + 1 (docs/metrics.md).
 
-    width m    a chain of the first m drafts accepts min(j, m), for every m up to the block: engines serve these
+    width m    a chain of the first m drafts accepts min(j, m), for every m up to the block: engines serve the whole
     tree       candidates of the same block. The slots of dflash are independent given the context, so a path's probability is
                the product of its slots'; with a Markov head a node's children have the slot's logits and the bias of the
                node's own token. A tree costs no further draft forward. No engine serves trees of blocks.
@@ -17,7 +17,7 @@ trees, H hidden, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,8 +38,8 @@ from stages.replay.replay import (
     walk_cycles,
 )
 from stages.replay.tree_statistics import TreeCycles, describe_cycles
-from stages.trees import draft_tree
-from stages.trees.draft_tree import Candidates, check_tree
+from stages.trees.block_expansion import check_block_tree, expand_block
+from stages.trees.draft_tree import Candidates
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 
 
@@ -116,12 +116,7 @@ def replay_block_trees(
 ) -> ReplayOutput:
     """Replay trees over the blocks of all places. Raises ValueError for a tree that can't be built from such blocks."""
     for tree in trees:
-        check_tree(tree, draft.config.vocab_size)
-        if tree.num_steps > draft.config.num_drafts:
-            raise ValueError(
-                f"{tree.name}: num_steps is {tree.num_steps}, expected at most {draft.config.num_drafts}, the drafts of a "
-                "block; lower num_steps, or train a wider block"
-            )
+        check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts)
     tables = PlaceTables(trees, len(states), tree_scoring, states.device)
     for topk in tables.topks:
         given = draft, head, states, anchor_tokens, tables.num_steps, topk, tree_scoring, places_per_batch
@@ -141,46 +136,10 @@ def _expand_places(
     nodes = num_steps + (topk if draft.markov_head is not None else 0)  # whose logits are held at once
     size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
     size = max(1, size if places_per_batch is None else min(size, places_per_batch))
-    for start in range(0, len(states), size):
+    for start in range(0, max(1, len(states)), size):  # of no places, a batch of none
         here = slice(start, min(start + size, len(states)))
         logits = states[here, :num_steps] @ head.T
         yield here, expand_block(logits, anchor_tokens[here], draft.markov_head, topk, tree_scoring)
-
-
-def expand_block(
-    logits: Tensor,  # [N, S, V] of the first S slots that draft, without the Markov bias
-    anchor_tokens: Tensor,  # [N]
-    markov_bias: Callable[[Tensor], Tensor] | None,  # tokens [...] -> [..., V] on the logits after them
-    topk: int,
-    tree_scoring: str = "sglang",
-) -> Candidates:
-    """Return the candidates [N, C] of S levels: a node of a level's beam of K is followed by the K best tokens of the next slot.
-
-    A tree of M - 1 nodes selected from them (`draft_tree`) is the best-first tree over all paths of K successors each, as long
-    as M - 1 <= 2 K + 1; with more nodes, one that is not among its level's best K has no children, as in EAGLE's trees.
-    """
-    scoring = draft_tree.TREE_SCORINGS[tree_scoring]
-
-    def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and ids [N, M, K] of the successors of tokens [N, M]."""
-        own = logits[:, slot, None]  # [N, 1, V]
-        if markov_bias is not None:
-            own = own + markov_bias(tokens)
-        best, ids = draft_tree.select_topk(scoring.score_logits(own.float()), topk)
-        shape = -1, tokens.shape[1], -1
-        return best.expand(shape), ids.expand(shape)  # slots without a Markov head are scored once for all parents
-
-    scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
-    beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)
-    records = [(scores, ids, torch.full_like(ids, -1))]
-    for step in range(1, logits.shape[1]):
-        own_scores, successors = score(step, tokens)  # [N, K, K]
-        successors = successors.flatten(1)
-        scores, beam, chosen = draft_tree.extend_beam(beam, own_scores, scoring.combine_scores)
-        records.append((scores, successors, numbers.repeat_interleave(topk, dim=1)))
-        tokens = torch.gather(successors, 1, chosen)
-        numbers = chosen + draft_tree.get_step_range(step, topk)[0]
-    return Candidates(*(torch.cat(parts, 1) for parts in zip(*records, strict=True)))
 
 
 # Padded rows of answers, as the replay of EAGLE-3 takes them

@@ -1,0 +1,63 @@
+"""Expansion of a block: the candidates of a tree from the logits of a block's slots, without a further draft forward.
+
+The slots of dflash are independent given the context, so a path's probability is the product of its slots'; with a Markov head
+a node's children have the slot's logits and the bias of the node's own token. Replay expands many places at once, the engine one
+block of each prompt.
+
+Letters: N places or prompts, S num_steps, K topk, M num_draft_tokens, C candidates, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stages.params.tree_shape import TreeShape
+from stages.trees import draft_tree
+from stages.trees.draft_tree import Candidates, check_tree
+
+
+def check_block_tree(tree: TreeShape, vocab_size: int, num_drafts: int) -> None:
+    """Raise ValueError for a tree that can't be built from blocks of `num_drafts` drafts."""
+    check_tree(tree, vocab_size)
+    if tree.num_steps > num_drafts:
+        raise ValueError(
+            f"{tree.name}: num_steps is {tree.num_steps}, expected at most {num_drafts}, the drafts of a block; lower "
+            "num_steps, or train a wider block"
+        )
+
+
+def expand_block(
+    logits: Tensor,  # [N, S, V] of the first S slots that draft, without the Markov bias
+    anchor_tokens: Tensor,  # [N]
+    markov_bias: Callable[[Tensor], Tensor] | None,  # tokens [...] -> [..., V] on the logits after them
+    topk: int,
+    tree_scoring: str = "sglang",
+) -> Candidates:
+    """Return the candidates [N, C] of S levels: a node of a level's beam of K is followed by the K best tokens of the next slot.
+
+    A tree of M - 1 nodes selected from them (`draft_tree`) is the best-first tree over all paths of K successors each, as long
+    as M - 1 <= 2 K + 1; with more nodes, one that is not among its level's best K has no children, as in EAGLE's trees.
+    """
+    scoring = draft_tree.TREE_SCORINGS[tree_scoring]
+
+    def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and ids [N, M, K] of the successors of tokens [N, M]."""
+        own = logits[:, slot, None]  # [N, 1, V]
+        if markov_bias is not None:
+            own = own + markov_bias(tokens)
+        best, ids = draft_tree.select_topk(scoring.score_logits(own.float()), topk)
+        shape = -1, tokens.shape[1], -1
+        return best.expand(shape), ids.expand(shape)  # slots without a Markov head are scored once for all parents
+
+    scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
+    beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)
+    records = [(scores, ids, torch.full_like(ids, -1))]
+    for step in range(1, logits.shape[1]):
+        own_scores, successors = score(step, tokens)  # [N, K, K]
+        successors = successors.flatten(1)
+        scores, beam, chosen = draft_tree.extend_beam(beam, own_scores, scoring.combine_scores)
+        records.append((scores, successors, numbers.repeat_interleave(topk, dim=1)))
+        tokens = torch.gather(successors, 1, chosen)
+        numbers = chosen + draft_tree.get_step_range(step, topk)[0]
+    return Candidates(*(torch.cat(parts, 1) for parts in zip(*records, strict=True)))

@@ -1,0 +1,231 @@
+"""Block drafts in the engine: the answers of plain decoding, and the accept lengths of replay, alone and together."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stages.draft.block_draft import BlockDraft
+from stages.engine import slot_pool
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
+from stages.engine.memory_estimate import estimate_memory
+from stages.engine.requests import DecodeRequest
+from stages.engine.sampling import SamplingParams
+from stages.engine.target_runner import TargetRunner
+from stages.params.tree_shape import TreeShape
+from stages.replay.block_replay import AnswerPlaces, compute_place_states, replay_block_trees, replay_widths
+from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.engine import test_decode
+from tests.engine.test_batch_decode import asks, searched, steps
+from tests.engine.test_decode import Played, Posted, drawn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCAB, END, ROOM = test_decode.VOCAB, test_decode.END, 24
+FEATURES = (1, 2, 3)  # the layers whose input the draft reads
+NUM_DRAFTS = 5
+TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6), TreeShape(5, 3, 16)]
+every_draft = pytest.mark.parametrize("kind", ["random", "trained"])
+both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+
+
+@cache
+def target() -> PreTrainedModel:
+    return test_decode.model.__wrapped__()
+
+
+def read(ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Features [T, K*H] and transformers' logits [T, V]."""
+    with torch.inference_mode():
+        out = target()(torch.tensor([ids]), output_hidden_states=True)
+    return torch.cat([out.hidden_states[i][0] for i in FEATURES], -1), out.logits[0]
+
+
+def make(layout: str, seed: int = 1, **options: Any) -> BlockDraft:
+    sizes = {
+        "hidden_size": 64,
+        "head_dim": 16,
+        "vocab_size": VOCAB,
+        "mask_token_id": 11,
+        "max_position_embeddings": 512,
+    }
+    options = {"feature_layers": FEATURES, "block_size": NUM_DRAFTS + (layout == "dflash"), **sizes, **options}
+    return random_block_draft(seed, 0.2, torch.float32, **(LAYOUTS[layout] | options))[0]
+
+
+@cache
+def draft(kind: str, layout: str) -> BlockDraft:
+    """With random weights, or trained on the target's answers to the prompts of `asks` for some steps."""
+    made = make(layout)
+    if kind == "random":
+        return made
+    packs = [Pack(made, [*ask.prompt, *searched(target(), ask)], len(ask.prompt)) for ask in asks()]
+    packs = [pack for pack in packs if len(pack.places.anchors)]
+    optimizer = torch.optim.Adam(made.requires_grad_(True).parameters(), 3e-3)
+    for _ in range(40):
+        loss = torch.stack([pack.compute_loss(made) for pack in packs]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return made.requires_grad_(False)
+
+
+class Pack:
+    """A prompt and its answer, as replay takes them."""
+
+    def __init__(self, made: BlockDraft, row: list[int], start: int):
+        self.ids, self.positions = torch.tensor(row), torch.arange(len(row))
+        self.features, self.documents = read(row)[0].clone(), torch.zeros(len(row), dtype=torch.int64)
+        ends = torch.tensor([start]), torch.tensor([len(row)])
+        self.places = AnswerPlaces.build(self.ids, *ends, made.config.num_drafts)
+        self.inputs = self.ids, self.features, self.positions, self.documents, self.places.anchors
+
+    def compute_states(self, made: BlockDraft) -> Tensor:
+        embedding = target().get_input_embeddings().weight
+        return compute_place_states(made, embedding, *self.inputs)
+
+    def compute_loss(self, made: BlockDraft) -> Tensor:
+        embedding, head = target().get_input_embeddings().weight, target().get_output_embeddings().weight
+        states = compute_place_states.__wrapped__(made, embedding, *self.inputs)
+        labels = self.places.following
+        previous = torch.cat([self.ids[self.places.anchors, None], labels[:, :-1].clamp(min=0)], 1)
+        logits = made.compute_logits(states, previous, head)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+@pytest.fixture(params=["called", "played", "in blocks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
+    if request.param != "called":
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    if request.param == "played":
+        monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
+    return request.param
+
+
+def build_engine(made: BlockDraft) -> Engine:
+    return Engine(target(), [END], list(FEATURES), made)
+
+
+def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[DecodeStep]:
+    prompt, most, _, how = ask
+    if tree is None:
+        return list(engine.decode_plain(prompt, most, None, how))
+    return list(engine.decode_speculative(prompt, most, tree, None, how))
+
+
+def join(found: list[DecodeStep]) -> list[int]:
+    return [token for step in found for token in step.tokens]
+
+
+@both_layouts
+@every_draft
+def test_answers_are_those_of_greedy_search(way: str, kind: str, layout: str) -> None:
+    """Prompts of one token and more; answers that end at their first token, inside a block, by END and by length."""
+    engine = build_engine(draft(kind, layout))
+    accepted = dict.fromkeys(TREES, 0)
+    for tree in TREES:
+        alone = [decode(engine, ask, tree) for ask in asks()]
+        assert [join(found) for found in alone] == [searched(target(), ask) for ask in asks()], tree
+        for num_slots in (2, 4):
+            assert steps(engine.decode_batch(asks(), num_slots, tree), len(asks())) == alone, (tree, num_slots)
+        accepted[tree] = sum(step.num_accepted for found in alone for step in found)
+    assert max(accepted.values()) > 0, "drafts are never right: the comparison says little"
+    if kind == "trained":
+        assert accepted[TREES[2]] > 30 and accepted[TREES[4]] >= accepted[TREES[1]] > accepted[TREES[0]]
+
+
+@both_layouts
+@every_draft
+def test_accept_lengths_are_those_of_replay(way: str, kind: str, layout: str) -> None:
+    made = draft(kind, layout)
+    engine, head = build_engine(made), target().get_output_embeddings().weight
+    chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
+    grown = [TreeShape(5, 2, 4), TreeShape(3, 2, 6), TreeShape(5, 3, 16), TreeShape(2, 11, 40)]
+    total = 0
+    for ask in asks():
+        pack = Pack(made, [*ask.prompt, *searched(target(), ask)], len(ask.prompt))
+        states, anchor_tokens = pack.compute_states(made), pack.ids[pack.places.anchors]
+        walk = replay_widths(made.draft_greedily(states, anchor_tokens, head), pack.places)
+        found = replay_block_trees(made, head, states, anchor_tokens, pack.places, grown)
+        cycles = torch.cat([walk.cycles[0], found.cycles[0]]).tolist()
+        accepted = torch.cat([walk.accepted[0], found.accepted[0]]).tolist()
+        for tree, count, drafts in zip([*chains, *grown], cycles, accepted, strict=True):
+            live = decode(engine, ask, tree)[1:]
+            assert (len(live), sum(step.num_accepted for step in live)) == (count, drafts), (tree, ask.prompt)
+            total += drafts
+    assert total > 50, "drafts are never right: the comparison says nothing"
+
+
+@both_layouts
+def test_sampled_answers_are_those_of_plain_decoding(way: str, layout: str) -> None:
+    """Tokens are drawn from the target alone, so one seed gives one answer, as transformers' own logits give it."""
+    engine = build_engine(draft("trained", layout))
+    hows = [SamplingParams(0.8, 1.0, None, seed) for seed in range(4)]
+    rows = [DecodeRequest(prompt, ROOM, None, how) for how in hows for prompt in test_decode.prompts()]
+    expected = [drawn(target(), ask.prompt, ask.sampling) for ask in rows]
+    assert len(set(map(tuple, expected))) > 6
+    for tree in (None, TREES[2], TREES[4]):
+        assert [join(decode(engine, ask, tree)) for ask in rows] == expected
+        together = steps(engine.decode_batch(rows, 3, tree), len(rows))
+        assert [join(found) for found in together] == expected
+    assert sum(step.num_accepted for ask in rows for step in decode(engine, ask, TREES[2])) > 5
+
+
+def test_slots_are_reused_from_prompt_to_prompt() -> None:
+    """Nothing of an earlier, longer prompt is seen: answers do not depend on what the slot held."""
+    engine, tree = build_engine(draft("trained", "dflash")), TREES[2]
+    short, long = DecodeRequest([3], ROOM), DecodeRequest([1, 2, 3, 4] * 20, ROOM)
+    first = decode(engine, short, tree)
+    decode(engine, long, tree)
+    with torch.inference_mode():
+        engine.slots.idle[0].draft_keys[:] = 50.0
+        engine.slots.idle[0].draft_values[:] = -50.0
+    assert decode(engine, short, tree) == first
+
+
+def test_a_tree_deeper_than_the_block_is_refused() -> None:
+    engine = build_engine(draft("random", "dspark"))
+    with pytest.raises(ValueError, match="t6_1_7: num_steps is 6, expected at most 5, the drafts of a block"):
+        engine.get_tree_method(TreeShape(6, 1, 7))
+    with pytest.raises(ValueError, match="topk is 13, expected at most 12"):
+        engine.get_tree_method(TreeShape(2, 13, 20))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 13}, "target of 13 tokens and width 64; this target has 12 and 64"),
+        ({"hidden_size": 32}, "target of 12 tokens and width 32; this target has 12 and 64"),
+        ({"feature_layers": (1, 2, 4)}, r"reads feature layers \[1, 2, 4\] of the target, expected .* ids below 4"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused(options: dict[str, Any], message: str) -> None:
+    made = make("dflash", **options)
+    with pytest.raises(ValueError, match=message):
+        Engine(target(), [END], list(made.config.feature_layers), made)
+
+
+def test_captured_features_are_those_of_the_draft() -> None:
+    with pytest.raises(ValueError, match=r"reads feature layers \[1, 2, 3\] .* found \[1, 2\]"):
+        Engine(target(), [END], [1, 2], draft("random", "dflash"))
+
+
+def test_state_and_memory_count_every_layer() -> None:
+    made, tree = draft("random", "dflash"), TREES[1]
+    engine, c = build_engine(made), made.config
+    decode(engine, DecodeRequest([1, 2], 4), tree)
+    slots = engine.slots.idle[0]
+    cached = 2 * slots.capacity * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
+    features = (tree.num_steps + 1) * len(FEATURES) * c.hidden_size * 4
+    proposer = slots.proposers[engine.get_tree_method(tree)]
+    assert proposer.count_state_bytes(slots) == cached + features
+    plain = Engine(target(), [END], [])
+    estimate = estimate_memory(engine, 20, 1, tree)
+    assert estimate.cache - plain.slots.count_cache_bytes(estimate.cache_tokens) == cached
+    assert estimate.draft > 0

@@ -1,0 +1,152 @@
+"""benchmark and time_trees on a block checkpoint of a tiny target, and what can't be measured with it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import benchmark, prepare_prompts, time_trees
+from stages.draft import block_checkpoint, checkpoint
+from stages.draft.block_draft import BlockDraft
+from stages.params import schema
+from stages.results import served_records, timing_grid, torch_records
+from stages.target import manifest
+from tests.conftest import edit_params
+from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.talking import TREES, WORKLOADS
+from tests.test_time_trees import GRID
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK_SIZE = 4  # dflash drafts 3 tokens, dspark 4
+both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+
+
+def write_draft(layout: str, **options: Any) -> BlockDraft:
+    """Write the checkpoint `block` of the tiny target."""
+    made = manifest.read_manifest()
+    sizes = {
+        "vocab_size": made.vocab_size,
+        "hidden_size": made.hidden_size,
+        "mask_token_id": 3,
+        "block_size": BLOCK_SIZE,
+    }
+    sizes |= {"feature_layers": (1, 2, 3), "max_position_embeddings": 4096}
+    draft = random_block_draft(2, **(LAYOUTS[layout] | sizes | options))[0].float()
+    config = block_checkpoint.build_block_config(draft.config, made.num_layers)
+    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()))
+    return draft
+
+
+def name_checkpoint(project: Path, layout: str, **benchmarked: Any) -> None:
+    """Name the checkpoint in params.yaml as one that train_draft has made."""
+    segment = {"from": "e000", "epochs": 1, "method": layout, "layers": 2, "block_size": BLOCK_SIZE, "anchors": 8}
+    segment |= {"markov_rank": 3} if layout == "dspark" else {}
+    edit_params(
+        project,
+        {
+            "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, "block": segment}},
+            "replay_trees": {"checkpoints": ["e003"]},
+            "benchmark": {"checkpoints": ["block"], "trees": TREES, **benchmarked},
+            "benchmark_served": {"workloads": []},
+            "serving_costs": {"workloads": []},
+            "benchmark_methods": {"with_draft": {}, "without_draft": {}},
+            "time_trees": GRID,
+        },
+    )
+
+
+@pytest.fixture
+def project(talking_project: Path) -> Path:
+    shutil.copytree(Path("drafts").resolve(), "copied")
+    Path("drafts").unlink()
+    Path("copied").rename("drafts")
+    return talking_project
+
+
+@both_layouts
+def test_a_cell_of_a_block_checkpoint(project: Path, layout: str) -> None:
+    write_draft(layout)
+    name_checkpoint(project, layout)
+    prepare_prompts.main("eval")
+    for tree in TREES:
+        benchmark.main("eval", "block", tree)
+        found = torch_records.read_torch_cell("eval", "block", tree)
+        assert found.metrics.identical_share == 1.0 and found.num_steps == 3 and len(found.prompts) == 5
+        assert sum(found.histogram) > 5 and len(found.histogram) == 4
+
+
+def test_a_cell_of_several_prompts_at_once(project: Path) -> None:
+    write_draft("dspark")
+    name_checkpoint(project, "dspark", workloads={**WORKLOADS, "eval": {**WORKLOADS["eval"], "concurrency": 2}})
+    prepare_prompts.main("eval")
+    benchmark.main("eval", "block", "t3_2_6")
+    found = served_records.read_served_cell("eval", "block", "t3_2_6", served_records.TORCH_ENGINE)
+    (point,), (plain,) = found.model_dump()["points"], found.model_dump()["baseline_points"]
+    answers, expected = ([(row["id"], row["answer"]) for row in load["requests"]] for load in (point, plain))
+    assert answers == expected and len(answers) == 5
+
+
+def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
+    write_draft("dflash", block_size=3)
+    name_checkpoint(project, "dflash")  # whose block_size says 4: a checkpoint written before params.yaml was edited
+    prepare_prompts.main("eval")
+    with pytest.raises(ValueError, match="t3_1_4: num_steps is 3, expected at most 2, the drafts of a block"):
+        benchmark.main("eval", "block", "t3_1_4")
+
+
+@both_layouts
+def test_the_grid_of_a_block_checkpoint(project: Path, layout: str) -> None:
+    """Trees of the grid deeper than the block are left out."""
+    draft = write_draft(layout)
+    name_checkpoint(project, layout)
+    edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 2, 3, 4, 6], "topk": [1, 2, 3]}})
+    time_trees.main("block")
+    found = timing_grid.read_timing_grid("block", "tiny")
+    trees = schema.load_params().time_trees.list_trees()
+    shallow = [tree for tree in trees if tree.num_steps <= draft.config.num_drafts]
+    assert len(shallow) < len(trees)
+    assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
+        (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
+    ]
+    assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())
+
+
+def test_a_grid_with_too_few_trees_for_a_fit(project: Path) -> None:
+    write_draft("dflash")
+    name_checkpoint(project, "dflash")
+    message = r"6 trees of num_steps \[1, 3, 6\].* the 3 drafts of a block of block, expected at least 8, for a fit"
+    with pytest.raises(ValueError, match=message):
+        time_trees.main("block")
+    edit_params(project, {"time_trees": {"checkpoints": ["block"]}})
+    with pytest.raises(ValueError, match=message):
+        schema.load_params()
+
+
+def test_a_block_draft_of_another_target(project: Path) -> None:
+    write_draft("dflash", hidden_size=8)
+    name_checkpoint(project, "dflash")
+    prepare_prompts.main("eval")
+    with pytest.raises(ValueError, match=r"the block draft is for a target of .* and width 8; this target has"):
+        benchmark.main("eval", "block", "t3_1_4")
+
+
+@pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
+@both_layouts
+def test_trees_deeper_than_a_trained_block_are_refused_before_anything_runs(
+    project: Path, section: str, layout: str
+) -> None:
+    """A block of 4 rows drafts 3 tokens by dflash, 4 by dspark."""
+    name_checkpoint(project, layout)
+    changes: dict[str, Any] = {"checkpoints": ["block"], "trees": ["t3_1_4", "t4_1_5"]}
+    edit_params(project, {section: changes | ({"workloads": ["eval"]} if section == "benchmark_served" else {})})
+    if layout == "dspark":
+        assert schema.load_params().train_draft.checkpoints["block"].other_method == "dspark"
+        return
+    message = (
+        f"{section}.trees: t4_1_5 is deeper than the 3 drafts of a block of block, expected num_steps of at most 3"
+    )
+    with pytest.raises(ValueError, match=message):
+        schema.load_params()
