@@ -41,9 +41,9 @@ def main(name: str) -> None:
     started = time.perf_counter()
     target, s = manifest.read_manifest(), p.time_trees
     prompts = _build_prompts(s.context, max(s.batches), target.image_token_id)
-    _check_positions(s, target.max_position_embeddings)
     engine, loaded = _build_engine(p, target, name)
     trees = _select_trees(loaded, s, name)
+    _check_positions(s, trees, target.max_position_embeddings)
 
     plain, grid = [], []
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
@@ -108,10 +108,10 @@ def _build_prompts(tokens: int, count: int, image_token: int | None) -> list[lis
     return [list(itertools.islice(rounds, tokens)) for _ in range(count)]
 
 
-def _check_positions(s: TimeTrees, positions: int) -> None:
+def _check_positions(s: TimeTrees, trees: list[TreeShape], positions: int) -> None:
     """Raises ValueError if the target has too few positions for the context and the timed cycles."""
     needed = s.context + max(
-        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in s.list_trees()
+        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in trees
     )
     if needed > positions:
         raise ValueError(

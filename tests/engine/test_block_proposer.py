@@ -1,15 +1,18 @@
 """Block drafts in the engine: the answers of plain decoding, and the accept lengths of replay, alone and together."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockDraft
 from stages.engine import slot_pool
+from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.memory_estimate import estimate_memory
@@ -22,6 +25,7 @@ from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
 from tests.engine import test_decode
 from tests.engine.test_batch_decode import asks, searched, steps
 from tests.engine.test_decode import Played, Posted, drawn
+from tests.target.multimodal_documents import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,6 +193,40 @@ def test_slots_are_reused_from_prompt_to_prompt() -> None:
     assert decode(engine, short, tree) == first
 
 
+class NotedOperators(TorchDispatchMode):
+    """Notes the names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        with self:  # the operators that an operator is made of
+            found = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+
+
+@both_layouts
+@pytest.mark.parametrize("tree", [TREES[2], TREES[4]], ids=str)
+def test_a_captured_proposal_reads_nothing_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, layout: str, tree: TreeShape
+) -> None:
+    """A CUDA graph can't wait for values, nor for shapes that depend on them."""
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    real, noted = BlockProposer.propose, NotedOperators()
+
+    def propose(self: BlockProposer, *given: Any) -> Any:
+        with noted:
+            return real(self, *given)
+
+    monkeypatch.setattr(BlockProposer, "propose", propose)
+    steps(build_engine(draft("random", layout)).decode_batch(asks(), 3, tree), len(asks()))
+    assert {"index_put_", "mm"} <= noted.names, noted.names
+    assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
 def test_a_tree_deeper_than_the_block_is_refused() -> None:
     engine = build_engine(draft("random", "dspark"))
     with pytest.raises(ValueError, match="t6_1_7: num_steps is 6, expected at most 5, the drafts of a block"):
@@ -209,6 +247,14 @@ def test_a_draft_of_another_target_is_refused(options: dict[str, Any], message: 
     made = make("dflash", **options)
     with pytest.raises(ValueError, match=message):
         Engine(target(), [END], list(made.config.feature_layers), made)
+
+
+def test_a_multimodal_target_is_refused(tmp_path: Path) -> None:
+    model = load(tmp_path, "qwen3 vl")
+    vocab_size, hidden_size = model.get_input_embeddings().weight.shape
+    made = make("dflash", vocab_size=vocab_size, hidden_size=hidden_size)
+    with pytest.raises(ValueError, match=r"a block draft \(dflash\) and the target multimodal, expected a text target"):
+        Engine(model, [END], list(FEATURES), made)
 
 
 def test_captured_features_are_those_of_the_draft() -> None:
