@@ -101,7 +101,9 @@ def write_report(p: schema.Params) -> None:
     )
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
     launch = found.predicted.launch
-    table = format_terminal_table(found.table_rows, served_rows, metrics, launch, found.methods, found.verdict)
+    table = format_terminal_table(
+        found.table_rows, served_rows, metrics, launch, found.methods, found.verdict, found.families
+    )
     atomic.write_text(TABLE_FILE, f"{table}\n")
     print(table)
 

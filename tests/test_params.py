@@ -1205,3 +1205,21 @@ def test_every_new_key_exists_and_no_old_one() -> None:
     known = {".".join(place).replace(".eval.", ".*.") for place in LEAVES} | {"benchmark_methods.with_draft"}
     known |= {"benchmark_methods.without_draft"}
     assert set(OLD_KEYS.values()) <= known and not set(OLD_KEYS) & known
+
+
+def test_drafts_of_one_chain_have_the_same_shapes() -> None:
+    block = {"epochs": 1, "method": "dflash", "layers": 2, "block_size": 5, "anchors": 8}
+    segments = {
+        "e001": {"from": "e000", "epochs": 1}, "e002": {"from": "e001", "epochs": 1}, "b001": {"from": "e000", **block},
+        "b002": {"from": "b001", **block}, "b003": {"from": "b002", **block}, "w001": {"from": "e000", **block, "block_size": 9},
+    }  # fmt: skip
+    theirs = {"model": "someone/theirs", "revision": None, "rope_theta": None}
+    whole = copy.deepcopy(READ)
+    whole["train_draft"]["checkpoints"] |= segments
+    whole["import_draft"]["checkpoints"] = {"theirs": theirs, "others": theirs}
+    Path("params.yaml").write_text(json.dumps(whole))
+    p = schema.load_params()
+    groups = [{"e000", "e001", "e002"}, {"b001", "b002", "b003"}, {"w001"}, {"theirs"}, {"others"}]
+    for group in groups:
+        for one in group:
+            assert {other for some in groups for other in some if p.have_same_shapes(one, other)} == group

@@ -282,9 +282,19 @@ class Params(Section):
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
     def have_same_shapes(self, one: str, other: str) -> bool:
-        """Return whether two checkpoints' drafts have the same shapes, as e000 and all trained from it do."""
-        own = {name for name, segment in self.train_draft.checkpoints.items() if segment.other_method}
-        return one == other or not {one, other} & {*self.import_draft.checkpoints, *own}
+        """Return whether two checkpoints' drafts have the same shapes, as e000 and all EAGLE-3 drafts trained from it do, and as
+        the segments of one chain of a block draft.
+        """
+        return self._find_first_of_shapes(one) == self._find_first_of_shapes(other)
+
+    def _find_first_of_shapes(self, name: str) -> str:
+        """Return the checkpoint that fixed the shapes of a checkpoint: e000, an imported one, or another method's first."""
+        trained = self.train_draft.checkpoints
+        if name not in trained:
+            return name
+        while (parent := trained[name].from_) != ROOT_CHECKPOINT:
+            name = parent
+        return name if trained[name].other_method else ROOT_CHECKPOINT
 
 
 def check_initial(params: Params, name: str) -> None:

@@ -5,7 +5,7 @@ how many drafts are verified. So one forward drafts at every place of an answer.
 y_0 .. y_{n-2} of an answer of n tokens, and no draft beyond the answer's end is accepted. From a place where j drafts are
 right, a cycle accepts j and the next starts at a + j + 1 (docs/metrics.md).
 
-    width m    a chain of the first m drafts accepts min(j, m), for every m up to the block: engines serve these
+    width m    a chain of the first m drafts accepts min(j, m), for every m up to the block: engines serve the whole
     tree       candidates of the same block. The slots of dflash are independent given the context, so a path's probability is
                the product of its slots'; with a Markov head a node's children have the slot's logits and the bias of the
                node's own token. A tree costs no further draft forward. No engine serves trees of blocks.
@@ -136,7 +136,7 @@ def _expand_places(
     nodes = num_steps + (topk if draft.markov_head is not None else 0)  # whose logits are held at once
     size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
     size = max(1, size if places_per_batch is None else min(size, places_per_batch))
-    for start in range(0, len(states), size):
+    for start in range(0, max(1, len(states)), size):  # of no places, a batch of none
         here = slice(start, min(start + size, len(states)))
         logits = states[here, :num_steps] @ head.T
         yield here, expand_block(logits, anchor_tokens[here], draft.markov_head, topk, tree_scoring)

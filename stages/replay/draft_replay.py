@@ -106,12 +106,12 @@ class BlockReplay:
         return block_replay.trace_block_cycles(*given, cycle_starts, tree, self.tree_scoring, num_places)
 
 
-def list_block_trees(trees: Sequence[TreeShape], num_drafts: int) -> list[TreeShape]:
-    """Return those of `trees` that a block of `num_drafts` drafts can grow, and the chain of the whole block, in grid order.
+def add_whole_chain(trees: Sequence[TreeShape], num_drafts: int) -> list[TreeShape]:
+    """Return the trees and the chain of all `num_drafts` drafts of a block, in grid order.
 
-    The chain of the whole block is what serving engines run, so it is replayed whether or not the grid has it.
+    That chain is what serving engines run, so it is replayed whether or not the grid has it.
     """
-    found = {TreeShape(num_drafts, 1, num_drafts + 1), *(tree for tree in trees if tree.num_steps <= num_drafts)}
+    found = {TreeShape(num_drafts, 1, num_drafts + 1), *trees}
     return sorted(found, key=lambda tree: (tree.topk, tree.num_steps, tree.num_draft_tokens))
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median_low
 from typing import Literal
 
+from stages.params.tree_shape import TreeShape
+from stages.reporting.families import DraftFamily, Families
 from stages.reporting.text import (
     ONE_PROMPT,
     align_columns,
@@ -27,6 +29,7 @@ from stages.results.torch_records import TorchCell, name_torch_stage
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
+TORCH_ONLY_MARK, TORCH_ONLY_NOTE = " +", "+ torch engine only: no serving engine runs this tree of a block draft"
 DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top say"
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
@@ -60,6 +63,10 @@ class BenchmarkRow(TableRow):
     replay_tau: float | None
     engine: str
     process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
     @property
     def stage(self) -> str:
@@ -121,32 +128,42 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
 
 
 def format_benchmark_table(
-    rows: list[BenchmarkRow], best_checkpoint: str | None, doubted: Collection[str] = ()
+    rows: list[BenchmarkRow], best_checkpoint: str | None, families: Families, doubted: Collection[str] = ()
 ) -> list[str]:
     """Return the terminal's lines, a table per workload and checkpoint. `doubted` are stages whose times are odd."""
     lines = []
     for workload, checkpoint in dict.fromkeys((row.workload, row.checkpoint) for row in rows):
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]
         mark = ", the best checkpoint by replayed tau" if checkpoint == best_checkpoint else ""
-        lines += [f"{workload}, checkpoint {checkpoint}{mark}", *_align_benchmark_rows(group, doubted)]
+        family = families[checkpoint]
+        name = f" ({family.name})" if family.num_drafts else ""
+        lines += [f"{workload}, checkpoint {checkpoint}{name}{mark}", *_align_benchmark_rows(group, family, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
             lines.append(f"plain decoding: {median_low(plain_tok_s):.1f} tokens/s, the median of the measured rows")
         if any(row.stage in doubted for row in group):
             lines.append(DOUBTED_NOTE)
+        if not all(family.is_served(row.shape) for row in group):
+            lines.append(TORCH_ONLY_NOTE)
         lines += [*([REPLAYED_NOTE] if any(row.is_replayed for row in group) else []), ""]
     if any(row.topk == 1 for row in rows):
         lines[-1:] = [CHAIN_NOTE, ""]
     return lines
 
 
-def _align_benchmark_rows(group: list[BenchmarkRow], doubted: Collection[str]) -> list[str]:
+def _align_benchmark_rows(group: list[BenchmarkRow], family: DraftFamily, doubted: Collection[str]) -> list[str]:
     heads = zip(*BENCHMARK_HEADINGS, strict=True)
-    return align_columns([*heads, *(_format_benchmark_row(row, row.stage in doubted) for row in group)])
+    marks = [
+        REPLAYED_MARK * row.is_replayed
+        + DOUBTED_MARK * (row.stage in doubted)
+        + TORCH_ONLY_MARK * (not family.is_served(row.shape))
+        for row in group
+    ]
+    return align_columns([*heads, *map(_format_benchmark_row, group, marks)])
 
 
-def _format_benchmark_row(row: BenchmarkRow, is_doubted: bool) -> tuple[str, ...]:
+def _format_benchmark_row(row: BenchmarkRow, marks: str) -> tuple[str, ...]:
     return (
-        format_tree(row.tree) + REPLAYED_MARK * row.is_replayed + DOUBTED_MARK * is_doubted,
+        format_tree(row.tree) + marks,
         format_number(row.prefill_latency_s, 3),
         f"{100 * row.accept_rate:.1f}", format_number(row.e2e_latency_s, 3),
         f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, row.why_no_interval)}",

@@ -4,8 +4,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.reporting import costs, families, methods, served
+from stages.reporting import costs, methods, served
 from stages.reporting.benchmark_table import BenchmarkRow, format_benchmark_table
+from stages.reporting.families import Families, select_shared_trees
 from stages.reporting.inputs import ReportInputs
 from stages.reporting.methods import MethodRow
 from stages.reporting.verdict import Verdict
@@ -24,7 +25,7 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
 
     The best checkpoint has the highest replayed tau, averaged over the trees of the grid that all checkpoints have.
     """
-    shared = families.select_shared_trees(found.replays)
+    shared = select_shared_trees(found.replays)
     means = {name: fmean(tree.tau for tree in trees) for name, trees in shared.items()}
     shares = [row.identical_share for row in found.rows if row.identical_share is not None]
     summary = {
@@ -82,12 +83,13 @@ def format_terminal_table(
     launch: list[LaunchAdvice],
     method_rows: list[MethodRow],
     verdict: Verdict,
+    families: Families,
 ) -> str:
     """Return aligned text: the verdict, the torch engine's cells, served cells, methods, and what to launch."""
     lines = [
         *verdict.list_lines(),
         "",
-        *format_benchmark_table(rows, get_badge(metrics), verdict.doubted),
+        *format_benchmark_table(rows, get_badge(metrics), families, verdict.doubted),
         *served.format_served_table(served_rows),
         *methods.format_method_table(method_rows, verdict.doubted),
         *([*costs.format_launch_table(launch), ""] if launch else []),

@@ -13,8 +13,10 @@ from stages.replay.block_replay import (
     AnswerPlaces,
     compute_histogram,
     compute_place_states,
+    replay_block_answers,
     replay_block_trees,
     replay_widths,
+    trace_block_cycles,
 )
 from tests.draft.slow_block_draft import LAYOUTS, greedy_block, random_block_draft
 from tests.draft.slow_draft import small_target
@@ -160,6 +162,20 @@ def test_trees_equal_enumerated_ones(
                 )  # fmt: skip
             assert (int(found.cycles[row, g]), int(found.accepted[row, g])) == (cycles, total), tree.name
             offset += count
+
+
+@both_layouts
+def test_answers_of_one_token_have_no_cycle(layout: str) -> None:
+    case = case_of(layout, 6)
+    rows = [row[: len(prompt) + 1] for row, prompt in zip(case.rows[:2], PROMPTS, strict=False)]
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    features = torch.zeros(*ids.shape, case.draft.fc.in_features, dtype=torch.float64)
+    given = case.draft, case.embedding, case.head, ids, features, lengths - 1, lengths
+    tree = TreeShape(3, 2, 6)
+    found = replay_block_answers(*given, [tree, TreeShape(4, 1, 5)], traced=[0])
+    assert found.accepted.tolist() == found.cycles.tolist() == [[0, 0], [0, 0]] and found.cycle_starts is not None
+    assert len(trace_block_cycles(*given, found.cycle_starts[0], tree).row) == 0
 
 
 def test_a_tree_deeper_than_the_block_is_refused() -> None:

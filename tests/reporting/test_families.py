@@ -100,7 +100,9 @@ def test_families_stand_side_by_side_and_only_the_whole_chain_is_launched(
     assert "--speculative-algorithm DSPARK" in printed
 
 
-def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(project: schema.Params) -> None:
+def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
     edit_params(Path(), {"benchmark": {"checkpoints": [NAME], "trees": [CHAIN.name, "t3_2_8"]}})
     for workload in project.benchmark.torch_workloads:
         for tree, speedup in ((CHAIN.name, 1.6), ("t3_2_8", 2.2)):
@@ -109,7 +111,13 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(project: 
                 timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).model_dump()
             )
     report.main()
-    page = report.PAGE_FILE.read_text()
+    printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
+    assert f"checkpoint {NAME} (DSpark)" in printed and "checkpoint e003\n" in printed
+    assert re.search(r"^3_2_8 \+ ", printed, re.M) and re.search(r"^5_1_6 \(5_1_5\)  ", printed, re.M)
+    assert "+ torch engine only: no serving engine runs this tree of a block draft" in printed
+    results = page[page.index(f"Results of {NAME} on eval") :]
+    told = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
+    assert [("torch engine only" in row, row.split()[0][:5]) for row in told] == [(False, "5_1_6"), (True, "3_2_8")]
     trees = page[page.index(f"All trees of {NAME}") :]
     lines = {
         words(line).split()[0]: "torch engine only" in line
