@@ -3,7 +3,8 @@
 The same pack in float32 on both, in bfloat16 on the GPU: the loss of each step, the number of hits, and the gradient of
 every weight by |gpu - cpu| / |cpu|. Exits with 1 where float32 is off by more than 1e-5 (lk_alpha 1e-2: at a random
 draft's acceptances of 1e-3 and less, which of two near numbers is the smaller weighs much). The CPU's side is tested
-against a slow draft in tests/training/test_ttt.py.
+against a slow draft in tests/training/test_ttt.py. Then the same of block drafts (tests/test_train_block_drafts.py), off by no
+more than 1e-4.
 """
 
 import sys
@@ -13,8 +14,11 @@ from types import SimpleNamespace
 import torch
 from triton.testing import do_bench
 
+from stages.draft.block_draft import BlockDraft, BlockDraftConfig
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
-from stages.training import attention_mask, ttt
+from stages.training import attention_mask, block_training, ttt
+from stages.training.block_training import OBJECTIVES, BlockTrainingObjective
+from stages.training.packed_rows import PackPlace
 
 H, V, D, STEPS = 512, 2000, 1500, 7
 
@@ -49,8 +53,35 @@ def main() -> None:
             )
             off.pop("hits")  # near ties differ by rounding
             good &= dtype != torch.float32 or max(off.values()) < (1e-2 if loss == "lk_alpha" else 1e-5)
+    good &= compare_block_drafts(rows, embedding, head, "cuda")
     time_merge()
     sys.exit(not good)
+
+
+def compare_block_drafts(rows: list, embedding: torch.Tensor, head: torch.Tensor, device: str) -> bool:
+    """Print how far block drafts on `device` are from those on the CPU; return whether float32 is near."""
+    good = True
+    for layout, size, rank in (("dflash", 8, 0), ("dspark", 7, 32)):
+        config = BlockDraftConfig(
+            hidden_size=H, intermediate_size=2 * H, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+            head_dim=64, vocab_size=V, max_position_embeddings=4096, rms_norm_eps=1e-6,
+            rope={"rope_theta": 1e4, "rope_type": "default"}, layout=layout, block_size=size, mask_token_id=0,
+            feature_layers=(1, 2, 3), markov_rank=rank, confidence_head=layout == "dspark",
+        )  # fmt: skip
+        draft = BlockDraft(config)
+        objective = BlockTrainingObjective(config.num_drafts, 100, 0, OBJECTIVES[layout])
+        pack = objective.build_pack(rows, PackPlace(0, 0, 0), pinned=False)
+        reference = learn_block(draft, pack, embedding, head, objective)
+        for dtype in (torch.float32, torch.bfloat16):
+            there = BlockDraft(config)
+            there.load_state_dict(draft.state_dict())
+            there = there.to(device).to(dtype)
+            tables = embedding.to(device, dtype), head.to(device, dtype)
+            found = learn_block(there, pack.to(device), *tables, objective)
+            off = {n: float((found[n] - g).norm() / g.norm()) for n, g in reference.items()}
+            print(layout, dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True)
+            good &= dtype != torch.float32 or max(off.values()) < 1e-4
+    return good
 
 
 def time_merge() -> None:
@@ -78,6 +109,16 @@ def learn(draft: Eagle3Draft, pack: ttt.TrainingPack, embedding, head, loss: str
     result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(STEPS, loss=loss))
     result.total_loss.backward()
     told = {"total": result.total_loss, "loss": result.loss_per_step, "hits": result.argmax_matches.sum(1)}
+    return {
+        n: t.detach().float().cpu() for n, t in {**told, **{n: p.grad for n, p in draft.named_parameters()}}.items()
+    }
+
+
+def learn_block(draft: BlockDraft, pack, embedding, head, objective: BlockTrainingObjective) -> dict[str, torch.Tensor]:
+    counts = torch.tensor(pack.supervised_per_step, device=pack.ids.device)
+    result = block_training.compute_loss(draft, pack, embedding, head, objective, counts)
+    result.total_loss.backward()
+    told = {"total": result.total_loss, "loss": result.loss_per_step}
     return {
         n: t.detach().float().cpu() for n, t in {**told, **{n: p.grad for n, p in draft.named_parameters()}}.items()
     }

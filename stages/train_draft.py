@@ -5,8 +5,9 @@ e003 is bit for bit nine epochs straight: a learning rate that falls (training/l
 `horizon_epochs` from e000, whatever a segment's length. A killed run resumes after its last whole epoch.
 The log has loss and accuracy per TTT step; tau is computed by replay_trees, so that editing a tree never retrains.
 
-A segment trains EAGLE-3's draft, or that of the method it names (EAGLE or Medusa, methods/registry.py), which starts from
-the sizes and the vocabulary of e000 and reads the same rows in the same order.
+A segment trains EAGLE-3's draft, or that of the method it names, which starts from the sizes of e000 and reads the same rows
+in the same order: EAGLE or Medusa with e000's vocabulary (methods/registry.py), or a block draft, DFlash or DSpark
+(training/block_training.py), whose log has the drafts of a block in place of TTT steps.
 
 An optimizer step uses `packs_per_step` packs of at most `batch_tokens` tokens, concatenated rows. Several processes share the
 packs of a step, so their number does not change what is learned. With `extract_hiddens.online` no hidden states are stored, and
@@ -22,24 +23,26 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stages.data import conversations
-from stages.draft import checkpoint
+from stages.draft import block_checkpoint, block_initialisation, checkpoint
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.hidden_states import reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
-from stages.params.draft_sections import Segment, TrainDraft
+from stages.params.draft_sections import BlockSegment, Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
-from stages.target import manifest
+from stages.target import chat_template, manifest
 from stages.target.feature_layers import locate_feature_layers
 from stages.target.feature_target import FeatureTarget
 from stages.target.manifest import TargetManifest
 from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
-from stages.training import trackers, ttt
+from stages.training import block_training, trackers, ttt
+from stages.training.packed_rows import PackObjective
 from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
-from stages.training.trainer import EpochLog, Trainer, TrainingProgress
+from stages.training.trainer import ComputeLoss, EpochLog, Trainer, TrainingProgress
 
 SAMPLED, HIDDENS, REPORTS_FOLDER = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
 MAX_MEASURED_PACKS = 64  # packs on which the rank accuracy of another method is measured
@@ -53,6 +56,10 @@ class DraftModel:
     model: nn.Module
     config: dict[str, Any]
     method: str | None
+
+    @property
+    def is_block_draft(self) -> bool:
+        return self.method in block_checkpoint.ARCHITECTURES
 
 
 def main(name: str) -> None:
@@ -95,6 +102,8 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         with scratch.check_unfinished(work):
             draft, progress = _read_draft(work, parent_stage, segment.other_method, head)
             progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
+    elif segment.from_ == ROOT_CHECKPOINT and isinstance(segment, BlockSegment):
+        draft, progress = _initialise_block_draft(name, segment, target_manifest, params), TrainingProgress({})
     elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:
         draft, progress = _initialise_method_draft(segment, head, settings), TrainingProgress({})
     else:
@@ -107,9 +116,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     layers = _list_feature_layers(draft, target_manifest)
     places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
     hidden_states = HiddenStatesReader(HIDDENS, places)
-    compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
-    num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
-    objective = ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss)
+    objective, compute_loss = _choose_objective(draft, segment, settings)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state
     if hidden_states.online:
@@ -120,7 +127,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     weights, state = trainer.gather_state()
     if not ranks.first:
         return
-    if draft.method:
+    if draft.method in registry.TRAINABLE_METHODS:
         draft.config["rank_accuracy"] = _measure_rank_accuracy(trainer, hidden_states, draft, weights)
     folder = checkpoint.locate_checkpoint(name)
     _write_checkpoint(folder, draft, trainer, weights, state)
@@ -132,9 +139,22 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
 
 def _list_feature_layers(draft: DraftModel, target: TargetManifest) -> list[int]:
     """Return the feature layers that the draft reads; EAGLE and Medusa read none and are given those that are stored."""
+    if isinstance(draft.model, BlockDraft):
+        return list(draft.model.config.feature_layers)
     if draft.method:
         return target.feature_layers
     return checkpoint.read_feature_layers(draft.config, target.num_layers)
+
+
+def _choose_objective(draft: DraftModel, segment: Segment, settings: TrainDraft) -> tuple[PackObjective, ComputeLoss]:
+    """Return what is learned, and the function that computes its loss."""
+    if isinstance(segment, BlockSegment) and isinstance(draft.model, BlockDraft):
+        num_drafts = draft.model.config.num_drafts
+        block = block_training.BlockTrainingObjective.of_segment(segment, num_drafts, settings.seed)
+        return block, block_training.compute_loss
+    compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
+    num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
+    return ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss), compute_loss
 
 
 def _train_epochs(
@@ -182,6 +202,10 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
     if method is None:
         config, tensors = checkpoint.read_draft(folder, made_by)
         model = Eagle3Draft.from_checkpoint(config, tensors)
+    elif method in block_checkpoint.ARCHITECTURES:
+        config, tensors = block_checkpoint.read_block_draft(folder, made_by)
+        model = BlockDraft(block_checkpoint.parse_block_config(config))
+        model.load_state_dict(tensors)
     else:
         config, tensors = method_checkpoint.read_method_draft(folder, method, made_by)
         model = registry.build_draft(config, tensors, head)
@@ -201,6 +225,22 @@ def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraf
     return DraftModel(model, config, segment.other_method)
 
 
+def _initialise_block_draft(
+    name: str, segment: BlockSegment, target: TargetManifest, params: schema.Params
+) -> DraftModel:
+    """Return an untrained block draft with the sizes of e000. Raises ValueError where the segment can't be trained."""
+    root, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
+    )
+    settings = params.train_draft
+    config = block_initialisation.build_initial_config(name, segment, root, target, tokenizer, settings.dtype)
+    parsed = block_checkpoint.parse_block_config(config)
+    block_initialisation.check_positions(parsed, int(reader.read_index(HIDDENS)["length"].max() or 0), name)
+    model = block_initialisation.initialise_block_draft(parsed, settings.seed)
+    return DraftModel(model, config, segment.other_method)
+
+
 def _measure_rank_accuracy(
     trainer: Trainer, hidden_states: HiddenStatesReader, draft: DraftModel, weights: dict[str, Tensor]
 ) -> list[list[float]]:
@@ -213,7 +253,7 @@ def _measure_rank_accuracy(
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
     ranks = distributed.RankContext(0, 1, device)
     loader = PackLoader(hidden_states, objective, ranks, trainer.dtype, trainer.online_packs)
-    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan) for pack in step)
+    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan, epoch=0) for pack in step)
     return registry.measure_rank_accuracy(draft.config, model, packs, embedding, head, num_steps)
 
 
@@ -221,6 +261,7 @@ def _write_checkpoint(
     folder: Path, draft: DraftModel, trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Tensor]
 ) -> None:
     write = method_checkpoint.write_method_draft if draft.method else checkpoint.write_draft
+    write = block_checkpoint.write_block_draft if draft.is_block_draft else write
     write(folder, {**draft.config, "dtype": trainer.settings.dtype}, weights)
     checkpoint.write_state(folder, state, {"epoch": trainer.epoch, "step": trainer.step})
 

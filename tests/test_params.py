@@ -673,6 +673,41 @@ def test_segments_of_methods_that_can_not_be_trained(old: str, new: str, start: 
     assert any(line.startswith(start) for line in problems()), problems()
 
 
+BLOCKS = """e009: {from: e003, epochs: 6}
+    flash: {from: e000, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 64}
+    more: {from: flash, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 32, decay: 3.0}
+    spark: {from: e000, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}
+    spark2: {from: spark, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}"""
+MORE, SPARK2 = BLOCKS.split("\n")[2].strip(), BLOCKS.split("\n")[4].strip()
+
+
+def test_segments_of_a_block_draft_may_differ_in_what_is_learned() -> None:
+    edited((SECOND, BLOCKS))
+    found = schema.load_params().train_draft.checkpoints
+    assert [(found[n].other_method, found[n].is_only_compared) for n in ("more", "spark2")] == [
+        ("dflash", False), ("dspark", False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("segment", "old", "new", "start"),
+    [
+        (MORE, "layers: 2", "layers: 3",
+         "checkpoints.more.layers is 3, but 2 in flash, which it starts from; expected one draft: write layers: 2, or start it"),
+        (MORE, "block_size: 8", "block_size: 9", "checkpoints.more.block_size is 9, but 8 in flash"),
+        (MORE, "anchors: 32", "anchors: 32, feature_layers: [1, 2]",
+         "checkpoints.more.feature_layers is [1, 2], but null in flash"),
+        (MORE, "anchors: 32", "anchors: 32, mask_token_id: 0", "checkpoints.more.mask_token_id is 0, but null in flash"),
+        (SPARK2, "markov_rank: 32", "markov_rank: 16", "checkpoints.spark2.markov_rank is 16, but 32 in spark"),
+        (SPARK2, "from: spark", "from: flash", "checkpoints.spark2 is of dspark and starts from flash, which is of dflash"),
+        (SPARK2, "from: spark", "from: e003", "checkpoints.spark2 is of dspark and starts from e003, which is of eagle3"),
+    ],
+)  # fmt: skip
+def test_segments_of_a_chain_are_of_one_block_draft(segment: str, old: str, new: str, start: str) -> None:
+    edited((SECOND, BLOCKS.replace(segment, segment.replace(old, new))))
+    assert [line for line in problems() if line.startswith(f"train_draft: {start}")], problems()
+
+
 BAD_ROWS = [
     ({"two": "{method: eagle9, checkpoint: ours, tree: t5_2_8}"},
      "benchmark_methods.with_draft.two.method: expected 'eagle3', 'eagle2', 'eagle' or 'medusa', found 'eagle9'"),
@@ -746,13 +781,13 @@ def test_the_table_of_methods_asks_what_the_torch_engine_decodes() -> None:
         ("[e000]           # e000", "[heads] # e000", "time_trees.checkpoints"),
     ],
 )
-def test_only_eagle_3s_checkpoints_are_replayed_timed_and_benchmarked_with_its_trees(
+def test_eagle_and_medusa_checkpoints_are_not_replayed_timed_or_benchmarked_with_trees(
     old: str, new: str, key: str
 ) -> None:
     with_methods((old, new))
     (line,) = problems()
     assert line.startswith(
-        f"{key}: 'heads' is of medusa, expected checkpoints of EAGLE-3; name it in benchmark_methods"
+        f"{key}: 'heads' is of medusa, expected checkpoints of EAGLE-3 or block drafts; name it in benchmark_methods"
     )
 
 

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from pipeline import recipes, reproduce
 from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
+from stages.draft import block_checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.literature import published
 from stages.params import schema
@@ -54,7 +55,7 @@ def test_every_recipe_that_was_asked_for_is_there() -> None:
     hunyuan = {f"angelslim-hunyuan-{size}" for size in ("1.8b", "4b", "7b")}
     train = {"train-qwen3-8b-8gpu", "train-qwen3-8b-1gpu", "train-qwen3-vl-8b-8gpu"}
     assert set(NAMES) == qwen | hunyuan | train | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
-    assert len(BUILTIN) == 5
+    assert len(BUILTIN) == 6
 
 
 @every_recipe
@@ -347,11 +348,12 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
 
 
 def shrink(project: Path) -> None:
-    """Make the recipe in use a small run, with all checkpoints that its methods decode with."""
+    """Make the recipe in use a small run, with its block drafts and all checkpoints that its methods decode with."""
     yaml = YAML(typ="safe")
     params = yaml.load((project / "params.yaml").read_text())
     declared, methods = params["train_draft"]["checkpoints"], params["benchmark_methods"]["with_draft"]
     used = {method["checkpoint"]: declared[method["checkpoint"]] for method in methods.values()}
+    used |= {name: keys for name, keys in declared.items() if keys.get("method") in block_checkpoint.ARCHITECTURES}
     short = {name: {**settings, "from": "e000", "epochs": 1} for name, settings in used.items()}
     checkpoints = {"checkpoints": SMALL["train_draft"]["checkpoints"] | short}
     edit_params(project, SMALL | {"train_draft": checkpoints})

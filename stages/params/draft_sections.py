@@ -95,6 +95,11 @@ class Segment(Section):
         return getattr(self, "heads", None)
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the keys beside the method that a checkpoint has in common with the one it starts from."""
+        return {}
+
+    @property
     def is_only_compared(self) -> bool:
         """Return whether benchmark_methods alone measures the checkpoint: EAGLE and Medusa, which no serving engine has."""
         return self.other_method in ("eagle", "medusa")
@@ -108,6 +113,10 @@ class LayerSegment(Segment):
 class MedusaSegment(Segment):
     method: Literal["medusa"]
     heads: Count
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"heads": self.heads}
 
 
 class BlockSegment(Segment):
@@ -128,10 +137,18 @@ class BlockSegment(Segment):
         """Drafts of a block: the depth of its deepest trees."""
         return self.block_size - (self.method == "dflash")
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
+
 
 class DsparkSegment(BlockSegment):
     method: Literal["dspark"]
     markov_rank: Count
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return super().sizes | {"markov_rank": self.markov_rank}
 
 
 def _discriminate_segment(value: Any) -> str:
@@ -154,6 +171,22 @@ AnySegment = Annotated[
 
 def _describe_method(segment: Segment) -> str:
     return f"{segment.num_heads} heads of medusa" if segment.num_heads else segment.other_method or "eagle3"
+
+
+def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
+    """Raise ValueError where a segment is of another method, or of other sizes, than the one it starts from."""
+    if (segment.other_method, segment.num_heads) != (start.other_method, start.num_heads):
+        raise ValueError(
+            f"checkpoints.{name} is of {_describe_method(segment)} and starts from {parent}, which is of "
+            f"{_describe_method(start)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every method can start"
+        )
+    for key, expected in start.sizes.items():
+        if (found := segment.sizes[key]) != expected:
+            expected, found = ("null" if x is None else x for x in (expected, found))
+            raise ValueError(
+                f"checkpoints.{name}.{key} is {found}, but {expected} in {parent}, which it starts from; expected one draft: "
+                f"write {key}: {expected}, or start it from {ROOT_CHECKPOINT}"
+            )
 
 
 class TrainDraft(Section):
@@ -190,13 +223,7 @@ class TrainDraft(Section):
                     )
                 if parent in seen:
                     raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
-                mine, theirs = self.checkpoints[seen[-1]], self.checkpoints[parent]
-                if (mine.other_method, mine.num_heads) != (theirs.other_method, theirs.num_heads):
-                    raise ValueError(
-                        f"checkpoints.{seen[-1]} is of {_describe_method(mine)} and starts from {parent}, which is of "
-                        f"{_describe_method(theirs)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every "
-                        "method can start"
-                    )
+                _check_same_draft(seen[-1], self.checkpoints[seen[-1]], parent, self.checkpoints[parent])
                 seen.append(parent)
         if ROOT_CHECKPOINT in self.checkpoints:
             raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")

@@ -129,7 +129,7 @@ class _FlexPackAttention:
         key_position = nn.functional.pad(pack.position, (0, key_padding)).int()
         query_row = nn.functional.pad(pack.row_index[pack.query_tokens], (0, query_padding), value=-2).int()
         query_position = nn.functional.pad(pack.position[pack.query_tokens], (0, query_padding)).int()
-        by_head = _arrange_by_head(keys, size), _arrange_by_head(values, size)
+        by_head = arrange_by_head(keys, size), arrange_by_head(values, size)
         build = functools.partial(_build_block_mask, query_row, query_position, key_row, key_position)
         if window is None:
             mask = build()
@@ -139,12 +139,12 @@ class _FlexPackAttention:
     def attend(self, query: Tensor, own_keys: list[Tensor], own_values: list[Tensor]) -> Tensor:
         count = len(query)
         mask = self.build_mask(len(own_keys))
-        out, lse = _run_flex_attention(_arrange_by_head(query, self.keys.shape[2]), self.keys, self.values, mask)
+        out, lse = run_flex_attention(arrange_by_head(query, self.keys.shape[2]), self.keys, self.values, mask)
         out, lse = out[0].transpose(0, 1)[:count], lse[0].transpose(0, 1)[:count]
         return merge_own_steps(out, lse, query, own_keys, own_values) if own_keys else out
 
 
-def _arrange_by_head(x: Tensor, size: int) -> Tensor:
+def arrange_by_head(x: Tensor, size: int) -> Tensor:
     """Pad x [n, heads, E] to `size` and return it as [1, heads, size, E]."""
     padded = x if len(x) == size else nn.functional.pad(x, (0, 0, 0, 0, 0, size - len(x)))
     return padded.transpose(0, 1)[None]
@@ -159,7 +159,6 @@ def _build_block_mask(
     query_row: Tensor, query_position: Tensor, key_row: Tensor, key_position: Tensor, first: Tensor | None = None
 ) -> Any:
     """Build the BlockMask of tokens of the query's row up to its position and, where given, from position `first` on."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def is_prefix(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (query_row[q] == key_row[k]) & (key_position[k] <= query_position[q])
@@ -167,13 +166,19 @@ def _build_block_mask(
     def is_in_window(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return is_prefix(_b, _h, q, k) & (key_position[k] >= first[q])  # type: ignore[index]
 
-    sizes = len(key_row), len(key_row)
-    mask_mod = is_prefix if first is None else is_in_window
+    return build_flex_mask(is_prefix if first is None else is_in_window, len(key_row), len(key_row), query_row.device)
+
+
+def build_flex_mask(mask_mod: Callable[..., Tensor], num_queries: int, num_keys: int, device: torch.device) -> Any:
+    """Build FlexAttention's BlockMask of `mask_mod`, whose sizes are multiples of FLEX_BLOCK_SIZE."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     build = _compile_static(create_block_mask)
-    return build(mask_mod, None, None, *sizes, device=query_row.device, BLOCK_SIZE=FLEX_BLOCK_SIZE)
+    return build(mask_mod, None, None, num_queries, num_keys, device=device, BLOCK_SIZE=FLEX_BLOCK_SIZE)
 
 
-def _run_flex_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+def run_flex_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    """Return output [1, A, Q, E] and log-sum-exp [1, A, Q]; query [1, A, Q, E], keys and values [1, G, K, E]."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     attend = _compile_static(flex_attention)

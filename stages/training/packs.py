@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.target.feature_target import FeatureTarget
-from stages.training.ttt import TrainingObjective, TrainingPack, number_image_tokens
+from stages.training.packed_rows import PackObjective, PackPlace, SupervisedPack, number_image_tokens
 
 MAX_OPEN_PACKS = 8
 PREFETCHED_STEPS = 3
@@ -55,6 +56,14 @@ def share_packs(packs: list[list[int]], rank: int, world: int) -> list[tuple[lis
     return padded[rank::world]
 
 
+class PackTask(NamedTuple):
+    """A pack to be built."""
+
+    rows: list[int]  # numbers in the index
+    supervised: bool
+    place: PackPlace
+
+
 @dataclass(frozen=True)
 class OnlinePacks:
     """Hidden states of packs from a target that runs in the trainer (`extract_hiddens.online`)."""
@@ -62,7 +71,7 @@ class OnlinePacks:
     target: FeatureTarget
     image_paths: dict[str, list[str]]  # by row id
 
-    def add_images(self, pack: TrainingPack, rows: list[HiddenStatesRow]) -> TrainingPack:
+    def add_images(self, pack: SupervisedPack, rows: list[HiddenStatesRow]) -> SupervisedPack:
         """Return the pack with the image inputs of its rows, if any. May be called by several threads."""
         inputs = self.target.build_inputs([row.id for row in rows], [row.ids for row in rows], self.image_paths)
         if inputs is None:
@@ -74,7 +83,7 @@ class OnlinePacks:
             image_token_index=number_image_tokens(inputs.image_token_mask),
         )
 
-    def fill_hidden_states(self, pack: TrainingPack) -> TrainingPack:
+    def fill_hidden_states(self, pack: SupervisedPack) -> SupervisedPack:
         """Return the pack with hidden states of the target."""
         return replace(
             pack, **self.target.compute_hidden_states(pack.ids, pack.lengths, pack.multimodal_inputs)._asdict()
@@ -86,23 +95,29 @@ class PackLoader:
     """Loads this process's packs of each step to its device."""
 
     reader: HiddenStatesReader
-    objective: TrainingObjective
+    objective: PackObjective
     ranks: RankContext
     dtype: torch.dtype  # of rows stored in fp8
     online: OnlinePacks | None = None
 
-    def load_steps(self, steps: list[list[list[int]]]) -> Iterator[list[TrainingPack]]:
-        """Yield the packs of each step of a plan. Raises ValueError for a broken shard, as HiddenStatesReader."""
-        shares = [share_packs(packs, self.ranks.rank, self.ranks.world) for packs in steps]
+    def load_steps(self, steps: list[list[list[int]]], epoch: int) -> Iterator[list[SupervisedPack]]:
+        """Yield the packs of each step of an epoch's plan. Raises ValueError for a broken shard, as HiddenStatesReader."""
+        shares = [self._list_tasks(packs, epoch, step) for step, packs in enumerate(steps)]
         if self.ranks.device.startswith("cuda"):
             yield from self._prefetch(shares)
         else:  # threads would take the cores that compute
             yield from ([self._build_pack(*task) for task in tasks] for tasks in shares)
 
-    def _prefetch(self, shares: list[list[tuple[list[int], bool]]]) -> Iterator[list[TrainingPack]]:
+    def _list_tasks(self, packs: list[list[int]], epoch: int, step: int) -> list[PackTask]:
+        """Return this process's packs of a step."""
+        rank, world = self.ranks.rank, self.ranks.world
+        share = share_packs(packs, rank, world)
+        return [PackTask(*x, PackPlace(epoch, step, rank + i * world)) for i, x in enumerate(share)]
+
+    def _prefetch(self, shares: list[list[PackTask]]) -> Iterator[list[SupervisedPack]]:
         with ThreadPoolExecutor(READER_THREADS) as threads:
 
-            def submit(tasks: list[tuple[list[int], bool]]) -> list[Future[TrainingPack]]:
+            def submit(tasks: list[PackTask]) -> list[Future[SupervisedPack]]:
                 return [threads.submit(self._build_pack, *task) for task in tasks]
 
             pending, copier = deque(map(submit, shares[:PREFETCHED_STEPS])), _DeviceCopier(self.ranks.device)
@@ -110,10 +125,10 @@ class PackLoader:
                 pending.extend(map(submit, shares[number + PREFETCHED_STEPS : number + PREFETCHED_STEPS + 1]))
                 yield copier.copy_packs([future.result() for future in pending.popleft()])
 
-    def _build_pack(self, rows: list[int], supervised: bool) -> TrainingPack:
+    def _build_pack(self, rows: list[int], supervised: bool, place: PackPlace) -> SupervisedPack:
         read = [self.reader.read_row(i, self.dtype) for i in rows]
         on_gpu = self.ranks.device.startswith("cuda")
-        pack = TrainingPack.from_rows(read, self.objective.num_steps, self.objective.loss_mask, pinned=on_gpu)
+        pack = self.objective.build_pack(read, place, pinned=on_gpu)
         pack = self.online.add_images(pack, read) if self.online else pack
         return pack if supervised else pack.without_supervision()
 
@@ -123,9 +138,9 @@ class _DeviceCopier:
 
     def __init__(self, device: str):
         self.device, self.stream = device, torch.cuda.Stream()
-        self.in_flight: deque[tuple[torch.cuda.Event, list[TrainingPack]]] = deque()
+        self.in_flight: deque[tuple[torch.cuda.Event, list[SupervisedPack]]] = deque()
 
-    def copy_packs(self, packs: list[TrainingPack]) -> list[TrainingPack]:
+    def copy_packs(self, packs: list[SupervisedPack]) -> list[SupervisedPack]:
         launched = torch.cuda.Event()
         launched.record()  # completes when all work launched so far has
         self.in_flight.append((launched, packs))  # keeps the pinned memory until its copy has certainly completed

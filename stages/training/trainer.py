@@ -15,14 +15,16 @@ from stages.draft import checkpoint
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
-from stages.training import trackers, ttt
+from stages.training import trackers
 from stages.training.adamw import MasterWeightOptimizer
 from stages.training.learning_rate import LearningRateSchedule, plan_schedule
+from stages.training.packed_rows import LossOutput, PackObjective, SupervisedPack
 from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 
 LOG_STEPS = 50  # reading the loss waits for the device
 
-ComputeLoss = Callable[[Any, ttt.TrainingPack, Tensor, Tensor, ttt.TrainingObjective, Tensor | None], ttt.LossOutput]
+# draft, pack, the target's embedding and head, objective, supervised positions [L] of the step on all processes
+ComputeLoss = Callable[[Any, Any, Tensor, Tensor, Any, Tensor], LossOutput]
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class EpochLog:
     """Results of one epoch; an entry of `epochs` in results/train/NAME.json."""
 
     epoch: int
-    loss: float  # sum over steps of decay**k times the mean loss of the step
-    step_loss: list[float]
+    loss: float  # of the objective (`PackObjective.combine_losses`)
+    step_loss: list[float]  # mean of each step of the training-time test, or of each draft of a block
     step_accuracy: list[float]
     tokens: int
     seconds: float
@@ -60,14 +62,14 @@ class TrainingStep(nn.Module):
         draft: nn.Module,
         embedding: Tensor,
         head: Tensor,
-        objective: ttt.TrainingObjective,
+        objective: PackObjective,
         compute_loss: ComputeLoss,
     ):
         super().__init__()
         self.draft, self.objective, self.compute_loss = draft, objective, compute_loss
         self.tables = (embedding, head)
 
-    def forward(self, pack: ttt.TrainingPack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, pack: SupervisedPack, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         result = self.compute_loss(self.draft, pack, *self.tables, self.objective, counts)
         return result.total_loss, result.loss_per_step, result.argmax_matches
 
@@ -80,7 +82,7 @@ class Trainer:
         draft: nn.Module,
         embedding: Tensor,  # [V, H]
         head: Tensor,  # [V, H]
-        objective: ttt.TrainingObjective,
+        objective: PackObjective,
         compute_loss: ComputeLoss,
         settings: TrainDraft,
         ranks: RankContext,
@@ -127,10 +129,10 @@ class Trainer:
         """Train one epoch over all rows and append its results to the log."""
         started, steps = time.perf_counter(), plan_epoch(reader.lengths, self.settings, self.epoch)
         self.schedule = self.schedule or plan_schedule(reader.lengths, self.settings)
-        # Summed loss, argmax matches and supervised positions of each TTT step.
+        # Summed loss, argmax matches and supervised positions of each step.
         totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
         loader = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs)
-        for number, packs in enumerate(loader.load_steps(steps)):
+        for number, packs in enumerate(loader.load_steps(steps, self.epoch)):
             totals += self.train_step(packs)
             bar.update(sum(map(len, steps[number])))
             if number % LOG_STEPS == 0:
@@ -146,11 +148,11 @@ class Trainer:
         self.log_step(self.step, entry.list_values())
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
 
-    def fill_hidden_states(self, pack: ttt.TrainingPack) -> ttt.TrainingPack:
+    def fill_hidden_states(self, pack: SupervisedPack) -> SupervisedPack:
         """Return the pack with hidden states, by the online target where there is one."""
         return self.online_packs.fill_hidden_states(pack) if self.online_packs else pack
 
-    def train_step(self, packs: list[ttt.TrainingPack]) -> Tensor:
+    def train_step(self, packs: list[SupervisedPack]) -> Tensor:
         """Run one optimizer step; return summed loss, argmax matches and supervised positions [3, L], without synchronising."""
         counts = torch.tensor([p.supervised_per_step for p in packs]).sum(0)
         counts = counts.to(self.ranks.device, non_blocking=True)  # [L]
@@ -174,7 +176,7 @@ class Trainer:
         return self.schedule.get_rate(self.step)
 
     def _check_loss(self, totals: Tensor) -> float:
-        """Return the mean loss of TTT step 0 so far. Raises ValueError where a loss is not finite."""
+        """Return the mean loss of step 0, or of a block's first draft, so far. Raises ValueError where a loss is not finite."""
         loss, _, supervised = totals.tolist()
         if not all(map(math.isfinite, loss)):
             raise ValueError(
@@ -188,7 +190,7 @@ class Trainer:
         step_loss = [x / max(1.0, n) for x, n in zip(loss, supervised, strict=True)]
         return EpochLog(
             epoch=self.epoch,
-            loss=sum(self.objective.decay**k * x for k, x in enumerate(step_loss)),
+            loss=self.objective.combine_losses(step_loss, supervised),
             step_loss=step_loss,
             step_accuracy=[x / max(1.0, n) for x, n in zip(matches, supervised, strict=True)],
             tokens=tokens,

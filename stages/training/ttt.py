@@ -27,7 +27,7 @@ U distinct label tokens, M image tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,7 @@ from torch import Tensor, nn
 from stages.draft.eagle3 import Eagle3Draft
 from stages.training import attention_mask, chunked_loss
 from stages.training.compile_on_cuda import compile_on_cuda
-
-
-class PackRow(Protocol):
-    """A row with hidden states; of a multimodal target also positions [t, 3], image_token_mask [t], image_embeddings [m, H]."""
-
-    @property
-    def ids(self) -> Tensor: ...  # [t]
-    @property
-    def features(self) -> Tensor: ...  # [t, 3H]
-    @property
-    def last(self) -> Tensor: ...  # [t, H]
-    @property
-    def mask(self) -> Tensor: ...  # [t] bool: assistant tokens
+from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,14 @@ class TrainingObjective:
     loss_mask: str = "aligned"  # aligned or eagle
     loss: str = "ce"  # one of chunked_loss.LOSSES
 
+    def build_pack(self, rows: Sequence[PackRow], _place: PackPlace, pinned: bool) -> "TrainingPack":
+        """Build a pack on the CPU; nothing of it is drawn, so it is the same at every place."""
+        return TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned)
+
+    def combine_losses(self, step_loss: Sequence[float], _counts: Sequence[float]) -> float:
+        """Return the sum over steps of decay**k times the mean loss of the step."""
+        return sum(self.decay**k * x for k, x in enumerate(step_loss))
+
 
 class PairChunk(NamedTuple):
     """Pairs [start, stop) of a pack, and the range of their labels."""
@@ -69,36 +65,23 @@ class PairChunk(NamedTuple):
     label_stop: int
 
 
-@dataclass
-class TrainingPack:
+@dataclass(kw_only=True)
+class TrainingPack(SupervisedPack):
     """Concatenated rows, and which of their positions are supervised at which step."""
 
-    ids: Tensor  # [T] int64
-    features: Tensor  # [T, 3H]; [T, 0] until an online target fills it
-    last: Tensor  # [T, H] the target's last hidden state, after its final norm
-    row_index: Tensor  # [T] int64
-    position: Tensor  # [T] int64: of a token in its row
     query_tokens: Tensor  # [P] int64: tokens from which the draft is unrolled, by descending number of steps
     pair_state: Tensor  # [N] int64: index into the concatenated states of all steps; sorted by label
     pair_label: Tensor  # [N] int64: index into label_tokens
     label_tokens: Tensor  # [U] int64: tokens whose last hidden state gives a label
     queries_per_step: list[int]  # L: step k runs on query_tokens[:queries_per_step[k]]
-    supervised_per_step: list[int]  # L
     chunks: list[PairChunk]
-    lengths: list[int]  # of its rows
-    rope_positions: Tensor | None = None  # [T, 3]; this and the following for multimodal targets
-    image_embeddings: Tensor | None = None  # [M, H]
-    image_token_index: Tensor | None = None  # [T] int64: index into image_embeddings, -1 for text
-    multimodal_inputs: Any = None  # target.multimodal.MultimodalInputs, for an online target
 
     @classmethod
     def from_rows(cls, rows: Sequence[PackRow], num_steps: int, loss_mask: str, pinned: bool = False) -> "TrainingPack":
         """Build a pack on the CPU, in pinned memory for a GPU."""
-        lengths = torch.tensor([len(r.ids) for r in rows])
-        row_index = torch.arange(len(rows)).repeat_interleave(lengths)
-        position = torch.arange(len(row_index)) - (lengths.cumsum(0) - lengths)[row_index]
+        packed = PackedRows.concatenate(rows, pinned)
         supervised = build_supervision_mask(
-            torch.cat([r.mask for r in rows]), row_index, num_steps, loss_mask
+            torch.cat([r.mask for r in rows]), packed.row_index, num_steps, loss_mask
         )  # [L, T]
         # Sorted by their last supervised step, the queries of every step are a prefix of all queries.
         num_unrolled = (supervised * torch.arange(1, num_steps + 1)[:, None]).amax(0)  # [T]
@@ -109,11 +92,7 @@ class TrainingPack:
         label, order = torch.sort(query_tokens[query] + 1 + step, stable=True)
         label_tokens, pair_label = torch.unique_consecutive(label, return_inverse=True)
         return cls(
-            ids=torch.cat([r.ids for r in rows]).to(torch.int64),
-            features=_concatenate([r.features for r in rows], pinned),
-            last=_concatenate([r.last for r in rows], pinned),
-            row_index=row_index,
-            position=position,
+            **vars(packed),
             query_tokens=query_tokens,
             pair_state=(state_offsets[step] + query)[order],
             pair_label=pair_label,
@@ -121,18 +100,7 @@ class TrainingPack:
             queries_per_step=queries_per_step,
             supervised_per_step=supervised.sum(1).tolist(),
             chunks=_split_pairs(pair_label),
-            lengths=lengths.tolist(),
-            **_pack_multimodal(rows, pinned),
         )
-
-    def to(self, device: torch.device | str) -> "TrainingPack":
-        """Copy to a device, without waiting where the memory is pinned."""
-        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in self._tensors()})
-
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the allocator from reusing the GPU memory before `stream` has passed this point."""
-        for _, tensor in self._tensors():
-            tensor.record_stream(stream)
 
     def without_supervision(self) -> "TrainingPack":
         """Return the same rows with no supervised position."""
@@ -156,46 +124,12 @@ class TrainingPack:
             chunks=_split_pairs(pair_label),
         )
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
-
-
-def _pack_multimodal(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
-    """Return the fields of a pack that only rows of a multimodal target have; an empty dict for text."""
-    if getattr(rows[0], "positions", None) is None:
-        return {}
-    image_token_mask = torch.cat([r.image_token_mask for r in rows])
-    return {
-        "rope_positions": torch.cat([r.positions for r in rows]),
-        "image_embeddings": _concatenate([r.image_embeddings for r in rows], pinned),
-        "image_token_index": number_image_tokens(image_token_mask),
-    }
-
 
 def _split_pairs(pair_label: Tensor) -> list[PairChunk]:
     """Split the pairs, sorted by label, into chunks of PAIRS_PER_CHUNK."""
     size, count = chunked_loss.PAIRS_PER_CHUNK, len(pair_label)
     bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
     return [PairChunk(a, b, int(pair_label[a]), int(pair_label[b - 1]) + 1) for a, b in bounds]
-
-
-def number_image_tokens(image_token_mask: Tensor) -> Tensor:
-    """Number the image tokens of mask [T] from 0; -1 for text tokens."""
-    return torch.where(image_token_mask, image_token_mask.cumsum(0) - 1, -1)
-
-
-def _concatenate(parts: list[Tensor], pinned: bool) -> Tensor:
-    whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
-    return torch.cat(parts, out=whole)
-
-
-@dataclass
-class LossOutput:
-    """Loss and accuracy of a pack, on its device."""
-
-    total_loss: Tensor  # scalar for backward: sum over steps of decay**k times the mean loss of the step
-    loss_per_step: Tensor  # [L] summed over supervised positions
-    argmax_matches: Tensor  # [L, P] bool: the draft's argmax is the target's; False where not supervised
 
 
 def build_supervision_mask(mask: Tensor, row_index: Tensor, num_steps: int, kind: str) -> Tensor:
@@ -264,7 +198,7 @@ def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, nu
     return states
 
 
-def compute_zero_loss(draft: nn.Module, pack: TrainingPack, num_steps: int) -> LossOutput:
+def compute_zero_loss(draft: nn.Module, pack: PackedRows, num_steps: int) -> LossOutput:
     """Return the loss of a pack without supervised positions, with a zero gradient for every weight."""
     total = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
     return LossOutput(total, pack.last.new_zeros(num_steps), pack.ids.new_zeros(num_steps, 0).bool())

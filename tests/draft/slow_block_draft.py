@@ -4,13 +4,15 @@ It shares only the weights with `stages.draft.block_draft`; rotation (complex nu
 are its own.
 """
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.training.block_loss import BlockObjective
 
 CONFIG = BlockDraftConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -88,6 +90,49 @@ def confidences(draft: BlockDraft, states: list[Tensor], previous: list[int]) ->
     if draft.config.confidence_head_with_markov:
         inputs = [torch.cat([h, draft.markov_head.markov_w1.weight[t]]) for h, t in zip(states, previous, strict=True)]
     return [proj.weight[0] @ x + proj.bias[0] for x in inputs]
+
+
+class Document(NamedTuple):
+    """One row of t tokens."""
+
+    ids: Tensor  # [t]
+    is_taught: Tensor  # [t] bool
+    features: Tensor  # [t, K*H]
+    last: Tensor  # [t, H]
+
+
+class DraftLoss(NamedTuple):
+    """The loss of one draft of a block."""
+
+    weight: float
+    loss: Tensor
+    acceptance: Tensor  # alpha
+    is_match: bool  # the most probable token is the label
+
+
+def block_losses(
+    draft: BlockDraft, embedding: Tensor, head: Tensor, row: Document, a: int, objective: BlockObjective
+) -> list[DraftLoss]:
+    """The losses of the drafts at anchor a, up to the first token that is not taught."""
+    ids = row.ids.tolist()
+    states = block_states(draft, embedding, ids, row.features, a)
+    previous = [*ids, *[0] * draft.config.block_size][a : a + draft.config.num_drafts]
+    logits = draft_logits(draft, states, head, previous)
+    confidence = None if draft.confidence_head is None else confidences(draft, states, previous)
+    losses: list[DraftLoss] = []
+    for d, of_draft in enumerate(logits):
+        t = a + 1 + d
+        if t >= len(ids) or not row.is_taught[t]:
+            break
+        q, p = torch.softmax(of_draft, 0), torch.softmax(head @ row.last[t - 1], 0)
+        loss = -objective.ce * q[ids[t]].log() + objective.l1 * (q - p).abs().sum()
+        alpha = torch.minimum(p, q).sum().detach()
+        if confidence is not None:
+            s = torch.sigmoid(confidence[d])
+            loss = loss - objective.confidence * (alpha * s.log() + (1 - alpha) * (1 - s).log())
+        weight = 1.0 if objective.decay is None else math.exp(-d / objective.decay)
+        losses.append(DraftLoss(weight, loss, alpha, int(q.argmax()) == ids[t]))
+    return losses
 
 
 def greedy_block(

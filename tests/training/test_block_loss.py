@@ -1,6 +1,5 @@
 """Anchors, labels and loss of block drafts against loops over anchors and drafts."""
 
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from stages.training.block_loss import (
     compute_draft_weights,
     sample_anchors,
 )
-from tests.draft.slow_block_draft import LAYOUTS, block_states, confidences, draft_logits, random_block_draft
+from tests.draft.slow_block_draft import LAYOUTS, Document, block_losses, random_block_draft
 
 LENGTHS = (9, 7)
 TAUGHT = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
@@ -103,28 +102,14 @@ def _slow_loss(
     """Return the loss, alpha of each valid draft, and the expected accepted drafts of each block."""
     total, alphas, taus = torch.zeros((), dtype=torch.float64), [], []
     for a in anchors:
-        start = 0 if a < LENGTHS[0] else LENGTHS[0]
-        stop = LENGTHS[0] if a < LENGTHS[0] else 16
-        states = block_states(draft, embedding, ids[start:stop].tolist(), features[start:stop], a - start)
-        padded = [*ids.tolist(), *[0] * 9]
-        previous = [padded[a + d] for d in range(draft.config.num_drafts)]
-        logits = draft_logits(draft, states, head, previous)
-        confidence = None if draft.confidence_head is None else confidences(draft, states, previous)
-        running, tau = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        for d, row in enumerate(logits):
-            t = a + 1 + d
-            if t >= stop or not TAUGHT[t]:
-                break
-            q, p = torch.softmax(row, 0), torch.softmax(head @ last[t - 1], 0)
-            weight = 1.0 if objective.decay is None else math.exp(-d / objective.decay)
-            loss = -objective.ce * q[ids[t]].log() + objective.l1 * (q - p).abs().sum()
-            alpha = torch.minimum(p, q).sum().detach()
-            if confidence is not None:
-                s = torch.sigmoid(confidence[d])
-                loss = loss - objective.confidence * (alpha * s.log() + (1 - alpha) * (1 - s).log())
-            total = total + weight * loss / divisor
-            alphas.append(alpha)
-            running = running * alpha
+        document = slice(0, LENGTHS[0]) if a < LENGTHS[0] else slice(LENGTHS[0], 16)
+        row = Document(*(x[document] for x in (ids, TAUGHT, features, last)))
+        drafts = block_losses(draft, embedding, head, row, a - document.start, objective)
+        tau, running = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+        for found in drafts:
+            total = total + found.weight * found.loss / divisor
+            alphas.append(found.acceptance)
+            running = running * found.acceptance
             tau = tau + running
         taus.append(tau)
     return total, alphas, taus

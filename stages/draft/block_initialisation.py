@@ -1,0 +1,97 @@
+"""A new block draft: its config from the sizes of e000, its mask token, and its random weights.
+
+The mask token stands in a block's rows for tokens yet unknown, so it must never be one that the target writes or reads. Most
+targets have unused rows at the end of their embedding, padded to a multiple (Qwen3: 151669 and up), and the first is taken.
+Without one the tokenizer's own mask token serves, or its pad token unless that ends answers.
+"""
+
+from typing import Any
+
+import torch
+
+from stages.draft import block_checkpoint
+from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.params.draft_sections import BlockSegment, DsparkSegment
+from stages.target.manifest import TargetManifest
+
+INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
+SHARED_KEYS = (  # keys of e000's config.json that a block draft's layers take over
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+
+
+def build_initial_config(
+    name: str, segment: BlockSegment, root: dict[str, Any], target: TargetManifest, tokenizer: Any, dtype: str
+) -> dict[str, Any]:
+    """Return config.json of the untrained draft of the segment `name`, with the sizes of `root`, e000's config.json.
+
+    Raises ValueError for a draft that can't be built or that engines can't load.
+    """
+    try:
+        config = BlockDraftConfig(
+            **{key: root[key] for key in SHARED_KEYS},
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_hidden_layers=segment.layers,
+            rope=root["rope_parameters"],
+            layout=segment.method,
+            block_size=segment.block_size,
+            mask_token_id=choose_mask_token(segment.mask_token_id, tokenizer, target),
+            feature_layers=tuple(segment.feature_layers or target.feature_layers),
+            markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
+            confidence_head=isinstance(segment, DsparkSegment),
+        )
+        return block_checkpoint.build_block_config(config, target.num_layers, dtype)
+    except ValueError as error:
+        raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
+
+
+def choose_mask_token(wanted: int | None, tokenizer: Any, target: TargetManifest) -> int:
+    """Return the mask token: `wanted`, or the first row of the target's embedding that the tokenizer does not use.
+
+    Raises ValueError where `wanted` is a token of text or outside of the embedding, or where there is none to choose.
+    """
+    used, num_rows = set(tokenizer.get_vocab().values()), target.vocab_size
+    unused = next((i for i in range(num_rows) if i not in used), None)
+    special = [tokenizer.mask_token_id, tokenizer.pad_token_id]
+    spare = [i for i in special if i is not None and i < num_rows and i not in target.eos_token_ids]
+    proposed = unused if unused is not None else next(iter(spare), None)
+    if wanted is not None and (wanted >= num_rows or (wanted in used and wanted not in spare)):
+        found = "outside of it" if wanted >= num_rows else f"the token {tokenizer.convert_ids_to_tokens(wanted)!r}"
+        advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
+        raise ValueError(
+            f"mask_token_id is {wanted}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "
+            f"uses: {advice}"
+        )
+    if wanted is not None:
+        return wanted
+    if proposed is None:
+        raise ValueError(
+            f"mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use; it uses all "
+            f"{num_rows}, and has no mask token and no pad token apart from the end tokens {target.eos_token_ids}. Expected a "
+            "token that no text uses: name one as pad_token in the tokenizer's tokenizer_config.json, or add a row to the "
+            "embedding (resize_token_embeddings)"
+        )
+    return proposed
+
+
+def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
+    """Return a draft with normal weights of INITIAL_STD, norms of one, and a bias of zero."""
+    draft, generator = BlockDraft(config), torch.Generator().manual_seed(seed)
+    for name, parameter in draft.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
+        elif name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)
+    return draft
+
+
+def check_positions(config: BlockDraftConfig, longest_row: int, name: str) -> None:
+    """Raise ValueError where blocks of a row of `longest_row` tokens reach past the positions that engines prepare."""
+    needed = longest_row + config.block_size
+    if config.max_position_embeddings < needed:
+        raise ValueError(
+            f"params.yaml: train_draft.checkpoints.{name}: blocks of rows of {longest_row} tokens reach position {needed}, "
+            f"expected at most e000's max_position_embeddings {config.max_position_embeddings}: raise "
+            "init_draft.max_position_embeddings, or lower block_size or extract_hiddens.max_length"
+        )

@@ -1,0 +1,111 @@
+"""Training of block drafts (DFlash, DSpark) on packs: which blocks are taught, and the loss of a pack.
+
+Of each pack up to `num_anchors` anchors are drawn, anew in every epoch, by train_draft.seed and the pack's place in training
+(epoch, step, pack); so neither the number of processes nor a resume changes them. Labels and loss: block_loss.py.
+
+The steps of the log are the drafts of a block, d = 0 .. D-1. The loss of an optimizer step is the weighted sum over all valid
+drafts of all packs of the step on all processes, divided by the sum of their weights; and that of an epoch likewise.
+Dimensions as in block_loss.py: T tokens of a pack, R anchors, D drafts of a block.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraft
+from stages.params.draft_sections import BlockSegment
+from stages.training import block_loss, ttt
+from stages.training.block_attention import build_block_attention
+from stages.training.block_loss import BlockLabels, BlockObjective
+from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
+
+OBJECTIVES = {"dflash": block_loss.DFLASH_OBJECTIVE, "dspark": block_loss.DSPARK_OBJECTIVE}
+
+
+@dataclass(kw_only=True)
+class BlockPack(SupervisedPack):
+    """Concatenated rows, and the blocks that are taught."""
+
+    anchors: Tensor  # [R] int64: indices into the pack
+    label_tokens: Tensor  # [R, D]; this and the following are the fields of BlockLabels
+    label_previous: Tensor  # [R, D]
+    label_rows: Tensor  # [R, D]
+    label_is_valid: Tensor  # [R, D] bool
+
+    @property
+    def labels(self) -> BlockLabels:
+        return BlockLabels(self.label_tokens, self.label_previous, self.label_rows, self.label_is_valid)
+
+    def without_supervision(self) -> "BlockPack":
+        none = {name: getattr(self, name)[:0] for name in vars(self) if name == "anchors" or name.startswith("label_")}
+        return replace(self, **none, supervised_per_step=[0] * len(self.supervised_per_step))
+
+
+@dataclass(frozen=True)
+class BlockTrainingObjective:
+    """Number of blocks, seed and loss of a block draft's training."""
+
+    num_steps: int  # D drafts of a block
+    num_anchors: int  # most blocks of a pack
+    seed: int
+    loss: BlockObjective
+
+    @classmethod
+    def of_segment(cls, segment: BlockSegment, num_drafts: int, seed: int) -> "BlockTrainingObjective":
+        """Return the method's own objective, with the segment's decay where it has one."""
+        loss = OBJECTIVES[segment.method]
+        loss = loss if segment.decay is None else replace(loss, decay=segment.decay)
+        return cls(num_drafts, segment.anchors, seed, loss)
+
+    def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
+        """Build a pack on the CPU, its anchors drawn by the seed and `place`."""
+        packed, is_taught = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
+        # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
+        (seed,) = np.random.SeedSequence((self.seed, *place)).generate_state(1).tolist()
+        anchors = block_loss.sample_anchors(
+            is_taught, packed.row_index, self.num_anchors, torch.Generator().manual_seed(seed)
+        )
+        labels = block_loss.build_block_labels(packed.ids, is_taught, packed.row_index, anchors, self.num_steps)
+        return BlockPack(
+            **vars(packed),
+            anchors=anchors,
+            **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
+            supervised_per_step=labels.is_valid.sum(0).tolist(),
+        )
+
+    def list_weights(self) -> list[float]:
+        """Return the weight of each draft of a block, D."""
+        decay = self.loss.decay
+        return [1.0 if decay is None else math.exp(-d / decay) for d in range(self.num_steps)]
+
+    def combine_losses(self, step_loss: Sequence[float], counts: Sequence[float]) -> float:
+        """Return the mean of the drafts' losses by their weights."""
+        weights = [w * n for w, n in zip(self.list_weights(), counts, strict=True)]
+        return sum(w * x for w, x in zip(weights, step_loss, strict=True)) / max(sum(weights), 1e-12)
+
+
+def compute_loss(
+    draft: BlockDraft,
+    pack: BlockPack,
+    embedding: Tensor,  # [V, H] the target's, frozen
+    head: Tensor,  # [V, H] the target's, frozen
+    objective: BlockTrainingObjective,
+    counts: Tensor,  # [D] valid drafts of the whole step, of all packs and processes
+) -> LossOutput:
+    """Compute the loss of a pack. Total losses of the packs of a step add up to the loss of the step."""
+    if not len(pack.anchors):
+        return ttt.compute_zero_loss(draft, pack, objective.num_steps)
+    weights = torch.tensor(objective.list_weights(), dtype=torch.float64, device=counts.device)
+    context = draft.project_context(pack.features.to(draft.fc.weight.dtype)[None], pack.position[None])
+    attend = build_block_attention(pack.anchors, pack.row_index, draft.config.block_size)
+    hidden = draft.forward_pack(embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attend)
+    found = block_loss.compute_block_loss(
+        draft, hidden, pack.labels, pack.last, head, objective.loss, (counts * weights).sum()
+    )
+    by_draft = objective.loss.ce * found.ce + objective.loss.l1 * found.l1
+    by_draft = by_draft + objective.loss.confidence * found.confidence  # [R, D], 0 where not valid
+    return LossOutput(found.total_loss, by_draft.sum(0), found.matches.T)

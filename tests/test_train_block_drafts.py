@@ -1,0 +1,363 @@
+"""Block drafts through train_draft: the slow draft's loss, segments that chain and resume to the bit, files that engines load."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stages import extract_hiddens, init_draft, train_draft
+from stages.data import conversations
+from stages.draft import block_checkpoint, block_initialisation, checkpoint
+from stages.draft.block_draft import BlockDraft
+from stages.hidden_states import reader
+from stages.params import schema
+from stages.params.draft_sections import BlockSegment
+from stages.runtime.distributed import RankContext
+from stages.target import manifest
+from stages.target.feature_layers import locate_feature_layers
+from stages.training import block_training
+from stages.training.block_training import BlockTrainingObjective
+from stages.training.packed_rows import PackPlace
+from stages.training.packs import PackLoader, plan_epoch
+from stages.training.trainer import Trainer, TrainingProgress
+from tests.conftest import edit_params
+from tests.draft.slow_block_draft import Document, block_losses
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+METHODS: dict[str, dict[str, Any]] = {
+    "dflash": {"method": "dflash", "layers": 2, "block_size": 4, "anchors": 5},
+    "dspark": {
+        "method": "dspark", "layers": 1, "block_size": 3, "anchors": 6, "markov_rank": 8, "feature_layers": [1, 3], "decay": 2.0,
+    },
+}  # fmt: skip
+CHECKPOINTS = {
+    name: {**keys, "from": start if start == "e000" else f"{method}{start}", "epochs": epochs}
+    for method, keys in METHODS.items()
+    for name, start, epochs in (
+        (f"{method}1", "e000", 1), (f"{method}20", "1", 19), (f"{method}_straight", "e000", 20),
+    )
+}  # fmt: skip
+RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
+
+
+@pytest.fixture(scope="module")
+def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A project with every checkpoint of CHECKPOINTS, on a tiny random target; we stand in it."""
+    project = tmp_path_factory.mktemp("blocks")
+    for name in ("artifacts", "tiny"):
+        (project / name).symlink_to(talking_made / name)
+    (project / "params.yaml").write_text((talking_made / "params.yaml").read_text())
+    edit_params(project, {
+        "extract_hiddens": {"max_length": 60},
+        "init_draft": {"draft_vocab_size": 90},
+        "train_draft": {
+            "checkpoints": {**CHECKPOINTS, "e003": {"from": "e000", "epochs": 1}}, "batch_tokens": 120, "packs_per_step": 3,
+            "warmup_steps": 0, "learning_rate": 0.003,
+        },
+        "replay_trees": {"checkpoints": ["e003"]},
+        "benchmark_served": {"checkpoints": ["e003"]},
+        "check_overfit": {"min_tau": 1.0},
+    })  # fmt: skip
+    with chdir(project):
+        vocabulary = manifest.read_manifest().vocab_size
+        draw = torch.Generator().manual_seed(0)
+        rows = [
+            {
+                "id": f"train{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
+                "prompt_ids": torch.randint(3, vocabulary, (9,), generator=draw).tolist(),
+                "answer_ids": (torch.arange(20 + n) * (1 + n % 3) % 37 + 3).tolist(),
+                "finish_reason": "length", "images": None,
+            }
+            for n in range(14)
+        ]  # fmt: skip
+        for split, some in {"train": rows, "eval": rows[:2], "eval_t": []}.items():
+            place = Path("data/sampled") / split / conversations.name_shard(0)
+            table = pl.DataFrame(some, schema=conversations.SAMPLED_SCHEMA)
+            conversations.write_table(place, table, conversations.SAMPLED_SCHEMA)
+        Path("results").mkdir()
+        extract_hiddens.main()
+        init_draft.main()
+        for name in CHECKPOINTS:
+            train_draft.main(name)
+        yield project
+
+
+@pytest.fixture
+def copy(taught: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the project, to be in and to train in."""
+    project = tmp_path / "copy"
+    shutil.copytree(taught, project, symlinks=True)
+    with chdir(project):
+        yield project
+
+
+def read_log(name: str) -> list[dict[str, Any]]:
+    return json.loads(Path(f"results/train/{name}.json").read_text())["epochs"]
+
+
+def read_files(name: str) -> dict[str, bytes]:
+    return {part: (Path("drafts") / name / part).read_bytes() for part in RESULTS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_segments_are_one_run_to_the_bit_and_the_loss_falls(taught: Path, method: str) -> None:
+    assert read_files(f"{method}20") == read_files(f"{method}_straight") != read_files(f"{method}1")
+    log = read_log(f"{method}_straight")
+    losses = [entry["loss"] for entry in log]
+    assert max(losses[-3:]) < losses[0] - 0.3  # little: the random target's head is small and frozen
+    assert {len(entry[key]) for entry in log for key in ("step_loss", "step_accuracy")} == {3}
+    chained = [entry["loss"] for name in (f"{method}1", f"{method}20") for entry in read_log(name)]
+    assert chained == losses
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_checkpoint_is_what_engines_load(taught: Path, method: str) -> None:
+    config, tensors = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(f"{method}20"), "a test")
+    found, keys = block_checkpoint.parse_block_config(config), METHODS[method]
+    root = json.loads(Path("drafts/e000/draft/config.json").read_text())
+    assert (found.layout, found.block_size, found.num_hidden_layers) == (method, keys["block_size"], keys["layers"])
+    assert list(found.feature_layers) == keys.get("feature_layers", [1, 2, 3])
+    assert (found.intermediate_size, found.num_key_value_heads) == (
+        root["intermediate_size"],
+        root["num_key_value_heads"],
+    )
+    assert found.markov_rank == keys.get("markov_rank", 0) and found.confidence_head == (method == "dspark")
+    assert found.mask_token_id == 0  # the tokenizer uses every row: its pad token, which is no end token
+    assert config["dtype"] == "float32" and tensors["norm.weight"].std() > 0
+
+
+def test_new_weights_are_normal_and_norms_one(taught: Path) -> None:
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark20"), "a test")
+    parsed = block_checkpoint.parse_block_config(config)
+    one, same, other = (block_initialisation.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
+    for name, weight in one.named_parameters():
+        if weight.ndim == 2 and weight.numel() > 1000:
+            assert abs(weight.std() - 0.02) < 0.002 and abs(weight.mean()) < 0.002, name
+            assert not torch.equal(weight, dict(other.named_parameters())[name]), name
+        elif weight.ndim == 1:
+            assert weight.unique().tolist() == [0.0 if name.endswith("bias") else 1.0], name
+        assert torch.equal(weight, dict(same.named_parameters())[name]), name
+
+
+def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesReader]:
+    """A trainer as the stage's, of a draft with weights so large that each matters."""
+    params, target = schema.load_params(), manifest.read_manifest()
+    settings = params.train_draft.model_copy(update={"dtype": dtype})
+    segment = settings.checkpoints[name]
+    assert isinstance(segment, BlockSegment)
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(name), "a test")
+    draft = BlockDraft(block_checkpoint.parse_block_config(config))
+    draw = torch.Generator().manual_seed(8)
+    for parameter in draft.parameters():
+        noise = torch.randn(parameter.shape, generator=draw)
+        parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 and len(parameter) > 1 else 0.1 * noise
+    places = locate_feature_layers(target.feature_layers, draft.config.feature_layers, "a test")
+    objective = BlockTrainingObjective.of_segment(segment, draft.config.num_drafts, settings.seed)
+    tables = manifest.read_embedding_and_head(target)
+    ranks = RankContext(0, 1, "cpu")
+    trainer = Trainer(draft, *tables, objective, block_training.compute_loss, settings, ranks, TrainingProgress({}))
+    return trainer, reader.HiddenStatesReader(train_draft.HIDDENS, places)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(taught: Path, method: str, monkeypatch: Any) -> None:
+    """From stored rows through the loader and the trainer, whose optimizer is stopped before it updates."""
+    trainer, hidden_states = build_trainer(f"{method}20", "float64")
+    plan = plan_epoch(hidden_states.lengths, trainer.settings, 0)[:1]
+    (packs,) = PackLoader(hidden_states, trainer.objective, trainer.ranks, trainer.dtype).load_steps(plan, 0)
+    assert len(packs) == 3 and any(len(pack.lengths) > 1 for pack in packs)
+    trainer.schedule = SimpleNamespace(get_rate=lambda step: 0.0)  # type: ignore[assignment]
+    monkeypatch.setattr(trainer.optimizer, "step", lambda rate, clip: None)
+    loss, matches, counts = trainer.train_step(packs)
+
+    draft, objective = trainer.draft, trainer.objective.loss
+    embedding, head = trainer.training_step.tables
+    slow = []
+    for numbers, pack in zip(plan[0], packs, strict=True):
+        rows = [hidden_states.read_row(n, torch.float32) for n in numbers]
+        starts = [sum(pack.lengths[:n]) for n in range(len(rows))]
+        assert len(pack.anchors) == METHODS[method]["anchors"]
+        for anchor in pack.anchors.tolist():
+            n = max(n for n, start in enumerate(starts) if start <= anchor)
+            row = Document(rows[n].ids, rows[n].mask, rows[n].features.double(), rows[n].last.double())
+            slow.append(block_losses(draft, embedding, head, row, anchor - starts[n], objective))
+    total = sum(x.weight * x.loss for block in slow for x in block) / sum(x.weight for block in slow for x in block)
+    gradients = torch.autograd.grad(total, list(draft.parameters()))
+    for d in range(3):
+        of_draft = [block[d] for block in slow if len(block) > d]
+        assert counts[d] == len(of_draft) and matches[d] == sum(x.is_match for x in of_draft)
+        assert float(loss[d]) == pytest.approx(float(sum(x.loss.detach() for x in of_draft)), rel=1e-9)
+    means = (loss / counts).tolist()
+    assert trainer.objective.combine_losses(means, counts.tolist()) == pytest.approx(float(total.detach()), rel=1e-9)
+    for (name, _), gradient in zip(draft.named_parameters(), gradients, strict=True):
+        found = trainer.optimizer.master_weights[name].grad  # summed over packs, in float32
+        assert gradient.abs().max() > 0, name
+        assert (found - gradient).norm() < 1e-6 * gradient.norm(), name
+
+
+def test_anchors_are_of_a_packs_place_whoever_builds_it(taught: Path) -> None:
+    trainer, hidden_states = build_trainer("dflash20", "float32")
+    plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
+    alone, *shared = (
+        [
+            [pack.anchors.tolist() for pack in step if sum(pack.supervised_per_step)]
+            for step in PackLoader(hidden_states, trainer.objective, ranks, torch.float32).load_steps(plan, 2)
+        ]
+        for ranks in (RankContext(0, 1, "cpu"), RankContext(0, 2, "cpu"), RankContext(1, 2, "cpu"))
+    )
+    assert [[*a[:1], *b[:1], *a[1:]] for a, b in zip(*shared, strict=True)] == alone
+    rows = [hidden_states.read_row(n, torch.float32) for n in range(3)]
+    places = [PackPlace(*x) for x in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))]
+    drawn = [tuple(trainer.objective.build_pack(rows, place, False).anchors.tolist()) for place in places]
+    assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
+
+
+def test_a_run_stopped_after_an_epoch_goes_on_to_the_same_bits(copy: Path, monkeypatch: Any, capsys: Any) -> None:
+    shutil.rmtree("drafts/dspark_straight")
+    trained = Trainer.train_epoch
+
+    def stop(self: Trainer, *arguments: Any) -> None:
+        if self.epoch == 2:
+            raise KeyboardInterrupt
+        trained(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "train_epoch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_draft.main("dspark_straight")
+    assert not Path("drafts/dspark_straight").exists()
+    monkeypatch.setattr(Trainer, "train_epoch", trained)
+    train_draft.main("dspark_straight")
+    assert "resumed after epoch 2" in capsys.readouterr().out
+    assert read_files("dspark_straight") == read_files("dspark20")
+
+
+def test_bfloat16_goes_on_from_float32_masters(copy: Path) -> None:
+    edit_params(copy, {"train_draft": {"dtype": "bfloat16"}})
+    for name in ("dspark1", "dspark20", "dspark_straight"):
+        shutil.rmtree(f"drafts/{name}")
+        train_draft.main(name)
+    assert read_files("dspark20") == read_files("dspark_straight")
+    draft, state = (load_file(f"drafts/dspark20/{part}") for part in RESULTS[::2])
+    assert draft["fc.weight"].dtype == torch.bfloat16 and state["master.fc.weight"].dtype == torch.float32
+    assert torch.equal(draft["fc.weight"], state["master.fc.weight"].bfloat16())
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark20"), "a test")
+    assert config["dtype"] == "bfloat16"
+
+
+def test_online_learns_what_stored_hidden_states_teach(copy: Path) -> None:
+    edit_params(copy, {"extract_hiddens": {"online": True}})
+    shutil.rmtree("data/hiddens")
+    extract_hiddens.main()
+    for name in ("dflash1", "dspark1"):
+        stored, (before,) = load_file(f"drafts/{name}/draft/model.safetensors"), read_log(name)
+        shutil.rmtree(f"drafts/{name}")
+        train_draft.main(name)
+        (online,) = read_log(name)
+        assert online["loss"] == pytest.approx(before["loss"], rel=1e-4)
+        for key, tensor in load_file(f"drafts/{name}/draft/model.safetensors").items():
+            assert (tensor - stored[key]).norm() <= 2e-3 * stored[key].norm() + 1e-4, key
+
+
+@pytest.mark.usefixtures("forked_stages")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(copy: Path, parallel: str) -> None:
+    for name in ("dflash1", "dspark1"):
+        one = load_file(f"drafts/{name}/draft/model.safetensors")
+        (alone,) = read_log(name)
+        shutil.rmtree(f"drafts/{name}")
+        edit_params(copy, {"train_draft": {"processes": 2, "parallel": parallel}})
+        command = [sys.executable, "-m", "stages.train_draft", name]
+        env = os.environ | {"PYTHONPATH": str(Path(train_draft.__file__).parents[1])}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (together,) = read_log(name)
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert together["step_accuracy"] == pytest.approx(alone["step_accuracy"], abs=0.02)
+        two = load_file(f"drafts/{name}/draft/model.safetensors")
+        assert two.keys() == one.keys()
+        for key, tensor in one.items():
+            assert (two[key] - tensor).norm() <= 2e-3 * tensor.norm() + 1e-4, key
+
+
+class Tokens(SimpleNamespace):
+    """A tokenizer that uses the ids below `size` but for `holes`."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"t{i}": i for i in range(self.size) if i not in self.holes}
+
+    def convert_ids_to_tokens(self, i: int) -> str:
+        return f"t{i}"
+
+
+def tokens(size: int, holes: tuple[int, ...] = (), pad: int | None = None, mask: int | None = None) -> Any:
+    return Tokens(size=size, holes=holes, pad_token_id=pad, mask_token_id=mask)
+
+
+TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tokenizer", "expected"),
+    [
+        (None, tokens(17, pad=0), 17),  # the first unused row, as Qwen3's 151669
+        (None, tokens(20, (5, 9), pad=0), 5),
+        (None, tokens(20, pad=0), 0),
+        (None, tokens(20, pad=0, mask=7), 7),
+        (18, tokens(17, pad=0), 18),
+        (0, tokens(17, pad=0), 0),
+    ],
+)
+def test_the_mask_token_is_one_that_no_text_uses(wanted: int | None, tokenizer: Any, expected: int) -> None:
+    assert block_initialisation.choose_mask_token(wanted, tokenizer, TARGET) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tokenizer", "message"),
+    [
+        (
+            4,
+            tokens(17, pad=0),
+            r"mask_token_id is 4, the token 't4'; expected one of the 20 rows .*: write 17, or null",
+        ),
+        (2, tokens(20, pad=2), r"mask_token_id is 2, the token 't2'; expected .*: add a row to the embedding"),
+        (20, tokens(17, pad=0), r"mask_token_id is 20, outside of it; expected one of the 20 rows"),
+        (
+            None,
+            tokens(20, pad=2),
+            r"mask_token_id is null, .* uses all 20, and has no mask token .*name one as pad_token",
+        ),
+    ],
+)
+def test_a_mask_token_that_texts_use_is_refused(wanted: int | None, tokenizer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        block_initialisation.choose_mask_token(wanted, tokenizer, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mask_token_id": 40}, r"params\.yaml: train_draft\.checkpoints\.dflash1: mask_token_id is 40, the token"),
+        ({"feature_layers": [1, 5]}, r"params\.yaml: train_draft\.checkpoints\.dflash1: target_layer_ids end with 4"),
+        (
+            {"block_size": 3000},
+            r"blocks of rows of 42 tokens reach position 3042, expected at most e000's max_position",
+        ),
+    ],
+)
+def test_a_segment_that_can_not_be_trained_says_why(copy: Path, keys: dict[str, Any], message: str) -> None:
+    edit_params(copy, {"train_draft": {"checkpoints": {
+        "dflash1": {**CHECKPOINTS["dflash1"], **keys}, "e003": {"from": "e000", "epochs": 1},
+    }}})  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        train_draft.main("dflash1")
