@@ -133,13 +133,13 @@ class BlockSegment(Segment):
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
-
-    @property
     def num_drafts(self) -> int:
         """Drafts of a block: the depth of its deepest trees."""
         return self.block_size - (self.method == "dflash")
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
 
 
 class DsparkSegment(BlockSegment):
