@@ -27,7 +27,7 @@ from stages.params import schema
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
-from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay, ReplayBatch, add_whole_chain
+from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay, ReplayBatch
 from stages.replay.replay import ReplayOutput
 from stages.results import clusters, interval, replay_records
 from stages.results.replay_records import ReplayedTree, TreeBucket
@@ -150,7 +150,7 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
         _check_text_target(name, sizes, made)
         replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring)
         traced = [tree for tree in traced if tree.num_steps <= sizes.num_drafts]
-        grid = add_whole_chain(settings.list_trees(sizes.num_drafts), sizes.num_drafts)
+        grid = settings.list_trees(sizes.num_drafts)
         return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)
     draft, config = load_draft(p, name, p.target.device, dtype)
     _check_draft(name, config["vocab_size"], config["hidden_size"], made)

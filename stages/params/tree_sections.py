@@ -29,9 +29,10 @@ class TreeGrid(Section):
     def list_trees(self, num_drafts: int | None = None) -> list[TreeShape]:
         """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens.
 
-        With `num_drafts`, those of a block draft: a block of so many drafts grows no deeper tree.
+        With `num_drafts`, those of a block draft: a block of so many drafts grows no deeper tree, and the chain of all of
+        them, which serving engines run, is always among them.
         """
-        return [
+        found = [
             TreeShape(s, k, m)
             for k in sorted(set(self.topk))
             for s in sorted(set(self.num_steps))
@@ -39,6 +40,10 @@ class TreeGrid(Section):
             for m in ([s + 1] if k == 1 else sorted(set(self.num_draft_tokens)))
             if m - 1 <= count_candidates(s, k)
         ]
+        whole = TreeShape(num_drafts, 1, num_drafts + 1) if num_drafts else None
+        if whole is None or whole in found:
+            return found
+        return sorted([*found, whole], key=lambda tree: (tree.topk, tree.num_steps, tree.num_draft_tokens))
 
 
 class ReplayTrees(TreeGrid):

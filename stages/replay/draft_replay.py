@@ -106,15 +106,6 @@ class BlockReplay:
         return block_replay.trace_block_cycles(*given, cycle_starts, tree, self.tree_scoring, num_places)
 
 
-def add_whole_chain(trees: Sequence[TreeShape], num_drafts: int) -> list[TreeShape]:
-    """Return the trees and the chain of all `num_drafts` drafts of a block, in grid order.
-
-    That chain is what serving engines run, so it is replayed whether or not the grid has it.
-    """
-    found = {TreeShape(num_drafts, 1, num_drafts + 1), *trees}
-    return sorted(found, key=lambda tree: (tree.topk, tree.num_steps, tree.num_draft_tokens))
-
-
 def _collate_multimodal(rows: list[HiddenStatesRow], device: torch.device) -> MultimodalFeatures | None:
     """Collate the rows' multimodal features; None for a text target."""
     positions, pictured, visual = zip(

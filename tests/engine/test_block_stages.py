@@ -11,6 +11,7 @@ from stages import benchmark, prepare_prompts, time_trees
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
+from stages.params.tree_shape import TreeShape
 from stages.results import served_records, timing_grid, torch_records
 from stages.target import manifest
 from tests.conftest import edit_params
@@ -107,11 +108,21 @@ def test_the_grid_of_a_block_checkpoint(project: Path, layout: str) -> None:
     found = timing_grid.read_timing_grid("block", "tiny")
     trees = schema.load_params().time_trees.list_trees()
     shallow = [tree for tree in trees if tree.num_steps <= draft.config.num_drafts]
+    assert TreeShape(draft.config.num_drafts, 1, draft.config.num_drafts + 1) in shallow
     assert len(shallow) < len(trees)
     assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
         (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
     ]
     assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())
+
+
+def test_the_chain_that_engines_serve_is_always_timed() -> None:
+    """A grid whose num_steps pass over the length of the block would leave its chain without a prediction."""
+    grid = schema.load_params().time_trees.model_copy(update={"num_steps": [1, 3, 6, 10], "topk": [2, 1]})
+    names = [tree.name for tree in grid.list_trees(7)]
+    assert "t7_1_8" in names and len(names) == len(set(names))
+    assert set(names) - {"t7_1_8"} == {tree.name for tree in grid.list_trees() if tree.num_steps <= 7}
+    assert [tree.topk for tree in grid.list_trees(7)] == sorted(tree.topk for tree in grid.list_trees(7))
 
 
 def test_a_grid_with_too_few_trees_for_a_fit(project: Path) -> None:
