@@ -1,11 +1,12 @@
 """Run recipes through DVC on a GPU machine, from raw data to the report, with served cells of SGLang or vLLM.
 
-    python3 -m benchmarks.gpu_graph PLAN FOLDER [--from FOLDER] [--part graph] [--at-once 6] [--small]
+    python3 -m benchmarks.gpu_graph PLAN FOLDER [--from FOLDER] [--parts graph] [--device cpu] [--at-once 6] [--small]
 
-FOLDER becomes a project of its own: a copy of this one's files, or of another FOLDER with all it has made (plans of one recipe
-and dtype share a graph; dense-costs, which needs more prompts, has its own). A plan is a recipe and what differs from it on one
-GPU. `aerie run` makes the graph, `dvc repro` the served cells, several at once (they are measured one at a time:
-stages/serving/measuring_turn.py), `aerie run` the report.
+FOLDER becomes a project of its own: a copy of this one's files, or of another FOLDER with all it has made (plans of one recipe,
+dtype and number of eval rows share a graph). A plan is a recipe and what differs from it on one GPU. `aerie run` makes the graph,
+`dvc repro -s` the served cells, several at once (they are measured one at a time: stages/serving/measuring_turn.py), and
+the report.
+With `--parts graph --device cpu` the graph is made on a machine without a GPU; the other parts go on in a copy of its folder.
 
 For machines without a package registry: DVC and what it needs come as wheels in PYTHONPATH, the engines as kits (shared/gpu) in
 /tmp/kit and /tmp/vllm_kit. `--small` tries a plan on a CPU with the tests' double.
@@ -19,6 +20,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ SEED_000_EP9 = (
 )  # fmt: skip
 SEED_000_EP3 = "t8_3_8 t8_2_16 t4_4_16 t4_2_14 t16_1_17 t12_2_16 t12_3_32 t12_2_32 t8_4_32 t9_4_32"
 CHAINS = " ".join(f"t{steps}_1_{steps + 1}" for steps in range(1, 9))
+PARTS = ("graph", "prompts", "cells", "report")
+REPRO = ("pipeline.checked_dvc", "--wait-for-lock", "repro", "-s")  # the stage alone, whatever made its inputs
 Workloads = dict[str, dict[str, Any]]
 DRAWN: dict[str, Any] = {"prompts": "random", "ignore_eos": True, "repeats": 2}
 CODE_GEN = {"num_prompts": 128, "input_tokens": 512, "max_new_tokens": 1024, "concurrency": 64, "warmup": 64}
@@ -58,24 +62,43 @@ SCENARIOS: Workloads = {  # seed 002, section 2.2; lengths exact, not drawn
 LENGTHS = {**DRAWN, "input_tokens": 128, "max_new_tokens": [10, 20, 128, 1024], "repeats": 3}
 SWEEP: Workloads = {  # requests at once, each with as many prompts as a few seconds take
     f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": at_once}
-    for at_once, prompts in {1: 8, 4: 16, 16: 64, 64: 128, 256: 256}.items()
+    for at_once, prompts in {1: 4, 4: 16, 16: 48, 64: 128, 256: 256}.items()
 }
-EVAL: Workloads = {"eval": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
+EVAL: Workloads = {"eval_all": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
+ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency": 8, "warmup": 8}}  # for tau alone
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long
-    "few": {"num_prompts": 48, "repeats": 2, "concurrency": [1, 8], "warmup": 8},
+    "few": {"num_prompts": 24, "repeats": 2, "concurrency": [1, 8], "warmup": 8},
     "many": {"num_prompts": 284, "repeats": 2, "concurrency": [32, 128], "warmup": 16},
 }
 COSTS_LOAD = {
     **DRAWN,
     "num_prompts": 128,
     "input_tokens": 128,
-    "max_new_tokens": 64,
+    "max_new_tokens": 48,
     "concurrency": AT_ONCE,
     "warmup": 16,
 }
-COUNTED: Workloads = {"eval": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
-IN_TURNS: Workloads = {"eval": {"num_prompts": 10, "repeats": 5}}
+COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
+IN_TURNS: Workloads = {"in_turns": {"num_prompts": 10, "repeats": 5, "warmup": 1}}
+BLOCK = {
+    "method": "dflash",
+    "from": "e000",
+    "epochs": 18,
+    "layers": 2,
+    "anchors": 64,
+    "feature_layers": [1, 2, 4, 5, 6],
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {  # of plans whose graph has block drafts, each family at two widths
+    "e001": {"from": "e000", "epochs": 1},
+    "e003": {"from": "e001", "epochs": 2},
+    "e009": {"from": "e003", "epochs": 6},
+    "dflash8": BLOCK | {"block_size": 8},
+    "dflash16": BLOCK | {"block_size": 16},
+    "dspark7": BLOCK | {"method": "dspark", "block_size": 7, "markov_rank": 32},
+    "dspark4": BLOCK | {"method": "dspark", "block_size": 4, "markov_rank": 32},
+}
+WIDTHS = {"dflash8": "t7_1_8", "dflash16": "t15_1_16", "dspark7": "t7_1_8", "dspark4": "t4_1_5"}
 
 
 @dataclass(frozen=True)
@@ -87,39 +110,50 @@ class Plan:
     engine: str
     trees: str
     workloads: Workloads
-    checkpoint: str = "e009"
+    checkpoints: str = "e009"
     interleave: bool = False
     cost_trees: str = (
         ""  # of serving_costs, whose predictions benchmarks/serving_costs.py compares with the served cells
     )
     eval_rows: int = 60  # of sample_target
+    block_drafts: bool = False  # whether the graph trains CHECKPOINTS
 
     def list_stages(self) -> list[str]:
         """Return the served cells as DVC names them, the grid first, which starts one server after the other, then baselines."""
-        trees = self.trees.split()
-        cells = [f"benchmark_served@{name}-{self.checkpoint}-{tree}" for name in self.workloads for tree in trees]
+        cells = [
+            f"benchmark_served@{name}-{checkpoint}-{tree}"
+            for name, checkpoint, tree in product(self.workloads, self.checkpoints.split(), self.trees.split())
+        ]
         costs = ["serving_costs@load"] if self.cost_trees else []
         return [*costs, *(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
 
 
+WIDTH_TREES = " ".join(dict.fromkeys(WIDTHS.values()))
+DENSE = Plan(
+    "weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300, block_drafts=True
+)
+MOE = replace(DENSE, recipe="weather-tiny-moe", trees="t5_1_6 t8_2_16 t5_4_16", eval_rows=100)
+VL = Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True)
+BLOCKS = replace(DENSE, trees=WIDTH_TREES, workloads=ONCE, checkpoints=" ".join(WIDTHS))
 PLANS = {
-    "dense": Plan("weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL),
-    "dense-scenarios": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
-    "dense-sweep": Plan("weather-tiny", "bfloat16", "sglang", "t5_4_16", SWEEP),
-    "dense-costs": Plan(
-        "weather-tiny",
-        "bfloat16",
-        "sglang",
-        "t3_1_4 t5_4_16 t8_2_16",
-        LIVE,
+    "dense": DENSE,
+    "dense-scenarios": replace(DENSE, trees="t5_4_16", workloads=SCENARIOS),
+    "dense-sweep": replace(DENSE, trees="t5_4_16", workloads=SWEEP),
+    "dense-costs": replace(
+        DENSE,
+        trees="t3_1_4 t5_4_16 t8_2_16",
+        workloads=LIVE,
+        checkpoints="e001 e003 e009",
         cost_trees="t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
-        eval_rows=300,
     ),
-    "moe": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16", EVAL),
-    "moe-scenarios": Plan("weather-tiny-moe", "bfloat16", "sglang", "t5_4_16", SCENARIOS),
-    "vl": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True),
-    "vl-ep3": Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP3, IN_TURNS, "e003", True),
-    "vllm": Plan("weather-tiny", "bfloat16", "vllm", CHAINS, COUNTED),
+    "dense-blocks": BLOCKS,
+    "moe": MOE,
+    "moe-scenarios": replace(MOE, trees="t5_4_16", workloads=SCENARIOS),
+    "moe-blocks": replace(MOE, trees=WIDTH_TREES, workloads=ONCE, checkpoints=BLOCKS.checkpoints),
+    "vl": VL,
+    "vl-ep3": replace(VL, trees=SEED_000_EP3, checkpoints="e003"),
+    "vllm": replace(DENSE, engine="vllm", trees=CHAINS, workloads=COUNTED),
+    "vllm-blocks": replace(BLOCKS, engine="vllm", workloads=COUNTED),
     "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, COUNTED),
 }
 
@@ -137,16 +171,20 @@ def copy_project(folder: Path, source: Path) -> None:
     (folder / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
 
 
-def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
+def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str) -> None:
     """Write the plan's keys; without `served` the graph has no served cells yet."""
     yaml = YAML(typ="safe")  # comments are lost; kept, some of them would stand where a new list begins
     p = yaml.load((folder / "params.yaml").read_text())
     first = dict(p["benchmark"]["workloads"]["eval"]) | {"num_prompts": 5, "repeats": 1, "warmup": 4}
     dtype = "float32" if small else plan.dtype
-    p["target"] |= {"device": "cpu" if small else "cuda", "dtype": dtype, "num_threads": 2 if small else 6}
+    p["target"] |= {"device": device, "dtype": dtype, "num_threads": 2 if device == "cpu" else 6}
     p["extract_hiddens"]["dtype"] = dtype
     p["fix_data"]["eval_share"] = 0.4
     p["sample_target"]["eval_rows"] = 30 if small else plan.eval_rows
+    if plan.block_drafts:
+        p["target"]["feature_layers"] = [1, 2, 3, 4, 5, 6]  # EAGLE-3's 2 3 4, and those of block drafts
+        p["train_draft"]["checkpoints"] = CHECKPOINTS
+        p["replay_trees"]["checkpoints"] = list(CHECKPOINTS)
     deep = "vl" in plan.recipe  # seed 000's trees
     p["replay_trees"] |= {
         "num_steps": [1, 2, 3, 4, 5, 6, 7, 8, 10, *([9, 12, 16] if deep else [])],
@@ -168,7 +206,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
     p["benchmark_served"] |= {
         "engine": plan.engine,
         "workloads": list(workloads) if served else [],
-        "checkpoints": [plan.checkpoint],
+        "checkpoints": plan.checkpoints.split(),
         "trees": plan.trees.split(),
         "interleave": plan.interleave,
     }
@@ -176,13 +214,13 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool) -> None:
     p["benchmark"]["workloads"] |= {"load": costs} if plan.cost_trees else {}
     p["serving_costs"] |= {
         "workloads": ["load"] if served and plan.cost_trees else [],
-        "checkpoint": plan.checkpoint,
+        "checkpoint": "e009",
         "trees": plan.cost_trees.split() or p["serving_costs"]["trees"],
     }
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
     p["benchmark_served"]["server"] |= {
         "mem_fraction": 0.5,
-        "max_total_tokens": 50_000 if "eval" in workloads else 400_000,
+        "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, COUNTED, IN_TURNS) else 400_000,
         "command": engine_kit.DOUBLE if small else [],
         "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],
     }
@@ -208,15 +246,18 @@ def run(folder: Path, *words: str, shown: int = 12) -> int:
     return done.returncode
 
 
-def serve_cells(folder: Path, plan: Plan, at_once: int) -> None:
-    """Make the plan's prompts and served cells by `dvc repro`, several at once."""
-    repro = ("pipeline.checked_dvc", "--wait-for-lock", "repro", "-s")
+def make_prompts(folder: Path, plan: Plan) -> None:
+    """Make the prompts of the plan's workloads by `dvc repro`."""
     for name in [*plan.workloads, *(["load"] if plan.cost_trees else [])]:
-        if run(folder, *repro, f"prepare_prompts@{name}", shown=1):
+        if run(folder, *REPRO, f"prepare_prompts@{name}", shown=1):
             sys.exit(1)
+
+
+def serve_cells(folder: Path, plan: Plan, at_once: int) -> None:
+    """Make the plan's served cells by `dvc repro`, several at once."""
     stages = plan.list_stages()
     with ThreadPoolExecutor(at_once) as pool:
-        failed = sum(pool.map(lambda name: run(folder, *repro, name, shown=6) != 0, stages))
+        failed = sum(pool.map(lambda name: run(folder, *REPRO, name, shown=6) != 0, stages))
     print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
 
 
@@ -226,7 +267,8 @@ def main() -> None:
     takes.add_argument("folder", type=Path)
     takes.add_argument("--from", dest="source", type=Path, default=Path())
     takes.add_argument("--at-once", type=int, default=6)
-    takes.add_argument("--part", choices=("all", "graph", "served"), default="all")
+    takes.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    takes.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the graph")
     takes.add_argument("--small", action="store_true")
     o = takes.parse_args()
     folder, plan = o.folder.absolute(), PLANS[o.plan]
@@ -238,14 +280,17 @@ def main() -> None:
         engine_kit.write_launchers(folder)
         if o.source == Path() and run(folder, "pipeline", "use", plan.recipe, shown=1):
             sys.exit(1)
-    if o.part != "served":
-        edit_params(folder, plan, False, o.small)
+    if "graph" in o.parts:
+        edit_params(folder, plan, False, o.small, "cpu" if o.small else o.device)
         if run(folder, "pipeline", "run"):
             sys.exit(1)
-    if o.part != "graph":
-        edit_params(folder, plan, True, o.small)
+    edit_params(folder, plan, True, o.small, "cpu" if o.small else "cuda")
+    if "prompts" in o.parts:
+        make_prompts(folder, plan)
+    if "cells" in o.parts:
         serve_cells(folder, plan, o.at_once)
-        run(folder, "pipeline", "run", shown=60)
+    if "report" in o.parts:
+        run(folder, *REPRO, "report", shown=60)
 
 
 if __name__ == "__main__":
