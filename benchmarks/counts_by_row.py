@@ -15,11 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from stages import replay_trees
-from stages.draft import checkpoint
-from stages.draft.loading import load_draft
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.results import served_records
@@ -41,14 +37,11 @@ class RowCounts:
 
 def replay_by_row(p: schema.Params, name: str, trees: list[TreeShape]) -> dict[TreeShape, dict[str, RowCounts]]:
     """Return replay's counts of every eval answer, by tree and id."""
-    made, dtype = manifest.read_manifest(), getattr(torch, p.target.dtype)
-    embedding, _ = manifest.read_embedding_and_head(made)
-    draft, config = load_draft(p, name, p.target.device, dtype)
-    layers = checkpoint.read_feature_layers(config, made.num_layers)
-    places = locate_feature_layers(made.feature_layers, layers, f"the draft of {name}")
-    rows = replay_trees._open_answers(p, "eval", made, places).read_rows(dtype)
-    embedding = embedding.to(p.target.device, dtype)
-    found = replay_trees._replay_rows(draft, embedding, rows, trees, p.replay_trees, None)
+    made = manifest.read_manifest()
+    replayed = replay_trees._load_replayed_draft(p, name, made)
+    places = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
+    rows = replay_trees._open_answers(p, "eval", made, places).read_rows(replayed.dtype)
+    found = replay_trees._replay_rows(replayed, rows, trees, p.replay_trees, None)
     return {
         tree: {
             row.id: RowCounts(len(row.ids) - row.prompt_length, int(found.cycles[r, g]), int(found.accepted[r, g]))
@@ -84,7 +77,7 @@ def main(name: str, workload: str) -> None:
     )
     for cell, shape in zip(cells, shapes, strict=True):
         requests = [r for point in cell.points for r in point.requests if r.repeat == 0 and not r.failed]
-        pairs = [(RowCounts(r.output_tokens, r.cycles, r.accepted), replayed[shape][r.id]) for r in requests]
+        pairs = [(RowCounts(r.output_tokens, r.cycles or 0, r.accepted or 0), replayed[shape][r.id]) for r in requests]
         same = [(served, replay) for served, replay in pairs if served.tokens == replay.tokens]
         near = [sum(served.is_near(replay, most) for served, replay in same) for most in (0, 1)]
         cycles, accepted = (

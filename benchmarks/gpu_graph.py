@@ -219,7 +219,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
     }
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
     p["benchmark_served"]["server"] |= {
-        "mem_fraction": 0.5,
+        "mem_fraction": 0.12 if plan.cost_trees else 0.5,  # seven servers of a grid at once, beside those of cells
         "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, COUNTED, IN_TURNS) else 400_000,
         "command": engine_kit.DOUBLE if small else [],
         "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],

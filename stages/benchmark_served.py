@@ -81,14 +81,13 @@ def _measure_repeats(
     """
     plan = server_setup.build_server_plan(work)
     if baseline is None:
-        with measured_loads.open_server(work, plan, measured) as opened, measuring_turn.measure_server():
+        with measured_loads.open_for_a_turn(work, plan, measured) as opened:
             measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
         return None
-    if not plan.can_hold_two():
+    if plan.count_servers_at_once() < 2:
         return _alternate(work, measured, baseline, lambda one: measured_loads.open_for_a_turn(work, plan, one))
-    first, second = (measured_loads.open_server(work, plan, one) for one in (baseline, measured))
-    with first as one, second as other, measuring_turn.measure_server():
-        both = {each.server.config_name: each for each in (one, other)}
+    with measured_loads.open_servers(work, plan, [baseline, measured]) as pair, measuring_turn.measure_server():
+        both = {each.server.config_name: each for each in pair}
         return _alternate(work, measured, baseline, lambda each: contextlib.nullcontext(both[each.config_name]))
 
 

@@ -21,6 +21,7 @@ from stages.results.served_records import LoadPoint
 from stages.results.timing_grid import TimingGrid
 from stages.runtime import atomic, scratch
 from stages.served_cell import measured_loads, server_setup
+from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
 from stages.serving import gpu_memory, load_checks, measured_server, measuring_turn, simulated_acceptance
 from stages.serving.measured_server import MeasuredServer, ServerPlan
@@ -54,7 +55,7 @@ def main(workload_name: str) -> None:
         work.prompts.rows(),
     )
     with scratch.lock_scratch(place):
-        measured = [(one, _measure_or_read(work, plan, one, place)) for one in servers]
+        measured = list(_measure_or_read(work, plan, servers, place))
         seconds = round(time.perf_counter() - started, 2)
         grids = [
             _build_grid(work, measured, length, draft_config, gpus, seconds)
@@ -88,17 +89,34 @@ def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) ->
         yield one
 
 
-def _measure_or_read(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer, place: Path) -> ServedTimes:
-    """Return the times of a server: those that a killed run left, or measured now.
+def _measure_or_read(
+    work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer], place: Path
+) -> Iterator[tuple[MeasuredServer, ServedTimes]]:
+    """Yield the times of each server: those that a killed run left, or measured now.
 
-    Raises ValueError if the server did not accept as many tokens as it was told to.
+    As many servers as the machine holds start at once, if they can; they are measured one after the other.
     """
-    file = place / f"{one.config_name}.json"
-    if file.exists():
-        print(f"resumed: {one.config_name} was measured before, kept in {place}")
-        return ServedTimes.read_json(file, f"serving_costs@{work.workload_name}")
-    with measured_loads.open_server(work, plan, one) as opened, measuring_turn.measure_server():
-        measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
+    at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
+    missing = [one for one in servers if not _locate_times(place, one).exists()]
+    for number in range(0, len(missing), at_once):
+        group = missing[number : number + at_once]
+        with measured_loads.open_servers(work, plan, group) as opened, measuring_turn.measure_server():
+            for each in opened:
+                _measure_server(work, each, place)
+    for one in servers:
+        if one not in missing:
+            print(f"resumed: {one.config_name} was measured before, kept in {place}")
+        yield one, ServedTimes.read_json(_locate_times(place, one), f"serving_costs@{work.workload_name}")
+
+
+def _locate_times(place: Path, one: MeasuredServer) -> Path:
+    return place / f"{one.config_name}.json"
+
+
+def _measure_server(work: ServedCellContext, opened: OpenedServer, place: Path) -> None:
+    """Measure a server and keep its times. Raises ValueError if it did not accept as many tokens as it was told to."""
+    one = opened.server
+    measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
     if one.simulated:
         loads = [turn for repeats in one.loads.values() for turns in repeats for turn in turns]
         answers = sum(len(load.records) for load in loads)
@@ -111,8 +129,7 @@ def _measure_or_read(work: ServedCellContext, plan: ServerPlan, one: MeasuredSer
         grades: list[bool | None] = [None] * len(load_points.list_requests(records))
         points.append(load_points.build_point(load, records, grades, {}, None, []))
     times = ServedTimes(version=one.info.get("version"), points=points)
-    atomic.write_json(file, times.model_dump())
-    return times
+    atomic.write_json(_locate_times(place, one), times.model_dump())
 
 
 def _build_grid(

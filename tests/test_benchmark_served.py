@@ -214,15 +214,38 @@ def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.Captu
     assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_size(
+    together: bool, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that sizes its cache by the free memory that it finds would find what another is about to take."""
+    events: list[str] = []
+    for name in ("start", "await_start"):
+        original = getattr(server.ServerProcess, name)
+        monkeypatch.setattr(
+            server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
+        )
+    monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
+    workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
+    edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    assert events == (["start"] * 2 + ["await_start"] * 2 if together else ["start", "await_start"] * 2)
+    cell = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
+
+
 def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     setup = dataclasses.replace(make_setup(), device="cuda")
     plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    assert not plan.can_hold_two()
-    assert dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.5)).can_hold_two()
-    assert dataclasses.replace(plan, base_urls={"baseline": "http://x"}).can_hold_two()
-    monkeypatch.setattr(measured_server.ServerPlan, "can_hold_two", lambda _: False)
+    assert plan.count_servers_at_once() == 1 and not plan.can_start_together()
+    half = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.5))
+    sized = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.1, max_total_tokens=9))
+    assert half.count_servers_at_once() == 2 and not half.can_start_together()
+    assert sized.count_servers_at_once() == 10 and sized.can_start_together()
+    assert dataclasses.replace(plan, base_urls={"baseline": "http://x"}).count_servers_at_once() == 2
+    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 1)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")
@@ -386,10 +409,14 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
         order.append((opened.server.config_name, numbers))
 
     monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
-    opened = contextlib.contextmanager(lambda work, plan, one: iter([measured_loads.OpenedServer(one, "", print)]))
-    monkeypatch.setattr(measured_loads, "open_server", opened)
+    opened = contextlib.contextmanager(
+        lambda work, plan, servers: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
+    )
+    monkeypatch.setattr(measured_loads, "open_servers", opened)
     monkeypatch.setattr(measured_loads, "run_repeats", measure)
-    monkeypatch.setattr(server_setup, "build_server_plan", lambda work: SimpleNamespace(can_hold_two=lambda: together))
+    monkeypatch.setattr(
+        server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + together)
+    )
     until = {"half_width": 0.05, "most_repeats": 8}
     work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
     ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))

@@ -143,7 +143,7 @@ def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
     ask(load, command=[*serving_double(), "vllm", "serve"])
     edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
     monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
-    monkeypatch.setattr(measured_loads, "open_server", None)
+    monkeypatch.setattr(measured_loads, "open_servers", None)
     with pytest.raises(ValueError, match=r"vLLM 0.26.0 can't simulate acceptance, expected 0.30 or later"):
         serving_costs.main("load")
 

@@ -30,15 +30,23 @@ class OpenedServer:
 
 
 @contextlib.contextmanager
-def open_server(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
-    cell_name = served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
-    with measured_server.open_server(plan, one, LOGS_FOLDER / f"{cell_name}.log") as (url, check):
-        yield OpenedServer(one, url, check)
+def open_servers(
+    work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer]
+) -> Iterator[list[OpenedServer]]:
+    """Open servers, of which no one is measured yet; they start at once where they can."""
+    logs = {LOGS_FOLDER / f"{_name_cell(work, one)}.log": one for one in servers}
+    with measured_server.open_servers(plan, logs) as opened:
+        yield [OpenedServer(one, url, check) for one, (url, check) in zip(servers, opened, strict=True)]
+
+
+def _name_cell(work: ServedCellContext, one: MeasuredServer) -> str:
+    return served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
 
 
 @contextlib.contextmanager
 def open_for_a_turn(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
-    with open_server(work, plan, one) as opened, measuring_turn.measure_server():
+    """Open a server and take its turn to be measured."""
+    with open_servers(work, plan, [one]) as (opened,), measuring_turn.measure_server():
         yield opened
 
 

@@ -82,9 +82,15 @@ class ServerPlan:
     cache_tokens: int  # of the largest load
     token_bytes: int  # keys and values of one token
 
-    def can_hold_two(self) -> bool:
-        """Return whether this machine holds two of these servers at once; a running one (base_urls) takes nothing of it."""
-        return self.setup.device == "cpu" or len(self.base_urls) > 0 or 2 * self.setup.mem_fraction <= 1
+    def count_servers_at_once(self) -> int:
+        """Return how many of these servers this machine holds at once; a running one (base_urls) takes nothing of it."""
+        if self.setup.device == "cpu" or self.base_urls:
+            return 2
+        return max(1, int(1 / self.setup.mem_fraction + 1e-9))
+
+    def can_start_together(self) -> bool:
+        """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""
+        return self.setup.device == "cpu" or self.setup.max_total_tokens is not None
 
 
 def find_engine_version(plan: ServerPlan) -> str | None:
@@ -94,19 +100,64 @@ def find_engine_version(plan: ServerPlan) -> str | None:
 
 
 @contextlib.contextmanager
-def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterator[tuple[str, CheckServer]]:
-    """Yield (URL, check) of a server of this configuration: a running one, or one started for the block."""
+def open_servers(plan: ServerPlan, servers: dict[Path, MeasuredServer]) -> Iterator[list[tuple[str, CheckServer]]]:
+    """Yield (URL, check) of servers of these configurations, by their logs: running ones, or started for the block.
+
+    Servers start at once where none takes its cache from memory that another frees or fills meanwhile; else one after the other.
+    """
+    before, items = gpu_memory.list_visible_gpus(), [*servers.items()]
+    groups = [items] if plan.can_start_together() else [[item] for item in items]
+    with contextlib.ExitStack() as stack:
+        opened = [found for group in groups for found in _open_group(plan, group, stack)]
+        yield opened
+    gpu_after = gpu_memory.wait_for_release(before)
+    for one in servers.values():
+        one.gpu_memory.gpu_after = gpu_after
+
+
+def _open_group(
+    plan: ServerPlan, group: list[tuple[Path, MeasuredServer]], stack: contextlib.ExitStack
+) -> list[tuple[str, CheckServer]]:
+    """Start servers at once, but for running ones, which `stack` will end; return (URL, check) of each, identified."""
+    before = gpu_memory.list_visible_gpus()
+    started = [(log, one) for log, one in group if one.config_name not in plan.base_urls]
+    if started and plan.setup.device != "cpu":
+        _check_memory(plan, [one for _, one in started], before[: plan.setup.tp])
+    running = {one.config_name: _prepare_process(plan, one, log) for log, one in started}
+    if running:
+        with measuring_turn.start_server():
+            for process in running.values():
+                stack.callback(process.close)
+                process.start()
+            for process in running.values():
+                process.await_start()
+    opened: list[tuple[str, CheckServer]] = []
+    for log, one in group:
+        if one.config_name not in running:
+            opened.append((http_session.strip_api_path(plan.base_urls[one.config_name]), lambda: None))
+            asyncio.run(_identify_server(plan, one, *opened[-1]))
+            continue
+        mine = running[one.config_name]
+        opened.append((mine.base_url, mine.check_alive))
+        asyncio.run(_identify_server(plan, one, *opened[-1]))
+        one.info |= _describe_process(plan.setup.engine, log, os.environ | mine.environment)
+        if _needs_vision_patch(plan, one):
+            one.notice = vision_patch.describe_outcome(log, str(one.info.get("version")))
+        # Of servers that started at once nobody can tell what is whose.
+        serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus()) if len(running) == 1 else None
+        one.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
+    return opened
+
+
+def _needs_vision_patch(plan: ServerPlan, measured: MeasuredServer) -> bool:
+    return plan.vision_patch and measured.draft is not None
+
+
+def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> server.ServerProcess:
+    """Return the process of a server that is to be started. Raises ValueError if it would simulate acceptance unasked."""
     setup, name = plan.setup, measured.config_name
-    if name in plan.base_urls:
-        url = http_session.strip_api_path(plan.base_urls[name])
-        asyncio.run(_identify_server(plan, measured, url, lambda: None))
-        yield url, lambda: None
-        return
     if plan.base_urls:
         print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
-    before = gpu_memory.list_visible_gpus()
-    if setup.device != "cpu":
-        _check_memory(plan, measured, before[: setup.tp])
     port = server.find_free_port()
     version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
@@ -115,27 +166,15 @@ def open_server(plan: ServerPlan, measured: MeasuredServer, log: Path) -> Iterat
         measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
-    patched = plan.vision_patch and measured.draft is not None
-    environment = vision_patch.build_environment() if patched else {}
+    environment = vision_patch.build_environment() if _needs_vision_patch(plan, measured) else {}
     if measured.simulated:
         environment |= measured.simulated.build_environment(setup.engine)
     else:
         simulated_acceptance.check_real(os.environ, measured.command)
-    running = server.ServerProcess(
+    return server.ServerProcess(
         setup.engine, measured.command, port, log, plan.start_timeout_s, threads=threads, environment=environment,
         section=plan.section,
     )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        with measuring_turn.start_server():
-            stack.enter_context(running)
-        asyncio.run(_identify_server(plan, measured, running.base_url, running.check_alive))
-        measured.info |= _describe_process(setup.engine, log, os.environ | environment)
-        if patched:
-            measured.notice = vision_patch.describe_outcome(log, str(measured.info.get("version")))
-        serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus())
-        measured.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
-        yield running.base_url, running.check_alive
-    measured.gpu_memory.gpu_after = gpu_memory.wait_for_release(before)
 
 
 def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -145,13 +184,16 @@ def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) ->
     return told | ({"environment": variables} if variables else {})
 
 
-def _check_memory(plan: ServerPlan, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> None:
+def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
+    """Check that the GPUs have room for servers that start at once, and each for its weights."""
     setup = plan.setup
-    gpu_memory.check_free_memory(gpus, setup.mem_fraction)
+    gpu_memory.check_free_memory(gpus, setup.mem_fraction * len(servers))
     weights = sum(file.stat().st_size for file in Path(setup.folder).glob("*.safetensors")) / 2**30
     tokens = min(plan.cache_tokens, setup.max_total_tokens or plan.cache_tokens)
-    draft, capacity = measured.measure_draft_gib() or 0.0, sum(gpu.total for gpu in gpus) * setup.mem_fraction
-    gpu_memory.check_weights_fit(weights, draft, tokens, plan.token_bytes, capacity)
+    capacity = sum(gpu.total for gpu in gpus) * setup.mem_fraction
+    for measured in servers:
+        draft = measured.measure_draft_gib() or 0.0
+        gpu_memory.check_weights_fit(weights, draft, tokens, plan.token_bytes, capacity)
 
 
 async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str, check: CheckServer) -> None:
