@@ -98,7 +98,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {  # of plans whose graph has block dra
     "dspark7": BLOCK | {"method": "dspark", "block_size": 7, "markov_rank": 32},
     "dspark4": BLOCK | {"method": "dspark", "block_size": 4, "markov_rank": 32},
 }
-WIDTHS = {"dflash8": "t7_1_8", "dflash16": "t15_1_16", "dspark7": "t7_1_8", "dspark4": "t4_1_5"}
+WIDTHS = {
+    "blocks4": ("dspark4", "t4_1_5"),
+    "blocks7": ("dflash8 dspark7", "t7_1_8"),
+    "blocks15": ("dflash16", "t15_1_16"),
+}
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,11 @@ class Plan:
         return [*costs, *(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
 
 
-WIDTH_TREES = " ".join(dict.fromkeys(WIDTHS.values()))
 DENSE = Plan(
     "weather-tiny", "bfloat16", "sglang", "t5_1_6 t8_2_16 t5_4_16 t10_2_32", EVAL, eval_rows=300, block_drafts=True
 )
 MOE = replace(DENSE, recipe="weather-tiny-moe", trees="t5_1_6 t8_2_16 t5_4_16", eval_rows=100)
 VL = Plan("weather-tiny-vl", "bfloat16", "sglang", SEED_000_EP9, IN_TURNS, interleave=True)
-BLOCKS = replace(DENSE, trees=WIDTH_TREES, workloads=ONCE, checkpoints=" ".join(WIDTHS))
 PLANS = {
     "dense": DENSE,
     "dense-scenarios": replace(DENSE, trees="t5_4_16", workloads=SCENARIOS),
@@ -146,16 +148,20 @@ PLANS = {
         checkpoints="e001 e003 e009",
         cost_trees="t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
     ),
-    "dense-blocks": BLOCKS,
     "moe": MOE,
     "moe-scenarios": replace(MOE, trees="t5_4_16", workloads=SCENARIOS),
-    "moe-blocks": replace(MOE, trees=WIDTH_TREES, workloads=ONCE, checkpoints=BLOCKS.checkpoints),
     "vl": VL,
     "vl-ep3": replace(VL, trees=SEED_000_EP3, checkpoints="e003"),
     "vllm": replace(DENSE, engine="vllm", trees=CHAINS, workloads=COUNTED),
-    "vllm-blocks": replace(BLOCKS, engine="vllm", workloads=COUNTED),
     "vllm32": Plan("weather-tiny", "float32", "vllm", CHAINS, COUNTED),
 }
+for width, (checkpoints, chain) in WIDTHS.items():  # engines run the chain of a whole block alone
+    blocks = replace(DENSE, trees=chain, checkpoints=checkpoints, workloads=ONCE)
+    PLANS |= {
+        f"dense-{width}": blocks,
+        f"moe-{width}": replace(blocks, recipe=MOE.recipe, eval_rows=MOE.eval_rows),
+        f"vllm-{width}": replace(blocks, engine="vllm", workloads=COUNTED),
+    }
 
 
 def copy_project(folder: Path, source: Path) -> None:
