@@ -147,7 +147,7 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
-                    renamed = reduce(lambda text, pair: re.sub(*pair, text), renames, name)
+                    renamed = reduce(lambda text, pair: re.sub(pair[0], pair[1], text), renames, name)
                     if UNUSED_TENSORS.search(renamed):
                         continue
                     if renamed in tensors:
@@ -185,12 +185,15 @@ def _list_safetensors(folder: Path) -> list[Path]:
     )
 
 
-def drop_copy(tensors: dict[str, Tensor], name: str, table: str, target: Tensor, notes: list[str]) -> None:
-    """Drop the draft's copy of the target's `table`, which engines ignore; append a note where the two differ."""
+def drop_copy(tensors: dict[str, Tensor], name: str, why: str, target: Tensor, notes: list[str]) -> None:
+    """Drop the draft's copy of the tensor `target` of the target's; append a note where the two differ.
+
+    `why` is the name of the target's tensor, and why its copy is left out.
+    """
     own = tensors.pop(name)
     if own.shape != target.shape or not torch.equal(own.float(), target.to(own.dtype).float()):
-        short = name.removesuffix(".weight")
-        notes.append(f"{short} differs from the target's {table}; left out, since engines take the target's")
+        table, reason = why.split(", ", 1)
+        notes.append(f"{name.removesuffix('.weight')} differs from the target's {table}; left out, {reason}")
 
 
 def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
