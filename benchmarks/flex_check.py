@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import torch
 from triton.testing import do_bench
 
-from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.training import attention_mask, block_training, ttt
 from stages.training.block_training import OBJECTIVES, BlockTrainingObjective

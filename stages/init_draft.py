@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stages.draft import checkpoint, config_override, published_formats, vocabulary
+from stages.draft import checkpoint, config_override, published_files, published_formats, vocabulary
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format, reader
 from stages.params import schema
@@ -117,7 +117,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     init = params.init_draft
     name = init.from_
     assert name is not None
-    folder, commit = published_formats.fetch_draft(name, init.revision)
+    folder, commit = published_files.fetch_draft(name, init.revision)
     published = published_formats.read_published_draft(
         folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
     )

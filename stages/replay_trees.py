@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from stages.data import conversations
-from stages.draft import checkpoint
-from stages.draft.block_draft import BlockDraftConfig
-from stages.draft.loading import is_block_draft, load_block_draft, load_draft
+from stages.draft import block_checkpoint, checkpoint
+from stages.draft.block_config import BlockDraftConfig
+from stages.draft.loading import load_block_draft, load_draft
 from stages.hidden_states import format, origin, reader
 from stages.params import schema
 from stages.params.tree_sections import ReplayTrees
@@ -143,7 +143,7 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
     settings = p.replay_trees
     grid, traced = settings.list_trees(), settings.traced_trees()
     device = embedding.device
-    if is_block_draft(checkpoint.locate_checkpoint(name)):
+    if block_checkpoint.is_block_draft(checkpoint.locate_checkpoint(name)):
         block, _ = load_block_draft(p, name, p.target.device, dtype)
         sizes = block.config
         _check_draft(name, sizes.vocab_size, sizes.hidden_size, made)

@@ -125,7 +125,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     method_cells = read_methods(p)
     method_rows = methods.build_method_rows(method_cells, trained)
     predicted = _predict_speedups(p, cells, lines, replayed)
-    families = _list_families(p)
+    families = _list_families(p, imported)
     remarks = timing_noise.find_timing_remarks(cells, method_cells, lines, predicted.costs)
     return ReportInputs(
         cells=cells,
@@ -170,14 +170,20 @@ def _get_settings(p: schema.Params) -> ReportSettings:
     )
 
 
-def _list_families(p: schema.Params) -> dict[str, DraftFamily]:
-    """Return the family of every checkpoint that may be replayed or measured with a tree; imported drafts are EAGLE-3's."""
+def _list_families(p: schema.Params, imported: dict[str, training_records.ImportReport]) -> dict[str, DraftFamily]:
+    """Return the family of every checkpoint that may be replayed or measured with a tree; imported ones by their reports."""
+    trained = p.train_draft.checkpoints
     blocks = {
         name: DraftFamily(FAMILY_NAMES[segment.method], segment.num_drafts)
-        for name, segment in p.train_draft.checkpoints.items()
+        for name, segment in trained.items()
         if isinstance(segment, BlockSegment)
     }
-    return dict.fromkeys([*p.train_draft.checkpoints, *p.import_draft.checkpoints], EAGLE3) | blocks
+    blocks |= {
+        name: DraftFamily(FAMILY_NAMES[found.method], found.num_drafts)
+        for name, found in imported.items()
+        if found.method in FAMILY_NAMES
+    }
+    return dict.fromkeys([*trained, *imported], EAGLE3) | blocks
 
 
 # Cells

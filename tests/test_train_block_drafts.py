@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from stages import extract_hiddens, init_draft, train_draft
 from stages.data import conversations
-from stages.draft import block_checkpoint, block_initialisation, checkpoint
+from stages.draft import block_checkpoint, block_initialisation, checkpoint, mask_token
 from stages.draft.block_draft import BlockDraft
 from stages.hidden_states import reader
 from stages.params import schema
@@ -319,7 +319,7 @@ TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
     ],
 )
 def test_the_mask_token_is_one_that_no_text_uses(wanted: int | None, tokenizer: Any, expected: int) -> None:
-    assert block_initialisation.choose_mask_token(wanted, tokenizer, TARGET) == expected
+    assert mask_token.choose_mask_token(wanted, tokenizer, TARGET) == expected
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_the_mask_token_is_one_that_no_text_uses(wanted: int | None, tokenizer: 
 )
 def test_a_mask_token_that_texts_use_is_refused(wanted: int | None, tokenizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        block_initialisation.choose_mask_token(wanted, tokenizer, TARGET)
+        mask_token.choose_mask_token(wanted, tokenizer, TARGET)
 
 
 @pytest.mark.parametrize(

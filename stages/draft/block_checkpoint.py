@@ -17,7 +17,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraftConfig
+from stages.draft.block_config import BlockDraftConfig
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
 from stages.runtime import atomic
 from stages.target import feature_layers
@@ -164,6 +164,18 @@ def write_block_draft(folder: Path, config: dict[str, Any], tensors: dict[str, T
         atomic.write_json(temporary / "config.json", config)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, temporary / "model.safetensors", {"format": "pt"})
+
+
+def is_block_draft(folder: Path) -> bool:
+    """Return whether a checkpoint's `folder`/draft is a block draft, by config.json's architectures.
+
+    False where config.json is missing or broken, which reading it names.
+    """
+    try:
+        config = atomic.read_json(folder / "draft" / "config.json", "train_draft")
+    except atomic.Broken:
+        return False
+    return config.get("architectures") in [[name] for name in ARCHITECTURES.values()]
 
 
 def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

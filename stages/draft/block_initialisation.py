@@ -1,16 +1,13 @@
-"""A new block draft: its config from the sizes of e000, its mask token, and its random weights.
-
-The mask token stands in a block's rows for tokens yet unknown, so it must never be one that the target writes or reads. Most
-targets have unused rows at the end of their embedding, padded to a multiple (Qwen3: 151669 and up), and the first is taken.
-Without one the tokenizer's own mask token serves, or its pad token unless that ends answers.
-"""
+"""A new block draft: its config from the sizes of e000, and its random weights."""
 
 from typing import Any
 
 import torch
 
 from stages.draft import block_checkpoint
-from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_draft import BlockDraft
+from stages.draft.mask_token import choose_mask_token
 from stages.params.draft_sections import BlockSegment, DsparkSegment
 from stages.target.manifest import TargetManifest
 
@@ -44,35 +41,6 @@ def build_initial_config(
         return block_checkpoint.build_block_config(config, target.num_layers, dtype)
     except ValueError as error:
         raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
-
-
-def choose_mask_token(wanted: int | None, tokenizer: Any, target: TargetManifest) -> int:
-    """Return the mask token: `wanted`, or the first row of the target's embedding that the tokenizer does not use.
-
-    Raises ValueError where `wanted` is a token of text or outside of the embedding, or where there is none to choose.
-    """
-    used, num_rows = set(tokenizer.get_vocab().values()), target.vocab_size
-    unused = next((i for i in range(num_rows) if i not in used), None)
-    special = [tokenizer.mask_token_id, tokenizer.pad_token_id]
-    spare = [i for i in special if i is not None and i < num_rows and i not in target.eos_token_ids]
-    proposed = unused if unused is not None else next(iter(spare), None)
-    if wanted is not None and (wanted >= num_rows or (wanted in used and wanted not in spare)):
-        found = "outside of it" if wanted >= num_rows else f"the token {tokenizer.convert_ids_to_tokens(wanted)!r}"
-        advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
-        raise ValueError(
-            f"mask_token_id is {wanted}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "
-            f"uses: {advice}"
-        )
-    if wanted is not None:
-        return wanted
-    if proposed is None:
-        raise ValueError(
-            f"mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use; it uses all "
-            f"{num_rows}, and has no mask token and no pad token apart from the end tokens {target.eos_token_ids}. Expected a "
-            "token that no text uses: name one as pad_token in the tokenizer's tokenizer_config.json, or add a row to the "
-            "embedding (resize_token_embeddings)"
-        )
-    return proposed
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:

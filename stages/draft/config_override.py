@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stages.draft.published_formats import unify_rope_parameters
+from stages.draft.published_files import unify_rope_parameters
 
 COUNT_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")

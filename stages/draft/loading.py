@@ -1,6 +1,5 @@
 """Loading of a trained draft, of EAGLE-3 or of blocks, ready to decode or to be replayed."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,6 @@ from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params import schema
-from stages.runtime import atomic
 
 
 class LoadedDraft(NamedTuple):
@@ -18,18 +16,6 @@ class LoadedDraft(NamedTuple):
     draft: Eagle3Draft | BlockDraft
     feature_layers: list[int]  # of the target, that it reads
     config: dict[str, Any]  # config.json
-
-
-def is_block_draft(folder: Path) -> bool:
-    """Return whether a checkpoint's `folder`/draft is a block draft, by config.json's architectures.
-
-    False where config.json is missing or broken, which `load_draft` names.
-    """
-    try:
-        config = atomic.read_json(folder / "draft" / "config.json", "train_draft")
-    except atomic.Broken:
-        return False
-    return config.get("architectures") in [[name] for name in block_checkpoint.ARCHITECTURES.values()]
 
 
 def load_draft(
@@ -62,7 +48,7 @@ def load_any_draft(
     p: schema.Params, checkpoint_name: str, device: str, dtype: torch.dtype, num_target_layers: int
 ) -> LoadedDraft:
     """Return a checkpoint's draft, of the family that config.json names. Raises ValueError as the others."""
-    if is_block_draft(checkpoint.locate_checkpoint(checkpoint_name)):
+    if block_checkpoint.is_block_draft(checkpoint.locate_checkpoint(checkpoint_name)):
         block, config = load_block_draft(p, checkpoint_name, device, dtype)
         return LoadedDraft(block, list(block.config.feature_layers), config)
     draft, config = load_draft(p, checkpoint_name, device, dtype)

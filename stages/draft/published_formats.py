@@ -8,28 +8,17 @@ A draft that would run differently here than on an engine is refused. A value th
 Sources: llama_eagle3.py of SGLang 0.5.17 and of vLLM, and the eagle3 model of speculators.
 """
 
-import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stages.draft import checkpoint
+from stages.draft import checkpoint, published_files
+from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES, locate_feature_layers
 from stages.target.manifest import TargetManifest
 
-# Returns the target's embedding and head [V, H]; called only where they are needed.
-ReadEmbeddingAndHead = Callable[[], tuple[Tensor, Tensor]]
-
-SPECULATORS_KEY = "transformer_layer_config"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TENSOR_RENAMES = (
     (r"^model\.", ""),
     (r"^layers\.0\.", "midlayer."),
@@ -38,8 +27,6 @@ TENSOR_RENAMES = (
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
 )
-# Written by some trainers and read by no engine: RoPE frequencies, and tensors of the target.
-UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
 # The only supported value of each key; an absent key has this value.
 REQUIRED_VALUES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "qkv_bias": False,
@@ -50,34 +37,6 @@ REQUIRED_VALUES: dict[str, Any] = {
     "eagle_config.parallel_draft_step": 1,
 }  # fmt: skip
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-
-
-@dataclass(frozen=True)
-class PublishedDraft:
-    """A published draft in the format of `checkpoint`."""
-
-    config: dict[str, Any]  # config.json, by `checkpoint.build_config`
-    tensors: dict[str, Tensor]
-    options: dict[str, Any]  # enabled options of DraftConfig
-    notes: list[str] = field(default_factory=list)
-
-
-def fetch_draft(model: str, revision: str | None) -> tuple[Path, str | None]:
-    """Return the local folder of a draft and the commit of a Hugging Face id. Raises ValueError where there is none."""
-    if Path(model).is_dir():
-        return Path(model), None
-    from huggingface_hub import snapshot_download  # slow to import, needed for hub ids only
-    from huggingface_hub.errors import HFValidationError
-
-    try:  # without pickles, which are refused and may be large
-        folder = snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"])
-    except (HFValidationError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{model} is no folder here, and Hugging Face gave no such draft ({reason}); correct the id or the revision "
-            f"({revision or 'main'}), or download it and name its folder"
-        ) from None
-    return Path(folder), Path(folder).name
 
 
 def read_published_draft(
@@ -93,10 +52,15 @@ def read_published_draft(
     target, for an unsupported architecture, and for missing or corrupt files.
     """
     raw = _read_flat_config(folder)
+    _check_family(folder, raw)
     _check_architecture(folder, raw)
     notes: list[str] = []
-    shape, options, rope = _read_sizes(folder, raw), _read_options(raw, notes), unify_rope_parameters(raw)
-    _check_target(folder, raw, shape, manifest)
+    shape, options, rope = (
+        _read_sizes(folder, raw),
+        _read_options(raw, notes),
+        published_files.unify_rope_parameters(raw),
+    )
+    published_files.check_target_sizes(folder, raw, manifest)
     layers = _read_feature_layers(folder, raw, manifest)
     if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:
         notes.append(
@@ -105,17 +69,15 @@ def read_published_draft(
         )
     if rope_theta is not None:
         rope |= {"rope_theta": rope_theta}
-    if shape["max_position_embeddings"] < manifest.max_position_embeddings:
-        notes.append(
-            f"max_position_embeddings is {shape['max_position_embeddings']}, the target's {manifest.max_position_embeddings}: "
-            "SGLang refuses such a draft unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
-        )
-    tensors = _read_renamed_tensors(folder)
-    _drop_embedding_copy(tensors, read_embedding_and_head, notes)
+    published_files.note_few_positions(shape["max_position_embeddings"], manifest, notes)
+    tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
+    if "embed_tokens.weight" in tensors:
+        why = "embedding, since engines take the target's"
+        published_files.drop_copy(tensors, "embed_tokens.weight", why, read_embedding_and_head()[0], notes)
     _fill_head(folder, raw, shape, tensors, read_embedding_and_head, notes)
     _fill_vocabulary_maps(folder, shape, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
-    dtype = _unify_dtype(folder, tensors)
+    dtype = published_files.unify_dtype(folder, tensors)
     config = checkpoint.build_config(shape, rope, layers, manifest.num_layers, manifest.eos_token_ids, options)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if problem := checkpoint.find_draft_problem(config, tensors):
@@ -126,49 +88,21 @@ def read_published_draft(
     return PublishedDraft(config, tensors, {k: v for k, v in options.items() if v}, notes)
 
 
-def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Return RoPE in the spelling of transformers 5, from rope_parameters, or from rope_theta and rope_scaling.
-
-    Raises ValueError where both are present with different thetas, and for partial rotary embeddings.
-    """
-    new, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    thetas = {float(t) for t in (new.get("rope_theta"), config.get("rope_theta")) if t is not None}
-    if len(thetas) > 1:
-        raise ValueError(
-            f"config.json: rope_theta is {config['rope_theta']} and in rope_parameters {new['rope_theta']}"
-        )
-    old = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
-    if scaling and "rope_type" not in old:
-        old["rope_type"] = scaling.get("type", "default")
-    rope = {"rope_type": "default", **(new or old), "rope_theta": thetas.pop() if thetas else 10_000.0}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: not supported"
-        )
-    if rope["rope_type"] == "mrope":  # multimodal sections with default frequencies, as engines read it
-        rope["rope_type"] = "default"
-    return rope
-
-
 # config.json
 
 
 def _read_flat_config(folder: Path) -> dict[str, Any]:
-    """Read config.json as one level: the nested layer config of speculators is merged under the outer keys, which win."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
-    if SPECULATORS_KEY not in found:
-        return found
-    # vLLM's default of norm_before_residual for a speculators config is true.
-    outer = {"norm_before_residual": True} | {k: v for k, v in found.items() if k != SPECULATORS_KEY}
-    return found[SPECULATORS_KEY] | outer | {"target_hidden_size": found.get("target_hidden_size")}
+    """Read config.json as one level; vLLM's default of norm_before_residual for a config of speculators is true."""
+    return published_files.read_flat_config(folder, {"norm_before_residual": True})
+
+
+def _check_family(folder: Path, raw: dict[str, Any]) -> None:
+    """Raise ValueError for a block draft, which has no initial checkpoint to start from."""
+    if published_files.is_block_config(raw):
+        raise ValueError(
+            f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft: block "
+            "drafts can be measured, not trained on; name it in import_draft.checkpoints"
+        )
 
 
 def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
@@ -214,21 +148,6 @@ def _read_options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     return options
 
 
-def _check_target(folder: Path, raw: dict[str, Any], shape: dict[str, Any], manifest: TargetManifest) -> None:
-    """Raise ValueError where the draft's sizes differ from the target's."""
-    for key, expected in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
-        if shape[key] != expected:
-            raise ValueError(
-                f"{folder}/config.json: {key} is {shape[key]}, the target's ({manifest.model}) {expected}: this draft is for "
-                "another target; choose one for it, or set target.model"
-            )
-    if (raw.get("target_hidden_size") or manifest.hidden_size) != manifest.hidden_size:
-        raise ValueError(
-            f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {manifest.hidden_size}; drafts "
-            "of another hidden size than their target's have an embedding of their own, which is not supported"
-        )
-
-
 def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetManifest) -> list[int]:
     """Return the feature layers that the draft reads, as ids of the blocks that the residual streams enter.
 
@@ -252,70 +171,6 @@ def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetMani
 
 
 # Tensors
-
-
-def _read_renamed_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors under the names of `checkpoint`, without UNUSED_TENSORS."""
-    tensors: dict[str, Tensor] = {}
-    for file in _list_safetensors(folder):
-        read: dict[str, Tensor] = {}  # by their names in the file, for messages
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    renamed = _rename_tensor(name)
-                    if UNUSED_TENSORS.search(renamed):
-                        continue
-                    if renamed in tensors:
-                        raise ValueError(
-                            f"{file} has {renamed} under two names, {name} one of them, expected one; export the draft again"
-                        )
-                    tensors[renamed] = read[name] = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
-        if problem := checkpoint.find_nonfinite_values(read):
-            raise ValueError(
-                f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
-            )
-    return tensors
-
-
-def _rename_tensor(name: str) -> str:
-    for pattern, replacement in TENSOR_RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _list_safetensors(folder: Path) -> list[Path]:
-    """Return the safetensors files of `folder`, by its index where there is one. Raises ValueError where it has none."""
-    if indexes := sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft anew") from None
-        return [folder / name for name in sorted(names)]
-    if files := sorted(folder.glob("*.safetensors")):
-        return files
-    pickles = [f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES]
-    found = "none (a hub's pickles are not downloaded)"
-    if pickles:
-        found = f"{', '.join(pickles)}, a pickle, which runs code when it is read"
-    raise ValueError(
-        f"{folder}: expected safetensors, found {found}. Download the draft, convert it in its folder where you trust it: "
-        "python -c \"import torch; from safetensors.torch import save_file; t = torch.load('pytorch_model.bin', "
-        "weights_only=True); save_file({k: v.contiguous() for k, v in t.items()}, 'model.safetensors')\"; and name the folder"
-    )
-
-
-def _drop_embedding_copy(
-    tensors: dict[str, Tensor], read_embedding_and_head: ReadEmbeddingAndHead, notes: list[str]
-) -> None:
-    """Drop the draft's copy of the target's embedding, which engines ignore; append a note where the two differ."""
-    own = tensors.pop("embed_tokens.weight", None)
-    if own is None:
-        return
-    target, _ = read_embedding_and_head()
-    if own.shape != target.shape or not torch.equal(own.float(), target.to(own.dtype).float()):
-        notes.append("embed_tokens differs from the target's embedding; left out, since engines take the target's")
 
 
 def _fill_head(
@@ -373,18 +228,3 @@ def _read_draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) ->
             f"to {int(ids.max())}, expected {d} of {v}; where it holds token ids, subtract arange({d})"
         )
     return ids
-
-
-def _unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
-    """Cast all weights to the widest dtype among them and return it. Raises ValueError for quantised weights."""
-    weights = [name for name in tensors if name not in ("d2t", "t2d")]
-    dtypes = {tensors[name].dtype for name in weights}
-    if not dtypes or not dtypes <= set(FLOAT_DTYPES):
-        raise ValueError(
-            f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected "
-            "float32, bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
-        )
-    widest = reduce(torch.promote_types, dtypes)
-    for name in weights:
-        tensors[name] = tensors[name].to(widest)
-    return widest

@@ -9,7 +9,7 @@ No stage imports this file: the report links the page.
 from collections import Counter
 from pathlib import Path
 
-from stages.literature import audit_serving, audit_tables, audit_trees, published
+from stages.literature import audit_blocks, audit_serving, audit_tables, audit_trees, published
 from stages.literature.audit_findings import VERDICTS, Finding
 from stages.literature.published import SETTING_NAMES, UNKNOWN, Publication
 
@@ -36,6 +36,7 @@ def audit_publications(publications: dict[str, Publication]) -> dict[str, list[F
         audit_trees.list_tree_findings,
         audit_tables.list_table_findings,
         audit_serving.list_serving_findings,
+        audit_blocks.list_block_findings,
     ):
         for publication, finding in list_findings(publications):
             found[publication.name].append(finding)

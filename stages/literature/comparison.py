@@ -119,6 +119,8 @@ def list_obstacles(row: PublishedRow, cell: CellRecord, same_definition: bool) -
         yield "its temperature isn't stated; assume one in assumed of the recipe"
     elif setting.temperature not in (None, cell.temperature):
         yield f"temperature {setting.temperature} against {cell.temperature}; add a workload of that temperature"
+    if setting.drafting == "sampled" and cell.temperature and isinstance(cell, TorchCell):
+        yield "drafts sampled there, the most probable ones here; serve the cell by SGLang's DSPARK, which samples them"
     if row.metric in ACCEPTANCE_METRICS:
         return
     if setting.engine and cell.engine not in setting.engine.lower():  # "torch" is in AngelSlim's PyTorch

@@ -98,6 +98,8 @@ class PublishedSetting(_FileSection):
     precision: SettingWords = None
     tree: SettingTree = None  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
     temperature: SettingNumber = None
+    drafting: SettingWords = None  # "greedy" or "sampled": how drafts are drawn above temperature 0; at 0 both are one
+    thinking: SettingWords = None  # "on" or "off"; None for a target without the mode
     dataset: SettingWords = None
     prompts: SettingNumber = None
     input_tokens: SettingNumber = None

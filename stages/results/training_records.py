@@ -15,6 +15,8 @@ class TrainingEpoch(Record, extra="ignore"):
 
 class ImportReport(Record, extra="ignore"):
     weights: str  # digest of the draft's
+    method: str = "eagle3"  # of an imported draft; a trained one's is in params.yaml
+    num_drafts: int | None = None  # of an imported draft's block
 
 
 class TrainingReport(ImportReport, extra="ignore"):

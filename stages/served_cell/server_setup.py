@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.data import workload_prompts
-from stages.draft import checkpoint
+from stages.draft import block_checkpoint, checkpoint
 from stages.grading import grade
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
@@ -28,9 +28,11 @@ def list_stage_gpus(params: schema.Params, config_names: list[str]) -> list[int]
 
 
 def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, Any]:
-    """Return the draft's config.json."""
-    maker = params.get_making_stage(checkpoint_name)
-    return checkpoint.read_draft(checkpoint.locate_checkpoint(checkpoint_name), maker)[0]
+    """Return config.json of the draft, of either family."""
+    folder, maker = checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
+    if block_checkpoint.is_block_draft(folder):
+        return block_checkpoint.read_block_draft(folder, maker)[0]
+    return checkpoint.read_draft(folder, maker)[0]
 
 
 def build_context(params: schema.Params, workload_name: str, draft_config: dict[str, Any]) -> ServedCellContext:

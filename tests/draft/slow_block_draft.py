@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_draft import BlockDraft
 from stages.training.block_loss import BlockObjective
 
 CONFIG = BlockDraftConfig(

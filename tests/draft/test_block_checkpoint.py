@@ -17,7 +17,8 @@ from stages.draft.block_checkpoint import (
     read_block_draft,
     write_block_draft,
 )
-from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_draft import BlockDraft
 from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

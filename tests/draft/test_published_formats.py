@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from stages.draft import checkpoint, published_formats
+from stages.draft import checkpoint, published_files, published_formats
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.runtime import atomic
 from stages.target.manifest import TargetManifest
@@ -298,7 +298,7 @@ def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
     return folder
 
 
-def read(folder: Path, **more: Any) -> published_formats.PublishedDraft:
+def read(folder: Path, **more: Any) -> published_files.PublishedDraft:
     return published_formats.read_published_draft(folder, more.pop("made", MADE), lambda: (EMBEDDING, HEAD), **more)
 
 
@@ -509,7 +509,7 @@ def test_an_id_that_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"no/such-folder/draft is no folder here, and Hugging Face gave no such draft"
     ):
-        published_formats.fetch_draft("no/such-folder/draft", None)
+        published_files.fetch_draft("no/such-folder/draft", None)
 
 
 def test_the_exported_file_is_one_that_transformers_opens(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ COPIED = {
     "angelslim-pytorch": (180, 463.69),
     "angelslim-tool": (12, 1665.0),
     "angelslim-vllm": (170, 27334.11),
+    "dspark-paper": (108, 455.67),
     "eagle3-paper": (339, 2003.74),
+    "modelopt-2342": (30, 206.51),
     "qwen3-30b-a3b-shape": (8, 3162.5),
     "qwen3-coder-h100": (94, 99168.45),
     "qwen3-vl-weather": (82, 1025.2),
@@ -69,6 +71,22 @@ def test_a_metric_on_a_data_set_is_a_row_on_it() -> None:
     ]
     found = {(row.setting.method, row.setting.dataset): row.value for row in rows if row.metric == "tau"}
     assert found["EAGLE-3", "GSM8K"] == 4.59 and found["EAGLE-2", "CNN/DM"] == 3.14 and found["EAGLE-3", "mean"] == 4.92
+
+
+def test_block_drafts_have_their_width_and_how_they_were_drawn() -> None:
+    """DSpark's paper: sampled at temperature 1, blocks of 7; ModelOpt: greedy, blocks of 15 drafts."""
+    found = {}
+    for name in ("dspark-paper", "modelopt-2342"):
+        for row in PUBLISHED[name].rows:
+            s = row.setting
+            assert s.thinking == "off" and (s.temperature, s.drafting) in ((1, "sampled"), (0, "greedy"))
+            if (s.target, s.dataset, row.metric) == ("Qwen3-8B", "GSM8K", "tau"):
+                found[name, s.method] = row.value, s.shape and s.shape.num_steps
+    assert found["dspark-paper", "DSpark"] == (6.17, 7) and found["dspark-paper", "DFlash"] == (5.33, 7)
+    assert found["dspark-paper", "EAGLE-3"] == (5.30, None), "its chain's length isn't stated in our copy"
+    assert found["modelopt-2342", "DSpark"] == (7.375, 15) and found["modelopt-2342", "DFlash"] == (6.341, 15)
+    missing = [row for row in PUBLISHED["modelopt-2342"].rows if row.setting.dataset == "AIME25"]
+    assert {row.setting.method for row in missing} == {"LiLiCorr+conv", "LiLiCorr", "DSpark"}
 
 
 def test_the_sweep_is_its_csv() -> None:

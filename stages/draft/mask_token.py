@@ -1,0 +1,70 @@
+"""The mask token of a block draft, which stands in a block's rows for tokens yet unknown.
+
+So it must never be one that the target writes or reads. Most targets have unused rows at the end of their embedding, padded to
+a multiple (Qwen3: 151669 and up), and the first is taken. Without one the tokenizer's own mask token serves, or its pad token
+unless that ends answers. A published draft has been trained with its mask token, and no other will do.
+"""
+
+from typing import Any
+
+from stages.target.manifest import TargetManifest
+
+
+def choose_mask_token(wanted: int | None, tokenizer: Any, target: TargetManifest) -> int:
+    """Return the mask token: `wanted`, or the first row of the target's embedding that the tokenizer does not use.
+
+    Raises ValueError where `wanted` is a token of text or outside of the embedding, or where there is none to choose.
+    """
+    used, num_rows = set(tokenizer.get_vocab().values()), target.vocab_size
+    unused = next((i for i in range(num_rows) if i not in used), None)
+    spare = _list_spare_tokens(tokenizer, target)
+    proposed = unused if unused is not None else next(iter(spare), None)
+    if wanted is not None and (wanted >= num_rows or (wanted in used and wanted not in spare)):
+        found = "outside of it" if wanted >= num_rows else f"the token {tokenizer.convert_ids_to_tokens(wanted)!r}"
+        advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
+        raise ValueError(
+            f"mask_token_id is {wanted}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "
+            f"uses: {advice}"
+        )
+    if wanted is not None:
+        return wanted
+    if proposed is None:
+        raise ValueError(
+            f"mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use; it uses all "
+            f"{num_rows}, and has no mask token and no pad token apart from the end tokens {target.eos_token_ids}. Expected a "
+            "token that no text uses: name one as pad_token in the tokenizer's tokenizer_config.json, or add a row to the "
+            "embedding (resize_token_embeddings)"
+        )
+    return proposed
+
+
+def check_published_mask_token(mask_token_id: int, tokenizer: Any, target: TargetManifest) -> str | None:
+    """Return a note where a published draft's mask token is one that the tokenizer adds to its vocabulary, else None.
+
+    Such tokens (Qwen's <|fim_pad|>) are not written in plain text, but may be on purpose. Raises ValueError for a token outside
+    of the target's embedding, one of ordinary text, and one that ends answers.
+    """
+    expected = f"expected one of the {target.vocab_size} rows of the target's embedding that no text uses"
+    advice = "such a draft was trained for another target or tokenizer, or trained wrongly: choose another draft"
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise ValueError(f"mask_token_id is {mask_token_id}, outside of the target's embedding; {expected}: {advice}")
+    if mask_token_id in _list_spare_tokens(tokenizer, target) or mask_token_id not in tokenizer.get_vocab().values():
+        return None
+    token = tokenizer.convert_ids_to_tokens(mask_token_id)
+    if mask_token_id in target.eos_token_ids:
+        raise ValueError(
+            f"mask_token_id is {mask_token_id}, {token!r}, which ends the target's answers; {expected}: {advice}"
+        )
+    if mask_token_id not in tokenizer.added_tokens_decoder:
+        raise ValueError(
+            f"mask_token_id is {mask_token_id}, the token {token!r} of ordinary text; {expected}: {advice}"
+        )
+    return (
+        f"mask_token_id is {mask_token_id}, {token!r}, which the tokenizer knows: prompts that have it were not meant"
+    )
+
+
+def _list_spare_tokens(tokenizer: Any, target: TargetManifest) -> list[int]:
+    """Return the tokenizer's own mask and pad tokens, unless they end answers or lie outside of the embedding."""
+    special = [tokenizer.mask_token_id, tokenizer.pad_token_id]
+    return [i for i in special if i is not None and i < target.vocab_size and i not in target.eos_token_ids]

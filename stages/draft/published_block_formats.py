@@ -1,0 +1,337 @@
+"""Read published DFlash and DSpark drafts of any known format into the config.json and tensor names of `block_checkpoint`.
+
+    z-lab          DFlashDraftModel                       keys under dflash_config, auto_map
+    DeepSpec       Qwen3DSparkModel                       keys at the top; its own "DFlash" is DSpark's layout with markov_rank 0
+    SpecForge      DFlashDraftModel, DSparkDraftModel     keys under dflash_config or dspark_config; older logit_head.*
+    speculators    speculators_model_type                 the layer under transformer_layer_config, feature layers counted as here
+
+A draft that would run differently here than where it was trained is refused by name: another layout under the same label, causal
+or sliding layers, heads without weights. A value that is not used as written gives a note. Sources: the configs and models of
+z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and speculators 0.9.0, and the loaders of SGLang 0.5.23 and vLLM 0.33.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.draft import block_checkpoint, mask_token, published_files
+from stages.draft.block_config import BlockDraftConfig
+from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
+from stages.target.feature_layers import locate_feature_layers, to_entering_ids
+from stages.target.manifest import TargetManifest
+
+LAYOUTS = {  # by architecture; of speculators by speculators_model_type too
+    "DFlashDraftModel": "dflash", "DFlashSpeculator": "dflash", "dflash": "dflash",
+    "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark", "DSparkSpeculator": "dspark", "dspark": "dspark",
+}  # fmt: skip
+MODEL_TYPES = ("qwen3", "dspark", "speculator_model")  # DSpark's own in SpecForge; speculators' layers are Qwen3's
+LAYOUT_KEYS = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")  # three names of one choice
+TENSOR_RENAMES = ((r"^model\.", ""), (r"^logit_head\.", ""))
+MARKOV_TENSORS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+COPIES = {  # of the target's embedding and head
+    "embed_tokens.weight": "embedding, since engines take the target's",
+    "lm_head.weight": "head, as in SGLang; vLLM would take it",
+}
+CONFIDENCE_TENSOR = "confidence_head.proj.weight"
+# The only supported value of each key, at the top or in a section; an absent key has this value.
+REQUIRED_VALUES: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_causal": False, "causal": False, "use_swa": False,
+    "markov_head_type": "vanilla", "attention_mode": "gqa", "kv_lora_rank": None, "q_lora_rank": None,
+    "attention_sink_bias": False, "attention_value_scale": 1.0, "use_gemma_norm": False, "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None, "selector_rank": None,
+    "gru_hidden_dim": None,
+}  # fmt: skip
+REQUIRED_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+DEFAULT_SIZES = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}  # of transformers' Qwen3Config, which all projects use
+
+
+def read_published_block_draft(
+    folder: Path,
+    manifest: TargetManifest,
+    tokenizer: Any,
+    read_embedding_and_head: ReadEmbeddingAndHead,
+    rope_theta: float | None = None,
+) -> PublishedDraft:
+    """Read the draft in `folder` for the target of `manifest`, whose tokenizer is `tokenizer`.
+
+    `rope_theta` overrides the value of its config. Raises ValueError for sizes, feature layers or a mask token that do not fit
+    the target, for another model than `block_draft` runs, and for missing or corrupt files.
+    """
+    if (folder / published_files.MASK_EMBEDDING_FILE).exists():
+        raise ValueError(
+            f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token, "
+            "which SGLang writes into the target's embedding; expected a draft whose mask token is a row of the target's: "
+            "choose another draft, or ask its author for one trained so"
+        )
+    raw = published_files.read_flat_config(folder)
+    keys = _BlockKeys(folder, raw)
+    notes: list[str] = []
+    layout = _read_layout(keys, notes)
+    _check_values(keys)
+    if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
+        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a block draft")
+    published_files.check_target_sizes(folder, raw, manifest)
+    _check_vocabulary(folder, raw)
+    rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
+    mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
+    layers = _read_feature_layers(keys, manifest)
+    with _name_config(folder):
+        notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, manifest)])
+    tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
+    _drop_copies(tensors, read_embedding_and_head, notes)
+    rank = _unify_markov_head(keys, layout, tensors, notes)
+    has_confidence = bool(keys.get("enable_confidence_head", layout == "dspark" and CONFIDENCE_TENSOR in tensors))
+    sizes = {key: raw[key] for key in REQUIRED_SIZES} | {
+        key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()
+    }
+    published_files.note_few_positions(sizes["max_position_embeddings"], manifest, notes)
+    parsed = BlockDraftConfig(
+        **sizes,
+        rope=rope,
+        layout=layout,
+        block_size=block_size,
+        mask_token_id=mask,
+        feature_layers=tuple(layers),
+        markov_rank=rank,
+        confidence_head=has_confidence,
+        confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", True)),
+    )
+    _check_width(keys, parsed, notes)
+    dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
+    with _name_config(folder):
+        config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
+    if problem := block_checkpoint.find_block_draft_problem(config, tensors):
+        raise ValueError(
+            f"{folder} is no {layout} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
+            "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft anew, or choose "
+            "another"
+        )
+    return PublishedDraft(config, tensors, {"layout": layout, "block_size": block_size}, notes)
+
+
+@contextmanager
+def _name_config(folder: Path) -> Iterator[None]:
+    """Add the place of config.json to a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json: {error}") from None
+
+
+# config.json
+
+
+@dataclass(frozen=True)
+class _BlockKeys:
+    """Keys that projects write at the top of config.json, or in a section of it; null means absent."""
+
+    folder: Path
+    raw: Mapping[str, Any]
+
+    def find(self, key: str) -> dict[str, Any]:
+        """Return the values of `key` by where they stand."""
+        sections = {f"{name}.{key}": self.raw.get(name) or {} for name in BLOCK_SECTIONS}
+        return {place: keys[key] for place, keys in {key: self.raw, **sections}.items() if keys.get(key) is not None}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`. Raises ValueError where it stands twice with different values."""
+        found = self.find(key)
+        first = next(iter(found.values()), default)
+        if any(value != first for value in found.values()):
+            listed = " and ".join(f"{place} {value!r}" for place, value in found.items())
+            raise ValueError(
+                f"{self.folder}/config.json has {listed}, expected one value: engines would run different drafts; keep the one "
+                "that it was trained with"
+            )
+        return first
+
+    def require_count(self, key: str) -> int:
+        """Return an integer of at least 0. Raises ValueError for another value, or none."""
+        found = self.get(key)
+        if type(found) is not int or found < 0:
+            raise ValueError(
+                f"{self.folder}/config.json: {key} is {found!r}, expected a number of at least 0, at the top or in "
+                f"{' or '.join(BLOCK_SECTIONS)}: engines would guess one, or start with another model; write the one that it was "
+                "trained with"
+            )
+        return found
+
+
+def _read_layout(keys: _BlockKeys, notes: list[str]) -> str:
+    """Return the layout. Raises ValueError for an architecture that we don't run, and for keys of another layout than its."""
+    raw, place = keys.raw, f"{keys.folder}/config.json"
+    kind, architectures = raw.get("speculators_model_type"), raw.get("architectures")
+    projector = keys.get("projector_type")
+    stated = {"speculators_model_type": kind, "architectures": architectures, "projector_type": projector}
+    given = ", ".join(f"{key} {value!r}" for key, value in stated.items() if value)
+    layouts = {LAYOUTS.get(str(name)) for name in (kind, *(architectures or ()), projector) if name}
+    if len(layouts) != 1 or None in layouts:
+        raise ValueError(
+            f"{place}: {given or 'no architectures'}, expected one of {', '.join(LAYOUTS)}, and one layout: DFlash2, Domino, "
+            "LiLiCorr and others are other models, whose weights a loader of DFlash would drop or read one slot off; choose "
+            "another draft, or correct the name where only that is wrong"
+        )
+    layout = str(layouts.pop())
+    anchored = {where: value for key in LAYOUT_KEYS for where, value in keys.find(key).items()}
+    if wrong := {where: value for where, value in anchored.items() if value != (layout == "dspark")}:
+        where, value = next(iter(wrong.items()))
+        raise ValueError(
+            f"{place}: {where} is {value!r}, expected {layout == 'dspark'} for {given}: a checkpoint of the other layout. Its "
+            f"slots predict {'the token after their' if value else 'their own'} position, and it would run one slot off, with "
+            "tau near 1; correct the name or the key, whichever is wrong, or choose another draft"
+        )
+    if kind == "dspark" and not anchored:
+        notes.append(
+            "sample_from_anchor is absent: read as true, as speculators trains dspark; vLLM reads such a file as false"
+        )
+    if layout == "dflash" and keys.get("markov_rank"):
+        raise ValueError(
+            f"{place}: markov_rank is {keys.get('markov_rank')}, expected none for {given}: a Markov head is DSpark's, and "
+            "engines would run the draft without it; where it is a DSpark draft, write architectures [Qwen3DSparkModel]"
+        )
+    return layout
+
+
+def _check_values(keys: _BlockKeys) -> None:
+    """Raise ValueError where a key of REQUIRED_VALUES has another value, and for layers that are not of full attention."""
+    raw = keys.raw
+    for key, required in REQUIRED_VALUES.items():
+        for place, found in keys.find(key).items():
+            if found != required:
+                raise ValueError(
+                    f"{keys.folder}/config.json: {place} is {found!r}, expected {required!r}: we run block drafts of plain "
+                    "full-attention layers with a vanilla Markov head, and this is another model; choose another draft"
+                )
+    model_type = raw.get("model_type", MODEL_TYPES[0])
+    if model_type not in MODEL_TYPES and not raw.get("speculators_model_type"):
+        raise ValueError(
+            f"{keys.folder}/config.json: model_type is {model_type!r}, expected {MODEL_TYPES[0]!r}: only layers of Qwen3 are "
+            "run; choose another draft"
+        )
+    kinds = raw.get("layer_types") or (["sliding_attention"] if raw.get("use_sliding_window") else [])
+    if any(kind != "full_attention" for kind in kinds):
+        raise ValueError(
+            f"{keys.folder}/config.json: layer_types is {raw.get('layer_types')!r} and use_sliding_window "
+            f"{raw.get('use_sliding_window')!r}, expected full_attention in every layer: sliding layers see less, and are causal "
+            "within a block; choose another draft"
+        )
+
+
+def _check_vocabulary(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError for a draft over a part of the target's vocabulary."""
+    if raw.get("draft_vocab_size") not in (None, raw["vocab_size"]):
+        raise ValueError(
+            f"{folder}/config.json: draft_vocab_size is {raw['draft_vocab_size']}, expected the target's {raw['vocab_size']}: "
+            "a block draft shares the target's head here and in SGLang, which a head of its own for fewer tokens can't; "
+            "choose a draft of the whole vocabulary"
+        )
+
+
+def _read_feature_layers(keys: _BlockKeys, manifest: TargetManifest) -> list[int]:
+    """Return the feature layers that the draft reads, as ids of the blocks that the residual streams enter.
+
+    Raises ValueError where the lists disagree, are out of order or beyond the target, or name streams that are not stored.
+    """
+    place, num_layers = f"{keys.folder}/config.json", manifest.num_layers
+    left = {f"{where} {ids}, layers left": to_entering_ids(ids) for where, ids in keys.find("target_layer_ids").items()}
+    entered = {
+        f"{where} {ids}, layers entered": list(ids)
+        for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+        for where, ids in keys.find(key).items()
+    }
+    lists = left | entered
+    if any(type(i) is not int for ids in lists.values() for i in ids):
+        raise ValueError(
+            f"{place} has {' and '.join(lists)}, expected lists of numbers; write those that it was trained with"
+        )
+    if not lists:
+        raise ValueError(
+            f"{place} lists no feature layers, expected target_layer_ids; write those that it was trained with"
+        )
+    (source, layers), *others = lists.items()
+    if any(other != layers for _, other in others):
+        raise ValueError(
+            f"{place} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
+            f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "
+            "which it was trained"
+        )
+    if layers != sorted(set(layers)):
+        raise ValueError(
+            f"{place}: {source}, expected ids in increasing order, each once: engines capture in the order of the blocks, "
+            "whatever the order of the list; ask its author which order it was trained with"
+        )
+    told = keys.get("num_target_layers", num_layers)
+    if told != num_layers or not layers or layers[0] < 1 or layers[-1] > num_layers - 1:
+        raise ValueError(
+            f"{place}: {source}, of a target of {told} layers, expected streams entering blocks 1 to {num_layers - 1} of the "
+            f"target's ({manifest.model}) {num_layers}: beyond them engines capture nothing, or not the same; choose a draft "
+            "for this target, or set target.model"
+        )
+    locate_feature_layers(manifest.feature_layers, layers, f"{keys.folder} ({source})")
+    return layers
+
+
+def _check_width(keys: _BlockKeys, config: BlockDraftConfig, notes: list[str]) -> None:
+    """Raise ValueError where speculators proposes more tokens than a block drafts; append a note where it proposes fewer."""
+    methods = (keys.raw.get("speculators_config") or {}).get("proposal_methods") or []
+    for told in (method["speculative_tokens"] for method in methods if method.get("speculative_tokens")):
+        if told > config.num_drafts:
+            raise ValueError(
+                f"{keys.folder}/config.json: speculative_tokens is {told}, expected at most {config.num_drafts}, the drafts of "
+                f"a block of {config.block_size} in the layout {config.layout}: a wider block than the draft was trained for "
+                f"is another draft; write {config.num_drafts}, or choose another draft"
+            )
+        if told < config.num_drafts:
+            notes.append(
+                f"speculative_tokens is {told}: read as the {config.num_drafts} drafts of a block of {config.block_size} rows, "
+                "as it was trained; vLLM would run narrower blocks"
+            )
+
+
+# Tensors
+
+
+def _drop_copies(tensors: dict[str, Tensor], read_embedding_and_head: ReadEmbeddingAndHead, notes: list[str]) -> None:
+    """Drop copies of the target's embedding and head, with a note where they differ, and maps of the whole vocabulary."""
+    if any(name in tensors for name in COPIES):
+        for (name, table), target in zip(COPIES.items(), read_embedding_and_head(), strict=True):
+            if name in tensors:
+                published_files.drop_copy(tensors, name, table, target, notes)
+    if "t2d" in tensors and bool((tensors["t2d"] != 0).all()):
+        del tensors["t2d"]
+    if "d2t" in tensors and not bool(tensors["d2t"].any()):
+        del tensors["d2t"]
+
+
+def _unify_markov_head(keys: _BlockKeys, layout: str, tensors: dict[str, Tensor], notes: list[str]) -> int:
+    """Return the rank of the Markov head; a draft of DSpark's layout without one gets one of rank 1 whose bias is zero.
+
+    Raises ValueError where there are no weights for the rank, or weights without it.
+    """
+    if layout == "dflash":
+        return 0
+    rank, given = keys.require_count("markov_rank"), [name for name in MARKOV_TENSORS if name in tensors]
+    if bool(rank) != bool(given):
+        found = f"{', '.join(given)} in the files" if given else "no weights of it in the files"
+        raise ValueError(
+            f"{keys.folder}: markov_rank is {rank}, with {found}; expected {' and '.join(MARKOV_TENSORS)} where it is above 0, "
+            "and only there: an engine would draft with random ones, or without them; get the draft anew"
+        )
+    if not rank:
+        like, rows = tensors.get("fc.weight", torch.zeros(())), keys.raw["vocab_size"]
+        tensors |= {name: torch.zeros(rows, 1, dtype=like.dtype) for name in MARKOV_TENSORS}
+        notes.append(
+            "markov_rank is 0: written as a Markov head of rank 1 whose bias is zero, the same drafts; engines want a head"
+        )
+    return rank or 1

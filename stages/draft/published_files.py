@@ -1,0 +1,211 @@
+"""The files of a published draft of any family: download, config.json, safetensors, RoPE and dtypes.
+
+What the names and keys mean is each family's own: published_formats (EAGLE-3), published_block_formats (DFlash, DSpark).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stages.draft import checkpoint
+from stages.target.manifest import TargetManifest
+
+# Returns the target's embedding and head [V, H]; called only where they are needed.
+ReadEmbeddingAndHead = Callable[[], tuple[Tensor, Tensor]]
+
+SPECULATORS_KEY = "transformer_layer_config"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"  # of some DFlash drafts; a pickle
+DOWNLOADED = ["*.json", "*.safetensors", MASK_EMBEDDING_FILE]
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Written by some trainers and read by no engine: RoPE frequencies, and tensors of the target.
+UNUSED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
+BLOCK_SECTIONS = ("dflash_config", "dspark_config")
+BLOCK_DRAFT_WORDS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORECASE)  # in names of architectures
+
+
+@dataclass(frozen=True)
+class PublishedDraft:
+    """A published draft in the format of `checkpoint`, or of `block_checkpoint`."""
+
+    config: dict[str, Any]  # config.json
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]  # what sets it apart from a plain draft of its family
+    notes: list[str] = field(default_factory=list)
+
+
+def fetch_draft(model: str, revision: str | None) -> tuple[Path, str | None]:
+    """Return the local folder of a draft and the commit of a Hugging Face id. Raises ValueError where there is none."""
+    if Path(model).is_dir():
+        return Path(model), None
+    from huggingface_hub import snapshot_download  # slow to import, needed for hub ids only
+    from huggingface_hub.errors import HFValidationError
+
+    try:  # without pickles, which are refused and may be large; the small one is never read, but must be noticed
+        folder = snapshot_download(model, revision=revision, allow_patterns=DOWNLOADED)
+    except (HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"{model} is no folder here, and Hugging Face gave no such draft ({reason}); correct the id or the revision "
+            f"({revision or 'main'}), or download it and name its folder"
+        ) from None
+    return Path(folder), Path(folder).name
+
+
+def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """Return RoPE in the spelling of transformers 5, from rope_parameters, or from rope_theta and rope_scaling.
+
+    Raises ValueError where both are present with different thetas, and for partial rotary embeddings.
+    """
+    new, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    thetas = {float(t) for t in (new.get("rope_theta"), config.get("rope_theta")) if t is not None}
+    if len(thetas) > 1:
+        raise ValueError(
+            f"config.json: rope_theta is {config['rope_theta']} and in rope_parameters {new['rope_theta']}"
+        )
+    old = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
+    if scaling and "rope_type" not in old:
+        old["rope_type"] = scaling.get("type", "default")
+    rope = {"rope_type": "default", **(new or old), "rope_theta": thetas.pop() if thetas else 10_000.0}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: not supported"
+        )
+    if rope["rope_type"] == "mrope":  # multimodal sections with default frequencies, as engines read it
+        rope["rope_type"] = "default"
+    return rope
+
+
+def read_flat_config(folder: Path, speculators_defaults: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Read config.json as one level: the nested layer config of speculators is merged under the outer keys, which win.
+
+    `speculators_defaults` are keys that such a config has unless it says otherwise. Raises ValueError for a missing or broken
+    file.
+    """
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
+    if SPECULATORS_KEY not in found:
+        return found
+    outer = {**speculators_defaults, **{k: v for k, v in found.items() if k != SPECULATORS_KEY}}
+    return found[SPECULATORS_KEY] | outer | {"target_hidden_size": found.get("target_hidden_size")}
+
+
+def is_block_config(raw: Mapping[str, Any]) -> bool:
+    """Return whether config.json is of a block draft, of a kind that we run or not."""
+    named = [*(raw.get("architectures") or []), raw.get("speculators_model_type") or ""]
+    return any(BLOCK_DRAFT_WORDS.search(name) for name in named) or any(key in raw for key in BLOCK_SECTIONS)
+
+
+def check_target_sizes(folder: Path, raw: Mapping[str, Any], manifest: TargetManifest) -> None:
+    """Raise ValueError where the draft's sizes differ from the target's."""
+    for key, expected in (("hidden_size", manifest.hidden_size), ("vocab_size", manifest.vocab_size)):
+        if raw[key] != expected:
+            raise ValueError(
+                f"{folder}/config.json: {key} is {raw[key]}, the target's ({manifest.model}) {expected}: this draft is for "
+                "another target; choose one for it, or set target.model"
+            )
+    if (raw.get("target_hidden_size") or manifest.hidden_size) != manifest.hidden_size:
+        raise ValueError(
+            f"{folder}/config.json: target_hidden_size is {raw['target_hidden_size']}, expected {manifest.hidden_size}; drafts "
+            "of another hidden size than their target's have an embedding of their own, which is not supported"
+        )
+
+
+def note_few_positions(positions: int, manifest: TargetManifest, notes: list[str]) -> None:
+    """Append a note where the draft has fewer positions than the target."""
+    if positions < manifest.max_position_embeddings:
+        notes.append(
+            f"max_position_embeddings is {positions}, the target's {manifest.max_position_embeddings}: "
+            "SGLang refuses such a draft unless SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"
+        )
+
+
+def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+    """Return all tensors, without UNUSED_TENSORS, renamed by `renames`: patterns and what replaces them, in order.
+
+    Raises ValueError for pickles, broken files, values that are not finite, and two tensors of one name.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in _list_safetensors(folder):
+        read: dict[str, Tensor] = {}  # by their names in the file, for messages
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    renamed = reduce(lambda text, pair: re.sub(pair[0], pair[1], text), renames, name)
+                    if UNUSED_TENSORS.search(renamed):
+                        continue
+                    if renamed in tensors:
+                        raise ValueError(
+                            f"{file} has {renamed} under two names, {name} one of them, expected one; export the draft again"
+                        )
+                    tensors[renamed] = read[name] = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
+        if problem := checkpoint.find_nonfinite_values(read):
+            raise ValueError(
+                f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
+            )
+    return tensors
+
+
+def _list_safetensors(folder: Path) -> list[Path]:
+    """Return the safetensors files of `folder`, by its index where there is one. Raises ValueError where it has none."""
+    if indexes := sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft anew") from None
+        return [folder / name for name in sorted(names)]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    pickles = [f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES]
+    found = "none (a hub's pickles are not downloaded)"
+    if pickles:
+        found = f"{', '.join(pickles)}, a pickle, which runs code when it is read"
+    raise ValueError(
+        f"{folder}: expected safetensors, found {found}. Download the draft, convert it in its folder where you trust it: "
+        "python -c \"import torch; from safetensors.torch import save_file; t = torch.load('pytorch_model.bin', "
+        "weights_only=True); save_file({k: v.contiguous() for k, v in t.items()}, 'model.safetensors')\"; and name the folder"
+    )
+
+
+def drop_copy(tensors: dict[str, Tensor], name: str, why: str, target: Tensor, notes: list[str]) -> None:
+    """Drop the draft's copy of the tensor `target` of the target's; append a note where the two differ.
+
+    `why` is the name of the target's tensor, and why its copy is left out.
+    """
+    own = tensors.pop(name)
+    if own.shape != target.shape or not torch.equal(own.float(), target.to(own.dtype).float()):
+        table, reason = why.split(", ", 1)
+        notes.append(f"{name.removesuffix('.weight')} differs from the target's {table}; left out, {reason}")
+
+
+def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
+    """Cast all weights to the widest dtype among them and return it. Raises ValueError for quantised weights."""
+    weights = [name for name in tensors if name not in ("d2t", "t2d")]
+    dtypes = {tensors[name].dtype for name in weights}
+    if not dtypes or not dtypes <= set(FLOAT_DTYPES):
+        raise ValueError(
+            f"{folder} holds {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or 'no weights'}, expected "
+            "float32, bfloat16 or float16; a quantised draft can't be trained or replayed: choose the plain one"
+        )
+    widest = reduce(torch.promote_types, dtypes)
+    for name in weights:
+        tensors[name] = tensors[name].to(widest)
+    return widest

@@ -1,0 +1,386 @@
+"""Published block drafts of each project: the imported one drafts what the slow draft does from the original weights."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.draft import published_block_formats, published_files, published_formats
+from stages.draft.block_checkpoint import parse_block_config
+from stages.draft.block_draft import BlockContext, BlockDraft
+from stages.draft.published_files import PublishedDraft
+from stages.target.manifest import TargetManifest
+from tests.draft import published_blocks
+from tests.draft.published_blocks import FORMS, Config, Form, Tensors, publish
+from tests.draft.slow_block_draft import (
+    LAYOUTS,
+    block_states,
+    confidences,
+    draft_logits,
+    greedy_block,
+    random_block_draft,
+)
+
+T, LAYERS, V, H = 12, 8, 23, 16
+FEATURES = (2, 3, 5, 7)  # entering blocks; two pairs of neighbours, so an id that is one off reads another layer's
+MADE = TargetManifest(
+    model="a/target", revision=None, modality="text", config_digest="", tokenizer_digest="",
+    feature_layers=[1, 2, 3, 5, 6, 7], hidden_size=H, intermediate_size=24, num_layers=LAYERS, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, vocab_size=V, rms_norm_eps=1e-6, rope={"rope_type": "default", "rope_theta": 100.0},
+    max_position_embeddings=64, tie_word_embeddings=False, eos_token_ids=[19],
+)  # fmt: skip
+ADDED = {19: "<|end|>", 20: "<|fim_pad|>"}
+SLOWLY = pytest.mark.parametrize(
+    ("layout", "form"), [(layout, form) for layout, forms in FORMS.items() for form in forms],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)  # fmt: skip
+
+
+class Tokens(SimpleNamespace):
+    """A tokenizer of the ids 0 to 18, two added ones, and no more: rows 21 and 22 of the embedding are unused."""
+
+    mask_token_id, pad_token_id, added_tokens_decoder = None, None, ADDED
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"t{i}": i for i in range(19)} | {text: i for i, text in ADDED.items()}
+
+    def convert_ids_to_tokens(self, i: int) -> str:
+        return ADDED.get(i, f"t{i}")
+
+
+def original(layout: str, seed: int = 3, **options: Any) -> tuple[BlockDraft, Tensor, Tensor]:
+    """A random draft in float32, and the target's tables."""
+    return random_block_draft(seed, 0.4, torch.float32, **LAYOUTS[layout], feature_layers=FEATURES, **options)
+
+
+def read(folder: Path, tables: tuple[Tensor, Tensor], **more: Any) -> PublishedDraft:
+    made, tokenizer = more.pop("made", MADE), more.pop("tokenizer", Tokens())
+    return published_block_formats.read_published_block_draft(folder, made, tokenizer, lambda: tables, **more)
+
+
+def hidden_states() -> list[Tensor]:
+    """The target's hidden states [n + 1] of [T, H], transformers' `output_hidden_states`."""
+    generator = torch.Generator().manual_seed(8)
+    return list(torch.randn(LAYERS + 1, T, H, generator=generator, dtype=torch.float64))
+
+
+def read_features(config: Config) -> Tensor:
+    """The features [T, K*H] that a published config names, by the rule of its project."""
+    if "aux_hidden_state_layer_ids" in config:
+        ids = config["aux_hidden_state_layer_ids"]
+    else:
+        nested = config.get("dflash_config", {})
+        ids = [k + 1 for k in config.get("target_layer_ids") or nested["target_layer_ids"]]
+    states = hidden_states()
+    return torch.cat([states[i] for i in ids], -1)
+
+
+def check_same_drafts(truth: BlockDraft, tables: tuple[Tensor, Tensor], config: Config, found: PublishedDraft) -> None:
+    """Compare drafts, logits and confidences of the imported draft with those of the slow one."""
+    embedding, head = (table.double() for table in tables)
+    parsed = parse_block_config(found.config)
+    imported = BlockDraft(parsed)
+    imported.load_state_dict(found.tensors)
+    imported.double()
+    states = hidden_states()
+    seen = torch.cat([states[i] for i in parsed.feature_layers], -1)[None]
+    context = imported.project_context(seen, torch.arange(T)[None])
+    features, ids = read_features(config), torch.randint(19, (T,), generator=torch.Generator().manual_seed(9)).tolist()
+    truth.double()
+    drafted = set()
+    for a in range(1, T):
+        slow = greedy_block(truth, embedding, head, ids, features, a)
+        cut = BlockContext(*(tuple(x[:, :a] for x in side) for side in context))
+        hidden = imported.forward_cached(embedding, torch.tensor(ids[a : a + 1]), torch.tensor([a]), cut)
+        slots = imported.select_drafting_slots(hidden)
+        assert imported.draft_greedily(slots, torch.tensor(ids[a : a + 1]), head)[0].tolist() == slow
+        previous = [ids[a], *slow[:-1]]
+        rows = block_states(truth, embedding, ids, features, a)
+        logits = torch.stack(draft_logits(truth, rows, head, previous))
+        torch.testing.assert_close(imported.compute_logits(slots, torch.tensor([previous]), head)[0], logits)
+        if truth.confidence_head is not None:
+            sure = imported.compute_confidence(slots, torch.tensor([previous]))[0]
+            torch.testing.assert_close(sure, torch.stack(confidences(truth, rows, previous)))
+        drafted.add(tuple(slow))
+    assert len(drafted) > T // 2, "the drafts hardly differ: the comparison says little"
+
+
+@SLOWLY
+def test_an_imported_draft_drafts_what_the_original_does(tmp_path: Path, layout: str, form: Form) -> None:
+    truth, *tables = original(layout)
+    config, tensors = form(truth, LAYERS)
+    found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
+    assert found.notes == [] and found.config["dtype"] == "float32"
+    assert parse_block_config(found.config) == replace(truth.config, rope=found.config["rope_parameters"])
+    assert found.options == {"layout": layout, "block_size": truth.config.block_size}
+    check_same_drafts(truth, (tables[0], tables[1]), config, found)
+
+
+def test_a_confidence_head_without_the_markov_embedding(tmp_path: Path) -> None:
+    truth, *tables = original("dspark_plain")
+    config, tensors = published_blocks.specforge_dspark(truth, LAYERS)
+    found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
+    check_same_drafts(truth, (tables[0], tables[1]), config, found)
+
+
+def test_deepspecs_own_dflash_is_dspark_with_a_markov_head_of_zero(tmp_path: Path) -> None:
+    """Its architecture is DSpark's: read as DFlash it would be one slot off."""
+    truth, *tables = original("dspark")
+    config, tensors = published_blocks.deepspec_dflash(truth, LAYERS)
+    truth.markov_head = truth.confidence_head = None
+    found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
+    assert found.config["architectures"] == ["Qwen3DSparkModel"] and found.config["markov_rank"] == 1
+    assert ["markov_rank is 0" in note for note in found.notes] == [True]
+    check_same_drafts(truth, (tables[0], tables[1]), config, found)
+
+
+def test_copies_of_the_targets_tables_are_dropped(tmp_path: Path) -> None:
+    truth, embedding, head = original("dspark")
+    config, tensors = published_blocks.deepspec(truth, LAYERS)
+    same = publish(tmp_path / "same", config, tensors | {"embed_tokens.weight": embedding, "lm_head.weight": head})
+    assert read(same, (embedding, head)).notes == [] and set(read(same, (embedding, head)).tensors) == set(tensors)
+    other = {"embed_tokens.weight": embedding + 1, "lm_head.weight": head + 1}
+    found = read(publish(tmp_path / "other", config, tensors | other), (embedding, head))
+    assert set(found.tensors) == set(tensors)
+    assert found.notes == [
+        "embed_tokens differs from the target's embedding; left out, since engines take the target's",
+        "lm_head differs from the target's head; left out, as in SGLang; vLLM would take it",
+    ]
+    half = {name: tensor.bfloat16() for name, tensor in (tensors | {"lm_head.weight": head}).items()}
+    found = read(publish(tmp_path / "half", config, half), (embedding, head))
+    assert (
+        found.notes == [] and found.config["dtype"] == "bfloat16" and found.tensors["fc.weight"].dtype == torch.bfloat16
+    )
+
+
+def test_maps_of_the_whole_vocabulary_are_dropped(tmp_path: Path) -> None:
+    truth, *tables = original("dflash")
+    config, tensors = published_blocks.speculators(truth, LAYERS)
+    maps = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
+    found = read(publish(tmp_path, config, tensors | maps), (tables[0], tables[1]))
+    assert set(found.tensors) == set(tensors)
+
+
+def test_rope_and_a_theta_of_ones_own(tmp_path: Path) -> None:
+    truth, *tables = original("dflash")
+    config, tensors = published_blocks.z_lab(truth, LAYERS)
+    scaled = config | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    found = read(publish(tmp_path, scaled, tensors), (tables[0], tables[1]), rope_theta=7.0)
+    assert found.config["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 7.0}
+
+
+NOTES: dict[str, tuple[str, Form, Config, str]] = {
+    "an added token": ("dflash", published_blocks.z_lab, {"dflash_config": {"mask_token_id": 20}}, "'<|fim_pad|>', which the"),
+    "few positions": ("dflash", published_blocks.z_lab, {"max_position_embeddings": 32}, "max_position_embeddings is 32"),
+    "narrower proposals": (
+        "dspark", published_blocks.speculators,
+        {"speculators_config": {"proposal_methods": [{"speculative_tokens": 2}]}}, "speculative_tokens is 2: read as the 4"),
+    "no layout": ("dspark", published_blocks.speculators, {"sample_from_anchor": None}, "sample_from_anchor is absent"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "form", "changes", "note"), NOTES.values(), ids=NOTES.keys())
+def test_a_value_not_used_as_written_gives_a_note(
+    tmp_path: Path, layout: str, form: Form, changes: Config, note: str
+) -> None:
+    truth, *tables = original(layout)
+    config, tensors = form(truth, LAYERS)
+    (found,) = read(publish(tmp_path, change(config, changes), tensors), (tables[0], tables[1])).notes
+    assert note in found
+
+
+def change(config: Config, changes: Config) -> Config:
+    """The config with other keys; those of a section are merged into it, and None takes a key away."""
+    changed = dict(config)
+    for key, value in changes.items():
+        if isinstance(value, dict) and key in ("dflash_config", "dspark_config", "transformer_layer_config"):
+            changed[key] = {k: v for k, v in (config.get(key, {}) | value).items() if v is not None}
+        elif value is None:
+            changed.pop(key, None)
+        else:
+            changed[key] = value
+    return changed
+
+
+Spoil = Callable[[Tensors], Any]
+ZLAB, DEEP, SF, SP = (
+    published_blocks.z_lab, published_blocks.deepspec, published_blocks.specforge_dspark, published_blocks.speculators
+)  # fmt: skip
+HIDDEN = torch.zeros(V, H)
+
+
+def keep(tensors: Tensors) -> None:
+    """Leave the tensors as they are."""
+
+
+def drop_markov(tensors: Tensors) -> None:
+    for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
+        del tensors[name]
+
+
+REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
+    # A mask token that the tokenizer uses
+    "a mask token of texts": (
+        "dflash", ZLAB, {"dflash_config": {"mask_token_id": 4}}, keep,
+        r"config.json: mask_token_id is 4, the token 't4' of ordinary text; expected one of the 23 rows .* that no text uses"),
+    "a mask token that ends answers": (
+        "dspark", DEEP, {"mask_token_id": 19}, keep, r"mask_token_id is 19, '<\|end\|>', which ends the target's answers"),
+    "a mask token outside the embedding": (
+        "dspark", SP, {"mask_token_id": V}, keep, "mask_token_id is 23, outside of the target's embedding; expected one of the"),
+    "a mask token by its name": (
+        "dflash", ZLAB, {"dflash_config": {"mask_token_id": None, "mask_token": "<|MASK|>"}}, keep,
+        "mask_token_id is None, expected a number"),
+    # Feature layers
+    "layers out of order": (
+        "dflash", ZLAB, {"dflash_config": {"target_layer_ids": [2, 1, 4, 6]}}, keep,
+        r"dflash_config.target_layer_ids \[2, 1, 4, 6\], layers left, expected ids in increasing order, each once"),
+    "a layer twice": ("dspark", DEEP, {"target_layer_ids": [1, 1, 4, 6]}, keep, "in increasing order, each once"),
+    "layers beyond the target": (
+        "dspark", DEEP, {"target_layer_ids": [1, 2, 4, 7]}, keep,
+        r"target_layer_ids \[1, 2, 4, 7\], layers left, of a target of 8 layers, expected streams entering blocks 1 to 7"),
+    "the embeddings": (
+        "dspark", SP, {"aux_hidden_state_layer_ids": [0, 2, 5, 7]}, keep,
+        "expected streams entering blocks 1 to 7"),
+    "a target of other layers": ("dflash", ZLAB, {"num_target_layers": 36}, keep, "of a target of 36 layers, expected"),
+    "layers that are not stored": (
+        "dspark", SP, {"aux_hidden_state_layer_ids": [2, 3, 4, 7]}, keep,
+        r"entering blocks \[2, 3, 4, 7\], .* without 4; set target.feature_layers to \[1, 2, 3, 4, 5, 6, 7\]"),
+    "no layers": ("dspark", DEEP, {"target_layer_ids": None}, keep, "lists no feature layers, expected target_layer_ids"),
+    "layers of other types": (
+        "dspark", DEEP, {"target_layer_ids": [1, 2, 4, 6], "aux_hidden_state_layer_ids": ["a"]}, keep,
+        "expected lists of numbers"),
+    "two lists of layers": (
+        "dspark", DEEP, {"aux_hidden_state_layer_ids": [1, 2, 4, 6]}, keep,
+        r"entering blocks \[2, 3, 5, 7\] and \[1, 2, 4, 6\], expected one list"),
+    # The other layout
+    "DFlash from its anchor": (
+        "dflash", SP, {"sample_from_anchor": True}, keep,
+        r"sample_from_anchor is True, expected False for speculators_model_type 'dflash', .* a checkpoint of the other layout"),
+    "DSpark that fills in": (
+        "dspark", DEEP, {"sample_from_anchor": False}, keep,
+        r"sample_from_anchor is False, expected True for architectures \['Qwen3DSparkModel'\]: a checkpoint of the other layout"),
+    "the layout by another name": (
+        "dflash", ZLAB, {"dflash_config": {"shift_label": True}}, keep, "dflash_config.shift_label is True, expected False"),
+    "two names of layouts": (
+        "dspark", SF, {"architectures": ["DFlashDraftModel"]}, keep,
+        r"architectures \['DFlashDraftModel'\], projector_type 'dspark', expected one of .*, and one layout"),
+    "DSpark called DFlash": (
+        "dspark", DEEP, {"architectures": ["DFlashDraftModel"]}, keep,
+        "markov_rank is 3, expected none for .*: a Markov head is DSpark's"),
+    # Markov heads
+    "no Markov weights": (
+        "dspark", DEEP, {}, drop_markov,
+        r"markov_rank is 3, with no weights of it in the files; expected markov_head.markov_w1.weight and markov_head.markov_w2"),
+    "one Markov weight": (
+        "dspark", DEEP, {}, lambda t: t.pop("markov_head.markov_w2.weight"),
+        r"missing tensors \['markov_head.markov_w2.weight'\]"),
+    "Markov weights without a rank": ("dspark", DEEP, {"markov_rank": 0}, keep, "markov_rank is 0, with markov_head.markov_w1"),
+    "no rank": ("dspark", SF, {"dflash_config": {"markov_rank": None}}, keep, "markov_rank is None, expected a number"),
+    "a gated head": ("dspark", DEEP, {"markov_head_type": "gated"}, keep, "markov_head_type is 'gated', expected 'vanilla'"),
+    "a recurrent head": (
+        "dspark", SF, {"dflash_config": {"markov_head_type": "rnn"}}, keep, "dflash_config.markov_head_type is 'rnn'"),
+    "another rank": ("dspark", DEEP, {"markov_rank": 5}, keep, r"markov_w1.weight is \(23, 3\), expected \(23, 5\)"),
+    # Other models
+    "causal layers": ("dflash", ZLAB, {"is_causal": True}, keep, "is_causal is True, expected False"),
+    "causal by its section": ("dflash", ZLAB, {"dflash_config": {"causal": True}}, keep, "dflash_config.causal is True"),
+    "sliding layers": (
+        "dflash", SP, {"transformer_layer_config": {"layer_types": ["sliding_attention", "full_attention"]}}, keep,
+        "expected full_attention in every layer: sliding layers see less"),
+    "sliding layers by default": (
+        "dflash", ZLAB, {"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, keep, "use_sliding_window True"),
+    "DFlash2": (
+        "dflash", ZLAB, {"architectures": ["DFlash2DraftModel"]}, keep,
+        r"architectures \['DFlash2DraftModel'\], expected one of DFlashDraftModel.*: DFlash2, Domino, LiLiCorr and others"),
+    "DFlash2 by speculators": ("dflash", SP, {"speculators_model_type": "dflash2"}, keep, "speculators_model_type 'dflash2'"),
+    "DFlash2 called DFlash": (
+        "dflash", ZLAB, {"dflash_config": {"selector_rank": 256}}, keep,
+        "selector_rank is 256, expected None"),
+    "Domino": ("dflash", ZLAB, {"dflash_config": {"projector_type": "domino"}}, keep, "projector_type 'domino', expected one of"),
+    "LiLiCorr": ("dflash", ZLAB, {"architectures": ["LiLiCorrDraftModel"]}, keep, "'LiLiCorrDraftModel'"),
+    "a part of the vocabulary": (
+        "dflash", SP, {"draft_vocab_size": 5}, lambda t: t.update({"d2t": torch.zeros(5).long(), "lm_head.weight": HIDDEN[:5]}),
+        "draft_vocab_size is 5, expected the target's 23: a block draft shares the target's head"),
+    "biases": ("dflash", ZLAB, {"attention_bias": True}, keep, "attention_bias is True, expected False"),
+    "another layer": ("dflash", ZLAB, {"model_type": "deepseek_v4"}, keep, "model_type is 'deepseek_v4', expected 'qwen3'"),
+    # Sizes and tensors
+    "another width": ("dflash", ZLAB, {"hidden_size": 32}, keep, r"hidden_size is 32, the target's \(a/target\) 16"),
+    "another vocabulary": ("dspark", DEEP, {"vocab_size": 24}, keep, r"vocab_size is 24, the target's \(a/target\) 23"),
+    "no size": ("dspark", DEEP, {"head_dim": None}, keep, "lacks head_dim; expected the config of a block draft"),
+    "no block size": ("dflash", ZLAB, {"block_size": None}, keep, "block_size is None, expected a number"),
+    "two block sizes": (
+        "dflash", ZLAB, {"dflash_config": {"block_size": 16}}, keep,
+        "block_size 4 and dflash_config.block_size 16, expected one value"),
+    "a wider block than was trained": (
+        "dflash", SP, {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, keep,
+        "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 in the layout dflash: a wider block than the"),
+    "a block of nothing": ("dflash", ZLAB, {"block_size": 1}, keep, "config.json: block_size is 1, expected at least 2"),
+    "RoPE on three axes": (
+        "dflash", ZLAB, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, keep,
+        "expected RoPE on one axis"),
+    "a missing tensor": (
+        "dspark", DEEP, {}, lambda t: t.pop("layers.1.mlp.up_proj.weight"),
+        r"missing tensors \['layers.1.mlp.up"),
+    "an unknown tensor": (
+        "dspark", DEEP, {}, lambda t: t.update({"markov_head.gate_proj.weight": HIDDEN}),
+        r"unknown \['markov_head.gate_proj.weight'\]"),
+    "no confidence head": (
+        "dspark", SP, {}, lambda t: t.pop("confidence_head.proj.bias"), r"missing tensors \['confidence_head.proj.bias'\]"),
+    "other features than its list": (
+        "dspark", DEEP, {"target_layer_ids": [1, 2, 6]}, keep, r"fc.weight is \(16, 64\), expected \(16, 48\)"),
+    "eight bits": (
+        "dspark", DEEP, {}, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
+        "holds float32, float8_e4m3fn"),
+    "NaN": ("dspark", DEEP, {}, lambda t: t["norm.weight"].fill_(torch.nan), "norm.weight holds 16 NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "form", "changes", "spoil", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_would_draft_otherwise_is_refused(
+    tmp_path: Path, layout: str, form: Form, changes: Config, spoil: Spoil, message: str
+) -> None:
+    truth, *tables = original(layout)
+    config, tensors = form(truth, LAYERS)
+    spoil(tensors)
+    folder = publish(tmp_path / "theirs", change(config, changes), tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        read(folder, (tables[0], tables[1]))
+    assert str(folder) in str(error.value) or changes.get("rope_scaling"), "the message names the draft"
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    truth, *tables = original("dflash")
+    folder = publish(tmp_path / "theirs", *published_blocks.z_lab(truth, LAYERS))
+    torch.save({"embedding": torch.zeros(H), "mask_token_id": 22}, folder / "mask_embedding.pt")
+    with pytest.raises(
+        ValueError, match=re.escape(f"{folder} has mask_embedding.pt, a pickle with an embedding of its own")
+    ):
+        read(folder, (tables[0], tables[1]))
+    assert "mask_embedding.pt" in published_files.DOWNLOADED, "of a hub's draft it would not be noticed"
+    (folder / "mask_embedding.pt").unlink()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, which runs code"):
+        read(folder, (tables[0], tables[1]))
+
+
+def test_an_initial_checkpoint_is_no_block_draft(tmp_path: Path) -> None:
+    """init_draft.from: the reader of EAGLE-3 drafts says what this is, not that it has too many layers."""
+    truth, *_ = original("dspark")
+    folder = publish(tmp_path, *published_blocks.deepspec(truth, LAYERS))
+    message = r"architectures is \['Qwen3DSparkModel'\], a block draft, expected an EAGLE-3 draft: .* import_draft.checkpoints"
+    with pytest.raises(ValueError, match=message):
+        published_formats.read_published_draft(folder, MADE, lambda: (HIDDEN, HIDDEN))
+
+
+@pytest.mark.parametrize("mask", [21, 22])
+def test_the_tokenizers_own_mask_and_pad_tokens_are_taken(tmp_path: Path, mask: int) -> None:
+    truth, *tables = original("dflash")
+    config, tensors = published_blocks.z_lab(truth, LAYERS)
+    folder = publish(tmp_path, change(config, {"dflash_config": {"mask_token_id": mask}}), tensors)
+    found = read(folder, (tables[0], tables[1]), tokenizer=Tokens(mask_token_id=21, pad_token_id=22))
+    assert found.notes == [] and parse_block_config(found.config).mask_token_id == mask

@@ -1,0 +1,190 @@
+"""import_draft on published block drafts: each family by the stage, and what later stages make of the checkpoints.
+
+The target and its answers are those of test_replay_trees: nine tokens, so that random drafts are often right.
+"""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from stages import benchmark, benchmark_served, import_draft, replay_trees, report, time_trees
+from stages.draft import block_checkpoint, checkpoint
+from stages.draft.block_draft import BlockDraft
+from stages.params import schema
+from stages.reporting.families import DraftFamily
+from stages.results import replay_records, served_records, timing_grid, torch_records, training_records
+from stages.served_cell import server_setup
+from stages.serving import engine_flags
+from tests.conftest import edit_params
+from tests.draft import published_blocks
+from tests.draft.published_blocks import Form, publish
+from tests.test_replay_blocks import GRID, SLOTS, write_block
+from tests.test_replay_trees import END, V, made, project  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_LAYERS, MASK = 4, 7
+FORMS: list[tuple[str, Form]] = [
+    ("dflash", published_blocks.z_lab),
+    ("dflash", published_blocks.specforge_dflash),
+    ("dflash", published_blocks.speculators),
+    ("dspark", published_blocks.deepspec),
+    ("dspark", published_blocks.specforge_dspark_older),
+    ("dspark", published_blocks.speculators),
+]
+every_form = pytest.mark.parametrize(("layout", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+
+
+def import_published(layout: str, form: Form, name: str = "theirs") -> BlockDraft:
+    """Publish the checkpoint `b003` of `write_block`, import it as `name`, and list both."""
+    draft = write_block(layout, max_position_embeddings=128)
+    publish(Path("from_others") / name, *form(draft, NUM_LAYERS))
+    item = {"model": f"from_others/{name}", "revision": None, "rope_theta": None}
+    edit_params(Path(), {"import_draft": {"checkpoints": {name: item}, "watch": "from_others"}})
+    edit_params(Path(), {"replay_trees": {"checkpoints": ["b003", name], **GRID, "trace_trees": []}})
+    import_draft.main(name)
+    return draft
+
+
+def read_replay(name: str) -> list[list[str]]:
+    """The rows of a checkpoint's replay without its name."""
+    with replay_records.locate_replay(name).open() as file:
+        return [row[1:] for row in csv.reader(file)]
+
+
+@every_form
+def test_an_imported_draft_is_replayed_like_the_checkpoint_it_was(
+    project: Path,  # noqa: F811
+    layout: str,
+    form: Form,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draft = import_published(layout, form)
+    printed = capsys.readouterr().out
+    ours, theirs = (checkpoint.locate_checkpoint(name) / "draft" for name in ("b003", "theirs"))
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
+    assert set(weights) == set(expected) and all(torch.equal(weights[n], expected[n]) for n in expected)
+    config, meant = (json.loads((folder / "config.json").read_text()) for folder in (theirs, ours))
+    assert config == meant | {"num_target_layers": NUM_LAYERS}
+    for name in ("b003", "theirs"):
+        replay_trees.main(name)
+    rows = read_replay("theirs")
+    assert rows == read_replay("b003") and len(rows) > 10
+    record = training_records.read_import("theirs")
+    assert (record.method, record.num_drafts) == (layout, draft.config.num_drafts)
+    assert "note:" not in printed and f"theirs: {layout}, from_others/theirs" in printed
+    found = json.loads(Path("results/train/theirs.json").read_text())
+    assert found["draft_parameters"] == sum(x.numel() for x in draft.parameters())
+    assert (found["options"], found["draft_vocab_size"]) == ({"layout": layout, "block_size": SLOTS}, V)
+
+
+def test_deepspecs_own_dflash_is_replayed_as_the_draft_without_a_markov_head(project: Path) -> None:  # noqa: F811
+    """In the layout of DSpark: its accepted drafts are those of a DSpark draft whose Markov bias is zero."""
+    draft = write_block("dspark")
+    markov = draft.markov_head
+    assert markov is not None
+    markov.markov_w2.weight.zero_()
+    written = json.loads((checkpoint.locate_checkpoint("b003") / "draft/config.json").read_text())
+    tensors = {name: x for name, x in draft.state_dict().items() if "confidence" not in name}
+    config = written | {"enable_confidence_head": False}
+    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("b003"), config, tensors)
+    publish(Path("from_others"), *published_blocks.deepspec_dflash(draft, NUM_LAYERS))
+    item = {"model": "from_others", "revision": None, "rope_theta": None}
+    edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": item}, "watch": "from_others"}})
+    edit_params(Path(), {"replay_trees": {"checkpoints": ["b003", "theirs"]}})
+    import_draft.main("theirs")
+    for name in ("b003", "theirs"):
+        replay_trees.main(name)
+    assert read_replay("theirs") == read_replay("b003")
+
+
+@pytest.mark.parametrize("layout", ["dflash", "dspark"])
+def test_an_imported_draft_is_decoded_and_timed(project: Path, layout: str) -> None:  # noqa: F811
+    """A cell accepts what replay says, and the grid leaves out trees deeper than the block."""
+    draft = import_published(
+        layout, published_blocks.z_lab if layout == "dflash" else published_blocks.specforge_dspark
+    )
+    trees = ["t3_1_4", "t3_2_6"]
+    edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": trees, "torch_workloads": ["eval"]}})
+    grid = {"num_steps": [1, 2, 3, 4, 9], "topk": [1, 2, 3], "num_draft_tokens": [4, 6, 9], "context": 16}
+    edit_params(Path(), {"time_trees": grid | {"checkpoints": ["theirs"]}})
+    replay_trees.main("theirs")
+    for tree in trees:
+        benchmark.main("eval", "theirs", tree)
+        cell = torch_records.read_torch_cell("eval", "theirs", tree)
+        assert replay_records.find_replayed_tau(replay_records.read_replay("theirs"), cell) == cell.metrics.tau
+    time_trees.main("theirs")
+    timed = timing_grid.read_timing_grid("theirs", "tiny")["grid"]
+    assert max(row["steps"] for row in timed) == draft.config.num_drafts
+
+
+def test_a_tree_deeper_than_an_imported_block(project: Path) -> None:  # noqa: F811
+    """params.yaml does not know the width of an imported block: the cell is refused before anything is decoded."""
+    import_published("dflash", published_blocks.z_lab)
+    edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": ["t5_1_6"], "torch_workloads": ["eval"]}})
+    with pytest.raises(ValueError, match="t5_1_6: num_steps is 5, expected at most 4, the drafts of a block"):
+        benchmark.main("eval", "theirs", "t5_1_6")
+
+
+@pytest.mark.parametrize("layout", ["dflash", "dspark"])
+def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, layout: str) -> None:  # noqa: F811
+    """Bug: benchmark_served read every draft as EAGLE-3's, and ended with "is no EAGLE-3 draft" for a block draft."""
+    draft = import_published(layout, published_blocks.speculators)
+    config = server_setup.read_draft_config(schema.load_params(), "theirs")
+    assert config["block_size"] == SLOTS and engine_flags.choose_algorithm(config, "EAGLE3") == layout.upper()
+    depth = draft.config.num_drafts
+    assert engine_flags.explain_unsupported("sglang", depth, 1, depth + 1, config) is None
+    wider = engine_flags.explain_unsupported("sglang", depth + 1, 1, depth + 2, config)
+    assert wider is not None and "an engine runs another block than was trained" in wider
+    assert f"t{depth}_1_{depth + 1}" in wider
+    served = {"checkpoints": ["theirs"], "trees": ["t3_2_6"], "workloads": ["eval"], "engine": "sglang"}
+    edit_params(Path(), {"benchmark_served": served})
+    benchmark_served.main("eval", "theirs", "t3_2_6")  # without a server
+    cell = served_records.read_served_cell("eval", "theirs", "t3_2_6", "sglang")
+    assert cell.status == served_records.UNSUPPORTED and f"chains only of {layout.upper()} drafts" in str(cell.reason)
+    file = checkpoint.locate_checkpoint("theirs") / "draft/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model\.safetensors is cut or broken"):
+        server_setup.read_draft_config(schema.load_params(), "theirs")
+
+
+def test_the_report_knows_the_family_of_an_imported_draft(project: Path) -> None:  # noqa: F811
+    """Bug: every imported draft was EAGLE-3's, so trees that no engine serves were offered for launch."""
+    import_published("dflash", published_blocks.z_lab)
+    imported = {"theirs": training_records.read_import("theirs")}
+    assert report._list_families(schema.load_params(), imported)["theirs"] == DraftFamily("DFlash", SLOTS - 1)
+
+
+# What is refused by the stage
+
+
+def write_tokenizer(num_tokens: int) -> None:
+    """Give the target a tokenizer that uses the first ids of its embedding."""
+    words = models.WordLevel({f"t{i}": i for i in range(num_tokens)}, unk_token="t0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token=f"t{END}")
+    tokenizer.save_pretrained("tiny")
+
+
+def test_a_mask_token_that_the_targets_tokenizer_uses(project: Path) -> None:  # noqa: F811
+    write_tokenizer(V)
+    with pytest.raises(ValueError, match=f"mask_token_id is {MASK}, the token 't{MASK}' of ordinary text"):
+        import_published("dflash", published_blocks.z_lab)
+    assert not checkpoint.locate_checkpoint("theirs").exists() and not Path("results/train/theirs.json").exists()
+
+
+def test_feature_layers_that_the_target_does_not_store(project: Path) -> None:  # noqa: F811
+    def other_layers(draft: BlockDraft, num_layers: int) -> tuple[published_blocks.Config, published_blocks.Tensors]:
+        config, tensors = published_blocks.speculators(draft, num_layers)
+        return config | {"aux_hidden_state_layer_ids": [1, 2]}, tensors
+
+    edit_params(Path(), {"target": {"feature_layers": [1, 3]}})
+    place = Path("artifacts/target/target.json")
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"feature_layers": [1, 3]}))
+    with pytest.raises(ValueError, match=r"without 2; set target.feature_layers to \[1, 2, 3\]"):
+        import_published("dflash", other_layers)
