@@ -55,25 +55,41 @@ def arguments(words: list[str]) -> argparse.Namespace:
             found.speculative_algorithm, found.speculative_draft_model_path = told["method"].upper(), told["model"]
             found.speculative_num_steps, found.speculative_eagle_topk = told["num_speculative_tokens"], 1
             found.speculative_num_draft_tokens = told["num_speculative_tokens"] + 1
+    found.depth = (
+        found.speculative_num_steps or (found.speculative_num_draft_tokens or 1) - 1
+    )  # drafts of a chain of blocks
     return found
+
+
+def is_block_algorithm(flags: argparse.Namespace) -> bool:
+    return flags.speculative_algorithm in ("DFLASH", "DSPARK")
 
 
 def engine(flags: argparse.Namespace) -> Any:
     """Loaded when the first answer is asked for: a server that will be refused for its flags needs no torch."""
     import torch
 
-    from stages.draft import checkpoint
+    from stages.draft import block_checkpoint, checkpoint
+    from stages.draft.block_draft import BlockDraft
     from stages.draft.eagle3 import Eagle3Draft
     from stages.engine.decode import Engine
     from stages.target import loading, manifest
 
     torch.set_num_threads(1)
     made, draft = manifest.read_manifest(), None
-    if flags.speculative_draft_model_path:
+    layers = made.feature_layers
+    if is_block_algorithm(flags):
+        config, tensors = block_checkpoint.read_block_draft(
+            Path(flags.speculative_draft_model_path).parent, "its stage"
+        )
+        draft = BlockDraft(block_checkpoint.parse_block_config(config)).requires_grad_(False)
+        draft.load_state_dict(tensors)
+        layers = list(draft.config.feature_layers)
+    elif flags.speculative_draft_model_path:
         config, tensors = checkpoint.read_draft(Path(flags.speculative_draft_model_path).parent, "its stage")
         draft = Eagle3Draft.from_checkpoint(config, tensors).requires_grad_(False)
     model = loading.load_target(flags.model_path, "float32", "cpu", False)
-    return Engine(model, made.eos_token_ids, made.feature_layers, draft)
+    return Engine(model, made.eos_token_ids, layers, draft)
 
 
 class Double:
@@ -93,7 +109,7 @@ class Double:
     def forget(self) -> None:
         """As after SGLang's /flush_cache."""
         self.drafts = self.accepted = 0
-        self.positions = [0] * (self.flags.speculative_num_steps or 0)
+        self.positions = [0] * self.flags.depth
 
     @cached_property
     def eyes(self) -> Any:
@@ -121,7 +137,7 @@ class Double:
             return self.engine.decode_plain(ids, most, pictures)
         from stages.params.tree_shape import TreeShape
 
-        tree = TreeShape(f.speculative_num_steps, f.speculative_eagle_topk, f.speculative_num_draft_tokens)
+        tree = TreeShape(f.depth, f.speculative_eagle_topk or 1, f.speculative_num_draft_tokens)
         return self.engine.decode_speculative(ids, most, tree, pictures)
 
     async def decode(self, ids: list[int], most: int, pictures: Any = None) -> Any:
@@ -140,7 +156,7 @@ class Double:
         async with self.turn:
             threading.Thread(target=work, daemon=True).start()
             said: list[int] = []
-            histogram = [0] * ((self.flags.speculative_num_steps or 0) + 1)
+            histogram = [0] * (self.flags.depth + 1)
             step, first = await queue.get(), True
             while step is not None:
                 said += step.tokens
@@ -224,6 +240,8 @@ class Double:
         tree = {
             key: getattr(f, key) for key in vars(f) if key.startswith("speculative") and key != "speculative_config"
         }
+        if is_block_algorithm(f):  # whatever was asked: SGLang 0.5.17 and 0.5.23
+            tree |= {"speculative_num_steps": 1, "speculative_eagle_topk": 1}
         mine = {"model_path": f.model_path, "context_length": f.context_length, "cuda_graph_config": graphs}
         return web.json_response(seen | mine | {"internal_states": [state]} | tree)
 
