@@ -61,8 +61,8 @@ SCENARIOS: Workloads = {  # seed 002, section 2.2; lengths exact, not drawn
 }
 LENGTHS = {**DRAWN, "input_tokens": 128, "max_new_tokens": [10, 20, 128, 1024], "repeats": 3}
 SWEEP: Workloads = {  # requests at once, each with as many prompts as a few seconds take
-    f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": at_once}
-    for at_once, prompts in {1: 4, 4: 16, 16: 48, 64: 128, 256: 256}.items()
+    f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": min(at_once, 8)}
+    for at_once, prompts in {1: 4, 4: 8, 16: 32, 64: 64, 256: 256}.items()
 }
 EVAL: Workloads = {"eval_all": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
 ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency": 8, "warmup": 8}}  # for tau alone
@@ -145,7 +145,7 @@ PLANS = {
         DENSE,
         trees="t3_1_4 t5_4_16 t8_2_16",
         workloads=LIVE,
-        checkpoints="e001 e003 e009",
+        checkpoints="e003 e009",
         cost_trees="t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
     ),
     "moe": MOE,
