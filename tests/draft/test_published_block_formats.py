@@ -176,7 +176,7 @@ def test_rope_and_a_theta_of_ones_own(tmp_path: Path) -> None:
 
 
 NOTES: dict[str, tuple[str, Form, Config, str]] = {
-    "an added token": ("dflash", published_blocks.z_lab, {"dflash_config": {"mask_token_id": 20}}, "'<|fim_pad|>', which the"),
+    "an added token": ("dflash", published_blocks.z_lab, {"dflash_config": {"mask_token_id": 20}}, "added token '<|fim_pad|>'"),
     "few positions": ("dflash", published_blocks.z_lab, {"max_position_embeddings": 32}, "max_position_embeddings is 32"),
     "narrower proposals": (
         "dspark", published_blocks.speculators,
