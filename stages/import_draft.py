@@ -24,7 +24,7 @@ REPORTS_FOLDER = Path("results/train")  # shared with train_draft, so that it ex
 
 @dataclass(frozen=True)
 class ImportedDraft:
-    """What the report says of a written checkpoint; the field names are its keys."""
+    """A written checkpoint, for the report; the field names are its keys."""
 
     method: str  # eagle3, dflash or dspark
     num_drafts: int | None  # of a block; None for EAGLE-3, whose trees have any depth

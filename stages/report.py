@@ -143,7 +143,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         engines=methods.compare_engines(method_rows, cells, lines),
         stage_runs=_read_stage_runs(p)
         | {method_records.name_method_stage(cell.row, cell.checkpoint): cell for cell in method_cells},
-        checkpoints=trained | imported,
+        checkpoints={**trained, **imported},
         verdict=verdict.build_verdict(
             predicted.launch,
             predicted.rows,

@@ -59,9 +59,7 @@ def check_published_mask_token(mask_token_id: int, tokenizer: Any, target: Targe
         raise ValueError(
             f"mask_token_id is {mask_token_id}, the token {token!r} of ordinary text; {expected}: {advice}"
         )
-    return (
-        f"mask_token_id is {mask_token_id}, {token!r}, which the tokenizer knows: prompts that have it were not meant"
-    )
+    return f"mask_token_id is {mask_token_id}, the tokenizer's added token {token!r}: prompts should not contain it"
 
 
 def _list_spare_tokens(tokenizer: Any, target: TargetManifest) -> list[int]:

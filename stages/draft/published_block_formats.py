@@ -50,10 +50,8 @@ REQUIRED_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size",
 )  # fmt: skip
-DEFAULT_SIZES = {
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-}  # of transformers' Qwen3Config, which all projects use
+# Defaults of transformers' Qwen3Config, which all projects use.
+DEFAULT_SIZES = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 
 
 def read_published_block_draft(
@@ -92,9 +90,8 @@ def read_published_block_draft(
     _drop_copies(tensors, read_embedding_and_head, notes)
     rank = _unify_markov_head(keys, layout, tensors, notes)
     has_confidence = bool(keys.get("enable_confidence_head", layout == "dspark" and CONFIDENCE_TENSOR in tensors))
-    sizes = {key: raw[key] for key in REQUIRED_SIZES} | {
-        key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()
-    }
+    defaulted = {key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()}
+    sizes = {key: raw[key] for key in REQUIRED_SIZES} | defaulted
     published_files.note_few_positions(sizes["max_position_embeddings"], manifest, notes)
     parsed = BlockDraftConfig(
         **sizes,

@@ -12,7 +12,7 @@ from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.served_records import ServedCell
 from stages.results.served_table import ServedTableLine
 from stages.results.torch_records import Cell, TorchCell
-from stages.results.training_records import ImportReport, TrainingReport
+from stages.results.training_records import DraftReport, TrainingReport
 from stages.telemetry.stage_log import StageRun
 
 StageReport = dict[str, Any]  # the JSON that a stage reports of itself; the page shows every value
@@ -64,7 +64,7 @@ class ReportInputs:
     methods: list[MethodRow]
     engines: list[EngineSpeeds]
     stage_runs: dict[str, StageRun | Cell]  # the last logged run of each stage; cells hold their own figures
-    checkpoints: dict[str, ImportReport]  # trained ones, then imported ones
+    checkpoints: dict[str, DraftReport]  # trained ones, then imported ones
     verdict: Verdict
 
     @property

@@ -13,13 +13,16 @@ class TrainingEpoch(Record, extra="ignore"):
     step_accuracy: list[float]
 
 
-class ImportReport(Record, extra="ignore"):
+class DraftReport(Record, extra="ignore"):
     weights: str  # digest of the draft's
-    method: str = "eagle3"  # of an imported draft; a trained one's is in params.yaml
-    num_drafts: int | None = None  # of an imported draft's block
 
 
-class TrainingReport(ImportReport, extra="ignore"):
+class ImportReport(DraftReport, extra="ignore"):
+    method: str = "eagle3"  # as train_draft's segments have it
+    num_drafts: int | None = None  # of a block; None for EAGLE-3
+
+
+class TrainingReport(DraftReport, extra="ignore"):
     from_: str = Field(alias="from")  # the checkpoint that it continues
     epochs: list[TrainingEpoch]
     seconds: float

@@ -176,7 +176,7 @@ def test_rope_and_a_theta_of_ones_own(tmp_path: Path) -> None:
 
 
 NOTES: dict[str, tuple[str, Form, Config, str]] = {
-    "an added token": ("dflash", published_blocks.z_lab, {"dflash_config": {"mask_token_id": 20}}, "'<|fim_pad|>', which the"),
+    "an added token": ("dflash", published_blocks.z_lab, {"dflash_config": {"mask_token_id": 20}}, "added token '<|fim_pad|>'"),
     "few positions": ("dflash", published_blocks.z_lab, {"max_position_embeddings": 32}, "max_position_embeddings is 32"),
     "narrower proposals": (
         "dspark", published_blocks.speculators,
@@ -350,7 +350,7 @@ def test_what_would_draft_otherwise_is_refused(
     folder = publish(tmp_path / "theirs", change(config, changes), tensors)
     with pytest.raises(ValueError, match=message) as error:
         read(folder, (tables[0], tables[1]))
-    assert str(folder) in str(error.value) or changes.get("rope_scaling"), "the message names the draft"
+    assert str(folder) in str(error.value), "the message names the draft"
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
