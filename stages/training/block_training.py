@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -124,11 +123,13 @@ def _copy_weights(objective: BlockTrainingObjective, device: torch.device) -> Te
     return torch.tensor(objective.list_weights(), dtype=torch.float64, device=device)
 
 
-_PREPARE, _FINISH = (compile_on_cuda(part) for part in (BlockLayer.prepare_attention, BlockLayer.finish))
+_PREPARE, _FINISH = compile_on_cuda(BlockLayer.prepare_attention), compile_on_cuda(BlockLayer.finish)
 
 
-def _prepare_attention(layer: BlockLayer, hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _PREPARE(layer, _require_gradient(hidden), *others)
+def _prepare_attention(
+    layer: BlockLayer, hidden: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _PREPARE(layer, _require_gradient(hidden), rope, keys, values)
 
 
 def _finish_layer(layer: BlockLayer, hidden: Tensor, attended: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def test_the_count_is_what_torch_counts(layout: str, rank: int) -> None:
     assert len(pack.anchors) == 9 and 0 < drafts < 9 * c.num_drafts
     work = BlockWork(65, 9, drafts, num_rows * (65 + num_rows))  # a dense mask computes every pair
     found = BlockFlop.of_config(c, reads_target=layout == "dspark").count(work)
-    assert counter.get_total_flops() == pytest.approx(found, rel=0.002)  # torch counts no product with a vector: confidence
+    # torch counts no product with a vector, which the confidence head is
+    assert counter.get_total_flops() == pytest.approx(found, rel=0.002)
 
 
 def test_qwen3_8b_by_hand() -> None:
