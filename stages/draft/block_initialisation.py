@@ -11,13 +11,31 @@ import torch
 
 from stages.draft import block_checkpoint
 from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.params import schema
 from stages.params.draft_sections import BlockSegment, DsparkSegment
+from stages.target import chat_template, manifest
 from stages.target.manifest import TargetManifest
 
 INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
 SHARED_KEYS = (  # keys of e000's config.json that a block draft's layers take over
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
+
+
+def build_untrained_draft(
+    name: str, segment: BlockSegment, root: dict[str, Any], target: TargetManifest, p: schema.Params, longest_row: int
+) -> tuple[BlockDraft, dict[str, Any]]:
+    """Return the draft that the segment `name` starts from and its config.json; `root` is e000's, rows have `longest_row` tokens.
+
+    Raises ValueError where the segment can't be trained.
+    """
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(target), p.target.trust_remote_code, target.chat_template
+    )
+    config = build_initial_config(name, segment, root, target, tokenizer, p.train_draft.dtype)
+    parsed = block_checkpoint.parse_block_config(config)
+    check_positions(parsed, longest_row, name)
+    return initialise_block_draft(parsed, p.train_draft.seed), config
 
 
 def build_initial_config(

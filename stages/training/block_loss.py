@@ -80,10 +80,15 @@ class BlockLoss(NamedTuple):
 
 def sample_anchors(is_taught: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
     """Return up to `num_anchors` anchors [R], ascending, of a pack with taught tokens [S] bool and documents [S], on the CPU."""
-    candidates = is_taught[:-1] & is_taught[1:] & (documents[:-1] == documents[1:])
-    index = candidates.nonzero()[:, 0]
+    index = list_anchors(is_taught, documents)
     chosen = torch.randperm(len(index), generator=generator)[:num_anchors]
     return index[chosen].sort().values
+
+
+def list_anchors(is_taught: Tensor, documents: Tensor) -> Tensor:
+    """Return all candidates [R], ascending."""
+    candidates = is_taught[:-1] & is_taught[1:] & (documents[:-1] == documents[1:])
+    return candidates.nonzero()[:, 0]
 
 
 def build_block_labels(

@@ -39,6 +39,18 @@ class BlockPack(SupervisedPack):
     label_is_valid: Tensor  # [R, D] bool
     label_index: Tensor  # [P]
 
+    @classmethod
+    def at_anchors(cls, rows: Sequence[PackRow], anchors: Tensor, num_drafts: int, pinned: bool = False) -> "BlockPack":
+        """Build the pack of blocks at anchors [R] on the CPU."""
+        packed, is_taught = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
+        labels = block_loss.build_block_labels(packed.ids, is_taught, packed.row_index, anchors, num_drafts)
+        return cls(
+            **vars(packed),
+            anchors=anchors,
+            **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
+            supervised_per_step=labels.is_valid.sum(0).tolist(),
+        )
+
     @property
     def labels(self) -> BlockLabels:
         return BlockLabels(*(getattr(self, f"label_{name}") for name in BlockLabels._fields))
@@ -66,19 +78,13 @@ class BlockTrainingObjective:
 
     def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
         """Build a pack on the CPU, its anchors drawn by the seed and `place`."""
-        packed, is_taught = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
+        is_taught = torch.cat([r.mask for r in rows])
+        documents = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.ids) for r in rows]))
         # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
         (seed,) = np.random.SeedSequence((self.seed, *place)).generate_state(1).tolist()
-        anchors = block_loss.sample_anchors(
-            is_taught, packed.row_index, self.num_anchors, torch.Generator().manual_seed(seed)
-        )
-        labels = block_loss.build_block_labels(packed.ids, is_taught, packed.row_index, anchors, self.num_steps)
-        return BlockPack(
-            **vars(packed),
-            anchors=anchors,
-            **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
-            supervised_per_step=labels.is_valid.sum(0).tolist(),
-        )
+        generator = torch.Generator().manual_seed(seed)
+        anchors = block_loss.sample_anchors(is_taught, documents, self.num_anchors, generator)
+        return BlockPack.at_anchors(rows, anchors, self.num_steps, pinned)
 
     def list_weights(self) -> list[float]:
         """Return the weight of each draft of a block, D."""
