@@ -46,22 +46,29 @@ def build_initial_config(
     Raises ValueError for a draft that can't be built or that engines can't load.
     """
     try:
-        config = BlockDraftConfig(
-            **{key: root[key] for key in SHARED_KEYS},
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_hidden_layers=segment.layers,
-            rope=root["rope_parameters"],
-            layout=segment.method,
-            block_size=segment.block_size,
-            mask_token_id=choose_mask_token(segment.mask_token_id, tokenizer, target),
-            feature_layers=tuple(segment.feature_layers or target.feature_layers),
-            markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
-            confidence_head=isinstance(segment, DsparkSegment),
-        )
+        config = choose_sizes(segment, root, target, choose_mask_token(segment.mask_token_id, tokenizer, target))
         return block_checkpoint.build_block_config(config, target.num_layers, dtype)
     except ValueError as error:
         raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
+
+
+def choose_sizes(
+    segment: BlockSegment, root: dict[str, Any], target: TargetManifest, mask_token_id: int
+) -> BlockDraftConfig:
+    """Return the segment's draft: the sizes of a layer are those of `root`, e000's config.json."""
+    return BlockDraftConfig(
+        **{key: root[key] for key in SHARED_KEYS},
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_hidden_layers=segment.layers,
+        rope=root["rope_parameters"],
+        layout=segment.method,
+        block_size=segment.block_size,
+        mask_token_id=mask_token_id,
+        feature_layers=tuple(segment.feature_layers or target.feature_layers),
+        markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
+        confidence_head=isinstance(segment, DsparkSegment),
+    )
 
 
 def choose_mask_token(wanted: int | None, tokenizer: Any, target: TargetManifest) -> int:
