@@ -1,4 +1,4 @@
-"""What check_overfit asks of a family of drafts: how one learns a row by heart, and how far its chains get along it.
+"""The interface of check_overfit to a family of drafts: how a draft learns a row, and how far its chains get along it.
 
 Letters: T tokens of a row, H hidden, V vocabulary.
 """

@@ -20,7 +20,7 @@ from stages.draft.block_draft import BlockDraftConfig
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What a pack, a step or an epoch has of each; counts may be means."""
+    """The counts of a pack, a step or an epoch; they may be means."""
 
     tokens: float  # of context
     blocks: float

@@ -1,4 +1,4 @@
-"""What an estimate of a recipe holds: lines to read, time and disk by stage, totals."""
+"""The estimate of a recipe: lines to read, time and disk by stage, totals."""
 
 import math
 from dataclasses import dataclass, field

@@ -143,8 +143,9 @@ def _finish_layer(layer: BlockLayer, hidden: Tensor, attended: Tensor) -> Tensor
 
 
 def _require_gradient(hidden: Tensor) -> Tensor:
-    """Return the input of a layer as a tensor with a gradient. Of the first, the frozen embedding, nobody reads it; without
-    it that layer alone would be compiled a second time.
+    """Return the input of a layer as a tensor with a gradient, so that one compiled form serves all layers.
+
+    The input of the first is the frozen embedding, whose gradient is not read.
     """
     return hidden if hidden.requires_grad else hidden.detach().requires_grad_(torch.is_grad_enabled())
 
