@@ -4,9 +4,10 @@ The same pack in float32 on both, in bfloat16 on the GPU: the loss of each step,
 every weight by |gpu - cpu| / |cpu|. Exits with 1 where float32 is off by more than 1e-5 (lk_alpha 1e-2: at a random
 draft's acceptances of 1e-3 and less, which of two near numbers is the smaller weighs much). The CPU's side is tested
 against a slow draft in tests/training/test_ttt.py. Then the same of block drafts (tests/test_train_block_drafts.py), off by no
-more than 1e-4.
+more than 1e-4. `--blocks`: block drafts in float32 alone, for a quick answer.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ H, V, D, STEPS = 512, 2000, 1500, 7
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--blocks", action="store_true", help="block drafts in float32 alone")
+    args = parser.parse_args()
     torch.manual_seed(0)
     plain = DraftConfig(H, 2 * H, 8, 2, 64, V, D, 4096, 1e-6, {"rope_theta": 1e4, "rope_type": "default"})
     options = replace(plain, fc_norm=True, norm_output=True, qk_norm=True, sliding_window=100)
@@ -37,6 +41,8 @@ def main() -> None:
         )
         for start, end in spans
     ]  # fmt: skip
+    if args.blocks:
+        sys.exit(not compare_block_drafts(rows, embedding, head, "cuda", (torch.float32,)))
     good = True
     for config, loss in ((plain, "ce"), (plain, "lk_alpha"), (plain, "lk_lambda"), (options, "ce")):
         draft = Eagle3Draft(config)
@@ -59,7 +65,9 @@ def main() -> None:
     sys.exit(not good)
 
 
-def compare_block_drafts(rows: list, embedding: torch.Tensor, head: torch.Tensor, device: str) -> bool:
+def compare_block_drafts(
+    rows: list, embedding: torch.Tensor, head: torch.Tensor, device: str, dtypes=(torch.float32, torch.bfloat16)
+) -> bool:
     """Print how far block drafts on `device` are from those on the CPU; return whether float32 is near."""
     good = True
     for layout, size, rank in (("dflash", 8, 0), ("dspark", 7, 32)):
@@ -73,7 +81,7 @@ def compare_block_drafts(rows: list, embedding: torch.Tensor, head: torch.Tensor
         objective = BlockTrainingObjective(config.num_drafts, 100, 0, OBJECTIVES[layout])
         pack = objective.build_pack(rows, PackPlace(0, 0, 0), pinned=False)
         reference = learn_block(draft, pack, embedding, head, objective)
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in dtypes:
             there = BlockDraft(config)
             there.load_state_dict(draft.state_dict())
             there = there.to(device).to(dtype)

@@ -9,11 +9,15 @@ datasheet, about 790 by a large matrix product. MFU is counted against 989, and 
     real      lognormal lengths, mean 850, at most 4,096, the last 60% of each row taught
     long      one row of 32,768 tokens
 
+`--method dflash dspark` trains block drafts (training_blocks.py): five layers, blocks of 16 or 7, 512 anchors a pack of 4,096
+tokens, four packs a step, 1.05e9 weights (DSpark 1.13e9); their floor is counted from the packs that were trained on.
+
 With torchrun it measures that many GPUs. `--online` stores no hidden states: a random target of 8B shape makes them,
 14.5 GFLOP a token more. Prints JSON.
 """
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -26,13 +30,14 @@ from tqdm import tqdm
 
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.extraction import random_target
+from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjective, build_block_draft, describe_work
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
 from stages.target.feature_target import FeatureTarget
-from stages.training import ttt
+from stages.training import block_training, ttt
 from stages.training.packs import OnlinePacks
 from stages.training.trainer import Trainer, TrainingProgress
 
@@ -46,13 +51,18 @@ LENGTHS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scenario", nargs="+", default=["dense", "real"], choices=LENGTHS)
+    parser.add_argument("--method", nargs="+", default=["eagle3"], choices=["eagle3", *BLOCK_SIZES])
+    parser.add_argument(
+        "--scenario", nargs="+", choices=LENGTHS, help="default: dense and real; for block drafts dense"
+    )
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--tokens", type=int, default=200_000, help="of the data on disk")
-    parser.add_argument("--batch-tokens", type=int, default=16384)
-    parser.add_argument("--packs-per-step", type=int, default=1)
+    parser.add_argument("--tokens", type=int, help="of the data on disk; default: 200,000, for block drafts 131,072")
+    parser.add_argument("--batch-tokens", type=int, help="default: 16,384, for block drafts 4,096")
+    parser.add_argument("--packs-per-step", type=int, help="default: 1, for block drafts 4")
+    parser.add_argument("--anchors", type=int, default=512, help="blocks of a pack")
+    parser.add_argument("--layers", type=int, default=5, help="of a block draft")
     parser.add_argument("--epochs", type=int, default=2, help="measured, after one that warms up")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
@@ -63,12 +73,22 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     with distributed.join_process_group(args.device) as group:
-        for scenario in args.scenario:
-            _measure(args, scenario, group)
+        for method in args.method:
+            for scenario in args.scenario or (["dense"] if method in BLOCK_SIZES else ["dense", "real"]):
+                _measure(choose_sizes(args, method), scenario, group)
+
+
+def choose_sizes(args: argparse.Namespace, method: str) -> argparse.Namespace:
+    """Return the arguments for one method, with its defaults for those that were not given."""
+    own = {"tokens": 131_072, "batch_tokens": 4096, "packs_per_step": 4, "layer_ids": FEATURE_LAYERS}
+    if method not in BLOCK_SIZES:
+        own = {"tokens": 200_000, "batch_tokens": 16384, "packs_per_step": 1, "layer_ids": (2, 18, 33)}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**own | given | {"method": method})
 
 
 def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankContext) -> None:
-    kind = f"{scenario}{'-online' if args.online else ''}"
+    kind = f"{scenario}{'-online' if args.online else ''}-{len(args.layer_ids)}"
     folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.tokens}"
     if group.first and not folder.exists():
         half = folder.with_suffix(".half")
@@ -79,12 +99,12 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
     while not folder.exists():
         time.sleep(0.5)
     args.batch_tokens = max(args.batch_tokens, 32768) if scenario == "long" else args.batch_tokens
-    store, run = HiddenStatesReader(folder), start(args, group)
+    started, store, run = time.perf_counter(), HiddenStatesReader(folder), start(args, group)
     assert store.online == args.online
     if args.online:
         compile_tokens = args.batch_tokens if args.compile else None
         run.online_packs = OnlinePacks(
-            FeatureTarget(random_target(group.device), [2, 18, 33], None, compile_tokens), {}
+            FeatureTarget(random_target(group.device), list(args.layer_ids), None, compile_tokens), {}
         )
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
@@ -98,18 +118,22 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
         return
     rates = [round(e.tokens / e.seconds) for e in run.log[1:]]
     found = {
-        "scenario": scenario, "gpus": group.world, "parallel": args.parallel, "batch_tokens": run.settings.batch_tokens,
+        "method": args.method, "scenario": scenario, "gpus": group.world, "parallel": args.parallel,
+        "batch_tokens": run.settings.batch_tokens,
         "packs_per_step": args.packs_per_step, "rows": len(store), "tokens": sum(store.lengths), "steps": run.step,
-        "tokens_per_s": rates, "first_epoch_s": run.log[0].seconds,
+        "tokens_per_s": rates, "first_step_s": round(run.first_step - started, 1),
+        "first_epoch_s": run.log[0].seconds,
         "loss": [round(e.loss, 3) for e in run.log], "drop_caches": args.drop_caches,
         "online": args.online, "compile": args.compile,
     }  # fmt: skip
     if group.device != "cpu":
         found["device"], found["torch"] = torch.cuda.get_device_name(), torch.__version__
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-        if scenario == "dense" and args.hidden == 4096:
+        if scenario == "dense" and args.hidden == 4096 and args.method == "eagle3":
             flop = DENSE_FLOP + (TARGET_FLOP if args.online else 0)
             found["mfu"] = [round(r * flop / PEAK / group.world, 3) for r in rates]
+    if isinstance(run.objective, CountedObjective):
+        found |= describe_work(run, store, run.list_step_seconds(), PEAK)
     print(json.dumps(found), flush=True)
     if args.profile:
         profile(run, store, tqdm(disable=True))
@@ -123,38 +147,77 @@ def rows(args: argparse.Namespace, scenario: str):
         length = LENGTHS[scenario](rng)
         taught = torch.arange(length) >= (0 if scenario != "real" else round(0.4 * length))
         hidden = 0 if args.online else args.hidden
-        features = torch.randn(length, 4 * hidden, device=device).to(torch.bfloat16).cpu()
+        split = len(args.layer_ids) * hidden
+        features = torch.randn(length, split + hidden, device=device, dtype=torch.bfloat16).cpu()
         ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
         yield format.HiddenStatesRow(
             str(made), ids, taught, int((~taught).sum()), "stop",
-            features=features[:, : 3 * hidden].contiguous(), last=features[:, 3 * hidden :].contiguous(),
+            features=features[:, :split].contiguous(), last=features[:, split:].contiguous(),
         )  # fmt: skip
         made += length
 
 
-def start(args: argparse.Namespace, group: distributed.RankContext) -> Trainer:
-    h, heads = args.hidden, args.hidden // 128
+class TimedTrainer(Trainer):
+    """A trainer that knows when its steps were done."""
+
+    first_step = 0.0  # by perf_counter
+
+    def train_epoch(self, *args) -> None:
+        self.marks = [*getattr(self, "marks", []), []]  # of each step of each epoch: an event, or seconds on a CPU
+        super().train_epoch(*args)
+
+    def train_step(self, packs: list) -> torch.Tensor:
+        sums = super().train_step(packs)
+        if not self.first_step:
+            sums.cpu()  # waits
+            self.first_step = time.perf_counter()
+        if self.ranks.device == "cpu":
+            self.marks[-1].append(time.perf_counter())
+        else:
+            self.marks[-1].append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1][-1].record()
+        return sums
+
+    def list_step_seconds(self) -> list[list[float]]:
+        """Return the seconds from step to step of each epoch: one fewer than it has steps, loading's start left out."""
+        if self.ranks.device == "cpu":
+            return [[b - a for a, b in itertools.pairwise(marks)] for marks in self.marks]
+        torch.cuda.synchronize()
+        return [[a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(marks)] for marks in self.marks]
+
+
+def start(args: argparse.Namespace, group: distributed.RankContext) -> TimedTrainer:
     torch.manual_seed(2)
     with torch.device(group.device):
-        draft = Eagle3Draft(
-            DraftConfig(
-                h, 3 * h, heads, max(1, heads // 4), 128, args.vocab, args.draft_vocab, 40960, 1e-6,
-                {"rope_theta": 1e6, "rope_type": "default"},
-            )
-        )  # fmt: skip
-        draft.t2d[: args.draft_vocab] = True
+        draft = build_eagle3_draft(args) if args.method == "eagle3" else build_block_draft(args)
         for weight in draft.parameters():
             if weight.ndim == 2:
                 torch.nn.init.normal_(weight, std=0.02)
-        tables = torch.randn(2, args.vocab, h, dtype=torch.bfloat16) * 0.02
+        tables = torch.randn(2, args.vocab, args.hidden, dtype=torch.bfloat16) * 0.02
     settings = TrainDraft.model_construct(
         checkpoints={}, ttt_steps=7, ttt_decay=0.8, mask="aligned", loss="ce", dtype=args.dtype, learning_rate=1e-4,
         warmup_steps=10, schedule="constant", horizon_epochs=None,
         weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
     )  # fmt: skip
-    objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
-    return Trainer(draft, tables[0], tables[1], objective, ttt.compute_loss, settings, group, TrainingProgress({}))
+    if args.method == "eagle3":
+        objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
+        learn = ttt.compute_loss
+    else:
+        objective = CountedObjective(
+            draft.config.num_drafts, args.anchors, settings.seed, block_training.OBJECTIVES[args.method]
+        )
+        learn = block_training.compute_loss
+    return TimedTrainer(draft, tables[0], tables[1], objective, learn, settings, group, TrainingProgress({}))
+
+
+def build_eagle3_draft(args: argparse.Namespace) -> Eagle3Draft:
+    h, heads = args.hidden, args.hidden // 128
+    rope = {"rope_theta": 1e6, "rope_type": "default"}
+    sizes = h, 3 * h, heads, max(1, heads // 4), 128, args.vocab, args.draft_vocab, 40960, 1e-6
+    draft = Eagle3Draft(DraftConfig(*sizes, rope))
+    draft.t2d[: args.draft_vocab] = True
+    return draft
 
 
 def profile(run: Trainer, store: HiddenStatesReader, bar: tqdm) -> None:
@@ -164,7 +227,9 @@ def profile(run: Trainer, store: HiddenStatesReader, bar: tqdm) -> None:
     with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         run.train_epoch(store, bar)
     run.log.pop()
-    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70), flush=True)
+    print(
+        found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70), flush=True
+    )
 
 
 if __name__ == "__main__":

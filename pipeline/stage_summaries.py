@@ -70,12 +70,18 @@ class VocabReport(BaseModel):
     draft_parameters: int
 
 
-class OverfitReport(BaseModel):
+class RowReport(BaseModel):
+    """A draft that has learned one row."""
+
     tau: float
     min_tau: float
     perfect_tau: float
     required_tau: float
     steps: int
+
+
+class OverfitReport(RowReport):
+    block_drafts: dict[str, RowReport] = {}  # by segment
 
 
 class EpochLine(BaseModel):
@@ -197,7 +203,11 @@ def _check_overfit(item: str) -> str:
     reached = f"tau {report.tau:.2f} of {report.perfect_tau:.2f} on one row after {report.steps} steps"
     if report.min_tau == 1:
         return f"{reached}; nothing required, so it may have learnt nothing (check_overfit.min_tau is 1.0)"
-    return f"{reached}, at least {report.required_tau:.2f} required"
+    told = [f"{reached}, at least {report.required_tau:.2f} required"]
+    blocks = report.block_drafts.items()
+    return "; ".join(
+        [*told, *(f"{name} {x.tau:.2f} of {x.perfect_tau:.2f}, {x.required_tau:.2f}" for name, x in blocks)]
+    )
 
 
 def _train_draft(item: str) -> str:

@@ -33,7 +33,7 @@ from stages.params import schema
 from stages.params.draft_sections import BlockSegment, Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
-from stages.target import chat_template, manifest
+from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
 from stages.target.feature_target import FeatureTarget
 from stages.target.manifest import TargetManifest
@@ -230,14 +230,8 @@ def _initialise_block_draft(
 ) -> DraftModel:
     """Return an untrained block draft with the sizes of e000. Raises ValueError where the segment can't be trained."""
     root, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
-    tokenizer = chat_template.load_tokenizer(
-        manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
-    )
-    settings = params.train_draft
-    config = block_initialisation.build_initial_config(name, segment, root, target, tokenizer, settings.dtype)
-    parsed = block_checkpoint.parse_block_config(config)
-    block_initialisation.check_positions(parsed, int(reader.read_index(HIDDENS)["length"].max() or 0), name)
-    model = block_initialisation.initialise_block_draft(parsed, settings.seed)
+    longest = int(reader.read_index(HIDDENS)["length"].max() or 0)
+    model, config = block_initialisation.build_untrained_draft(name, segment, root, target, params, longest)
     return DraftModel(model, config, segment.other_method)
 
 

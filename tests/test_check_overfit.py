@@ -16,12 +16,15 @@ from torch import Tensor
 from pipeline import stage_summaries
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
 from stages.data import conversations
-from stages.draft import checkpoint
+from stages.draft import block_initialisation, checkpoint
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import forced_decode, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import PrefillOutput
 from stages.engine.target_runner import TargetRunner
+from stages.overfit.eagle3_lesson import Eagle3Lesson
+from stages.params import schema
 from stages.target import manifest
 from stages.training import adamw
 from tests.conftest import ROOT, edit_params
@@ -71,10 +74,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         extract_hiddens.main()
         init_draft.main()
         with pytest.MonkeyPatch.context() as patch:
-            own = check_overfit.measure_chain_tau
-            patch.setattr(
-                check_overfit, "measure_chain_tau", lambda draft, *given: kept.append(draft) or own(draft, *given)
-            )
+            own = Eagle3Lesson.build_served_draft
+            patch.setattr(Eagle3Lesson, "build_served_draft", lambda lesson: kept.append(lesson.draft) or own(lesson))
             check_overfit.main()
         config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
         checkpoint.write_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))
@@ -98,7 +99,7 @@ def test_an_overfitted_row_is_accepted_by_the_engine(learned: Path, capsys: pyte
 def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: with a target of random weights perfect guesses reach 1.06, of which 6.0 / 8 is below any tau: nothing could fail."""
     measurement = check_overfit.OverfitMeasurement("r.0", 1.064, 2.41, 1.042, [14.35, 13.27])
-    monkeypatch.setattr(check_overfit, "_learn_row", lambda _: measurement)
+    monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: measurement)
     edit_params(learned, {"check_overfit": {"min_tau": 1.2}})
     check_overfit.main()
     assert json.loads(REPORT.read_text())["required_tau"] == pytest.approx(1 + 0.2 * 0.064 / 4, abs=1e-3)
@@ -110,7 +111,7 @@ def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(learned: Path, monk
         check_overfit.main()
     low = replace(measurement, trainer_tau=4.0, engine_tau=1.0)
     shutil.rmtree(".scratch")
-    monkeypatch.setattr(check_overfit, "_learn_row", lambda _: low)
+    monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: low)
     with pytest.raises(ValueError, match=r"commits 1\.00 tokens per verify cycle, expected at least 1\.04"):
         check_overfit.main()
 
@@ -120,7 +121,7 @@ def test_a_threshold_of_one_is_said_to_demand_nothing(
 ) -> None:
     """Bug: a row that was not learned at all was called learned, at a threshold that every draft reaches."""
     unlearned = check_overfit.OverfitMeasurement("r.0", 4.8, 1.31, 1.02, [14.35, 13.27])
-    monkeypatch.setattr(check_overfit, "_learn_row", lambda _: unlearned)
+    monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: unlearned)
     edit_params(learned, {"check_overfit": {"min_tau": 1.0}})
     check_overfit.main()
     told = capsys.readouterr().out
@@ -229,6 +230,91 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
     monkeypatch.chdir(learned)
     train_draft.main("e003")
     assert checkpoint.read_progress(checkpoint.locate_checkpoint("e003"), "train_draft@e003")["epoch"] == 3
+
+
+SEGMENTS: dict[str, dict[str, Any]] = {
+    "dflash": {"from": "e000", "epochs": 3, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 20},
+    "dspark": {
+        "from": "e000", "epochs": 3, "method": "dspark", "layers": 1, "block_size": 6, "anchors": 20, "markov_rank": 8,
+    },
+    "later": {"from": "dflash", "epochs": 3, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 20},
+    "e003": {"from": "e000", "epochs": 3},
+}  # fmt: skip
+
+
+class Tokenizer:
+    """One that uses all tokens but 1, which so becomes the mask token."""
+
+    mask_token_id = pad_token_id = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"t{i}": i for i in range(V) if i != 1}
+
+
+@pytest.fixture
+def with_blocks(learned: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The project with segments of block drafts, whose steps are enough to learn a row; e000 has learned one before."""
+    before = (learned / "params.yaml").read_text()
+    monkeypatch.setattr(block_initialisation.chat_template, "load_tokenizer", lambda *_: Tokenizer())
+    edit_params(learned, {
+        "train_draft": {"checkpoints": SEGMENTS}, "check_overfit": {"steps": 300, "learning_rate": 0.01, "min_tau": 3.5},
+        "replay_trees": {"checkpoints": ["e003"]}, "benchmark": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},
+        "benchmark_served": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},
+    })  # fmt: skip
+    yield learned
+    (learned / "params.yaml").write_text(before)
+
+
+def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
+    with_blocks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At temperature 0 a row is all argmax, so both methods can fill their blocks: 3 and 6 drafts, and 1."""
+    check_overfit.main()
+    blocks = json.loads(REPORT.read_text())["block_drafts"]
+    assert list(blocks) == ["dflash", "dspark"]  # `later` goes on from what dflash has learned
+    assert blocks["dflash"]["perfect_tau"] == 4 and blocks["dflash"]["tau"] > 3.5
+    assert blocks["dspark"]["perfect_tau"] > 5.4 and blocks["dspark"]["tau"] > 4.5
+    for name, report in blocks.items():
+        assert report["required_tau"] == pytest.approx(1 + 2.5 * (report["perfect_tau"] - 1) / STEPS, abs=1e-3), name
+    passed = Path("results/overfit_pass.json").read_bytes()
+    assert set(json.loads(passed)) == {"passed", "row", "draft"}
+    told = stage_summaries.summarise_stage("check_overfit@e000")
+    assert "at least 3." in told and f"; dflash {blocks['dflash']['tau']:.2f} of" in told and "; dspark " in told
+    capsys.readouterr()
+    edit_params(
+        with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"epochs": 9}}}}
+    )
+    check_overfit.main()  # as long as a segment is, its draft starts the same
+    assert capsys.readouterr().out.count("measured before, on the same inputs") == 3
+    assert Path("results/overfit_pass.json").read_bytes() == passed
+    edit_params(
+        with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"markov_rank": 4}}}}
+    )
+    assert not check_overfit._locate_measurement(schema.load_params(), "dspark").exists()
+    assert check_overfit._locate_measurement(schema.load_params(), "dflash").exists()
+
+
+def test_a_block_draft_that_learns_nothing_fails_the_gate(with_blocks: Path) -> None:
+    edit_params(with_blocks, {"check_overfit": {"learning_rate": 1e-9, "steps": 2}})
+    Path("results/overfit_pass.json").unlink(missing_ok=True)
+    with pytest.raises(
+        ValueError,
+        match=r"check_overfit of dflash: after 2 steps on row train\d\.0 a chain of 3 drafts commits 1\.\d\d tokens per verify "
+        r"cycle, expected at least 2\.8\d: check_overfit\.min_tau 3\.5, in proportion to 4\.00, .* raise "
+        r"check_overfit\.steps; if not, look at train_draft\.checkpoints\.dflash \(",
+    ):
+        check_overfit.main()
+    assert not Path("results/overfit_pass.json").exists()  # without which DVC starts no training
+
+
+def test_a_block_one_slot_off_in_the_engine_fails_the_gate(with_blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint of the other layout would be: the trainer and its own forward agree, the engine doesn't."""
+    own = BlockDraft.draft_greedily
+    monkeypatch.setattr(BlockDraft, "draft_greedily", lambda *given: own(*given).roll(1, -1))
+    with pytest.raises(
+        ValueError, match=r"check_overfit of dflash: .* By the trainer's own forward it is [34]\.\d\d: the torch"
+    ):
+        check_overfit.main()
 
 
 def test_perfect_guesses_along_an_answer_by_hand() -> None:

@@ -268,6 +268,11 @@ def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) ->
     report.main()
     page = " ".join(report.PAGE_FILE.read_text().split())
     assert "reached tau 1.02 in 120 steps (check_overfit.min_tau is 1.0: nothing was required, so" in page
+    blocks = {"dflash9": {"tau": 7.25, "perfect_tau": 8.0, "required_tau": 6.0}}
+    atomic.write_json(place, json.loads(place.read_text()) | {"block_drafts": blocks})
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "The block draft of dflash9 reached 7.25 of 8.00 (6.00 is required)." in page
 
 
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:

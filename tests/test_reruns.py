@@ -111,6 +111,9 @@ class Row:
 PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None}}
 E012 = {"e012": {"from": "e009", "epochs": 3}}
 HEADS = {"heads": {"from": "e000", "epochs": 3, "method": "medusa", "heads": 4}}
+BLOCK = {
+    "dflash9": {"from": "e000", "epochs": 9, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64},
+}  # fmt: skip
 NGRAM = {"ngram": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}
 MEDUSA = {"medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 16}}
 RERUNS = [
@@ -127,7 +130,7 @@ RERUNS = [
             replay_trees={"checkpoints": adds("e012")},
             benchmark={"checkpoints": adds("e012")},
         ),
-        "train_draft@e012 replay_trees@e012 benchmark@*-e012-* report",
+        "check_overfit@* train_draft@e012 replay_trees@e012 benchmark@*-e012-* report",
         back="report",
     ),
     Row(
@@ -143,7 +146,12 @@ RERUNS = [
     Row(
         "Medusa's heads: in train_draft.checkpoints and benchmark_methods.with_draft",
         sets(train_draft={"checkpoints": HEADS}, benchmark_methods={"with_draft": MEDUSA}),
-        "train_draft@heads benchmark_methods@medusa report",
+        "check_overfit@* train_draft@heads benchmark_methods@medusa report",
+    ),
+    Row(
+        "a block draft: in train_draft.checkpoints and replay_trees.checkpoints",
+        sets(train_draft={"checkpoints": BLOCK}, replay_trees={"checkpoints": adds("dflash9")}),
+        "check_overfit@* train_draft@dflash9 replay_trees@dflash9 report",
     ),
     Row(
         "benchmark_methods.without_draft: prompt lookup",

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages import extract_hiddens, init_draft, train_draft
+from stages import check_overfit, extract_hiddens, init_draft, train_draft
 from stages.data import conversations
 from stages.draft import block_checkpoint, block_initialisation, checkpoint, mask_token
 from stages.draft.block_draft import BlockDraft
@@ -267,6 +267,10 @@ def test_online_learns_what_stored_hidden_states_teach(copy: Path) -> None:
         assert online["loss"] == pytest.approx(before["loss"], rel=1e-4)
         for key, tensor in load_file(f"drafts/{name}/draft/model.safetensors").items():
             assert (tensor - stored[key]).norm() <= 2e-3 * stored[key].norm() + 1e-4, key
+    edit_params(copy, {"check_overfit": {"steps": 2}})
+    check_overfit.main()  # the gate, too, has the target make the features that each draft reads
+    gated = json.loads(Path("results/train/e000.overfit.json").read_text())["block_drafts"]
+    assert [*gated] == [name for name, one in CHECKPOINTS.items() if one["from"] == "e000"]
 
 
 @pytest.mark.usefixtures("forked_stages")

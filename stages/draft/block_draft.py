@@ -79,14 +79,17 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = DraftMLP(c)  # type: ignore[arg-type]  # it reads the two sizes alone
 
-    def forward(
-        self, hidden: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, attend: BlockAttention
-    ) -> Tensor:
-        """Return [N, Q, H] from block rows [N, Q, H] and context keys and values [N, S, G, E]."""
+    def prepare_attention(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [N, Q, A, E], keys and values [N, S + Q, G, E] of block rows [N, Q, H] after the context's."""
         x = self.input_layernorm(hidden)
         own_k, own_v = self.self_attn.compute_keys_values(x, rope)
         query = self.self_attn.compute_queries(x, rope)
-        attended = attend(query, torch.cat([keys, own_k], 1), torch.cat([values, own_v], 1))
+        return query, torch.cat([keys, own_k], 1), torch.cat([values, own_v], 1)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's output [N, Q, H] from its input and attended [N, Q, A, E]."""
         hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -111,6 +114,17 @@ class BlockProjections(nn.Module):
         """Return rotated keys and values [..., G, E] of x [..., H]: normed block rows, or the context c."""
         k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         return apply_rotary(self.k_norm(k), *rope), v
+
+
+class LayerParts(NamedTuple):
+    """How the parts of a layer around its attention are run: training on a GPU compiles them."""
+
+    project_context: Callable[..., tuple[Tensor, Tensor]] = BlockProjections.compute_keys_values
+    prepare_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = BlockLayer.prepare_attention
+    finish: Callable[..., Tensor] = BlockLayer.finish
+
+
+PLAIN_PARTS = LayerParts()
 
 
 class MarkovHead(nn.Module):
@@ -169,10 +183,10 @@ class BlockDraft(nn.Module):
         angles = positions[..., None, None].to(torch.float32) * self.inverse_frequency
         return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
 
-    def project_context(self, features: Tensor, positions: Tensor) -> BlockContext:
+    def project_context(self, features: Tensor, positions: Tensor, parts: LayerParts = PLAIN_PARTS) -> BlockContext:
         """Return keys and values of context tokens from features [N, S, K*H] and positions [N, S] in their documents."""
         context, rope = self.hidden_norm(self.fc(features)), self.compute_rope(positions)
-        pairs = [layer.self_attn.compute_keys_values(context, rope) for layer in self.layers]
+        pairs = [parts.project_context(layer.self_attn, context, rope) for layer in self.layers]
         keys, values = zip(*pairs, strict=True)
         return BlockContext(keys, values)
 
@@ -183,6 +197,7 @@ class BlockDraft(nn.Module):
         anchor_positions: Tensor,  # [N, R] in their documents
         context: BlockContext,
         attend: BlockAttention,  # over [S context rows | R * B block rows]
+        parts: LayerParts = PLAIN_PARTS,
     ) -> Tensor:
         """Return the hidden states [N, R, B, H] of R blocks of each of N requests, after the final norm."""
         size = self.config.block_size
@@ -191,7 +206,8 @@ class BlockDraft(nn.Module):
         positions = anchor_positions[..., None] + torch.arange(size, device=anchor_tokens.device)
         hidden, rope = embedding[ids.flatten(1)], self.compute_rope(positions.flatten(1))
         for layer, keys, values in zip(self.layers, *context, strict=True):
-            hidden = layer(hidden, rope, keys, values, attend)
+            attended = attend(*parts.prepare_attention(layer, hidden, rope, keys, values))
+            hidden = parts.finish(layer, hidden, attended)
         return self.norm(hidden).unflatten(1, (-1, size))
 
     def forward_pack(
@@ -203,6 +219,7 @@ class BlockDraft(nn.Module):
         anchors: Tensor,  # [R] indices into the pack
         context: BlockContext,  # of the pack, N = 1
         attend: BlockAttention | None = None,  # default: a dense mask
+        parts: LayerParts = PLAIN_PARTS,
     ) -> Tensor:
         """Return the hidden states [R, B, H] of the blocks at anchors of packed documents: training and replay.
 
@@ -210,7 +227,7 @@ class BlockDraft(nn.Module):
         """
         if attend is None:
             attend = build_dense_attention(build_block_mask(anchors, documents, self.config.block_size)[None])
-        return self.forward_blocks(embedding, ids[anchors][None], positions[anchors][None], context, attend)[0]
+        return self.forward_blocks(embedding, ids[anchors][None], positions[anchors][None], context, attend, parts)[0]
 
     def forward_cached(
         self, embedding: Tensor, anchor_tokens: Tensor, lengths: Tensor, context: BlockContext

@@ -8,13 +8,31 @@ from stages.draft import block_checkpoint
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
 from stages.draft.mask_token import choose_mask_token
+from stages.params import schema
 from stages.params.draft_sections import BlockSegment, DsparkSegment
+from stages.target import chat_template, manifest
 from stages.target.manifest import TargetManifest
 
 INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
 SHARED_KEYS = (  # keys of e000's config.json that a block draft's layers take over
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
+
+
+def build_untrained_draft(
+    name: str, segment: BlockSegment, root: dict[str, Any], target: TargetManifest, p: schema.Params, longest_row: int
+) -> tuple[BlockDraft, dict[str, Any]]:
+    """Return the draft that the segment `name` starts from and its config.json; `root` is e000's, rows have `longest_row` tokens.
+
+    Raises ValueError where the segment can't be trained.
+    """
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(target), p.target.trust_remote_code, target.chat_template
+    )
+    config = build_initial_config(name, segment, root, target, tokenizer, p.train_draft.dtype)
+    parsed = block_checkpoint.parse_block_config(config)
+    check_positions(parsed, longest_row, name)
+    return initialise_block_draft(parsed, p.train_draft.seed), config
 
 
 def build_initial_config(
@@ -25,22 +43,29 @@ def build_initial_config(
     Raises ValueError for a draft that can't be built or that engines can't load.
     """
     try:
-        config = BlockDraftConfig(
-            **{key: root[key] for key in SHARED_KEYS},
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_hidden_layers=segment.layers,
-            rope=root["rope_parameters"],
-            layout=segment.method,
-            block_size=segment.block_size,
-            mask_token_id=choose_mask_token(segment.mask_token_id, tokenizer, target),
-            feature_layers=tuple(segment.feature_layers or target.feature_layers),
-            markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
-            confidence_head=isinstance(segment, DsparkSegment),
-        )
+        config = choose_sizes(segment, root, target, choose_mask_token(segment.mask_token_id, tokenizer, target))
         return block_checkpoint.build_block_config(config, target.num_layers, dtype)
     except ValueError as error:
         raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None
+
+
+def choose_sizes(
+    segment: BlockSegment, root: dict[str, Any], target: TargetManifest, mask_token_id: int
+) -> BlockDraftConfig:
+    """Return the segment's draft: the sizes of a layer are those of `root`, e000's config.json."""
+    return BlockDraftConfig(
+        **{key: root[key] for key in SHARED_KEYS},
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_hidden_layers=segment.layers,
+        rope=root["rope_parameters"],
+        layout=segment.method,
+        block_size=segment.block_size,
+        mask_token_id=mask_token_id,
+        feature_layers=tuple(segment.feature_layers or target.feature_layers),
+        markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
+        confidence_head=isinstance(segment, DsparkSegment),
+    )
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.sampling import TokenSampler
@@ -25,7 +26,13 @@ from stages.trees import accept_length
 class ForcedDecodingEngine(Engine):
     """An engine whose target always outputs the given answer. Raises ValueError as `Engine`."""
 
-    def __init__(self, model: PreTrainedModel, feature_layers: list[int], draft: Eagle3Draft, answer: Sequence[int]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        feature_layers: list[int],
+        draft: Eagle3Draft | BlockDraft,
+        answer: Sequence[int],
+    ):
         super().__init__(model, [], feature_layers, draft)
         self.answer = torch.tensor(answer, device=self.device)
 
@@ -51,7 +58,11 @@ def compute_perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: i
     a sampled answer has other tokens, which no draft can predict.
     """
     argmax = (last[:-1] @ head.T).argmax(-1)
-    matches = (argmax.cpu() == answer[1:].cpu()).tolist()  # of the answer's second token, its third, ...
+    return compute_chain_tau((argmax.cpu() == answer[1:].cpu()).tolist(), num_steps)
+
+
+def compute_chain_tau(matches: Sequence[bool], num_steps: int) -> float:
+    """Return tau of chains of `num_steps` drafts, where the draft does or doesn't match an answer's second token, third, ..."""
     bonus, accepted, cycles = 0, 0, 0
     while bonus < len(matches):
         chain = matches[bonus : bonus + num_steps]

@@ -244,6 +244,11 @@ class TrainDraft(Section):
                 )
         return self
 
+    def list_fresh_blocks(self) -> list[str]:
+        """Return the segments that start from an untrained block draft."""
+        found = self.checkpoints.items()
+        return [name for name, one in found if isinstance(one, BlockSegment) and one.from_ == ROOT_CHECKPOINT]
+
     def count_epochs(self, name: str) -> int:
         """Return the epochs of a checkpoint from e000."""
         epochs = 0

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +24,16 @@ from stages.draft import checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
+from stages.params.draft_sections import BlockSegment
 from stages.params.recipe import Recipe
-from stages.reproduce import measured_rates
+from stages.reproduce import block_estimate, measured_rates
+from stages.reproduce.block_estimate import BlockSize
 from stages.reproduce.measured_rates import GPUS, MEASURED_GPU, SERVER_START_S, Gpu
+from stages.reproduce.recipe_estimate import GIB, RecipeEstimate, format_count
 from stages.reproduce.target_size import TargetSize, get_itemsize, read_target_size
 from stages.serving.client import expand_urls
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
-
-GIB = 2**30
-
-
-@dataclass
-class StageEstimate:
-    """Time and disk of all stages of dvc.yaml with one name before the @. None where nothing is known."""
-
-    seconds: float | None = None
-    gpu_hours: float | None = None
-    disk_bytes: float = 0.0
-
-
-@dataclass
-class RecipeEstimate:
-    lines: list[str] = field(default_factory=list)
-    stages: dict[str, StageEstimate] = field(default_factory=dict)  # by the name in dvc.yaml before the @
-    origin: str = ""  # of the seconds in `stages`
-    disk_bytes: float = 0.0
-    download_bytes: float = 0.0
-    gpu_hours: float = 0.0
-    weight_bytes: float = 0.0  # of the target, in its dtype
-
-    def add_line(self, what: str, value: str, how: str) -> None:
-        self.lines.append(f"{what}: {value} ({how})")
-
-    def add_disk(self, stage: str, what: str, size: float, how: str) -> None:
-        self.disk_bytes += size
-        self._get_stage(stage).disk_bytes += size
-        self.add_line(what, f"{size / GIB:.2f} GiB", how)
-
-    def add_hours(self, what: str, gpu_seconds: float, how: str, gpus: int = 1) -> None:
-        """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""
-        self.gpu_hours += gpu_seconds / 3600
-        stage = self._get_stage(what.partition(",")[0])
-        stage.seconds = (stage.seconds or 0) + gpu_seconds / gpus
-        stage.gpu_hours = (stage.gpu_hours or 0) + gpu_seconds / 3600
-        self.add_line(what, f"{gpu_seconds / 3600:.2g} GPU-hours", how + (f", on {gpus} GPUs" if gpus > 1 else ""))
-
-    def _get_stage(self, name: str) -> StageEstimate:
-        return self.stages.setdefault(name, StageEstimate())
 
 
 @dataclass(frozen=True)
@@ -123,6 +85,7 @@ def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -
     result = RecipeEstimate(origin=gpu.origin)
     rows = _count_rows(p, recipe)
     _add_sizes(result, p, target, draft)
+    block_estimate.add_sizes(result, p, target.manifest, draft)
     if not rows.train and p.train_draft.checkpoints:
         result.add_line(
             "training rows", "not counted", "sample_target.train_rows is null, and the data is not read here"
@@ -186,9 +149,12 @@ def _add_disk(
         result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
     if segments := p.train_draft.checkpoints:
         # A segment keeps its draft, float32 weights and two moments; while it runs, another set.
-        kept, weights = len(segments) + 1, get_itemsize(p.train_draft.dtype)
-        how = f"{format_count(total)} * {kept} * ({weights} + 12) bytes"
-        result.add_disk("train_draft", "checkpoints", total * kept * (weights + 12), how)
+        sizes = [_count_segment_parameters(p, name, manifest, draft) for name in segments]
+        kept = [*sizes, max(sizes)]
+        weights = get_itemsize(p.train_draft.dtype)
+        counts = " + ".join(f"{format_count(size)} * {kept.count(size)}" for size in dict.fromkeys(kept))
+        how = f"{counts} * ({weights} + 12) bytes" if len(set(kept)) == 1 else f"({counts}) * ({weights} + 12) bytes"
+        result.add_disk("train_draft", "checkpoints", sum(kept) * (weights + 12), how)
     if imported := p.import_draft.checkpoints:
         size = 2 * total * len(imported)
         result.add_disk("import_draft", "imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
@@ -201,6 +167,13 @@ def _add_disk(
         result.download_bytes += 2 * target.parameters
         how = f"target and drafts, 2 bytes each; {_get_free_cache_bytes() / GIB:.0f} GiB are free in the Hugging Face cache"
         result.add_line("to download, unless it is there", f"{result.download_bytes / GIB:.1f} GiB", how)
+
+
+def _count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: dict[str, Any]) -> int:
+    """Return the parameters of a segment's draft; those of other methods than blocks count as EAGLE-3's."""
+    if isinstance(p.train_draft.checkpoints[name], BlockSegment):
+        return BlockSize.of_config(block_estimate.build_segment_config(name, p, draft, manifest)).total
+    return sum(count_draft_parameters(draft).values())
 
 
 def _get_free_cache_bytes() -> int:
@@ -241,8 +214,8 @@ def _add_hours(
         tokens = min(rows.length, p.sample_target.max_new_tokens)
         _add_sampling(result, p, gpu, target, rows.train + rows.sets * rows.evaluated, tokens)
     _add_extraction(result, p, gpu, rows, target)
-    if p.train_draft.checkpoints:
-        _add_training(result, p, gpu, rows, target, draft)
+    _add_training(result, p, gpu, rows, target, draft)
+    _add_block_training(result, p, gpu, rows, target, draft)
     _add_torch_cells(result, p, target, gpu)
     _add_served_cells(result, p, target, gpu)
 
@@ -267,7 +240,9 @@ def _add_training(
     result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
 ) -> None:
     length, train, gpus = rows.length, rows.train, p.train_draft.processes
-    epochs = sum(segment.epochs for segment in p.train_draft.checkpoints.values())
+    segments = p.train_draft.checkpoints.values()
+    if not (epochs := sum(one.epochs for one in segments if not isinstance(one, BlockSegment))):
+        return
     flop = compute_train_flop(target.manifest, draft, p.train_draft.ttt_steps)
     share = measured_rates.TRAINING_SHARE
     if p.extract_hiddens.online:
@@ -275,10 +250,46 @@ def _add_training(
     how = f"{epochs} epochs * {train:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
     seconds = epochs * train * length * flop / (share * gpu.peak_flops)
     seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_TRAINING)
-    if not p.extract_hiddens.online:
-        read = epochs * train * length * _count_token_bytes(p, target.manifest) / max(seconds / gpus, 1)
-        how += f"; the disk must give {read / 1e9:.1f} GB/s, unless memory holds the hidden states"
+    how += _describe_reading(p, target, epochs * train * length, seconds / gpus)
     result.add_hours("train_draft", seconds, how, gpus)
+
+
+def _describe_reading(p: schema.Params, target: TargetSize, tokens: float, seconds: float) -> str:
+    """Return what reading the hidden states of `tokens` in `seconds` asks of the disk, if they are stored."""
+    if p.extract_hiddens.online:
+        return ""
+    read = tokens * _count_token_bytes(p, target.manifest) / max(seconds, 1)
+    return f"; the disk must give {read / 1e9:.1f} GB/s, unless memory holds the hidden states"
+
+
+def _add_block_training(
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+) -> None:
+    """Add the hours of each segment of a block draft: its blocks, and the context that they read."""
+    gpus, share = p.train_draft.processes, measured_rates.BLOCK_TRAINING_SHARE
+    for name, segment in p.train_draft.checkpoints.items():
+        if not isinstance(segment, BlockSegment) or not rows.train:
+            continue
+        config = block_estimate.build_segment_config(name, p, draft, target.manifest)
+        work, flop = (
+            block_estimate.estimate_epoch(p, segment, rows.train, rows.length),
+            block_estimate.compute_block_flop(segment, config),
+        )
+        total, context = flop.count(work), flop.token * work.tokens
+        how = (
+            f"{segment.epochs} epochs * ({work.blocks:,.0f} blocks * {(total - context) / work.blocks / 1e9:.1f} GFLOP + "
+            f"{work.tokens:,} tokens * {flop.token / 1e9:.2f} GFLOP) at {share:.0%}, which is assumed, not measured"
+        )
+        seconds = segment.epochs * total / (share * gpu.peak_flops)
+        if p.extract_hiddens.online:
+            compiled = p.extract_hiddens.compile
+            own = measured_rates.EXTRACTING_COMPILED_SHARE if compiled else measured_rates.EXTRACTING_SHARE
+            of_target = compute_target_flop(target, rows.length)
+            how += f", and the target's {of_target / 1e9:.2f} GFLOP a token at {own:.1%}"
+            seconds += segment.epochs * work.tokens * of_target / (own * gpu.peak_flops)
+        seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_TRAINING)
+        how += _describe_reading(p, target, segment.epochs * work.tokens, seconds / gpus)
+        result.add_hours(f"train_draft, {name}", seconds, how, gpus)
 
 
 def compute_target_flop(target: TargetSize, length: int) -> float:
@@ -381,12 +392,6 @@ def _list_load_seconds(p: schema.Params, target: TargetSize, gpu: Gpu, workload:
         seconds += prompts * (workload.input_tokens or 0) * prefill
         loads.append(max(seconds, 0 if workload.request_rate == "inf" else prompts / workload.requests_per_second))
     return loads
-
-
-def format_count(parameters: int) -> str:
-    """Return the count with three digits: 8.19e9."""
-    unit = next((unit for unit in (1e9, 1e6) if parameters >= unit), 1e3)
-    return f"{parameters / unit:.3g}e{round(math.log10(unit))}"
 
 
 if __name__ == "__main__":

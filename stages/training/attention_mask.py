@@ -109,6 +109,7 @@ def _tabulate_by_row(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, 
 
 
 FLEX_BLOCK_SIZE = 128
+MAX_STATIC_SHAPES = 64
 FLEX_PAD_MULTIPLE = 4096  # packs are padded to multiples of this, so that few shapes are compiled
 
 
@@ -152,6 +153,10 @@ def arrange_by_head(x: Tensor, size: int) -> Tensor:
 
 @functools.cache
 def _compile_static(function: Callable) -> Callable:
+    import torch._dynamo
+
+    # Packs of more sizes than the limit, 8, would be computed uncompiled, and flex attention then stores all scores.
+    torch._dynamo.config.recompile_limit = max(MAX_STATIC_SHAPES, torch._dynamo.config.recompile_limit)
     return torch.compile(function, dynamic=False)
 
 

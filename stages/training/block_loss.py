@@ -19,7 +19,9 @@ vocabulary, in float32 (float64 for weights in float64). speculators' `tv` is ha
 weights of all packs of a step on all ranks, which the caller knows, so that neither packing nor ranks change the loss.
 
 Logits of all drafts would be [512 anchors x 7, 151,936]: 2.2 GB in float32, several times. So the forward pass computes logits,
-loss and gradients of a chunk of drafts and frees the logits before the next; backward only scales the gradients.
+loss and gradients of a chunk of drafts and frees the logits before the next; backward only scales the gradients. On a GPU what
+follows the products with the heads is compiled, so that nothing of a chunk's size is written in float32. Which drafts are
+valid is found on the CPU (`BlockLabels.index`), since to ask the GPU is to wait for it.
 
 Dimensions: S tokens of a pack, R anchors, D drafts of a block, P valid drafts, r Markov rank, H hidden, V vocabulary.
 """
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft.block_draft import BlockDraft
+from stages.training.compile_on_cuda import compile_on_cuda
 
 DRAFTS_PER_CHUNK = 2048  # 1.2 GB of float32 logits at a vocabulary of 152k
 
@@ -57,10 +60,11 @@ class BlockLabels(NamedTuple):
     previous: Tensor  # [R, D] int64: the token before each: the anchor, then the labels
     rows: Tensor  # [R, D] int64: pack rows whose last hidden state gives the target's distribution of the label
     is_valid: Tensor  # [R, D] bool
+    index: Tensor  # [P] int64: the valid drafts' places in [R * D]
 
 
 class BlockLoss(NamedTuple):
-    """The loss of a pack, and what is watched of each draft, 0 where it is not valid."""
+    """The loss of a pack, and what is watched of each draft, 0 where it is not valid or not asked for."""
 
     total_loss: Tensor  # scalar for backward
     ce: Tensor  # [R, D] float
@@ -76,10 +80,15 @@ class BlockLoss(NamedTuple):
 
 def sample_anchors(is_taught: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
     """Return up to `num_anchors` anchors [R], ascending, of a pack with taught tokens [S] bool and documents [S], on the CPU."""
-    candidates = is_taught[:-1] & is_taught[1:] & (documents[:-1] == documents[1:])
-    index = candidates.nonzero()[:, 0]
+    index = list_anchors(is_taught, documents)
     chosen = torch.randperm(len(index), generator=generator)[:num_anchors]
     return index[chosen].sort().values
+
+
+def list_anchors(is_taught: Tensor, documents: Tensor) -> Tensor:
+    """Return all candidates [R], ascending."""
+    candidates = is_taught[:-1] & is_taught[1:] & (documents[:-1] == documents[1:])
+    return candidates.nonzero()[:, 0]
 
 
 def build_block_labels(
@@ -92,7 +101,8 @@ def build_block_labels(
     is_valid = inside & is_taught[index] & (documents[index] == documents[anchors, None])
     tokens = torch.where(inside, ids[index], 0)
     previous = torch.cat([ids[anchors, None], tokens[:, :-1]], 1)
-    return BlockLabels(tokens, previous, index - 1, is_valid.cumprod(1).bool())
+    is_valid = is_valid.cumprod(1).bool()
+    return BlockLabels(tokens, previous, index - 1, is_valid, is_valid.flatten().nonzero()[:, 0])
 
 
 def compute_draft_weights(is_valid: Tensor, decay: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,22 +122,30 @@ def compute_block_loss(
     objective: BlockObjective,
     divisor: Tensor | float,  # summed weights of all drafts of the step, of all packs and ranks
     drafts_per_chunk: int = DRAFTS_PER_CHUNK,
+    watch_acceptance: bool = True,
 ) -> BlockLoss:
-    """Return the loss of a pack. Raises ValueError for a confidence loss without a confidence head, or the reverse."""
+    """Return the loss of a pack. Raises ValueError for a confidence loss without a confidence head, or the reverse.
+
+    Without `watch_acceptance` an objective of cross-entropy alone leaves out the target's distribution, and with it l1 and
+    acceptance: a third of the products with the head.
+    """
     if bool(objective.confidence) != (draft.confidence_head is not None):
         raise ValueError(
             f"the weight of the confidence loss is {objective.confidence}, and the draft has "
             f"{'a' if draft.confidence_head is not None else 'no'} confidence head: set the weight, or the head, to match"
         )
-    valid = labels.is_valid
-    weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[valid] / divisor
+    valid, num_drafts = labels.is_valid, labels.is_valid.shape[1]
+    place = labels.index // num_drafts, labels.index % num_drafts  # indexing by a mask would wait for the GPU
+    weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[place] / divisor
     markov = draft.markov_head
-    embedded = None if markov is None else markov.markov_w1(labels.previous[valid])  # [P, r]
+    embedded = None if markov is None else markov.markov_w1(labels.previous[place])  # [P, r]
     confidence = draft.confidence_head
+    reads_target = watch_acceptance or bool(objective.l1 or objective.confidence)
+    rows = labels.rows[place] if reads_target else None
     total, by_part, matches = _ChunkedBlockLoss.apply(
-        _DraftInputs(weights, labels.tokens[valid], labels.rows[valid], last, head, objective, drafts_per_chunk),
+        _DraftInputs(weights, labels.tokens[place], rows, last, head, objective, drafts_per_chunk),
         draft.config.confidence_head_with_markov,
-        draft.select_drafting_slots(hidden)[valid],
+        draft.select_drafting_slots(hidden)[place],
         embedded,
         None if markov is None else markov.markov_w2.weight,
         None if confidence is None else confidence.proj.weight,
@@ -142,7 +160,7 @@ class _DraftInputs(NamedTuple):
 
     weights: Tensor  # [P]
     tokens: Tensor  # [P] labels
-    rows: Tensor  # [P] rows of `last`
+    rows: Tensor | None  # [P] rows of `last`; None where the target's distribution is not needed
     last: Tensor  # [S, H]
     head: Tensor  # [V, H]
     objective: BlockObjective
@@ -213,20 +231,17 @@ def _compute_chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted loss of a chunk of C drafts, its parts [4, C] detached, and argmax matches [C]."""
     dtype, weights, labels = _choose_dtype(states), inputs.weights[chunk], inputs.tokens[chunk]
-    logits = states @ inputs.head.to(states.dtype).T
+    logits, bias, target_logits = states @ inputs.head.to(states.dtype).T, None, None
     if embedded is not None and markov_weight is not None:
-        logits = logits + embedded @ markov_weight.T
-    log_q = torch.log_softmax(logits.to(dtype), -1)  # [C, V]
-    ce = -log_q.gather(1, labels[:, None])[:, 0]
-    with torch.no_grad():
-        matches = logits.argmax(-1) == labels
-        last = inputs.last[inputs.rows[chunk]].to(inputs.head.dtype)
-        p = torch.softmax((last @ inputs.head.T).to(dtype), -1)
-    with torch.set_grad_enabled(bool(inputs.objective.l1)):
-        l1 = (log_q.exp() - p).abs().sum(-1)
-    alpha = (1 - l1.detach() / 2).clamp(0, 1)
+        bias = embedded @ markov_weight.T
+    if inputs.rows is not None:
+        with torch.no_grad():
+            target_logits = inputs.last[inputs.rows[chunk]].to(inputs.head.dtype) @ inputs.head.T
+    ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, bool(inputs.objective.l1))
     loss = inputs.objective.ce * ce + inputs.objective.l1 * l1
-    bce = torch.zeros_like(ce)
+    bce, alpha = torch.zeros_like(ce), torch.zeros_like(ce)
+    if target_logits is not None:
+        alpha = (1 - l1.detach() / 2).clamp(0, 1)
     if confidence_weight is not None and confidence_bias is not None:
         read = torch.cat([states, embedded], -1) if confidence_reads_markov and embedded is not None else states
         estimate = (read @ confidence_weight[0] + confidence_bias).to(dtype)
@@ -234,6 +249,25 @@ def _compute_chunk_loss(
         loss = loss + inputs.objective.confidence * bce
     parts = torch.stack([x.detach() for x in (ce, l1, bce, alpha)])
     return (loss * weights).sum(), parts, matches
+
+
+@compile_on_cuda
+def _compute_vocabulary_loss(
+    logits: Tensor, bias: Tensor | None, target_logits: Tensor | None, labels: Tensor, learns_l1: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ce [C], l1 [C], 0 without the target's logits, and argmax matches [C], of logits and their bias [C, V]."""
+    dtype = _choose_dtype(logits)
+    if bias is not None:
+        logits = logits + bias
+    log_q = torch.log_softmax(logits.to(dtype), -1)  # [C, V]
+    ce = nn.functional.nll_loss(log_q, labels, reduction="none")
+    matches = logits.detach().argmax(-1) == labels
+    if target_logits is None:
+        return ce, torch.zeros_like(ce), matches
+    p = torch.softmax(target_logits.to(dtype), -1)
+    with torch.set_grad_enabled(learns_l1):
+        l1 = (log_q.exp() - p).abs().sum(-1)
+    return ce, l1, matches
 
 
 def _choose_dtype(x: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ drafts of all packs of the step on all processes, divided by the sum of their we
 Dimensions as in block_loss.py: T tokens of a pack, R anchors, D drafts of a block.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.draft.block_draft import BlockDraft
+from stages.draft.block_draft import PLAIN_PARTS, BlockDraft, BlockLayer, LayerParts
 from stages.params.draft_sections import BlockSegment
 from stages.training import block_loss, ttt
 from stages.training.block_attention import build_block_attention
 from stages.training.block_loss import BlockLabels, BlockObjective
+from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
 
 OBJECTIVES = {"dflash": block_loss.DFLASH_OBJECTIVE, "dspark": block_loss.DSPARK_OBJECTIVE}
@@ -35,10 +37,23 @@ class BlockPack(SupervisedPack):
     label_previous: Tensor  # [R, D]
     label_rows: Tensor  # [R, D]
     label_is_valid: Tensor  # [R, D] bool
+    label_index: Tensor  # [P]
+
+    @classmethod
+    def at_anchors(cls, rows: Sequence[PackRow], anchors: Tensor, num_drafts: int, pinned: bool = False) -> "BlockPack":
+        """Build the pack of blocks at anchors [R] on the CPU."""
+        packed, is_taught = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
+        labels = block_loss.build_block_labels(packed.ids, is_taught, packed.row_index, anchors, num_drafts)
+        return cls(
+            **vars(packed),
+            anchors=anchors,
+            **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
+            supervised_per_step=labels.is_valid.sum(0).tolist(),
+        )
 
     @property
     def labels(self) -> BlockLabels:
-        return BlockLabels(self.label_tokens, self.label_previous, self.label_rows, self.label_is_valid)
+        return BlockLabels(*(getattr(self, f"label_{name}") for name in BlockLabels._fields))
 
     def without_supervision(self) -> "BlockPack":
         none = {name: getattr(self, name)[:0] for name in vars(self) if name == "anchors" or name.startswith("label_")}
@@ -63,19 +78,13 @@ class BlockTrainingObjective:
 
     def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
         """Build a pack on the CPU, its anchors drawn by the seed and `place`."""
-        packed, is_taught = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
+        is_taught = torch.cat([r.mask for r in rows])
+        documents = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.ids) for r in rows]))
         # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
         (seed,) = np.random.SeedSequence((self.seed, *place)).generate_state(1).tolist()
-        anchors = block_loss.sample_anchors(
-            is_taught, packed.row_index, self.num_anchors, torch.Generator().manual_seed(seed)
-        )
-        labels = block_loss.build_block_labels(packed.ids, is_taught, packed.row_index, anchors, self.num_steps)
-        return BlockPack(
-            **vars(packed),
-            anchors=anchors,
-            **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
-            supervised_per_step=labels.is_valid.sum(0).tolist(),
-        )
+        generator = torch.Generator().manual_seed(seed)
+        anchors = block_loss.sample_anchors(is_taught, documents, self.num_anchors, generator)
+        return BlockPack.at_anchors(rows, anchors, self.num_steps, pinned)
 
     def list_weights(self) -> list[float]:
         """Return the weight of each draft of a block, D."""
@@ -99,13 +108,46 @@ def compute_loss(
     """Compute the loss of a pack. Total losses of the packs of a step add up to the loss of the step."""
     if not len(pack.anchors):
         return ttt.compute_zero_loss(draft, pack, objective.num_steps)
-    weights = torch.tensor(objective.list_weights(), dtype=torch.float64, device=counts.device)
-    context = draft.project_context(pack.features.to(draft.fc.weight.dtype)[None], pack.position[None])
+    divisor = (counts * _copy_weights(objective, counts.device)).sum()
+    features, parts = pack.features.to(draft.fc.weight.dtype), _COMPILED_PARTS if pack.ids.is_cuda else PLAIN_PARTS
+    context = draft.project_context(features[None], pack.position[None], parts)
     attend = build_block_attention(pack.anchors, pack.row_index, draft.config.block_size)
-    hidden = draft.forward_pack(embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attend)
+    hidden = draft.forward_pack(
+        embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attend, parts
+    )
     found = block_loss.compute_block_loss(
-        draft, hidden, pack.labels, pack.last, head, objective.loss, (counts * weights).sum()
+        draft, hidden, pack.labels, pack.last, head, objective.loss, divisor, watch_acceptance=False
     )
     by_draft = objective.loss.ce * found.ce + objective.loss.l1 * found.l1
     by_draft = by_draft + objective.loss.confidence * found.confidence  # [R, D], 0 where not valid
     return LossOutput(found.total_loss, by_draft.sum(0), found.matches.T)
+
+
+@functools.cache
+def _copy_weights(objective: BlockTrainingObjective, device: torch.device) -> Tensor:
+    """Return the weights of drafts [D] float64 on the device, copied once: a copy of such memory waits for the GPU."""
+    return torch.tensor(objective.list_weights(), dtype=torch.float64, device=device)
+
+
+_PREPARE, _FINISH = compile_on_cuda(BlockLayer.prepare_attention), compile_on_cuda(BlockLayer.finish)
+
+
+def _prepare_attention(
+    layer: BlockLayer, hidden: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _PREPARE(layer, _require_gradient(hidden), rope, keys, values)
+
+
+def _finish_layer(layer: BlockLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+    return _FINISH(layer, _require_gradient(hidden), attended)
+
+
+def _require_gradient(hidden: Tensor) -> Tensor:
+    """Return the input of a layer as a tensor with a gradient, so that one compiled form serves all layers.
+
+    The input of the first is the frozen embedding, whose gradient is not read.
+    """
+    return hidden if hidden.requires_grad else hidden.detach().requires_grad_(torch.is_grad_enabled())
+
+
+_COMPILED_PARTS = LayerParts(compile_on_cuda(PLAIN_PARTS.project_context), _prepare_attention, _finish_layer)

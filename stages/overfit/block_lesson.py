@@ -1,0 +1,59 @@
+"""A block draft learns a row: a fresh one of a segment's method and sizes, by its own loss.
+
+Each step draws anchors of the row anew, as training does. DFlash is taught the row's own tokens; DSpark mostly the target's
+distribution, so its chains get as far as the target's most likely tokens are the row's, as EAGLE-3's do.
+
+Letters: R anchors, D drafts of a block.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraft
+from stages.hidden_states.format import HiddenStatesRow
+from stages.overfit.lesson import Lesson
+from stages.params.draft_sections import BlockSegment
+from stages.training import block_loss, block_training
+from stages.training.block_training import BlockPack, BlockTrainingObjective
+from stages.training.packed_rows import PackPlace
+
+
+class BlockLesson(Lesson):
+    """An untrained block draft; the segment names its loss and the anchors of a step."""
+
+    def __init__(self, draft: BlockDraft, segment: BlockSegment, seed: int, device: str):
+        self.draft: BlockDraft = draft.to(device)
+        self.feature_layers, self.num_steps = list(draft.config.feature_layers), draft.config.num_drafts
+        self.objective = BlockTrainingObjective.of_segment(segment, self.num_steps, seed)
+        self.learns_own_tokens = not self.objective.loss.l1
+        self.device = device
+
+    def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
+        for step in itertools.count():
+            pack = self.objective.build_pack([row], PackPlace(0, step, 0), pinned=False).to(self.device)
+            counts = torch.tensor(pack.supervised_per_step, device=self.device)
+            yield block_training.compute_loss(self.draft, pack, embedding, head, self.objective, counts).total_loss
+
+    @torch.no_grad()
+    def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
+        """Count argmax matches with what is taught, of blocks at every position of the answer, some at a time."""
+        anchors = block_loss.list_anchors(row.mask, torch.zeros_like(row.ids))
+        accepted: list[int] = []
+        for some in anchors.split(self.objective.num_anchors):
+            pack = BlockPack.at_anchors([row], some, self.num_steps).to(self.device)
+            if not self.learns_own_tokens:
+                likely = (pack.last.to(head.dtype) @ head.T).argmax(-1)  # [T]
+                pack = replace(pack, label_tokens=likely[pack.label_rows])
+            counts = torch.tensor(pack.supervised_per_step, device=self.device)
+            found = block_training.compute_loss(self.draft, pack, embedding, head, self.objective, counts)
+            accepted += found.argmax_matches.T.int().cumprod(1).sum(1).tolist()
+        return accepted
+
+    def build_served_draft(self) -> BlockDraft:
+        served = BlockDraft(self.draft.config)
+        served.load_state_dict(self.draft.state_dict())
+        return served

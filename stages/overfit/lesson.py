@@ -1,0 +1,51 @@
+"""The interface of check_overfit to a family of drafts: how a draft learns a row, and how far its chains get along it.
+
+Letters: T tokens of a row, H hidden, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor, nn
+
+from stages.engine import forced_decode
+from stages.hidden_states.format import HiddenStatesRow
+from stages.trees import accept_length
+
+
+class Lesson(ABC):
+    """A fresh draft that is to learn one row; its weights change."""
+
+    draft: nn.Module
+    feature_layers: list[int]  # of the target, that the draft reads
+    num_steps: int  # drafts of a chain
+    learns_own_tokens = False  # the row's own; else what the target is most likely to answer
+
+    def compute_perfect_tau(self, row: HiddenStatesRow, head: Tensor) -> float:
+        """Return tau of a draft that has learned all that it is taught, along the row's answer; head [V, H] is the target's."""
+        answer = slice(row.prompt_length, None)
+        if self.learns_own_tokens:
+            return forced_decode.compute_chain_tau([True] * (len(row.ids[answer]) - 1), self.num_steps)
+        last = row.last[answer].to(head.device, head.dtype)
+        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, self.num_steps)
+
+    def compute_trainer_tau(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> float:
+        """Return tau of chains over the row's answer by the trainer's own forward."""
+        accepted = self.count_accepted(row, embedding, head)
+        position, total, cycles = 0, 0, 0
+        while position < len(accepted):
+            total, cycles, position = total + accepted[position], cycles + 1, position + accepted[position] + 1
+        return accept_length.compute_tau(np.array([total]), np.array([cycles]))
+
+    @abstractmethod
+    def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
+        """Yield the loss of each step without end, one backward pass after the other."""
+
+    @abstractmethod
+    def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
+        """Return the accepted drafts of a chain from each position of the answer, in order, by the trainer's forward."""
+
+    @abstractmethod
+    def build_served_draft(self) -> nn.Module:
+        """Return the draft as a benchmark loads it, on the CPU in float32."""

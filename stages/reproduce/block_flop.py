@@ -1,0 +1,62 @@
+"""The floating-point operations of training a block draft, counted from its shapes: the floor of a step's time.
+
+A product of an [m, k] matrix with a [k, n] one is 2mkn; backward is one product for the gradient of each factor that has
+one. The target's features, embedding and head are frozen, so `fc` has no gradient of its input and the head none of its weight.
+
+    context token    fc, and keys and values of every layer
+    block row        projections and MLP of every layer
+    pair             a block row and a key that it sees, of its context or its own block: query times key, weight times value
+    draft            the logits of a valid draft and the gradient of its state; where the loss reads the target's distribution,
+                     its logits too; the Markov head; the confidence head
+
+Norms, rotations, softmax and the optimizer are no products and are not counted, nor is what is computed and masked out: keys
+that a row does not see, and what FlexAttention computes a second time in its backward pass.
+"""
+
+from dataclasses import dataclass
+
+from stages.draft.block_draft import BlockDraftConfig
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """The counts of a pack, a step or an epoch; they may be means."""
+
+    tokens: float  # of context
+    blocks: float
+    drafts: float  # valid ones
+    pairs: float  # of a block row and a key that it sees
+
+    def __add__(self, other: "BlockWork") -> "BlockWork":
+        return BlockWork(*(x + y for x, y in zip(self.astuple(), other.astuple(), strict=True)))
+
+    def astuple(self) -> tuple[float, float, float, float]:
+        return self.tokens, self.blocks, self.drafts, self.pairs
+
+
+@dataclass(frozen=True)
+class BlockFlop:
+    """Forward and backward FLOP of one context token, block, draft and pair."""
+
+    token: float
+    block: float  # its rows, without attention and heads
+    draft: float
+    pair: float
+
+    @classmethod
+    def of_config(cls, c: BlockDraftConfig, reads_target: bool) -> "BlockFlop":
+        """Count those of a draft; `reads_target`: its loss reads the target's distribution (DSpark's does)."""
+        h, queries, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        row = 2 * h * queries + 2 * h * keys + 3 * h * c.intermediate_size  # weights of a layer that a block row meets
+        logits, markov = c.vocab_size * h, c.vocab_size * c.markov_rank
+        confidence = (h + c.markov_rank * c.confidence_head_with_markov) * c.confidence_head
+        return cls(
+            token=4 * len(c.feature_layers) * h * h + 6 * c.num_hidden_layers * 2 * h * keys,
+            block=6 * c.num_hidden_layers * row * c.block_size,
+            draft=(6 if reads_target else 4) * logits + 6 * markov + 6 * confidence,
+            pair=12 * c.num_hidden_layers * queries,
+        )
+
+    def count(self, work: BlockWork) -> float:
+        """Return the FLOP of `work`."""
+        return work.tokens * self.token + work.blocks * self.block + work.drafts * self.draft + work.pairs * self.pair

@@ -1,0 +1,51 @@
+"""The estimate of a recipe: lines to read, time and disk by stage, totals."""
+
+import math
+from dataclasses import dataclass, field
+
+GIB = 2**30
+
+
+@dataclass
+class StageEstimate:
+    """Time and disk of all stages of dvc.yaml with one name before the @. None where nothing is known."""
+
+    seconds: float | None = None
+    gpu_hours: float | None = None
+    disk_bytes: float = 0.0
+
+
+@dataclass
+class RecipeEstimate:
+    lines: list[str] = field(default_factory=list)
+    stages: dict[str, StageEstimate] = field(default_factory=dict)  # by the name in dvc.yaml before the @
+    origin: str = ""  # of the seconds in `stages`
+    disk_bytes: float = 0.0
+    download_bytes: float = 0.0
+    gpu_hours: float = 0.0
+    weight_bytes: float = 0.0  # of the target, in its dtype
+
+    def add_line(self, what: str, value: str, how: str) -> None:
+        self.lines.append(f"{what}: {value} ({how})")
+
+    def add_disk(self, stage: str, what: str, size: float, how: str) -> None:
+        self.disk_bytes += size
+        self._get_stage(stage).disk_bytes += size
+        self.add_line(what, f"{size / GIB:.2f} GiB", how)
+
+    def add_hours(self, what: str, gpu_seconds: float, how: str, gpus: int = 1) -> None:
+        """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""
+        self.gpu_hours += gpu_seconds / 3600
+        stage = self._get_stage(what.partition(",")[0])
+        stage.seconds = (stage.seconds or 0) + gpu_seconds / gpus
+        stage.gpu_hours = (stage.gpu_hours or 0) + gpu_seconds / 3600
+        self.add_line(what, f"{gpu_seconds / 3600:.2g} GPU-hours", how + (f", on {gpus} GPUs" if gpus > 1 else ""))
+
+    def _get_stage(self, name: str) -> StageEstimate:
+        return self.stages.setdefault(name, StageEstimate())
+
+
+def format_count(parameters: int) -> str:
+    """Return the count with three digits: 8.19e9."""
+    unit = next((unit for unit in (1e9, 1e6) if parameters >= unit), 1e3)
+    return f"{parameters / unit:.3g}e{round(math.log10(unit))}"
