@@ -257,11 +257,13 @@ def _measure_engine_tau(
     return None
 
 
-@torch.no_grad()
 def measure_chain_tau(
     draft: Eagle3Draft, row: format.HiddenStatesRow, embedding: torch.Tensor, head: torch.Tensor, num_steps: int
 ) -> float:
-    """Return tau of chains of `num_steps` drafts over the row's answer, by the trainer's forward."""
+    """Return tau of chains of `num_steps` drafts over the row's answer, by the trainer's forward.
+
+    Gradients are on, though none is computed: without them a GPU would compile every function once more.
+    """
     pack = ttt.TrainingPack.from_rows([row], num_steps, "aligned").to(head.device)
     result = ttt.compute_loss(draft, pack, embedding, head, ttt.TrainingObjective(num_steps))
     accepted = ttt.count_chain_accepted(result, pack).tolist()  # of each position of the answer, in order

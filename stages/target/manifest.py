@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.runtime import atomic
+from stages.telemetry import waits
 
 TARGET_FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
@@ -80,6 +81,7 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
     return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
 
 
+@waits.count_loading()
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> tuple[Tensor, Tensor]:
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
