@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.extraction import FLOP as TARGET_FLOP
-from benchmarks.extraction import random_target
+from benchmarks.random_target import build_config, build_model
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
@@ -84,7 +84,7 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
     if args.online:
         compile_tokens = args.batch_tokens if args.compile else None
         run.online_packs = OnlinePacks(
-            FeatureTarget(random_target(group.device), [2, 18, 33], None, compile_tokens), {}
+            FeatureTarget(build_model(build_config("8b"), group.device), [2, 18, 33], None, compile_tokens), {}
         )
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
@@ -153,7 +153,8 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> Trainer:
         weight_decay=0.0, grad_clip=0.5, batch_tokens=args.batch_tokens,
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
     )  # fmt: skip
-    objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
+    weights = settings.ttt_decay, settings.mask, settings.loss
+    objective = ttt.TrainingObjective(settings.ttt_steps, *weights, settings.batch_tokens)
     return Trainer(draft, tables[0], tables[1], objective, ttt.compute_loss, settings, group, TrainingProgress({}))
 
 

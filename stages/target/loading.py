@@ -17,7 +17,7 @@ import stages.runtime.torch_warmup  # noqa: F401 - imported for its effect
 from stages.telemetry import waits
 
 
-@waits.count_loading()
+@waits.count_wait("load")
 def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the target in evaluation mode, without gradients, its weights from safetensors only.
 

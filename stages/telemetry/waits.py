@@ -1,4 +1,4 @@
-"""What a stage waits for that is not its work: imports, CUDA's start, loading weights, the compiler.
+"""What a stage waits for that is not its work: imports, CUDA's start, loading weights, servers, the compiler.
 
 Times count from the start of the process, that of a fork where the fork server starts stages. Only this process is looked at:
 of a stage with ranks, or with servers, the one that writes the log.
@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
-_loading_s = 0.0
+_counted = {"load": 0.0, "server": 0.0}
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class StageWaits:
     import_s: float  # from the start of the process until the stage's `main`
     first_kernel_s: float | None  # from there too, until CUDA is ready for its first kernel
     load_s: float | None  # reading weights and moving them to the device
+    server_s: float | None  # from the start of servers until they answer
     compile_s: float | None  # torch.compile's: all graphs, forward and backward
 
 
@@ -40,22 +42,21 @@ class WaitMeter:
         """Return the waits so far."""
         dynamo = sys.modules.get("torch._dynamo.utils")  # not loaded where nothing has been compiled
         compile_s = dynamo.calculate_time_spent().get("total_wall_time", 0.0) if dynamo else 0.0
-        loaded = round(_loading_s, 2) or None, round(compile_s, 2) or None
-        return StageWaits(round(self._import_s, 2), self._first_kernel_s, *loaded)
+        others = (round(seconds, 2) or None for seconds in (_counted["load"], _counted["server"], compile_s))
+        return StageWaits(round(self._import_s, 2), self._first_kernel_s, *others)
 
     def _note_first_kernel(self) -> None:
         self._first_kernel_s = round(_get_process_age(), 2)
 
 
 @contextmanager
-def count_loading() -> Iterator[None]:
-    """Count the seconds of the block, or of the function that this decorates, as loading weights."""
-    global _loading_s
+def count_wait(kind: Literal["load", "server"]) -> Iterator[None]:
+    """Count the seconds of the block, or of the function that this decorates, as a wait of this kind."""
     started = time.perf_counter()
     try:
         yield
     finally:
-        _loading_s += time.perf_counter() - started
+        _counted[kind] += time.perf_counter() - started
 
 
 def _get_process_age() -> float:

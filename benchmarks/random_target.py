@@ -1,0 +1,95 @@
+"""Targets of random weights at real sizes, made in seconds and without a network: weights, tokenizer, conversations.
+
+The tokenizer is byte-level BPE without merges: a character of ASCII is a token, so lengths of prompts are exact. Its other
+tokens are fillers that no text has; a target of random weights answers with them. Among them are end tokens, as many as make
+an answer at temperature 1 as long as is asked on average: lengths are then geometric, since every token ends an answer
+with the same probability. At temperature 0 most answers end by length.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+
+from stages.toy.text_targets import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
+
+# hidden, intermediate, blocks, heads, key-value heads, head width, vocabulary; the head is tied
+SHAPES = {
+    "8b": (4096, 12288, 36, 32, 8, 128, 151936, False),  # Qwen3-8B
+    "1b": (2048, 6144, 28, 16, 8, 128, 151936, True),  # Qwen3-1.7B
+    "tiny": (64, 128, 7, 4, 2, 16, 640, False),
+}
+POSITIONS = 163_840
+WORDS = "the of and to in is it for on with as at by from or an be this that which sea wind rain north harbour light".split()
+
+
+def build_config(shape: str, positions: int = POSITIONS) -> Qwen3Config:
+    """Return the config of a shape of SHAPES."""
+    hidden, intermediate, blocks, heads, groups, width, vocab, tied = SHAPES[shape]
+    return Qwen3Config(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=blocks, num_attention_heads=heads,
+        num_key_value_heads=groups, head_dim=width, vocab_size=vocab, max_position_embeddings=positions,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def build_model(config: Qwen3Config, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Return a model of random weights, normal with a deviation of 0.02."""
+    torch.manual_seed(1)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    return model.requires_grad_(False)
+
+
+def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of exactly `vocab_size` tokens, with ChatML as its template."""
+    special = [END_OF_TEXT, TURN_START, TURN_END]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fillers = [f"Ġw{number}" for number in range(vocab_size - len(special) - len(alphabet))]
+    bpe = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate([*alphabet, *fillers])}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert len(tokenizer) == vocab_size
+    return tokenizer
+
+
+def list_end_tokens(tokenizer: PreTrainedTokenizerFast, mean_answer: int) -> list[int]:
+    """Return the end tokens: the template's, and fillers until an answer has `mean_answer` tokens on average; 0: none more."""
+    count = len(tokenizer) // mean_answer - 1 if mean_answer else 0
+    first = len(pre_tokenizers.ByteLevel.alphabet())
+    return [tokenizer.eos_token_id, *range(first, first + max(0, count))]
+
+
+def write_target(folder: Path, shape: str, mean_answer: int, device: str, dtype: torch.dtype) -> None:
+    """Write a target as a folder that transformers, SGLang and vLLM load."""
+    config = build_config(shape)
+    tokenizer = build_tokenizer(config.vocab_size)
+    config.eos_token_id, config.pad_token_id = list_end_tokens(tokenizer, mean_answer), tokenizer.pad_token_id
+    model = build_model(config, device, dtype)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.save_pretrained(folder, max_shard_size="2GB")  # several shards: they are hashed side by side
+    tokenizer.save_pretrained(folder)
+
+
+def write_conversations(path: Path, lengths: Iterator[tuple[int, int]], seed: int) -> None:
+    """Write a conversation of one turn for each (characters of its question, of its answer)."""
+    rng = random.Random(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for asked, answered in lengths:
+            turns = [{"role": role, "content": _write_text(rng, size)} for role, size in
+                     (("user", asked), ("assistant", answered))]  # fmt: skip
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def _write_text(rng: random.Random, size: int) -> str:
+    text = " ".join(rng.choice(WORDS) for _ in range(size // 2 + 1))
+    return text[: size - 1] + "."
