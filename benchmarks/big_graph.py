@@ -20,7 +20,7 @@ the process could run, counted from its start. `GiB` is the most memory in use o
               kernel takes borders
     train     weights, moments, tables, logits of a chunk 15 GB; pack 4.3 to 8.6; states and their gradients, joined and by step,
               30; keys and values of 7 steps 4; one step computed again 30 at most: about 85 GB with every position taught.
-              Without computing again (training/ttt.py) 1.25 MiB a token: 180 GB. FlexAttention's blocks: 4 tables of 1,024 x 1,024
+              Without computing again (training/ttt.py) 1.25 MiB a token: 180 GB. FlexAttention's blocks: 4 tables of 1,024²
     replay    features, fused, keys and values 8 GB, tables 0.4; places are expanded as many at once as 2^27 logits allow, 6 of
               them at topks 1 and 4; cycles traced likewise
 """
@@ -283,8 +283,8 @@ def print_table(folder: Path) -> None:
     compiled = [f"{c.stage} {c.compile_s} s" for c in costs if c.stage.startswith("train") and (c.compile_s or 0) > 60]
     print(f"first kernel after more than 15 s: {', '.join(slow) or 'none'}")
     print(f"training segments that compile for more than 60 s: {', '.join(compiled) or 'none'}", flush=True)
-    if out := os.environ.get("OUT"):
-        shutil.copy(folder / MEASURED, Path(out) / f"{folder.name}.json") if costs else None
+    if costs and (out := os.environ.get("OUT")):
+        shutil.copy(folder / MEASURED, Path(out) / f"{folder.name}.json")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ The tokenizer is byte-level BPE without merges: a character of ASCII is a token,
 tokens are fillers that no text has.
 
 Answers are not uniform over the vocabulary, or no draft would ever be accepted and a served cell would be refused: the head gives
-nine tenths of the probability to COMMON_TOKENS fillers, which of them depends on the context, so that a draft learns something in a
-few steps. The end token has the probability, at temperature 1, that makes answers as long as asked on average; lengths are
+nine tenths of the probability to COMMON_TOKENS fillers, which of them depends on the context, so that a draft learns something
+in a few steps. The end token has the probability, at temperature 1, that makes answers as long as asked on average; lengths are
 then geometric. At temperature 0 answers end by length.
 """
 
@@ -30,7 +30,7 @@ SHAPES = {
 POSITIONS = 163_840
 COMMON_TOKENS, COMMON_SHARE = 16, 0.9
 CALIBRATION = (4, 256)  # rows and tokens
-WORDS = "the of and to in is it for on with as at by from or an be this that which sea wind rain north harbour light".split()
+WORDS = "the of and to in is it for on with as at by from or an be this that which sea wind rain north harbour light"
 
 
 def build_config(shape: str, positions: int = POSITIONS) -> Qwen3Config:
@@ -43,7 +43,9 @@ def build_config(shape: str, positions: int = POSITIONS) -> Qwen3Config:
     )  # fmt: skip
 
 
-def build_model(config: Qwen3Config, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def build_model(
+    config: Qwen3Config, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
     """Return a model of random weights, normal with a deviation of 0.02."""
     torch.manual_seed(1)
     with torch.device(device):
@@ -60,7 +62,9 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     assert len(tokenizer) == vocab_size
     return tokenizer
@@ -120,5 +124,6 @@ def write_conversations(path: Path, lengths: Iterator[tuple[int, int]], seed: in
 
 
 def _write_text(rng: random.Random, size: int) -> str:
-    text = " ".join(rng.choice(WORDS) for _ in range(size // 2 + 1))
+    words = WORDS.split()
+    text = " ".join(rng.choice(words) for _ in range(size // 2 + 1))
     return text[: size - 1] + "."

@@ -101,7 +101,7 @@ def _expand_cycles(
     positions = draft.get_rope_positions(verified, stored)
     parts = []
     cycles_at_once = max(1, MAX_ATTENTION_LOGITS // (draft.config.num_attention_heads * tree.topk * ids.shape[1]))
-    for here in _split_cycles(*verified.shape, cycles_at_once):
+    for here in _split_cycles(len(verified), verified.shape[1], cycles_at_once):
         rows = here[0]
         mask = build_prefix_mask(verified[here], ids.shape[1], draft.config.sliding_window)
         at_verified = torch.gather(fused[rows], 1, verified[here][..., None].expand(-1, -1, fused.shape[-1]))

@@ -1,4 +1,4 @@
-"""What a stage waits for that is not its work: imports, CUDA's start, loading weights, servers, the compiler.
+"""Waits of a stage that are not its work: imports, CUDA's start, loading weights, servers, the compiler.
 
 Times count from the start of the process, that of a fork where the fork server starts stages. Only this process is looked at:
 of a stage with ranks, or with servers, the one that writes the log.

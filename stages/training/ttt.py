@@ -22,7 +22,7 @@ the prefix of its own row and to its own earlier steps:
 The prefix mask is the same for all steps, except with a sliding window. The own steps are merged by log-sum-exp.
 
 A row of more than `batch_tokens` is a pack alone. Backward computes its steps again instead of keeping what they computed, or one
-long row would take more memory than `batch_tokens` was chosen for: at 8B shape about 0.45 instead of 1.25 MiB a token
+long row would take more memory than `batch_tokens` was chosen for: at 8B shape about 0.5 instead of 1.25 MiB a token
 (docs/training.md).
 Dimensions as in `draft/eagle3.py`; T tokens of a pack, P query positions, L steps, N supervised pairs of (step, position),
 U distinct label tokens, M image tokens.
@@ -31,7 +31,7 @@ U distinct label tokens, M image tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class TrainingPack(SupervisedPack):
 
     @property
     def is_oversized(self) -> bool:
-        """Whether it is one row of more than `batch_tokens`."""
+        """Return whether it is one row of more than `batch_tokens`."""
         return len(self.ids) > self.batch_tokens > 0
 
     @classmethod
@@ -212,7 +212,9 @@ def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, nu
         attended = attention.attend(query, own_keys, own_values)  # [Q, A, E]
         return _finish_layer(draft, hidden, attended.to(dtype)), key, value
 
-    run = partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False) if pack.is_oversized else run_step
+    run = (
+        partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False) if pack.is_oversized else run_step
+    )
     for k, num_queries in enumerate(pack.queries_per_step):
         own_keys, own_values = ([x[:num_queries] for x in own] for own in (own_keys, own_values))
         hidden, key, value = run(k, hidden[:num_queries], own_keys, own_values)

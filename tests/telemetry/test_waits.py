@@ -1,4 +1,4 @@
-"""What a stage waits for, as logs/stages.jsonl has it."""
+"""The waits of a stage, as logs/stages.jsonl has them."""
 
 import json
 import sys
@@ -42,7 +42,9 @@ def test_a_stages_waits_are_logged_and_older_lines_have_none(tmp_path: Path, mon
     monkeypatch.setattr(sys, "argv", ["/there/stages/replay_trees.py", "e003"])
     run_stage(lambda name: None)
     (run,) = stage_log.read_log()
-    assert run.waits.keys() == {"import_s", "first_kernel_s", "load_s", "server_s", "compile_s"} and run.waits["import_s"]
+    assert (
+        run.waits.keys() == {"import_s", "first_kernel_s", "load_s", "server_s", "compile_s"} and run.waits["import_s"]
+    )
     line = json.loads(stage_log.LOG_FILE.read_text())
     del line["waits"]
     stage_log.LOG_FILE.write_text(json.dumps(line))
