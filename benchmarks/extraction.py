@@ -18,8 +18,8 @@ from pathlib import Path
 
 import polars as pl
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.random_target import build_config, build_model
 from stages.data import conversations
 from stages.hidden_states import extraction, format, shard_plan, sources
 from stages.target import packed_forward
@@ -44,7 +44,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    model = random_target(device)
+    model = build_model(build_config("8b"), device)
     target = FeatureTarget(model, LAYERS, None, args.batch_tokens if args.compile else None)
     packed = target.supports_packing
     source = sources.HiddenStatesSource(
@@ -87,17 +87,6 @@ def main() -> None:
         if not args.real and alone:
             found |= {"mfu": mfu(rate / world), "forward_alone_tokens_per_s": round(alone), "its_mfu": mfu(alone)}
         print(json.dumps(found), flush=True)
-
-
-def random_target(device: torch.device | str):
-    """Qwen3-8B's shape in bfloat16."""
-    config = Qwen3Config(
-        hidden_size=H, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, vocab_size=151936, max_position_embeddings=40960,
-    )  # fmt: skip
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    return model.requires_grad_(False)
 
 
 def mfu(rate: float) -> float:

@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.extraction import FLOP as TARGET_FLOP
-from benchmarks.extraction import random_target
+from benchmarks.random_target import build_config, build_model
 from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjective, build_block_draft, describe_work
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format, writer
@@ -104,7 +104,7 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
     if args.online:
         compile_tokens = args.batch_tokens if args.compile else None
         run.online_packs = OnlinePacks(
-            FeatureTarget(random_target(group.device), list(args.layer_ids), None, compile_tokens), {}
+            FeatureTarget(build_model(build_config("8b"), group.device), list(args.layer_ids), None, compile_tokens), {}
         )
     with tqdm(disable=True) as bar:
         run.train_epoch(store, bar)
@@ -201,7 +201,8 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> TimedTrai
         packs_per_step=args.packs_per_step, processes=1, parallel=args.parallel, seed=1,
     )  # fmt: skip
     if args.method == "eagle3":
-        objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
+        weights = settings.ttt_decay, settings.mask, settings.loss
+        objective = ttt.TrainingObjective(settings.ttt_steps, *weights, settings.batch_tokens)
         learn = ttt.compute_loss
     else:
         objective = CountedObjective(

@@ -24,9 +24,9 @@ from stages.draft import block_initialisation, checkpoint
 from stages.engine import forced_decode
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
-from stages.overfit.block_lesson import BlockLesson
-from stages.overfit.eagle3_lesson import Eagle3Lesson
-from stages.overfit.lesson import Lesson
+from stages.overfit.block_overfit import BlockOverfit
+from stages.overfit.eagle3_overfit import Eagle3Overfit
+from stages.overfit.overfit_run import OverfitRun
 from stages.params import schema
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
@@ -96,17 +96,17 @@ def _locate_measurement(params: schema.Params, name: str = ROOT_CHECKPOINT) -> P
 def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
     """Train a fresh draft on one row, then decode that row's answer with it."""
     target_manifest, device = manifest.read_manifest(), params.target.device
-    lesson = _build_lesson(params, target_manifest, name)
+    run = _build_run(params, target_manifest, name)
     embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
-    row, perfect_tau = _choose_row(params, target_manifest, lesson, name, head)
-    losses = _train_on_row(params, lesson, row, embedding, head, name)
-    trainer_tau = lesson.compute_trainer_tau(row, embedding, head)
+    row, perfect_tau = _choose_row(params, target_manifest, run, name, head)
+    losses = _train_on_row(params, run, row, embedding, head, name)
+    trainer_tau = run.compute_trainer_tau(row, embedding, head)
     del embedding, head  # the target may need their memory
-    engine_tau = _measure_engine_tau(params, target_manifest, lesson, row)
+    engine_tau = _measure_engine_tau(params, target_manifest, run, row)
     return OverfitMeasurement(row.id, perfect_tau, trainer_tau, engine_tau, losses)
 
 
-def _build_lesson(params: schema.Params, target_manifest: manifest.TargetManifest, name: str) -> Lesson:
+def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, name: str) -> OverfitRun:
     """Return a copy of e000, or the untrained block draft of a segment, on the target's device."""
     settings, device = params.train_draft, params.target.device
     config, tensors = checkpoint.read_draft(
@@ -114,16 +114,16 @@ def _build_lesson(params: schema.Params, target_manifest: manifest.TargetManifes
     )
     if name == ROOT_CHECKPOINT:
         layers = checkpoint.read_feature_layers(config, target_manifest.num_layers)
-        return Eagle3Lesson(config, tensors, layers, settings, device)
+        return Eagle3Overfit(config, tensors, layers, settings, device)
     segment, longest = settings.checkpoints[name], int(reader.read_index(HIDDENS)["length"].max() or 0)
     assert isinstance(segment, BlockSegment), name
     draft, _ = block_initialisation.build_untrained_draft(name, segment, config, target_manifest, params, longest)
-    return BlockLesson(draft, segment, settings.seed, device)
+    return BlockOverfit(draft, segment, settings.seed, device)
 
 
 def _train_on_row(
     params: schema.Params,
-    lesson: Lesson,
+    run: OverfitRun,
     row: format.HiddenStatesRow,
     embedding: torch.Tensor,
     head: torch.Tensor,
@@ -131,10 +131,10 @@ def _train_on_row(
 ) -> list[float]:
     """Train the draft on the row and return the loss of each step."""
     settings, learning_rate = params.train_draft, params.check_overfit.learning_rate
-    optimizer = adamw.MasterWeightOptimizer(lesson.draft, learning_rate, weight_decay=0.0)
+    optimizer = adamw.MasterWeightOptimizer(run.draft, learning_rate, weight_decay=0.0)
     losses: list[float] = []
     steps = trange(params.check_overfit.steps, desc=f"{name}: overfit row {row.id}", unit="step", mininterval=2)
-    for _, total_loss in zip(steps, lesson.generate_losses(row, embedding, head), strict=False):
+    for _, total_loss in zip(steps, run.generate_losses(row, embedding, head), strict=False):
         total_loss.backward()
         optimizer.step(learning_rate, settings.grad_clip)
         losses.append(total_loss.item())
@@ -219,7 +219,7 @@ def _advise(name: str, trainer_tau: float, required: float, losses: list[float])
 def _choose_row(
     params: schema.Params,
     target_manifest: manifest.TargetManifest,
-    lesson: Lesson,
+    run: OverfitRun,
     name: str,
     head: torch.Tensor,
 ) -> tuple[format.HiddenStatesRow, float]:
@@ -227,14 +227,14 @@ def _choose_row(
 
     It has the features that the draft reads. Where none are stored, the target computes them here.
     """
-    layers = lesson.feature_layers
+    layers = run.feature_layers
     places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {name}")
     hidden_states = HiddenStatesReader(HIDDENS, places)
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
     start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
     stored = [hidden_states.read_row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]
     rows = _compute_hidden_states(params, target_manifest, layers, stored) if hidden_states.online else iter(stored)
-    return max(((row, lesson.compute_perfect_tau(row, head)) for row in rows), key=lambda found: found[1])
+    return max(((row, run.compute_perfect_tau(row, head)) for row in rows), key=lambda found: found[1])
 
 
 def _compute_hidden_states(
@@ -258,7 +258,7 @@ def _compute_hidden_states(
 def _measure_engine_tau(
     params: schema.Params,
     target_manifest: manifest.TargetManifest,
-    lesson: Lesson,
+    run: OverfitRun,
     row: format.HiddenStatesRow,
 ) -> float | None:
     """Return the draft's tau on the torch engine along the row's answer; print why and return None where it can't decode it.
@@ -270,16 +270,16 @@ def _measure_engine_tau(
     trust = params.target.trust_remote_code
     try:
         model = loading.load_target(folder, params.target.dtype, params.target.device, trust)
-        served = lesson.build_served_draft().to(params.target.device, model.dtype).requires_grad_(False)
+        served = run.build_served_draft().to(params.target.device, model.dtype).requires_grad_(False)
         answer = ids[row.prompt_length :]
-        engine = forced_decode.ForcedDecodingEngine(model, lesson.feature_layers, served, answer)
+        engine = forced_decode.ForcedDecodingEngine(model, run.feature_layers, served, answer)
         try:
             engine.slots.check_length(len(ids))
         except ValueError as error:  # as with layers of a smaller window
             reason = str(error)
         else:
             images = vision.load_image_patches(folder, trust, paths)[row.id]
-            return forced_decode.measure_chain_tau(engine, ids[: row.prompt_length], lesson.num_steps, images)
+            return forced_decode.measure_chain_tau(engine, ids[: row.prompt_length], run.num_steps, images)
     except torch.OutOfMemoryError as error:
         reason = str(error).split("\n")[0]
     print(f"the row is not decoded by the torch engine, only by the trainer's own forward: {reason}")

@@ -154,7 +154,8 @@ def _choose_objective(draft: DraftModel, segment: Segment, settings: TrainDraft)
         return block, block_training.compute_loss
     compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
     num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
-    return ttt.TrainingObjective(num_steps, settings.ttt_decay, settings.mask, settings.loss), compute_loss
+    weights = settings.ttt_decay, settings.mask, settings.loss
+    return ttt.TrainingObjective(num_steps, *weights, settings.batch_tokens), compute_loss
 
 
 def _train_epochs(

@@ -23,7 +23,7 @@ from stages.engine import forced_decode, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import PrefillOutput
 from stages.engine.target_runner import TargetRunner
-from stages.overfit.eagle3_lesson import Eagle3Lesson
+from stages.overfit.eagle3_overfit import Eagle3Overfit
 from stages.params import schema
 from stages.target import manifest
 from stages.training import adamw
@@ -74,8 +74,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         extract_hiddens.main()
         init_draft.main()
         with pytest.MonkeyPatch.context() as patch:
-            own = Eagle3Lesson.build_served_draft
-            patch.setattr(Eagle3Lesson, "build_served_draft", lambda lesson: kept.append(lesson.draft) or own(lesson))
+            own = Eagle3Overfit.build_served_draft
+            patch.setattr(Eagle3Overfit, "build_served_draft", lambda run: kept.append(run.draft) or own(run))
             check_overfit.main()
         config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
         checkpoint.write_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))

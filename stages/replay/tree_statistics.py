@@ -25,7 +25,7 @@ from stages.trees.expansion import expand_candidates
 # Buckets of lengths, two per doubling, and of probabilities, finer where they are small.
 LENGTH_EDGES = (0, 8, *(n for e in range(3, 21) for n in (3 * 2 ** (e - 1), 2 ** (e + 1))))
 PROBABILITY_EDGES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-MAX_ATTENTION_LOGITS = 1 << 27  # of a batch of rows
+MAX_ATTENTION_LOGITS = 1 << 27  # of some rows, or of some cycles of a long row
 COUNT_COLUMNS = ("cycles", "nodes", "promised", "accepted")
 
 
@@ -94,22 +94,31 @@ def _expand_cycles(
 ) -> Candidates:  # fmt: skip
     """Expand the trees of R cycles of each row -> the candidates of B * R trees."""
     fused, keys, values = encode_prefix(draft, ids, features, embedding, multimodal)
-    mask = build_prefix_mask(verified, ids.shape[1], draft.config.sliding_window)
     bonus = torch.gather(ids, 1, (verified + 1).clamp(max=ids.shape[1] - 1))
-    at_verified = torch.gather(fused, 1, verified[..., None].expand(-1, -1, fused.shape[-1]))
     stored = None
     if multimodal is not None:
         stored = torch.gather(multimodal.positions, 1, verified[..., None].expand(-1, -1, 3))
     positions = draft.get_rope_positions(verified, stored)
     parts = []
-    rows_at_once = MAX_ATTENTION_LOGITS // (draft.config.num_attention_heads * tree.topk * mask[0].numel())
-    for rows in torch.arange(len(ids)).split(max(1, rows_at_once)):
-        here = slice(int(rows[0]), int(rows[-1]) + 1)
-        given = positions[here], keys[here], values[here], mask[here]
-        state = compute_first_state(draft, embedding[bonus[here]], at_verified[here], *given)
+    cycles_at_once = max(1, MAX_ATTENTION_LOGITS // (draft.config.num_attention_heads * tree.topk * ids.shape[1]))
+    for here in _split_cycles(len(verified), verified.shape[1], cycles_at_once):
+        rows = here[0]
+        mask = build_prefix_mask(verified[here], ids.shape[1], draft.config.sliding_window)
+        at_verified = torch.gather(fused[rows], 1, verified[here][..., None].expand(-1, -1, fused.shape[-1]))
+        given = positions[here], keys[rows], values[rows], mask
+        state = compute_first_state(draft, embedding[bonus[here]], at_verified, *given)
         parts.append(expand_candidates(draft, embedding, state, *given, tree.num_steps, tree.topk, tree_scoring))
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     return Candidates(*(torch.cat(column) for column in columns))
+
+
+def _split_cycles(num_rows: int, num_cycles: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and their cycles in order: whole rows, or of a row with more cycles than `at_once` a part."""
+    rows_at_once = max(1, at_once // max(1, num_cycles))
+    part = max(1, min(num_cycles, at_once))
+    for row in range(0, num_rows, rows_at_once):
+        for cycle in range(0, num_cycles, part):
+            yield slice(row, min(num_rows, row + rows_at_once)), slice(cycle, min(num_cycles, cycle + part))
 
 
 def _mark_accepted_nodes(candidates: Candidates, nodes: Tensor, following: Tensor) -> Tensor:

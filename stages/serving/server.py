@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 
 from stages.serving import server_guard
+from stages.telemetry import waits
 
 HOST = "127.0.0.1"
 ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
@@ -85,6 +86,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start("wb")
 
+    @waits.count_wait("server")
     def await_start(self) -> None:
         """Wait until the server is ready. Raises ValueError if it ends before: at the first start the command is at fault."""
         if not self.wait_until_ready():

@@ -11,11 +11,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.utils import is_accelerate_available, logging
 
 import stages.runtime.torch_warmup  # noqa: F401 - imported for its effect
+from stages.telemetry import waits
 
 
+@waits.count_wait("load")
 def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the target in evaluation mode, without gradients, its weights from safetensors only.
 
@@ -30,6 +32,7 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
+            device_map=choose_device_map(device),
         )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -43,6 +46,11 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
         if weight.data_ptr() % 64:
             weight.data = weight.data.clone()
     return model
+
+
+def choose_device_map(device: str) -> str | None:
+    """Return where weights are read to: a GPU at once, which saves a copy of all of them, where accelerate is installed."""
+    return device if device.startswith("cuda") and is_accelerate_available() else None
 
 
 def check_attention(config: PretrainedConfig, name: str) -> None:

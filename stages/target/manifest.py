@@ -7,6 +7,7 @@ the manifest has the commit or a digest. A feature layer i is *the residual stre
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -17,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.runtime import atomic
+from stages.telemetry import waits
 
 TARGET_FOLDER = Path("artifacts/target")
 MADE_BY = "prepare_target"
 WEIGHTS = "*.safetensors"
+DIGEST_THREADS = 8  # hashing releases the GIL
 SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block in every 4 MiB: 16 MB of 16 GB
 
 
@@ -80,6 +83,7 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
     return Path(snapshot_download(manifest.model, revision=manifest.revision, allow_patterns=patterns))
 
 
+@waits.count_wait("load")
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> tuple[Tensor, Tensor]:
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
@@ -161,9 +165,18 @@ def _check_weights(manifest: TargetManifest) -> None:
 
 
 def digest_files(folder: Path, *patterns: str) -> str:
-    """Return the sha256 over names and bytes of the matching files, in the order of their names: 0.85 GiB/s on one core."""
+    """Return the sha256 over names and bytes of the matching files, in the order of their names.
+
+    0.85 GiB/s on one core; several files at once.
+    """
+    files = sorted({f for pattern in patterns for f in folder.glob(pattern)})
     total = hashlib.sha256()
-    for file in sorted({f for pattern in patterns for f in folder.glob(pattern)}):
-        with file.open("rb") as opened:
-            total.update(file.name.encode() + b"\0" + hashlib.file_digest(opened, "sha256").digest())
+    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+        for file, digest in zip(files, threads.map(_digest_file, files), strict=True):
+            total.update(file.name.encode() + b"\0" + digest)
     return total.hexdigest()
+
+
+def _digest_file(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").digest()

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class StageRun:
     seconds: float
     gpus: list[str]  # names of the GPUs it used
     joules: float | None  # of all these GPUs, by their own counters; None where one does not count
+    waits: dict[str, float | None] = field(default_factory=dict)  # the fields of waits.StageWaits; {} in older lines
 
 
 @contextmanager
@@ -41,13 +42,15 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     if os.environ.get("RANK", "0") != "0" or any(word.startswith("--") for word in arguments):
         yield
         return
-    from stages.telemetry.gpu_energy import EnergyMeter  # not in every `aerie stale`, which reads the log
+    from stages.telemetry.gpu_energy import EnergyMeter  # these two not in every `aerie stale`, which reads the log
+    from stages.telemetry.waits import WaitMeter
 
-    began, started, meter = time.time_ns(), time.perf_counter(), EnergyMeter(gpus)
+    began, started, waits, meter = time.time_ns(), time.perf_counter(), WaitMeter(), EnergyMeter(gpus)
     yield
     versions = {package: version(package) for package in PACKAGES if package in sys.modules}
     seconds = round(time.perf_counter() - started, 2)
-    run = StageRun(stage, began, time.time_ns(), versions, seconds, meter.names(), meter.joules())
+    measured = meter.names(), meter.joules(), asdict(waits.read())
+    run = StageRun(stage, began, time.time_ns(), versions, seconds, *measured)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
         with LOG_FILE.open("a", encoding="utf-8") as log:

@@ -110,12 +110,12 @@ def _tabulate_by_row(row_index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, 
 
 FLEX_BLOCK_SIZE = 128
 MAX_STATIC_SHAPES = 64
-FLEX_PAD_MULTIPLE = 4096  # packs are padded to multiples of this, so that few shapes are compiled
+FLEX_PAD_MULTIPLE = 4096  # packs are padded to multiples of this
 
 
 @dataclass
 class _FlexPackAttention:
-    """FlexAttention over a whole pack, padded to a multiple of FLEX_PAD_MULTIPLE tokens."""
+    """FlexAttention over a whole pack, padded so that few sizes are compiled, each of which takes some 20 s."""
 
     build_mask: Callable[[int], Any]  # step -> BlockMask
     keys: Tensor  # [1, G, T, E], T rounded up
@@ -123,8 +123,12 @@ class _FlexPackAttention:
 
     @classmethod
     def build(cls, pack: Any, keys: Tensor, values: Tensor, window: int | None) -> "_FlexPackAttention":
-        """Pad queries to T as well; padding queries are masked out of every block."""
-        size = -(-len(pack.ids) // FLEX_PAD_MULTIPLE) * FLEX_PAD_MULTIPLE
+        """Pad queries to T as well; padding queries are masked out of every block.
+
+        All packs up to the pack's `batch_tokens` have one size, also those at an epoch's end that are far from full: blocks of
+        padding are skipped.
+        """
+        size = -(-max(len(pack.ids), pack.batch_tokens) // FLEX_PAD_MULTIPLE) * FLEX_PAD_MULTIPLE
         key_padding, query_padding = size - len(pack.row_index), size - len(pack.query_tokens)
         key_row = nn.functional.pad(pack.row_index, (0, key_padding), value=-1).int()
         key_position = nn.functional.pad(pack.position, (0, key_padding)).int()

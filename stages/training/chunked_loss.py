@@ -100,7 +100,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, total_grad: Tensor, *_: Any) -> tuple[Any, ...]:
         states_grad, weight_grad = ctx.saved_tensors
         weight_grad = None if weight_grad is None else weight_grad * total_grad
-        return states_grad * total_grad, weight_grad, None, None, None, None, None, None
+        # In place: a second copy of them is 7.5 GB for a row of 131,072 tokens at 8B shape, when memory is fullest.
+        return states_grad.mul_(total_grad), weight_grad, None, None, None, None, None, None
 
 
 def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:

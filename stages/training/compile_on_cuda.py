@@ -8,18 +8,31 @@ import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+BACKEND = "inductor"  # another one in tests
 
 
 def compile_on_cuda(function: F) -> F:
-    """Compile `function` for dynamic shapes at its first call with a CUDA tensor; the compiler is not imported earlier."""
+    """Compile `function` for dynamic shapes at its first call with a CUDA tensor; the compiler is not imported earlier.
+
+    It is compiled once for all sizes: two sizes that happen to be equal at the first call are not taken for one (duck
+    shapes), or the first TTT step, where all sizes are equal, would have code of its own.
+    """
     compiled: list[Any] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(x, Tensor) and x.is_cuda for x in args):
+        if not is_on_gpu(args):
             return function(*args, **kwargs)
+        from torch.fx.experimental import _config as shape_config
+
         if not compiled:
-            compiled.append(torch.compile(function, dynamic=True))
-        return compiled[0](*args, **kwargs)
+            compiled.append(torch.compile(function, dynamic=True, backend=BACKEND))
+        with shape_config.patch(use_duck_shape=False):
+            return compiled[0](*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def is_on_gpu(args: tuple[Any, ...]) -> bool:
+    """Return whether any of the arguments is a CUDA tensor."""
+    return any(isinstance(x, Tensor) and x.is_cuda for x in args)

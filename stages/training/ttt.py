@@ -20,6 +20,10 @@ the prefix of its own row and to its own earlier steps:
     step 2:      1 1 1 1 . .                   1 1
 
 The prefix mask is the same for all steps, except with a sliding window. The own steps are merged by log-sum-exp.
+
+A row of more than `batch_tokens` is a pack alone. Backward computes its steps again instead of keeping what they computed, or one
+long row would take more memory than `batch_tokens` was chosen for: at 8B shape about 0.5 instead of 1.25 MiB a token
+(docs/training.md).
 Dimensions as in `draft/eagle3.py`; T tokens of a pack, P query positions, L steps, N supervised pairs of (step, position),
 U distinct label tokens, M image tokens.
 """
@@ -31,6 +35,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.training import attention_mask, chunked_loss
@@ -46,10 +51,12 @@ class TrainingObjective:
     decay: float = 0.8  # the weight of step k is decay**k
     loss_mask: str = "aligned"  # aligned or eagle
     loss: str = "ce"  # one of chunked_loss.LOSSES
+    batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
 
     def build_pack(self, rows: Sequence[PackRow], _place: PackPlace, pinned: bool) -> "TrainingPack":
         """Build a pack on the CPU; nothing of it is drawn, so it is the same at every place."""
-        return TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned)
+        pack = TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned)
+        return replace(pack, batch_tokens=self.batch_tokens)
 
     def combine_losses(self, step_loss: Sequence[float], _counts: Sequence[float]) -> float:
         """Return the sum over steps of decay**k times the mean loss of the step."""
@@ -75,6 +82,12 @@ class TrainingPack(SupervisedPack):
     label_tokens: Tensor  # [U] int64: tokens whose last hidden state gives a label
     queries_per_step: list[int]  # L: step k runs on query_tokens[:queries_per_step[k]]
     chunks: list[PairChunk]
+    batch_tokens: int = 0  # of the objective
+
+    @property
+    def is_oversized(self) -> bool:
+        """Return whether it is one row of more than `batch_tokens`."""
+        return len(self.ids) > self.batch_tokens > 0
 
     @classmethod
     def from_rows(cls, rows: Sequence[PackRow], num_steps: int, loss_mask: str, pinned: bool = False) -> "TrainingPack":
@@ -183,17 +196,30 @@ def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, nu
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     states: list[Tensor] = []
-    for k, num_queries in enumerate(pack.queries_per_step):
-        tokens, hidden = pack.query_tokens[:num_queries], hidden[:num_queries]
+
+    def run_step(
+        k: int, hidden: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the state [Q, H] of step k, and its own key and value [Q, G, E], which step 0 has among the prefix's."""
+        tokens = pack.query_tokens[: len(hidden)]
         embeds, positions = embed(tokens + 1 + k), rope_positions[tokens] + k
-        if k == 0:  # its own key and value are among those of the prefix
+        key = value = None
+        if k == 0:
             query = _compute_queries(draft, embeds, hidden, positions)
         else:
             query, key, value = _compute_queries_keys_values(draft, embeds, hidden, positions)
-            own_keys = [x[:num_queries] for x in own_keys] + [key]
-            own_values = [x[:num_queries] for x in own_values] + [value]
+            own_keys, own_values = [*own_keys, key], [*own_values, value]
         attended = attention.attend(query, own_keys, own_values)  # [Q, A, E]
-        hidden = _finish_layer(draft, hidden, attended.to(dtype))
+        return _finish_layer(draft, hidden, attended.to(dtype)), key, value
+
+    run = (
+        partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False) if pack.is_oversized else run_step
+    )
+    for k, num_queries in enumerate(pack.queries_per_step):
+        own_keys, own_values = ([x[:num_queries] for x in own] for own in (own_keys, own_values))
+        hidden, key, value = run(k, hidden[:num_queries], own_keys, own_values)
+        if key is not None and value is not None:
+            own_keys, own_values = [*own_keys, key], [*own_values, value]
         states.append(hidden)
     return states
 

@@ -91,6 +91,22 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, opt
     assert number == len(cycles.row)
 
 
+@pytest.mark.parametrize("options", ["none", "window"])
+def test_the_cycles_of_a_long_row_are_grown_in_parts(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: all cycles of a row were grown at once, under a mask of cycles x tokens: 17 GB for 131,072 tokens."""
+    draft, embedding, _ = random_draft(3, **OPTIONS[options])
+    rows, shape = make_answers(draft, embedding, 4), TreeShape(3, 2, 5)
+    whole = looked(draft, embedding, rows, shape, "sglang")
+    longest, masks = max(len(row[0]) for row in rows), []
+    monkeypatch.setattr(tree_statistics, "MAX_ATTENTION_LOGITS", 3 * CONFIG.num_attention_heads * 2 * longest)
+    build = tree_statistics.build_prefix_mask
+    monkeypatch.setattr(tree_statistics, "build_prefix_mask", lambda *given: masks.append(build(*given)) or masks[-1])
+    parts = looked(draft, embedding, rows, shape, "sglang")
+    assert len(masks) > len(rows) and max(mask.shape[0] * mask.shape[1] for mask in masks) == 3
+    for name, a, b in zip(TreeCycles._fields, whole, parts, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5) if a.is_floating_point() else torch.equal(a, b), name
+
+
 def test_stops_are_the_places_of_the_walk() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends; an answer of one token has no cycle."""
     accepted = torch.tensor([[2, 9, 9, 0, 1, 9, 9], [5, 9, 9, 9, 9, 9, 9]])

@@ -1,12 +1,15 @@
 """Training-time test against the slow draft: every step of every position, its labels, its mean."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-from stages.training import attention_mask, chunked_loss, ttt
+from stages.training import attention_mask, chunked_loss, compile_on_cuda, ttt
+from stages.training.packed_rows import PackPlace
 from stages.training.ttt import TrainingObjective, TrainingPack
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
@@ -177,3 +180,60 @@ def test_training_makes_the_loss_fall() -> None:
         optimizer.step()
         losses.append(total.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def compute_gradients(pack: TrainingPack, weights: tuple) -> list[Tensor]:
+    draft, embedding, head = weights
+    draft.requires_grad_(True).zero_grad()
+    ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS)).total_loss.backward()
+    return [p.grad for p in draft.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_row_longer_than_a_pack_is_computed_again_in_backward_to_the_same_bits(window: int | None) -> None:
+    """And keeps less between forward and backward: of a step its state, key and value, not what they were computed from."""
+    weights = random_draft(21, sliding_window=window)
+    pack = TrainingPack.from_rows([make_row(22, 60, [(3, 50)])], STEPS, "aligned")
+    kept: list[int] = []
+
+    def count(x: Tensor) -> Tensor:
+        kept[-1] += x.numel()
+        return x
+
+    found = []
+    for batch_tokens in (60, 59):
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            found.append(compute_gradients(replace(pack, batch_tokens=batch_tokens), weights))
+    assert not replace(pack, batch_tokens=60).is_oversized and replace(pack, batch_tokens=59).is_oversized
+    assert kept[1] < kept[0] / 2
+    for kept_grad, again in zip(*found, strict=True):
+        assert torch.equal(kept_grad, again)
+
+
+def test_each_function_is_compiled_once_whatever_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: at step 0 a state has as many rows as the queries, which the compiler took for a rule: at step 1 it compiled anew."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compile_on_cuda, "is_on_gpu", lambda args: True)
+    monkeypatch.setattr(compile_on_cuda, "BACKEND", "aot_eager")
+    weights, compiled = random_draft(23), counters["stats"]
+    before, found = compiled["unique_graphs"], []
+    for number, lengths in enumerate([(40, 30), (70,), (15, 16, 17), (33, 60)]):
+        rows = [make_row(24 + n, length, [(2, length)]) for n, length in enumerate(lengths)]
+        pack = TrainingPack.from_rows(rows, STEPS, "aligned")
+        compute_gradients(replace(pack, batch_tokens=60 if number else 90), weights)  # the second is oversized
+        found.append(compiled["unique_graphs"] - before)
+    assert found == [6, 6, 6, 6]
+
+
+def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: an epoch's last packs had sizes of their own, and FlexAttention was compiled again for each of them."""
+    monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
+    monkeypatch.setattr(attention_mask, "_compile_static", lambda function: function)
+    objective = TrainingObjective(STEPS, batch_tokens=300)
+    sizes = []
+    for length in (300, 10, 200, 390):
+        pack = objective.build_pack([make_row(1, length, [(2, 9)])], PackPlace(0, 0, 0), pinned=False)
+        keys = torch.randn(length, 2, 4)
+        sizes.append(attention_mask._FlexPackAttention.build(pack, keys, keys, None).keys.shape[2])
+    assert sizes == [384, 384, 384, 512]

@@ -1,19 +1,18 @@
-"""EAGLE-3's draft learns a row: a copy of e000, by the training-time test."""
+"""The overfit gate of EAGLE-3's draft: a copy of e000, by the training-time test."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.hidden_states.format import HiddenStatesRow
-from stages.overfit.lesson import Lesson
+from stages.overfit.overfit_run import OverfitRun
 from stages.params.draft_sections import TrainDraft
 from stages.training import ttt
 
 
-class Eagle3Lesson(Lesson):
+class Eagle3Overfit(OverfitRun):
     """A copy of the checkpoint with this config.json and these tensors."""
 
     def __init__(
@@ -34,9 +33,11 @@ class Eagle3Lesson(Lesson):
         while True:
             yield ttt.compute_loss(self.draft, pack, embedding, head, self.objective).total_loss
 
-    @torch.no_grad()
     def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
-        """Count argmax matches with the target, at the positions that serving drafts from."""
+        """Count argmax matches with the target, at the positions that serving drafts from.
+
+        Gradients are on, though none is computed: without them a GPU would compile every function once more.
+        """
         pack = ttt.TrainingPack.from_rows([row], self.num_steps, "aligned").to(self.device)
         result = ttt.compute_loss(self.draft, pack, embedding, head, ttt.TrainingObjective(self.num_steps))
         return ttt.count_chain_accepted(result, pack).tolist()

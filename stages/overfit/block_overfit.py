@@ -1,4 +1,4 @@
-"""A block draft learns a row: a fresh one of a segment's method and sizes, by its own loss.
+"""The overfit gate of a block draft: a fresh one of a segment's method and sizes, by its own loss.
 
 Each step draws anchors of the row anew, as training does. DFlash is taught the row's own tokens; DSpark mostly the target's
 distribution, so its chains get as far as the target's most likely tokens are the row's, as EAGLE-3's do.
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
 from stages.hidden_states.format import HiddenStatesRow
-from stages.overfit.lesson import Lesson
+from stages.overfit.overfit_run import OverfitRun
 from stages.params.draft_sections import BlockSegment
 from stages.training import block_loss, block_training
 from stages.training.block_training import BlockPack, BlockTrainingObjective
 from stages.training.packed_rows import PackPlace
 
 
-class BlockLesson(Lesson):
+class BlockOverfit(OverfitRun):
     """An untrained block draft; the segment names its loss and the anchors of a step."""
 
     def __init__(self, draft: BlockDraft, segment: BlockSegment, seed: int, device: str):

@@ -14,8 +14,8 @@ from stages.hidden_states.format import HiddenStatesRow
 from stages.trees import accept_length
 
 
-class Lesson(ABC):
-    """A fresh draft that is to learn one row; its weights change."""
+class OverfitRun(ABC):
+    """A fresh draft that is trained on one row, which it must overfit; its weights change."""
 
     draft: nn.Module
     feature_layers: list[int]  # of the target, that the draft reads

@@ -1,0 +1,293 @@
+"""The graph at a real size, stage by stage through `dvc repro`: seconds, GiB, joules, and what is waited for that is not work.
+
+    python3 -m benchmarks.big_graph FOLDER [--shape 8b] [--rows 2000] [--parts fix_data prepare_target ...]
+    python3 -m benchmarks.big_graph FOLDER --long-row 131072 [--target OTHER/big-target] [--window 4096]
+    python3 -m benchmarks.big_graph FOLDER --small              # here, on a CPU, with the tests' double as the engine
+
+FOLDER becomes a project of its own, with a target of random weights (benchmarks/random_target.py) and conversations.
+Stages that are up to date are passed over, so one machine may make them in several calls; the table is of all of them.
+Engines and DVC on machines without a package registry: benchmarks/gpu_graph.py.
+
+The waits, in seconds: `dvc` before (from the command to the start of the stage's process: DVC's imports, the graph, the hashes
+of dependencies) and after it (hashing and linking of outputs); then of the process itself, as logs/stages.jsonl has them
+(stages/telemetry/waits.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
+the process could run, counted from its start. `GiB` is the most memory in use on the first GPU, by anybody.
+
+Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden states 25, drafts with optimizer states 13.
+
+`--long-row N`: one training row and one eval row of N tokens among short ones. Sizes at 8B shape, bfloat16, N = 131,072:
+
+    stored    32 kB a token (three feature layers and the last): 4.3 GB a row; two staging buffers on the GPU and in memory
+    extract   weights 16.4 GB, buffers 8.6, MLP of one block 9.7, streams and norms 6: about 41 GB; no mask, since the flash
+              kernel takes borders
+    train     weights, moments, tables, logits of a chunk 15 GB; pack 4.3 to 8.6; states and their gradients, joined and by step,
+              30; keys and values of 7 steps 4; one step computed again 30 at most: about 85 GB with every position taught.
+              Without computing again (training/ttt.py) 1.25 MiB a token: 180 GB. FlexAttention's blocks: 4 tables of 1,024²
+    replay    features, fused, keys and values 8 GB, tables 0.4; places are expanded as many at once as 2^27 logits allow, 6 of
+              them at topks 1 and 4; cycles traced likewise
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ruamel.yaml import YAML
+
+from benchmarks import engine_kit, random_target
+from benchmarks.gpu_graph import copy_project, run
+from stages.telemetry.gpu_energy import pynvml
+from stages.telemetry.stage_log import LOG_FILE
+
+CHECKPOINT, TREE, TARGET, RAW = "e001", "t5_4_16", "big-target", "data/raw/big"
+PARTS = (
+    "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000",
+    f"train_draft@{CHECKPOINT}", f"replay_trees@{CHECKPOINT}", "prepare_prompts@eval", "benchmark_served_baseline@eval",
+    f"benchmark_served@eval-{CHECKPOINT}-{TREE}",
+)  # fmt: skip
+MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
+LONG_ANSWER = 256  # tokens of the long eval row's answer
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage took; seconds of waits are None where there was nothing of the kind."""
+
+    stage: str
+    seconds: float  # of the whole command
+    process_s: float  # of the stage's process
+    cpu_s: float  # of all processes of the command that it waited for
+    peak_gib: float | None
+    joules: float | None
+    dvc_before_s: float
+    dvc_after_s: float
+    import_s: float | None
+    first_kernel_s: float | None
+    load_s: float | None
+    server_s: float | None
+    compile_s: float | None
+
+
+class GpuMemoryPeak:
+    """The most memory in use on the first GPU inside a `with` block, looked at ten times a second."""
+
+    def __init__(self) -> None:
+        self.gib: float | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "GpuMemoryPeak":
+        if torch.cuda.is_available() and pynvml:
+            pynvml.nvmlInit()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        card = pynvml.nvmlDeviceGetHandleByIndex(0)
+        while not self._ended.wait(0.1):
+            self.gib = max(self.gib or 0.0, pynvml.nvmlDeviceGetMemoryInfo(card).used / 2**30)
+
+
+def main() -> None:
+    o = parse_words()
+    folder = o.folder.absolute()
+    if not folder.exists():
+        make_project(folder, o)
+    edit_params(folder, o)
+    for stage in o.parts:
+        if not measure_stage(folder, stage):
+            break
+    print_table(folder)
+
+
+def parse_words() -> argparse.Namespace:
+    takes = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    takes.add_argument("folder", type=Path)
+    takes.add_argument("--shape", default="8b", choices=random_target.SHAPES)
+    takes.add_argument("--target", type=Path, help="a target that was made before, whose files are linked")
+    takes.add_argument("--rows", type=int, default=2000, help="of training")
+    takes.add_argument("--eval-rows", type=int, default=16)
+    takes.add_argument("--mean-answer", type=int, default=600, help="tokens; 0: every answer has --longest")
+    takes.add_argument("--longest", type=int, default=8192, help="tokens of an answer")
+    takes.add_argument("--dtype", default="fp8", help="of stored hidden states")
+    takes.add_argument("--batch-tokens", type=int, default=16384, help="of extraction and training")
+    takes.add_argument("--memory-gib", type=float, default=20, help="of replay_trees")
+    takes.add_argument("--overfit-steps", type=int, default=20)
+    takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
+    takes.add_argument("--window", type=int, help="init_draft.sliding_window")
+    takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
+    takes.add_argument("--small", action="store_true", help="on a CPU, a tiny target, few rows, the tests' double")
+    o = takes.parse_args()
+    o.parts = [stage for stage in PARTS if o.parts is None or stage.startswith(tuple(o.parts))]
+    if o.small:
+        o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
+        o.memory_gib, o.overfit_steps = 0.25, 5
+    return o
+
+
+# The project
+
+
+def make_project(folder: Path, o: argparse.Namespace) -> None:
+    """Copy the project, and make its target and its conversations."""
+    begun = time.perf_counter()
+    copy_project(folder, Path())
+    engine_kit.write_launchers(folder)
+    if o.target:
+        shutil.copytree(o.target, folder / TARGET, copy_function=os.link)
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.float32 if o.small else torch.bfloat16
+        random_target.write_target(folder / TARGET, o.shape, o.mean_answer, device, dtype)
+        torch.cuda.empty_cache()
+    random_target.write_conversations(folder / RAW / "train.jsonl", list_train_lengths(o), seed=1)
+    random_target.write_conversations(folder / RAW / "eval.jsonl", list_eval_lengths(o), seed=2)
+    size = sum(file.stat().st_size for file in (folder / TARGET).iterdir()) / 1e9
+    print(f"{folder}: target of {size:.1f} GB and conversations in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def list_train_lengths(o: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Yield the characters of each training question and answer; the target gives its own answers, but for a long row."""
+    rng = random.Random(3)
+    for _ in range(16 if o.long_row else o.rows):
+        yield draw_question(rng, o), 200 if o.long_row else 20
+    if o.long_row:
+        yield 200, o.long_row  # with its question longer than --long-row, where extract_hiddens cuts it
+
+
+def list_eval_lengths(o: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    rng = random.Random(4)
+    for _ in range(4 if o.long_row else o.eval_rows):
+        yield draw_question(rng, o), 20
+    if o.long_row:
+        yield o.long_row - 2 * LONG_ANSWER, 20
+
+
+def draw_question(rng: random.Random, o: argparse.Namespace) -> int:
+    """Return a question's characters: lognormal, 140 on average, a few of thousands."""
+    return max(30, min(120 if o.small else 7000, round(rng.lognormvariate(4.1, 1.3))))
+
+
+def edit_params(folder: Path, o: argparse.Namespace) -> None:
+    """Write the keys of params.yaml that differ from the default ones."""
+    yaml = YAML(typ="safe")
+    p = yaml.load(Path("params.yaml").read_text())
+    dtype = "float32" if o.small else "bfloat16"
+    kit = [] if o.small else engine_kit.KIT_FLAGS["sglang"]
+    p["target"] |= {
+        "model": TARGET, "watch": TARGET, "dtype": dtype, "device": "cpu" if o.small else "cuda",
+        "num_threads": 2 if o.small else 8,
+    }  # fmt: skip
+    p["fix_data"] |= {
+        "raw": RAW, "eval_file": "eval.jsonl", "answers": "text", "tables": None, "max_chars": 4 * (o.long_row or 8000),
+    }  # fmt: skip
+    p["sample_target"] |= {
+        "backend": "keep" if o.long_row else "transformers" if o.small else "server", "train_rows": None, "eval_rows": None,
+        "temperature": 0.0 if o.long_row else 1.0, "max_new_tokens": LONG_ANSWER if o.long_row else o.longest,
+        "batch_size": 1 if o.long_row else 64,
+    }  # fmt: skip
+    sampling = {"launch": "sglang", "launch_args": [*kit, "--max-running-requests", "256"], "concurrency": 256}
+    p["sample_target"]["server"] |= {} if o.small else sampling
+    p["extract_hiddens"] |= {
+        "dtype": o.dtype, "max_length": o.long_row or o.longest + 200, "longer_rows": "truncate",
+        "batch_tokens": o.batch_tokens,
+    }  # fmt: skip
+    p["init_draft"] |= {"draft_vocab_size": 320 if o.small else 32000, "sliding_window": o.window}
+    # Nothing is demanded of a draft of a random target after so few steps.
+    p["check_overfit"] |= {"steps": o.overfit_steps, "learning_rate": 3e-4, "min_tau": 1.0}
+    p["train_draft"] |= {
+        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 1}}, "dtype": dtype,
+        "learning_rate": 3e-3 if o.small else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
+    }  # fmt: skip
+    p["replay_trees"] |= {
+        "checkpoints": [CHECKPOINT], "num_steps": [1, 5], "topk": [1, 4], "num_draft_tokens": [4, 16],
+        "trace_trees": [TREE], "memory_gib": o.memory_gib,
+    }  # fmt: skip
+    few = {"num_prompts": 3 if o.small else 16, "max_new_tokens": 20 if o.small else 256, "repeats": 1, "warmup": 1}
+    p["benchmark"] |= {
+        "workloads": {"eval": p["benchmark"]["workloads"]["eval"] | few | {"ignore_eos": True}}, "torch_workloads": [],
+        "checkpoints": [CHECKPOINT], "trees": [TREE],
+    }  # fmt: skip
+    p["benchmark_served"] |= {"workloads": ["eval"], "checkpoints": [CHECKPOINT], "trees": [TREE]}
+    p["benchmark_served"]["server"] |= {
+        "mem_fraction": 0.5, "max_total_tokens": 50_000, "command": engine_kit.DOUBLE if o.small else [],
+        "launch_args": kit,
+    }  # fmt: skip
+    yaml.dump(p, folder / "params.yaml")
+
+
+# The measurement
+
+
+def measure_stage(folder: Path, stage: str) -> bool:
+    """Make a stage by `dvc repro`, add its cost to those of the folder and print it; return whether it ended well."""
+    began, cpu = time.time(), count_child_cpu()
+    with GpuMemoryPeak() as peak:
+        status = run(folder, "pipeline.checked_dvc", "repro", "-s", stage, shown=4)
+    ended, cpu = time.time(), count_child_cpu() - cpu
+    logged = find_run(folder, stage, began)
+    if logged is not None:
+        first, last = logged["began_ns"] / 1e9 - (logged["waits"]["import_s"] or 0.0), logged["ended_ns"] / 1e9
+        spans = {"seconds": ended - began, "process_s": last - first, "cpu_s": cpu}
+        around = {"dvc_before_s": first - began, "dvc_after_s": ended - last}
+        rounded = {name: round(value, 1) for name, value in (spans | around).items()}
+        gib = None if peak.gib is None else round(peak.gib, 1)
+        cost = StageCost(stage, peak_gib=gib, joules=logged["joules"], **rounded, **logged["waits"])
+        costs = {each.stage: each for each in read_costs(folder)} | {stage: cost}
+        (folder / MEASURED).write_text(json.dumps([asdict(each) for each in costs.values()], indent=1))
+        print(json.dumps(asdict(cost)), flush=True)
+    return status == 0
+
+
+def count_child_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def find_run(folder: Path, stage: str, since: float) -> dict[str, Any] | None:
+    """Return the last logged run of the stage that began after `since`; None where it was up to date, or failed."""
+    log = folder / LOG_FILE
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return next((x for x in reversed(lines) if x["stage"] == stage and x["began_ns"] / 1e9 > since), None)
+
+
+def read_costs(folder: Path) -> list[StageCost]:
+    path = folder / MEASURED
+    return [StageCost(**cost) for cost in json.loads(path.read_text())] if path.exists() else []
+
+
+def print_table(folder: Path) -> None:
+    """Print the costs of all stages made so far, and what of the goals is missed."""
+    costs = sorted(read_costs(folder), key=lambda cost: PARTS.index(cost.stage))
+    head = "seconds process cpu GiB kJ | dvc before after | imports kernel load server compile"
+    print(f"\n| stage | {' | '.join(head.replace(' | ', ' ').replace('dvc before', 'dvc_before').split())} |")
+    print(f"|{'---|' * 13}")
+    for c in costs:
+        kilojoules = None if c.joules is None else c.joules / 1000
+        numbers = (
+            c.seconds, c.process_s, c.cpu_s, c.peak_gib, kilojoules, c.dvc_before_s, c.dvc_after_s, c.import_s,
+            c.first_kernel_s, c.load_s, c.server_s, c.compile_s,
+        )  # fmt: skip
+        print(f"| {c.stage} | {' | '.join('–' if x is None else f'{x:.1f}' for x in numbers)} |")
+    slow = [f"{c.stage} {c.first_kernel_s} s" for c in costs if (c.first_kernel_s or 0) > 15]
+    compiled = [f"{c.stage} {c.compile_s} s" for c in costs if c.stage.startswith("train") and (c.compile_s or 0) > 60]
+    print(f"first kernel after more than 15 s: {', '.join(slow) or 'none'}")
+    print(f"training segments that compile for more than 60 s: {', '.join(compiled) or 'none'}", flush=True)
+    if costs and (out := os.environ.get("OUT")):
+        shutil.copy(folder / MEASURED, Path(out) / f"{folder.name}.json")
+
+
+if __name__ == "__main__":
+    main()
