@@ -211,7 +211,9 @@ def tail(count: int, runs: int, chance: float) -> float:
     return math.fsum(math.exp(x) for x in logs)
 
 
-def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: int) -> bool:
+def refused(
+    engine: Engine, how: tuple[float, float, int | None], tree, runs: int, samples_drafts: bool = False
+) -> bool:
     """Whether the first LENGTH tokens can't be the target's: some beginning came too often or too seldom.
 
     Each beginning's count is binomial, two sides of each are looked at, and the bound is shared out among them all: so it
@@ -219,7 +221,7 @@ def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: in
     """
     known = exact(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
-    asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed)) for seed in range(runs)]
+    asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed, samples_drafts)) for seed in range(runs)]
     for answer in map(said, together(engine, asked, TreeShape(*tree))):
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
