@@ -3,6 +3,7 @@
 The target is that of test_sampling, whose answers have chances that are known exactly.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import block_proposer, sampling, slot_pool
+from stages.engine import sampling, slot_pool
 from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -21,14 +22,15 @@ from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
 from tests.draft.slow_block_draft import LAYOUTS, block_states, draft_logits, random_block_draft
-from tests.draft.slow_draft import random_draft, small_target
+from tests.draft.slow_draft import CONFIG, small_target
 from tests.engine.test_block_proposer import NotedOperators
 from tests.engine.test_decode import Played, Posted
-from tests.engine.test_sampling import FEATURES, HOW, PROMPT, RUNS, V, refused, said, together, warped
+from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, refused, said, together, warped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_DRAFTS = 3
+RUNS = 1500  # as many as refuse each spoiled rule below
 CHAIN, SHORT = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1), TreeShape(1, 1, 2)
 both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
 
@@ -140,7 +142,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, layout: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
     engine = engine_of.__wrapped__(layout)
-    asked = [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(8)]
+    asked = [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(5)]
     for tree in (CHAIN, SHORT):
         expected = [slow(engine, ask.prompt, ask.max_new_tokens, ask.sampling, tree.num_steps) for ask in asked]
         alone = [
@@ -248,7 +250,7 @@ def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
         ValueError, match=r"t3_2_6: topk is 2 and drafts are to be sampled .* expected a chain.* take t3_1_4"
     ):
         decode(engine_of("dspark"), how, tree=TreeShape(3, 2, 6))
-    draft: Eagle3Draft = random_draft(2, vocab_size=V, draft_vocab_size=V)[0]
+    draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=V)).requires_grad_(False)
     engine = Engine(small_target(V, 1), [], FEATURES, draft)
     with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
         decode(engine, how)
@@ -265,5 +267,5 @@ def test_greedy_and_sampled_drafts_are_not_decoded_together() -> None:
 
 def test_memory_counts_the_distributions() -> None:
     engine = engine_of("dflash")
-    greedy, drawn = (estimate_memory(engine, 20, 4, CHAIN, True, samples) for samples in (False, True))
-    assert drawn.activations >= greedy.activations and drawn.cache == greedy.cache
+    greedy, drawn = (estimate_memory(engine, 20, 64, CHAIN, True, samples) for samples in (False, True))
+    assert drawn.activations > greedy.activations and drawn.cache == greedy.cache
