@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import DraftingMethod, Proposer
-from stages.engine.sampling import compute_probabilities, draw_tokens
+from stages.engine.sampling import draw_tokens
 from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import is_multimodal
+from stages.target.token_probabilities import compute_probabilities
 from stages.trees import draft_tree as trees
 from stages.trees.block_expansion import check_block_tree, expand_block
 
