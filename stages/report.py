@@ -220,7 +220,8 @@ def _build_replayed_rows(
     guesses, rows = prediction.index_torch_predictions(predicted), []
     for name in _select_replayable(p, _list_torch_workloads(p, alone=True)):
         for checkpoint in (each for each in replayed if each not in p.benchmark.checkpoints):
-            alike = replay_records.select_sampled_alike(replayed[checkpoint], p.benchmark.workloads[name])
+            given = p.benchmark.workloads[name], p.benchmark.draft_sampling
+            alike = replay_records.select_sampled_alike(replayed[checkpoint], *given)
             by_shape = {tree.shape: tree for tree in alike}
             for tree in (by_shape.get(TreeShape.parse(each)) for each in p.benchmark.trees):
                 if tree:

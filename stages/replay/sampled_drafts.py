@@ -13,7 +13,7 @@ probability that a cycle starts at each, and so the expected cycles and accepted
 
 Places, and the cut at an answer's end, are those of block_replay.py.
 
-Letters: S tokens of a pack, B answers, L places of all answers, P of the longest, D drafts of a block, G widths, H hidden,
+Letters: B answers, T tokens of a row, L places of all answers, P of the longest, D drafts of a block, G widths, H hidden,
 V vocabulary.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.block_draft import BlockDraft
-from stages.replay.block_replay import AnswerPlaces
+from stages.replay.block_replay import AnswerPlaces, compute_row_states, find_places
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 
@@ -52,6 +52,27 @@ def replay_sampled_drafts(
     target = compute_target_chances(last, head, places.following[:, 0], temperature, top_p)
     own = compute_draft_chances(draft, head, states, anchor_tokens, places.following, temperature)
     return walk_expected_cycles(compute_acceptance(own, target, places.following), places.counts)
+
+
+@torch.inference_mode()
+def replay_sampled_answers(
+    draft: BlockDraft,
+    embedding: Tensor,  # [V, H] the target's
+    head: Tensor,  # [V, H] the target's
+    ids: Tensor,  # [B, T] prompt and answer, right-padded
+    features: Tensor,  # [B, T, K*H]
+    last: Tensor,  # [B, T, H] after the final norm
+    starts: Tensor,  # [B] index of each answer's first token
+    ends: Tensor,  # [B] index after its last
+    temperature: float,
+    top_p: float,
+    places_per_batch: int = 1024,  # see `compute_block_capacity`
+) -> ExpectedCounts:
+    """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
+    places = find_places(ids, starts, ends, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
+    known = last.flatten(0, 1)[places.anchors], ids.flatten()[places.anchors], places, temperature, top_p
+    return replay_sampled_drafts(draft, head, states, *known)
 
 
 def compute_target_chances(last: Tensor, head: Tensor, tokens: Tensor, temperature: float, top_p: float) -> Tensor:

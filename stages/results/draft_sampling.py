@@ -8,11 +8,10 @@ from typing import Literal
 
 DraftSampling = Literal["greedy", "sampled"]
 GREEDY: DraftSampling = "greedy"
-SAMPLED: DraftSampling = "sampled"
 
 
 def name_draft_sampling(samples_drafts: bool) -> DraftSampling:
-    return SAMPLED if samples_drafts else GREEDY
+    return "sampled" if samples_drafts else GREEDY
 
 
 def limit_draft_sampling(draft_sampling: DraftSampling, temperature: float) -> DraftSampling:
