@@ -255,7 +255,15 @@ def _predict_speedups(
     # The torch engine's cost is its timing grid, so its loads derive none.
     server_lines = [line for line in lines if line.cell.engine != TORCH_ENGINE]
     return costs.predict_and_compare(
-        timed, simulated, server_lines, cells, replayed, p.have_same_shapes, temperatures, flags
+        timed,
+        simulated,
+        server_lines,
+        cells,
+        replayed,
+        p.have_same_shapes,
+        temperatures,
+        p.benchmark.draft_sampling,
+        flags,
     )
 
 
