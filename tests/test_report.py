@@ -84,7 +84,11 @@ def make_up_results(p: schema.Params) -> None:
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
             lines.append(
-                ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
+                ",".join(
+                    map(
+                        str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "", "greedy")
+                    )
+                )
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         TreeBucket.write_csv(replay_records.locate_tree_statistics(checkpoint), [])
