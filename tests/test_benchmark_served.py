@@ -261,6 +261,21 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(
     assert all((request["cycles"] is not None) == known for request in point["requests"])
 
 
+def test_a_cell_says_whether_its_server_samples_drafts() -> None:
+    """SGLang's DSPARK does above temperature 0, unless its environment says otherwise."""
+
+    def ask_setup(temperature: float, algorithm: str = "DSPARK", **variables: str) -> bool:
+        setup = SimpleNamespace(engine="sglang", more=())
+        work: Any = SimpleNamespace(setup=setup, workload=SimpleNamespace(temperature=temperature, top_k=None))
+        draft = engine_flags.ServedDraft("drafts/b/draft", algorithm, 5, 1, 6)
+        measured = MeasuredServer("b-t5_1_6", "b", "t5_1_6", draft, [], info={"environment": variables})
+        assert not server_setup.samples_drafts(work, MeasuredServer("baseline"))
+        return server_setup.samples_drafts(work, measured)
+
+    assert ask_setup(0.7) and not ask_setup(0.0) and not ask_setup(0.7, "DFLASH")
+    assert not ask_setup(0.7, SGLANG_DSPARK_USE_GREEDY_DRAFT="1")
+
+
 @pytest.mark.parametrize(
     ("engine", "tree", "said"),
     [
@@ -275,6 +290,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     benchmark_served.main("eval", "e003", tree)
     found = served_records.read_served_cell("eval", "e003", tree)
     assert found["status"] == "unsupported" and said in found["reason"] and found["points"] == []
+    assert found.draft_sampling == "greedy"
 
 
 @pytest.mark.parametrize(

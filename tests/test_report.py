@@ -346,13 +346,14 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     cold = replayed(tree.name, checkpoint)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
     taus = {}
-    for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
+    other = {"otherwise": drawn | {"top_p": 1.0}, "sampled drafts": drawn | {"draft_sampling": "sampled"}}
+    for name, how in {"greedy": {}, "drawn": drawn, **other}.items():
         torch_records.write_torch_cell(found | how)
         report.main()
         (line,) = (r for r in _lines(BenchmarkRow.TABLE) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
         taus[name] = line["replay_tau"], line["identical_share"]
         assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] == 1.0
-    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
+    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), **dict.fromkeys(other, ("", ""))}
     table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
     assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
     for name, now in json.loads(report.METRICS_FILE.read_text())["checkpoints"].items():
