@@ -21,7 +21,7 @@ from stages.reporting.text import (
     format_tree,
 )
 from stages.results import replay_records
-from stages.results.draft_sampling import DraftSampling
+from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.prediction import PredictedSpeedup
 from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
@@ -64,7 +64,7 @@ class BenchmarkRow(TableRow):
     replay_tau: float | None
     engine: str
     process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
-    draft_sampling: DraftSampling
+    draft_sampling: DraftSampling = GREEDY  # tables of before it was recorded have none
 
     @property
     def shape(self) -> TreeShape:
