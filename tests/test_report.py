@@ -375,6 +375,27 @@ def half_measured(made_up: schema.Params) -> schema.Params:
     return schema.load_params()
 
 
+@pytest.mark.parametrize(("draft_sampling", "less"), [("greedy", 0.5), ("sampled", 0.25)])
+def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_have(
+    half_measured: schema.Params, draft_sampling: str, less: float
+) -> None:
+    """A chain has a replay of each kind on the same answers, and one tau beside the cells'."""
+    cold = [tree for tree in replay_records.read_replay("e003") if tree.shape.name == "t8_1_9"]
+    hot = {"temperature": 0.7, "top_p": 1.0}
+    kinds = [hot | {"tau": cold[0].tau - 0.5}, hot | {"tau": cold[0].tau - 0.25, "draft_sampling": "sampled"}]
+    place = replay_records.locate_replay("e003")
+    ReplayedTree.write_csv(place, [*cold, *(cold[0].model_copy(update=kind) for kind in kinds)])
+    workload = half_measured.benchmark.workloads["eval"].model_copy(update={"temperature": 0.7})
+    changes = {"draft_sampling": draft_sampling, "workloads": {"eval": workload}}
+    p = half_measured.model_copy(update={"benchmark": half_measured.benchmark.model_copy(update=changes)})
+    report.write_report(p)
+    (row,) = (r for r in BenchmarkRow.read_table() if r.checkpoint == "e003")
+    (guess,) = (r for r in PredictedSpeedup.read_table() if (r.checkpoint, r.engine) == ("e003", "torch"))
+    for found in (row, guess):
+        assert (found.tau, found.draft_sampling) == (pytest.approx(cold[0].tau - less), draft_sampling)
+    assert row.speedup == guess.speedup and guess.temperature == 0.7
+
+
 def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
     half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
