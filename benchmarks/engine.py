@@ -33,8 +33,9 @@ from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
-from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
+from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
 from stages.params.tree_shape import TreeShape
+from stages.target.token_probabilities import compute_probabilities
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7

@@ -328,10 +328,17 @@ them. A shorter chain is the block cut after m drafts, which engines do not offe
 size, whose slots see another number of mask tokens. That is another draft, of another tau. So `aerie launch` and the verdict
 name the whole chain alone.
 
-Above temperature 0 the drafts are still the most probable tokens, as in the torch engine and in SGLang's DFLASH. A
-draft is then accepted with the probability that the target samples it, and replay of the target's sampled answers has exactly
-the law of decoding. SGLang's **DSPARK samples its drafts** from softmax(logits / temperature) and verifies them by the ratio of
-both probabilities; of that, replay at a temperature above 0 says nothing. Compare its tau at temperature 0.
+Above temperature 0 there are two ways, whose tau differ (`draft_sampling` in cells and in `results/replay.csv`):
+
+- `greedy`: the most probable tokens, in the torch engine, SGLang's DFLASH and vLLM. A draft is accepted if the target samples
+  it. Every tree is replayed, on the target's sampled answers as at temperature 0.
+- `sampled`: drawn slot by slot from q, the softmax of logits / temperature, in SGLang's DSPARK, with vLLM's
+  `draft_sample_method: probabilistic`, and in the torch engine with `benchmark.draft_sampling: sampled`. A draft is accepted
+  with probability min(1, p / q); else the token is drawn from (p − q)+. Chains are replayed, by their expected counts on the same
+  answers ([metrics](metrics.md#of-a-replay)).
+
+p is the target's distribution after temperature, top-k and top-p, which both keep exactly
+([metrics](metrics.md#above-temperature-0)). At temperature 0 they are the same.
 
 A block draft needs a text target (its rotary positions have one axis), and its feature layers must be among those stored.
 

@@ -2,7 +2,8 @@
 
 Plain and speculative decoding of the same prompts alternate, so that a drifting machine affects both alike. In float32 their
 greedy outputs must be identical; the share of identical answers is a metric of every greedy cell. Above temperature 0 both
-use the same seed, so that neither is timed on a longer answer (engine/sampling.py). Later turns of a question follow plain
+use the same seed, so that neither is timed on a longer answer (engine/sampling.py), unless drafts are sampled too
+(benchmark.draft_sampling): then they share the distribution alone. Later turns of a question follow plain
 decoding's own earlier answers in both, so both decode the same prompt even after a near-tie.
 
 A workload with several prompts at once, or a sweep, is measured in loads, as a server is: each load once by plain and once by
@@ -34,6 +35,7 @@ from stages.params import schema
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, metrics, served_records, stopping, torch_grades, torch_records
+from stages.results.draft_sampling import name_draft_sampling
 from stages.results.served_records import LoadPoint, LoadsMeasurement
 from stages.results.stopping import RepeatRule
 from stages.results.torch_records import PromptRow, StoppingRecord, TorchMeasurement
@@ -104,6 +106,7 @@ def _run_cell(
         "checkpoint": checkpoint_name,
         "tree": tree_name,
         **asdict(tree),
+        "draft_sampling": name_draft_sampling(work.samples_drafts),
         "engine": served_records.TORCH_ENGINE,
         "definitions": torch_records.DEFINITIONS,
         "temperature": workload.temperature,

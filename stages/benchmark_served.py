@@ -15,6 +15,7 @@ from pathlib import Path
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
+from stages.results.draft_sampling import name_draft_sampling
 from stages.results.stopping import RepeatRule
 from stages.results.torch_records import StoppingRecord
 from stages.served_cell import measured_loads, server_setup
@@ -131,6 +132,7 @@ def _write_cell(
         "num_steps": draft and draft.num_steps,
         "topk": draft and draft.topk,
         "num_draft_tokens": draft and draft.num_draft_tokens,
+        "draft_sampling": name_draft_sampling(server_setup.samples_drafts(work, measured)),
         "engine": params.benchmark_served.engine,
         "status": served_records.UNSUPPORTED if reason else served_records.RAN,
         "reason": reason,

@@ -3,8 +3,8 @@
 Exact, not estimated (stages/replay/replay.py, and block_replay.py for block drafts). One expansion per topk gives every
 smaller num_steps and every num_draft_tokens. Answers sampled above temperature 0 (data/hiddens/eval_t, if sample_target made
 any) are replayed too: target-only verification commits samples of the target itself, so the tau of these answers is an
-unbiased estimate of that of decoding, with an interval over conversations. That is so where drafts are proposed greedily, as
-here and in the torch engine, and not where an engine samples them (docs/trees.md).
+unbiased estimate of that of decoding, with an interval over conversations. The chains of a block draft are replayed there once
+more with sampled drafts, which are verified by the ratio of both probabilities (replay/sampled_drafts.py).
 """
 
 import time
@@ -29,7 +29,9 @@ from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
 from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay, ReplayBatch
 from stages.replay.replay import ReplayOutput
+from stages.replay.sampled_drafts import ExpectedCounts
 from stages.results import clusters, interval, replay_records
+from stages.results.draft_sampling import DraftSampling
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import locate_feature_layers
@@ -89,6 +91,14 @@ class ReplayCounts(NamedTuple):
     adaptive: np.ndarray  # [3, topks, thresholds, steps] threshold trees' accepted drafts, cycles and drafted nodes
 
 
+class TreeCounts(NamedTuple):
+    """Counts of one tree, expected ones where drafts are sampled."""
+
+    accepted: np.ndarray  # [rows] drafts
+    cycles: np.ndarray  # [rows]
+    cycles_reaching_depth: np.ndarray  # [steps]
+
+
 def main(name: str) -> None:
     p = schema.load_params()
     torch.set_num_threads(p.target.num_threads)
@@ -108,6 +118,7 @@ def main(name: str) -> None:
         _build_replay_rows(name, replayed, answers, settings, None if answers.temperature else traces)
         for answers in splits
     ]
+    tables += [_build_sampled_rows(name, replayed, answers, settings) for answers in splits if answers.temperature]
     ReplayedTree.write_csv(replay_records.locate_replay(name), [row for table in tables for row in table])
     TreeBucket.write_csv(replay_records.locate_tree_statistics(name), traces.list_buckets(name))
     best = max(tables[0], key=lambda tree: tree.tau)
@@ -199,31 +210,94 @@ def _build_replay_rows(
     found: list[ReplayedTree] = []
     for g, tree in enumerate(grid):
         accepted, cycles = counts.accepted[:, g], counts.cycles[:, g]
-        tau = accept_length.compute_tau(accepted, cycles)
-        low, high = intervals[g] or (None, None)
+        adaptive_sums = threshold_sums[tree.topk][:, :, tree.num_steps - 1]
         found.append(
-            ReplayedTree(
-                checkpoint=name,
-                steps=tree.num_steps,
-                topk=tree.topk,
-                tokens=tree.num_draft_tokens,
-                tau=tau,
-                tau_low=low,
-                tau_high=high,
-                accept_rate=(tau - 1) / tree.num_steps,
-                cycles=int(cycles.sum()),
-                accepted=int(accepted.sum()),
+            _build_row(
+                name,
+                answers,
+                tree,
+                TreeCounts(accepted, cycles, counts.cycles_reaching_depth[g]),
+                intervals[g],
                 mean_depth=float(counts.summed_tree_depth[g] / max(1, cycles.sum())),
-                acceptance=_format_accept_by_depth(counts.cycles_reaching_depth[g], int(cycles.sum()), tree.num_steps),
                 tau_oracle=accept_length.compute_tau(*counts.oracle[:, g]),
-                tau_adaptive=oracle_bounds.interpolate_adaptive_tau(
-                    threshold_sums[tree.topk][:, :, tree.num_steps - 1], tree.num_draft_tokens
-                ),
-                temperature=answers.temperature,
-                top_p=answers.top_p,
+                tau_adaptive=oracle_bounds.interpolate_adaptive_tau(adaptive_sums, tree.num_draft_tokens),
+                draft_sampling="greedy",
             )
         )
     return found
+
+
+def _build_sampled_rows(
+    name: str, replayed: ReplayedDraft, answers: AnswerSplit, settings: ReplayTrees
+) -> list[ReplayedTree]:
+    """Replay the chains of the grid with sampled drafts on a split sampled above temperature 0; none but of a block draft."""
+    if not isinstance(replayed.replay, BlockReplay):
+        return []
+    chains = [tree for tree in replayed.grid if tree.topk == 1]
+    rows = answers.read_rows(replayed.dtype)
+    assert answers.top_p is not None, "an answer above temperature 0 has a top-p"
+    found: list[ExpectedCounts] = []
+    for _, batch, num_places in _collate_batches(replayed, rows, chains, settings, keeps_last=True):
+        found.append(replayed.replay.replay_sampled(batch, answers.temperature, answers.top_p, num_places))
+    accepted, cycles, reaching = (
+        torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True)
+    )  # [rows, D, ...]
+    names = [clusters.get_conversation(row.id) for row in rows]
+    sums = clusters.sum_by_cluster(names, accepted), clusters.sum_by_cluster(names, cycles)
+    intervals = interval.compute_tau_intervals(*sums, range(1, accepted.shape[1] + 1))
+    built: list[ReplayedTree] = []
+    for tree in chains:
+        g = tree.num_steps - 1
+        counts = TreeCounts(accepted[:, g], cycles[:, g], reaching[:, g].sum(0))
+        built.append(
+            _build_row(
+                name,
+                answers,
+                tree,
+                counts,
+                intervals[g],
+                mean_depth=float(tree.num_steps) if cycles[:, g].any() else 0.0,
+                tau_oracle=None,
+                tau_adaptive=None,
+                draft_sampling="sampled",
+            )
+        )
+    return built
+
+
+def _build_row(
+    name: str,
+    answers: AnswerSplit,
+    tree: TreeShape,
+    counts: TreeCounts,
+    ends: interval.Interval | None,  # of tau
+    *,
+    mean_depth: float,
+    tau_oracle: float | None,
+    tau_adaptive: float | None,
+    draft_sampling: DraftSampling,
+) -> ReplayedTree:
+    tau, cycles = accept_length.compute_tau(counts.accepted, counts.cycles), counts.cycles.sum().item()
+    low, high = ends or (None, None)
+    return ReplayedTree(
+        checkpoint=name,
+        steps=tree.num_steps,
+        topk=tree.topk,
+        tokens=tree.num_draft_tokens,
+        tau=tau,
+        tau_low=low,
+        tau_high=high,
+        accept_rate=(tau - 1) / tree.num_steps,
+        cycles=cycles,
+        accepted=counts.accepted.sum().item(),
+        mean_depth=mean_depth,
+        acceptance=_format_accept_by_depth(counts.cycles_reaching_depth, cycles, tree.num_steps),
+        tau_oracle=tau_oracle,
+        tau_adaptive=tau_adaptive,
+        temperature=answers.temperature,
+        top_p=answers.top_p,
+        draft_sampling=draft_sampling,
+    )
 
 
 # Checks of answers and hidden states
@@ -288,17 +362,28 @@ def _replay_rows(
         np.zeros((3, len(topks), len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), num_steps), dtype=np.int64),
     )
     traced = list(traces.statistics) if traces else []
+    for here, batch, num_places in _collate_batches(replayed, rows, trees, settings):
+        found = replayed.replay.replay(batch, trees, num_places, [trees.index(tree) for tree in traced])
+        _add_batch_counts(counts, here, found)
+        for tree, starts in zip(traced, () if found.cycle_starts is None else found.cycle_starts, strict=True):
+            assert traces
+            traces.add_batch(tree, replayed.replay.trace(batch, starts, tree, num_places), batch)
+    return counts
+
+
+def _collate_batches(
+    replayed: ReplayedDraft,
+    rows: list[format.HiddenStatesRow],
+    trees: list[TreeShape],
+    settings: ReplayTrees,
+    keeps_last: bool = False,
+) -> Iterator[tuple[slice, ReplayBatch, int]]:
+    """Yield (rows, their batch, places at once) of all rows, as many as fit into the memory of `settings`, with progress."""
     capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
         for here in _batch_rows([len(r.ids) for r in rows], capacity.tokens):
-            batch = ReplayBatch.collate(rows[here], replayed.device)
-            found = replayed.replay.replay(batch, trees, capacity.places, [trees.index(tree) for tree in traced])
-            _add_batch_counts(counts, here, found)
-            for tree, starts in zip(traced, () if found.cycle_starts is None else found.cycle_starts, strict=True):
-                assert traces
-                traces.add_batch(tree, replayed.replay.trace(batch, starts, tree, capacity.places), batch)
-            bar.update(len(batch.names))
-    return counts
+            yield here, ReplayBatch.collate(rows[here], replayed.device, keeps_last), capacity.places
+            bar.update(len(rows[here]))
 
 
 def _add_batch_counts(counts: ReplayCounts, rows: slice, found: ReplayOutput) -> None:
@@ -320,7 +405,7 @@ def _batch_rows(lengths: list[int], tokens: int) -> Iterator[slice]:
             start = stop
 
 
-def _format_accept_by_depth(cycles_reaching_depth: np.ndarray, cycles: int, num_steps: int) -> str:
+def _format_accept_by_depth(cycles_reaching_depth: np.ndarray, cycles: float, num_steps: int) -> str:
     """Format the share of cycles that accepted a draft at each depth, of those that did at the depth before: "0.81 0.7"."""
     reaching = cycles_reaching_depth[:num_steps].tolist()
     shares = [here / before for here, before in zip(reaching, [cycles, *reaching[:-1]], strict=True) if before]

@@ -226,7 +226,8 @@ def _build_replayed_rows(
     guesses, rows = prediction.index_torch_predictions(predicted), []
     for name in _select_replayable(p, _list_torch_workloads(p, alone=True)):
         for checkpoint in (each for each in replayed if each not in p.benchmark.checkpoints):
-            alike = replay_records.select_sampled_alike(replayed[checkpoint], p.benchmark.workloads[name])
+            given = p.benchmark.workloads[name], p.benchmark.draft_sampling
+            alike = replay_records.select_sampled_alike(replayed[checkpoint], *given)
             by_shape = {tree.shape: tree for tree in alike}
             for tree in (by_shape.get(TreeShape.parse(each)) for each in p.benchmark.trees):
                 if tree:
@@ -260,7 +261,15 @@ def _predict_speedups(
     # The torch engine's cost is its timing grid, so its loads derive none.
     server_lines = [line for line in lines if line.cell.engine != TORCH_ENGINE]
     return costs.predict_and_compare(
-        timed, simulated, server_lines, cells, replayed, p.have_same_shapes, temperatures, flags
+        timed,
+        simulated,
+        server_lines,
+        cells,
+        replayed,
+        p.have_same_shapes,
+        temperatures,
+        p.benchmark.draft_sampling,
+        flags,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, cost_served, load_points, timing_grid
+from stages.results.draft_sampling import name_draft_sampling
 from stages.results.record import Record
 from stages.results.served_records import LoadPoint
 from stages.results.timing_grid import TimingGrid
@@ -161,6 +162,7 @@ def _build_grid(
         target=[work.manifest.model, work.manifest.revision, work.manifest.config_digest],
         settings={
             "temperature": work.workload.temperature,
+            "draft_sampling": name_draft_sampling(server_setup.samples_drafts(work, measured[-1][0])),
             "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
             "repeats": work.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,

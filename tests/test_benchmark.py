@@ -159,7 +159,7 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
         assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
         assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
     seeds = [
-        cell_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD), *which)
+        cell_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *which)
         for which in product("ab", (0, 1), (0, 1))
     ]
     assert len({drawn.seed for drawn in seeds}) == 8, "each prompt, repeat and turn has draws of its own"

@@ -31,7 +31,7 @@ from stages.results import replay_records, served_points, served_records
 from stages.runtime import atomic
 from stages.served_cell import measured_loads, server_setup
 from stages.served_cell import requests as served_requests
-from stages.serving import engine_flags, engine_versions, load_generator, measured_server, server
+from stages.serving import engine_flags, engine_versions, gpu_memory, load_generator, measured_server, server
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
 from tests.conftest import EVAL, ROOT, edit_params, gone
@@ -234,6 +234,17 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
     assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
 
 
+def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
+    """Bug: two servers of mem_fraction 0.5 asked for a GPU of which all is free, and a driver always uses some MiB."""
+    setup = dataclasses.replace(make_setup(), device="cuda", mem_fraction=0.5, max_total_tokens=100)
+    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
+    servers = [MeasuredServer("baseline"), MeasuredServer("drafts")]
+    assert plan.can_start_together() and plan.count_servers_at_once() == 2
+    measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
+    with pytest.raises(ValueError, match="another process holds 90.0 GiB"):
+        measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
+
+
 def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +295,21 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(
     assert all((request["cycles"] is not None) == known for request in point["requests"])
 
 
+def test_a_cell_says_whether_its_server_samples_drafts() -> None:
+    """SGLang's DSPARK does above temperature 0, unless its environment says otherwise."""
+
+    def ask_setup(temperature: float, algorithm: str = "DSPARK", **variables: str) -> bool:
+        setup = SimpleNamespace(engine="sglang", more=())
+        work: Any = SimpleNamespace(setup=setup, workload=SimpleNamespace(temperature=temperature, top_k=None))
+        draft = engine_flags.ServedDraft("drafts/b/draft", algorithm, 5, 1, 6)
+        measured = MeasuredServer("b-t5_1_6", "b", "t5_1_6", draft, [], info={"environment": variables})
+        assert not server_setup.samples_drafts(work, MeasuredServer("baseline"))
+        return server_setup.samples_drafts(work, measured)
+
+    assert ask_setup(0.7) and not ask_setup(0.0) and not ask_setup(0.7, "DFLASH")
+    assert not ask_setup(0.7, SGLANG_DSPARK_USE_GREEDY_DRAFT="1")
+
+
 @pytest.mark.parametrize(
     ("engine", "tree", "said"),
     [
@@ -298,6 +324,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     benchmark_served.main("eval", "e003", tree)
     found = served_records.read_served_cell("eval", "e003", tree)
     assert found["status"] == "unsupported" and said in found["reason"] and found["points"] == []
+    assert found.draft_sampling == "greedy"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from stages import replay_trees
 from stages.draft import block_checkpoint, checkpoint
@@ -100,8 +101,8 @@ class SlowReplay:
         return cycles
 
 
-def read_rows(temperature: float) -> dict[TreeShape, replay_records.ReplayedTree]:
-    rows = replay_records.select_temperature(replay_records.read_replay(NAME), temperature)
+def read_rows(temperature: float, draft_sampling: Any = "greedy") -> dict[TreeShape, replay_records.ReplayedTree]:
+    rows = replay_records.select_temperature(replay_records.read_replay(NAME), temperature, draft_sampling)
     return {row.shape: row for row in rows}
 
 
@@ -165,6 +166,66 @@ def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(
         assert sum(bucket.accepted for bucket in own if bucket.by == "depth") == rows[tree].accepted
         nodes = sum(bucket.nodes or 0 for bucket in own if bucket.by == "depth")
         assert nodes == rows[tree].cycles * (tree.num_draft_tokens - 1)
+
+
+class SlowExpectation(SlowReplay):
+    """Expected cycles and accepted drafts of sampled drafts, answer by answer and place by place, in plain arithmetic."""
+
+    def list_chances(self, place: int, last: torch.Tensor, width: int, how: tuple[float, float]) -> list[float]:
+        """beta of each draft, given that those before it were accepted; last [T, H] from the anchor on."""
+        found, before, markov = [], self.case.anchor_tokens[place], self.draft.markov_head
+        for d, token in enumerate(self.following[place][:width]):
+            logits = self.head @ self.states[place][d]
+            if markov is not None:
+                logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[before]
+            q, p = torch.softmax(logits / how[0], 0)[token], warped(self.head @ last[d][None].T, how)[token]
+            found.append(min(1.0, float(q / p)))
+            before = token
+        return found
+
+    def count(self, width: int, how: tuple[float, float]) -> tuple[float, float]:
+        """Return expected cycles and accepted drafts of all answers."""
+        cycles = accepted = 0.0
+        for first, row in zip(self.first, self.answers, strict=True):
+            count = len(row.ids) - 1 - row.prompt_length
+            starts = [1.0, *[0.0] * (count + width)]
+            for at in range(count):
+                chances = self.list_chances(first + at, row.last[row.prompt_length + at :], width, how)
+                reached = starts[at]
+                cycles += reached
+                for j, chance in enumerate([*chances, 0.0]):
+                    starts[at + j + 1] += reached * (1 - chance)
+                    reached *= chance
+                    accepted += reached
+        return cycles, accepted
+
+
+def warped(logits: torch.Tensor, how: tuple[float, float]) -> torch.Tensor:
+    """Probabilities [V] after temperature and top-p, by transformers; logits [V, 1]."""
+    scores = logits.T / how[0]
+    return TopPLogitsWarper(how[1])(None, scores).softmax(-1)[0] if how[1] < 1 else scores.softmax(-1)[0]
+
+
+@both_layouts
+@pytest.mark.parametrize("memory_gib", [1, 1e-6])
+def test_sampled_drafts_are_replayed_by_expectation(project: Path, layout: str, memory_gib: float) -> None:  # noqa: F811
+    """Every chain of the grid, on the answers above temperature 0 alone, beside the rows of greedy drafts."""
+    draft = write_block(layout)
+    edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
+    replay_trees.main(NAME)
+    num_drafts = 4 if layout == "dflash" else 5
+    rows, slow = read_rows(0.7, "sampled"), SlowExpectation(draft, "eval_t")
+    assert list(rows) == [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
+    for width in (1, num_drafts):
+        row = rows[TreeShape(width, 1, width + 1)]
+        cycles, accepted = slow.count(width, (0.7, 0.9))
+        assert (row.cycles, row.accepted) == (pytest.approx(cycles, rel=1e-5), pytest.approx(accepted, rel=1e-5))
+        assert row.tau == pytest.approx(1 + accepted / cycles, rel=1e-5) and row.tau_low < row.tau < row.tau_high
+        assert row.acceptance is not None and len(row.acceptance.split()) == width and row.mean_depth == width
+        assert row.tau_oracle is None and row.tau_adaptive is None
+    assert rows[TreeShape(1, 1, 2)].tau > 1.1 and rows[TreeShape(1, 1, 2)].tau != read_rows(0.7)[TreeShape(1, 1, 2)].tau
+    assert read_rows(0.0, "sampled") == read_rows(0.0), "at temperature 0 nothing is sampled"
+    assert {row.draft_sampling for row in read_rows(0.0).values()} == {"greedy"}
 
 
 # What is refused

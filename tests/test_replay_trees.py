@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
-            work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload])
+            work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload], samples_drafts=False)
             rows = [answered(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
             table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
             conversations.write_table(

@@ -84,7 +84,11 @@ def make_up_results(p: schema.Params) -> None:
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
             lines.append(
-                ",".join(map(str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "")))
+                ",".join(
+                    map(
+                        str, (checkpoint, *shape, tau, tau - 0.1, tau + 0.1, rate, *counted, tau, "", 0.0, "", "greedy")
+                    )
+                )
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         TreeBucket.write_csv(replay_records.locate_tree_statistics(checkpoint), [])
@@ -291,7 +295,7 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
     assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,source,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
-        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine,process_speedup"
+        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine,process_speedup,draft_sampling"
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
     assert joined[0] == ",".join(ReplayedTree.list_keys())
@@ -347,13 +351,14 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     cold = replayed(tree.name, checkpoint)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}
     taus = {}
-    for name, how in (("greedy", {}), ("drawn", drawn), ("otherwise", drawn | {"top_p": 1.0})):
+    other = {"otherwise": drawn | {"top_p": 1.0}, "sampled drafts": drawn | {"draft_sampling": "sampled"}}
+    for name, how in {"greedy": {}, "drawn": drawn, **other}.items():
         torch_records.write_torch_cell(found | how)
         report.main()
         (line,) = (r for r in _lines(BenchmarkRow.TABLE) if (r["checkpoint"], r["tree"]) == (checkpoint, tree.name))
         taus[name] = line["replay_tau"], line["identical_share"]
         assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] == 1.0
-    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), "otherwise": ("", "")}
+    assert taus == {"greedy": (str(cold), "1.0"), "drawn": (str(cold - 0.5), ""), **dict.fromkeys(other, ("", ""))}
     table = capsys.readouterr().out.rsplit("e003, the best", 1)[-1]
     assert any(line.endswith("–") and line.startswith("8_2_16") for line in table.splitlines())
     for name, now in json.loads(report.METRICS_FILE.read_text())["checkpoints"].items():
@@ -373,6 +378,27 @@ def half_measured(made_up: schema.Params) -> schema.Params:
     for place in torch_records.CELLS_FOLDER.glob("*-e003-*"):
         place.unlink()
     return schema.load_params()
+
+
+@pytest.mark.parametrize(("draft_sampling", "less"), [("greedy", 0.5), ("sampled", 0.25)])
+def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_have(
+    half_measured: schema.Params, draft_sampling: str, less: float
+) -> None:
+    """A chain has a replay of each kind on the same answers, and one tau beside the cells'."""
+    cold = [tree for tree in replay_records.read_replay("e003") if tree.shape.name == "t8_1_9"]
+    hot = {"temperature": 0.7, "top_p": 1.0}
+    kinds = [hot | {"tau": cold[0].tau - 0.5}, hot | {"tau": cold[0].tau - 0.25, "draft_sampling": "sampled"}]
+    place = replay_records.locate_replay("e003")
+    ReplayedTree.write_csv(place, [*cold, *(cold[0].model_copy(update=kind) for kind in kinds)])
+    workload = half_measured.benchmark.workloads["eval"].model_copy(update={"temperature": 0.7})
+    changes = {"draft_sampling": draft_sampling, "workloads": {"eval": workload}}
+    p = half_measured.model_copy(update={"benchmark": half_measured.benchmark.model_copy(update=changes)})
+    report.write_report(p)
+    (row,) = (r for r in BenchmarkRow.read_table() if r.checkpoint == "e003")
+    (guess,) = (r for r in PredictedSpeedup.read_table() if (r.checkpoint, r.engine) == ("e003", "torch"))
+    for found in (row, guess):
+        assert (found.tau, found.draft_sampling) == (pytest.approx(cold[0].tau - less), draft_sampling)
+    assert row.speedup == guess.speedup and guess.temperature == 0.7
 
 
 def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(

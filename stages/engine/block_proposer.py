@@ -6,22 +6,24 @@ written behind the verified ones, those beyond its accepted path out of sight of
 The slots' draft cache has the G heads of each of the L layers side by side.
 
 Trees: at topk 1 the chain of the first drafts, as serving engines run it; else the best nodes of the block's candidates
-(trees/block_expansion.py), selected as EAGLE-3's are.
+(trees/block_expansion.py), selected as EAGLE-3's are. The drafts of a chain are the most probable ones, or drawn slot by slot.
 
 Letters: B prompts decoded together, T prompt tokens, M num_draft_tokens, R path length, L layers, G key-value heads of one layer,
-E head width, K feature layers, H hidden, D drafts of a block.
+E head width, K feature layers, H hidden, D drafts of a block, S num_steps, V vocabulary.
 """
 
 from collections.abc import Sequence
 
-from torch import Tensor, arange, cat
+from torch import Tensor, arange, cat, stack
 from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import DraftingMethod, Proposer
+from stages.engine.sampling import draw_tokens
 from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import is_multimodal
+from stages.target.token_probabilities import compute_probabilities
 from stages.trees import draft_tree as trees
 from stages.trees.block_expansion import check_block_tree, expand_block
 
@@ -60,8 +62,8 @@ class BlockDrafter:
                 "positions have three axes, those of block drafts one; take an EAGLE-3 checkpoint, or a text target"
             )
 
-    def build_method(self, tree: TreeShape) -> "BlockMethod":
-        return BlockMethod(self, tree)
+    def build_method(self, tree: TreeShape, draft_temperature: float | None = None) -> "BlockMethod":
+        return BlockMethod(self, tree, draft_temperature)
 
     def view_context(self, slots: CacheSlots, num_slots: int, length: int) -> BlockContext:
         """Return the first `length` rows of the first slots' caches, by layer."""
@@ -87,12 +89,19 @@ class BlockDrafter:
 
 
 class BlockMethod(DraftingMethod):
-    """Trees of one shape. Raises ValueError for one that can't be built with the draft."""
+    """Trees of one shape. Raises ValueError for one that can't be built with the draft, or whose drafts can't be sampled."""
 
-    def __init__(self, drafter: BlockDrafter, tree: TreeShape):
+    def __init__(self, drafter: BlockDrafter, tree: TreeShape, draft_temperature: float | None = None):
+        """draft_temperature: None for greedy drafts."""
         config = drafter.draft.config
         check_block_tree(tree, config.vocab_size, config.num_drafts)
-        self.drafter, self.tree = drafter, tree
+        if draft_temperature is not None and tree.topk > 1:
+            raise ValueError(
+                f"{tree.name}: topk is {tree.topk} and drafts are to be sampled (benchmark.draft_sampling: sampled), expected a "
+                "chain: only of chains is a draft verified by the ratio of both probabilities; set it to greedy, or take "
+                f"t{tree.num_steps}_1_{tree.num_steps + 1}"
+            )
+        self.drafter, self.tree, self.draft_temperature = drafter, tree, draft_temperature
         self.num_steps, self.num_draft_tokens = tree.num_steps, tree.num_draft_tokens
         self.weight_bytes = sum(x.nbytes for x in drafter.draft.state_dict().values())
         self.num_parameters = sum(x.numel() for x in drafter.draft.parameters())
@@ -105,7 +114,7 @@ class BlockProposer(Proposer):
     """Keeps its state in the slots and in `features` of the state that passes share; it has no tensors of its own."""
 
     def __init__(self, method: BlockMethod):
-        self.drafter, self.tree = method.drafter, method.tree
+        self.drafter, self.tree, self.draft_temperature = method.drafter, method.tree, method.draft_temperature
         self.feature_layers = method.drafter.feature_layers
         places = arange(self.tree.num_draft_tokens, device=self.drafter.embedding.device)[None]  # [1, M]
         self.chain_parents, self.chain_depths = (places - 1).clamp(min=0), places
@@ -123,7 +132,9 @@ class BlockProposer(Proposer):
         draft, head = self.drafter.draft, self.drafter.head
         roots = state.next_tokens.gather(1, state.num_verified - 1)  # [B, 1]
         states = self.drafter.draft_states(slots, state, roots[:, 0], visible_length)[:, : self.tree.num_steps]
-        if self.tree.topk == 1:
+        if self.draft_temperature is not None:
+            tree = self._build_chain(*self._sample_drafts(slots, state, states, roots[:, 0], self.draft_temperature))
+        elif self.tree.topk == 1:
             tree = self._build_chain(draft.draft_greedily(states, roots[:, 0], head))
         else:
             candidates = expand_block(
@@ -132,12 +143,32 @@ class BlockProposer(Proposer):
             tree = trees.build_tree(candidates, self.tree.num_draft_tokens)
         return tree, cat([roots, tree.tokens], dim=1)
 
-    def _build_chain(self, tokens: Tensor) -> trees.DraftTree:
-        """Return the trees of chains with tokens [B, M-1]."""
+    def _sample_drafts(
+        self, slots: CacheSlots, state: DecodeState, states: Tensor, anchors: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Draw drafts [B, S] from drafting states [B, S, H] at anchors [B], each after the one before.
+
+        Returns them and the distributions [B, S, V] that they were drawn from.
+        """
+        draft, head, (num_slots, count, _) = self.drafter.draft, self.drafter.head, states.shape
+        rows = slots.locate_rows(state.output_length + slots.positions[:count])  # [B, S] of the drafts' numbers
+        uniforms = slots.draft_uniforms.flatten(0, 1)[rows, 0]
+        if draft.markov_head is None:
+            probabilities = compute_probabilities(states @ head.T, temperature)
+            drawn = draw_tokens(probabilities.flatten(0, 1), uniforms.flatten())
+            return drawn.view(num_slots, count), probabilities
+        tokens, distributions = [anchors], []
+        for slot, of_slot in enumerate(states.unbind(1)):
+            distributions.append(compute_probabilities(draft.compute_logits(of_slot, tokens[-1], head), temperature))
+            tokens.append(draw_tokens(distributions[-1], uniforms[:, slot]))
+        return stack(tokens[1:], 1), stack(distributions, 1)
+
+    def _build_chain(self, tokens: Tensor, probabilities: Tensor | None = None) -> trees.DraftTree:
+        """Return the trees of chains with tokens [B, M-1]; probabilities [B, M-1, V]: what they were drawn from."""
         count = len(tokens)
         parents, depths = (x.repeat(count, 1) for x in (self.chain_parents, self.chain_depths))
         numbers = depths[:, 1:] - 1
-        return trees.DraftTree(numbers, tokens, parents, self.chain_mask.repeat(count, 1, 1), depths)
+        return trees.DraftTree(numbers, tokens, parents, self.chain_mask.repeat(count, 1, 1), depths, probabilities)
 
     def count_state_bytes(self, slots: CacheSlots) -> int:
         features = slots.states[self.tree.num_steps + 1].features

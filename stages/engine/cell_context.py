@@ -35,6 +35,11 @@ class TorchCellContext:
     warmup_prompts: pl.DataFrame
 
     @property
+    def samples_drafts(self) -> bool:
+        """Return whether drafts are sampled; at temperature 0 they are greedy in any case."""
+        return self.params.benchmark.draft_sampling == "sampled" and self.workload.temperature > 0
+
+    @property
     def longest_prompt(self) -> int:
         """Return the tokens of the longest prompt of a first turn."""
         return max(int(rows["prompt_ids"].list.len().max() or 0) for rows in (self.prompts, self.warmup_prompts))
@@ -98,14 +103,16 @@ def estimate_memory(work: TorchCellContext) -> MemoryEstimate:
     loads, prompts, world = work.workload.list_loads(), len(work.prompts), work.ranks.world
     slots = max(-(-min(cap or prompts, prompts) // world) for _, cap in loads)  # of a process
     tokens = work.longest_prompt + max(length for length, _ in loads)
-    return memory_estimate.estimate_memory(work.engine, tokens, slots, work.tree, work.workload.temperature > 0)
+    samples = work.workload.temperature > 0
+    return memory_estimate.estimate_memory(work.engine, tokens, slots, work.tree, samples, work.samples_drafts)
 
 
 def make_sampling_params(work: TorchCellContext, prompt_id: str, repeat: int, turn: int) -> SamplingParams | None:
     """Return the sampling of one answer, seeded by the workload's seed and the answer's place; None at temperature 0."""
     workload = work.workload
     seed = f"{workload.seed}:{prompt_id}:{repeat}:{turn}"
-    return sampling.make_sampling_params(workload.temperature, workload.top_p, workload.top_k, seed)
+    shape = workload.temperature, workload.top_p, workload.top_k
+    return sampling.make_sampling_params(*shape, seed, work.samples_drafts)
 
 
 def check_gpus(params: schema.Params) -> None:

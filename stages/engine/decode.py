@@ -2,14 +2,15 @@
 
 Decodings of one prompt are generators of `DecodeStep`s, so that the caller measures time: the first step is the token from
 prefill, each later one the tokens of a decoding step (plain) or a verify cycle (speculative). In float32 both yield the same
-tokens, also when sampling: a draw depends on the seed and the token's position alone (engine/sampling.py).
+tokens, also when sampling: a draw depends on the seed and the token's position alone (engine/sampling.py). Only with sampled
+drafts, whose acceptance is drawn too, is the same distribution all that they share.
 
 A cycle starts with tokens up to n in the cache; token n is the bonus token:
 
     extend    the draft reads the rows that the last cycle verified
     expand    from the draft's state at n - 1, grow candidates; keep the best num_draft_tokens - 1 under the root (token n)
     verify    one target forward over the tree; node i attends to the prefix, its ancestors and itself
-    accept    from the root, follow the target's own tokens as long as they are in the tree
+    accept    from the root, follow the target's tokens (engine/sampling.py) as long as they are in the tree
     move      keep the accepted path's keys and values in the cache; its features are the draft's next input
 
 Its shapes depend on the tree only: the path is padded to R = num_steps + 1 rows, and rows beyond it are overwritten before
@@ -58,7 +59,7 @@ from stages.engine.decode_state import (
 from stages.engine.eagle3_proposer import Eagle3Drafter
 from stages.engine.proposer import DraftingMethod, Proposer
 from stages.engine.requests import ActiveRequest, ActiveSlots, DecodeRequest, RequestUpdate
-from stages.engine.sampling import SamplingParams, TokenSampler, draw_uniforms
+from stages.engine.sampling import SamplingParams, TokenSampler, draw_draft_uniforms, draw_uniforms
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
@@ -106,15 +107,19 @@ class Engine:
             self.drafter = BlockDrafter(draft, model, feature_layers, tree_scoring)
         elif draft is not None:
             self.drafter = Eagle3Drafter(draft, model, feature_layers, tree_scoring, self.uses_cuda_graphs)
-        self.methods: dict[TreeShape, DraftingMethod] = {}
+        self.methods: dict[tuple[TreeShape, float | None], DraftingMethod] = {}
         self.passes_ahead = int(self.uses_cuda_graphs)  # passes launched before the one before them is read
 
-    def get_tree_method(self, tree: TreeShape) -> DraftingMethod:
-        """Return the draft with trees of one shape. Raises ValueError for an impossible tree."""
+    def get_tree_method(self, tree: TreeShape, sampling: SamplingParams | None = None) -> DraftingMethod:
+        """Return the draft with trees of one shape, and drafts sampled as `sampling` says; greedy without it.
+
+        Raises ValueError for an impossible tree, and for one whose drafts can't be sampled.
+        """
         assert self.drafter is not None
-        if tree not in self.methods:
-            self.methods[tree] = self.drafter.build_method(tree)
-        return self.methods[tree]
+        key = tree, sampling.draft_temperature if sampling else None
+        if key not in self.methods:
+            self.methods[key] = self.drafter.build_method(*key)
+        return self.methods[key]
 
     # Decoding
 
@@ -158,7 +163,7 @@ class Engine:
         Tokens past an end token or `max_new_tokens` are cut off, so the last cycle may come without its bonus token. Raises
         ValueError for an impossible tree, before the first token.
         """
-        method = self.get_tree_method(tree)
+        method = self.get_tree_method(tree, sampling)
         yield from self._decode_alone(DecodeRequest(prompt, max_new_tokens, images, sampling), method)
 
     @torch.inference_mode()
@@ -180,31 +185,31 @@ class Engine:
         """Answer all requests in order, at most `num_slots` at once, plainly without a tree; yield updates as they arrive.
 
         Raises ValueError, before the first token, for prompts that don't fit, for an impossible tree, and where sampled
-        requests differ in temperature, top-p or top-k.
+        requests differ in temperature, top-p, top-k or whether drafts are sampled.
         """
-        num_slots = self._check_requests(requests, num_slots, tree)
-        yield from self._decode_requests(requests, num_slots, self.get_tree_method(tree) if tree else None)
+        num_slots = self._check_requests(requests, num_slots)
+        method = self.get_tree_method(tree, requests[0].sampling) if tree else None
+        yield from self._decode_requests(requests, num_slots, method)
 
     @torch.inference_mode()
     def warm_up(self, requests: Sequence[DecodeRequest], num_slots: int, tree: TreeShape | None) -> None:
         """Allocate caches for the requests and capture their pass, outside measured time. Raises as `decode_batch`."""
-        num_slots = self._check_requests(requests, num_slots, tree)
+        num_slots = self._check_requests(requests, num_slots)
+        method = self.get_tree_method(tree, requests[0].sampling) if tree else None
         self.slots.reserve_length(max(request.num_tokens for request in requests))
-        method = self.get_tree_method(tree) if tree else None
         with self._take_slots(requests, num_slots, method) as slots:
             if self.uses_cuda_graphs:
                 run = self._start_run(slots, requests[0].sampling, method)
                 self._prefill_slot(run, 0, 0, requests[0])
                 self._launch_pass(run)
 
-    def _check_requests(self, requests: Sequence[DecodeRequest], num_slots: int, tree: TreeShape | None) -> int:
-        """Return how many slots will be used. Raises ValueError for what can't be decoded."""
+    def _check_requests(self, requests: Sequence[DecodeRequest], num_slots: int) -> int:
+        """Return how many slots will be used. Raises ValueError for what can't be decoded together."""
         self.slots.check_length(max(request.num_tokens for request in requests))
-        if tree is not None:
-            self.get_tree_method(tree)
-        if len({request.sampling and request.sampling[:3] for request in requests}) > 1:
+        if len({request.sampling and request.sampling.shared for request in requests}) > 1:
             raise ValueError(
-                "prompts that are decoded together share temperature, top-p and top-k; decode others apart"
+                "prompts that are decoded together share temperature, top-p, top-k and how drafts are sampled; decode others "
+                "apart"
             )
         return min(num_slots, len(requests))
 
@@ -284,6 +289,9 @@ class Engine:
         sampling, count = request.sampling, len(request.prompt)
         if sampling is not None:  # random numbers are in the slot, where a captured pass reads them
             slot.uniforms[0, : request.max_new_tokens] = draw_uniforms(sampling.seed, request.max_new_tokens)
+            if sampling.samples_drafts:
+                numbers = draw_draft_uniforms(sampling.seed, request.max_new_tokens)
+                slot.draft_uniforms[0, : request.max_new_tokens] = numbers
         prefill = self.target.prefill(slot, request.prompt, request.images, run.feature_layers)
         state.cache_length.fill_(count)
         state.num_verified.fill_(1)
@@ -386,7 +394,7 @@ class Engine:
             visible_length,
             run.feature_layers,
         )
-        target_tokens = self._sample_nodes(run, hidden, state.output_length + tree.depths)  # [B, M]
+        target_tokens = self._sample_nodes(run, hidden, state.output_length + tree.depths, tree)  # [B, M]
         path, lengths = acceptance.find_accepted_path(tree, target_tokens, path_length - 1)  # [B, R], [B]
         num_verified = moved = lengths[:, None]
         if slots.active_mask is not None:
@@ -404,10 +412,16 @@ class Engine:
         advance_state(state, target_tokens.gather(1, path), num_verified, moved)
         return VerifyOutput(target_tokens, hidden, path)
 
-    def _sample_nodes(self, run: DecodingRun, hidden: Tensor, indices: Tensor) -> Tensor:
-        """Return the target's tokens [B, M] after hidden states [B, M, H]; indices [B, M]: their positions in the answers."""
-        at = run.slots.locate_rows(indices).flatten()  # uniforms are as many for each slot as cache rows
-        return self._sample(run.sampler, hidden.flatten(0, 1), at).view_as(indices)
+    def _sample_nodes(self, run: DecodingRun, hidden: Tensor, indices: Tensor, tree: DraftTree | None = None) -> Tensor:
+        """Return the target's tokens [B, M] after hidden states [B, M, H]; indices [B, M]: their positions in the answers.
+
+        In a chain of sampled drafts, the token after a node is the next draft where that is accepted.
+        """
+        at = run.slots.locate_rows(indices)  # uniforms are as many for each slot as cache rows
+        if tree is None or tree.probabilities is None:
+            return self._sample(run.sampler, hidden.flatten(0, 1), at.flatten()).view_as(indices)
+        coins = run.slots.draft_uniforms.flatten(0, 1)[at[:, :-1], 1]
+        return run.sampler.sample_after_drafts(hidden @ self.lm_head.T, at, tree.tokens, tree.probabilities, coins)
 
     def _sample(self, sampler: TokenSampler, hidden: Tensor, indices: Tensor) -> Tensor:
         """Return the target's tokens [M] after hidden states [M, H]; indices [M]: their random numbers."""

@@ -49,7 +49,14 @@ class Eagle3Drafter:
                 "trained for this target"
             )
 
-    def build_method(self, tree: TreeShape) -> "Eagle3Method":
+    def build_method(self, tree: TreeShape, draft_temperature: float | None = None) -> "Eagle3Method":
+        """Raise ValueError for sampled drafts, which EAGLE-3's trees don't have."""
+        if draft_temperature is not None:
+            raise ValueError(
+                "drafts are to be sampled (benchmark.draft_sampling: sampled) and the draft is EAGLE-3's, expected a block "
+                "draft, DFlash or DSpark: only their chains are verified by the ratio of both probabilities; set it to greedy, "
+                "or take a block checkpoint"
+            )
         return Eagle3Method(self, tree)
 
     def extend_cache(

@@ -57,9 +57,14 @@ def count_weight_bytes(module: nn.Module | None) -> int:
 
 
 def estimate_memory(
-    engine: Engine, tokens: int, num_slots: int, tree: TreeShape | None, samples: bool = False
+    engine: Engine,
+    tokens: int,
+    num_slots: int,
+    tree: TreeShape | None,
+    samples: bool = False,  # above temperature 0
+    samples_drafts: bool = False,
 ) -> MemoryEstimate:
-    """Return the memory for `num_slots` prompts of at most `tokens` with their answers; `samples`: above temperature 0.
+    """Return the memory for `num_slots` prompts of at most `tokens` with their answers.
 
     Raises ValueError for a length or a tree that can't be decoded at all.
     """
@@ -71,7 +76,9 @@ def estimate_memory(
         count_weight_bytes(engine.draft),
         engine.slots.count_cache_bytes(cache_tokens),
         cache_tokens,
-        _estimate_activation_bytes(engine.model, engine.draft, tokens, num_slots, tree, samples),
+        _estimate_activation_bytes(
+            engine.model, engine.draft, tokens, num_slots, tree, 40 * samples + 16 * samples_drafts
+        ),
     )
 
 
@@ -81,9 +88,12 @@ def _estimate_activation_bytes(
     tokens: int,
     num_slots: int,
     tree: TreeShape | None,
-    samples: bool,
+    drawing_bytes: int,
 ) -> int:
-    """Return the activations of a prompt's prefill or of a pass over `num_slots` prompts, whichever are more."""
+    """Return the activations of a prompt's prefill or of a pass over `num_slots` prompts, whichever are more.
+
+    drawing_bytes: those by which drawing tokens adds to each logit of the target.
+    """
     each, config = model.dtype.itemsize, model.config.get_text_config()
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     wide = max(getattr(config, "intermediate_size", 0), compute_routed_width(config))
@@ -93,7 +103,7 @@ def _estimate_activation_bytes(
         width = draft.fc.in_features if draft is not None else 3 * hidden
         prefill += tokens * each * (2 * width + 6 * hidden)  # features in parts and joined; the draft's fused input
     nodes = num_slots * (tree.num_draft_tokens if tree else 1)
-    cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + (40 if samples else 0)))
+    cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + drawing_bytes))
     if draft is not None and tree is not None:
         cycle += num_slots * _count_draft_logits(draft, tree) * (each + 24)  # float32, sort keys, their sort
     fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0

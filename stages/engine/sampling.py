@@ -9,7 +9,14 @@ path continues while the draw is among the node's children. A child x is accepte
 child proposes is drawn from the remaining distribution. This is SGLang 0.5.17's target-only verification
 (`tree_speculative_sampling_target_only` with both thresholds at 1), with one draw a node instead of one a child.
 
-Letters: M nodes, V vocabulary.
+Sampled drafts (SGLang's DSPARK, vLLM's `draft_sample_method: probabilistic`) are drawn too, from q, the draft's distribution
+at the same temperature, without top-k and top-p. Draft x is accepted with probability min(1, p(x) / q(x)), p being the target's
+distribution as above; else the token is drawn from the residual (p - q)+, normalised; after a whole accepted chain from p. So
+the committed tokens have the target's distribution (Leviathan et al. 2023, appendix A.1). An answer has three numbers for each
+token: one draws the draft, one decides, one draws the target's token. Whether a draft is accepted depends on numbers up to its
+own position only, so a number that was spent on a rejected draft is as good as new for the next cycle.
+
+Letters: B prompts decoded together, M nodes, N nodes of all prompts, V vocabulary.
 """
 
 import hashlib
@@ -19,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stages.target.token_probabilities import compute_probabilities
+
 
 class SamplingParams(NamedTuple):
     """Sampling of one answer."""
@@ -27,14 +36,30 @@ class SamplingParams(NamedTuple):
     top_p: float  # 1: all
     top_k: int | None  # None: all
     seed: int  # this answer's own
+    samples_drafts: bool = False  # drafts are drawn too, and verified by the ratio of both probabilities
+
+    @property
+    def shared(self) -> tuple[float, float, int | None, bool]:
+        """Return what answers that are decoded together have in common."""
+        return self.temperature, self.top_p, self.top_k, self.samples_drafts
+
+    @property
+    def draft_temperature(self) -> float | None:
+        """Return the temperature that drafts are drawn at; None where they are greedy."""
+        return self.temperature if self.samples_drafts else None
 
 
-def make_sampling_params(temperature: float, top_p: float, top_k: int | None, about: str) -> SamplingParams | None:
+def make_sampling_params(
+    temperature: float, top_p: float, top_k: int | None, about: str, samples_drafts: bool = False
+) -> SamplingParams | None:
     """Return parameters with a seed hashed from `about`, independent of the order of answers; None (greedy) at temperature 0."""
     if temperature == 0:
         return None
-    digest = hashlib.sha256(about.encode()).digest()
-    return SamplingParams(temperature, top_p, top_k, int.from_bytes(digest[:8], "big") >> 1)
+    return SamplingParams(temperature, top_p, top_k, _hash_seed(about), samples_drafts)
+
+
+def _hash_seed(about: str) -> int:
+    return int.from_bytes(hashlib.sha256(about.encode()).digest()[:8], "big") >> 1
 
 
 class TokenSampler:
@@ -50,8 +75,28 @@ class TokenSampler:
         """logits [M, V] after each of M nodes, indices [M] of their tokens in the answer, from 0 -> tokens [M]."""
         if self._sampling is None:
             return logits.argmax(-1)
-        temperature, top_p, top_k, _ = self._sampling
-        return draw_tokens(compute_probabilities(logits, temperature, top_p, top_k), self._uniforms[indices])
+        return draw_tokens(self._compute_probabilities(logits), self._uniforms[indices])
+
+    def sample_after_drafts(
+        self,
+        logits: Tensor,  # [B, M, V] after each node of chains, the roots first
+        indices: Tensor,  # [B, M] as for `sample`
+        drafts: Tensor,  # [B, M-1]
+        draft_probabilities: Tensor,  # [B, M-1, V] that they were drawn from
+        coins: Tensor,  # [B, M-1] float64 in [0, 1)
+    ) -> Tensor:
+        """Return the target's tokens [B, M]: after a node whose draft is accepted the draft itself, else one of the residual."""
+        probabilities = self._compute_probabilities(logits)
+        accepted = accept_drafts(probabilities[:, :-1], draft_probabilities, drafts, coins)
+        residual = compute_residual(probabilities[:, :-1], draft_probabilities)
+        remaining = torch.cat([residual, probabilities[:, -1:]], dim=1)
+        tokens = draw_tokens(remaining.flatten(0, 1), self._uniforms[indices].flatten()).view_as(indices)
+        return torch.cat([torch.where(accepted, drafts, tokens[:, :-1]), tokens[:, -1:]], dim=1)
+
+    def _compute_probabilities(self, logits: Tensor) -> Tensor:
+        assert self._sampling is not None, "greedy decoding has no probabilities"
+        temperature, top_p, top_k = self._sampling[:3]
+        return compute_probabilities(logits, temperature, top_p, top_k)
 
 
 def draw_uniforms(seed: int, count: int) -> Tensor:
@@ -59,24 +104,24 @@ def draw_uniforms(seed: int, count: int) -> Tensor:
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def compute_probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
-    """logits [..., V] -> probabilities [..., V] float32 after temperature, then top-k, then top-p, as in transformers,
-    SGLang and vLLM.
+def draw_draft_uniforms(seed: int, count: int) -> Tensor:
+    """Return [count, 2] as `draw_uniforms`, independent of it: the first of each draws a draft, the second is its coin."""
+    return draw_uniforms(_hash_seed(f"drafts:{seed}"), 2 * count).view(count, 2)
 
-    top-k keeps the k greatest logits and all equal to the last of them. top-p keeps the likeliest tokens until they sum to
-    top_p, at least one; among equal tokens the smaller id comes first.
+
+def accept_drafts(target: Tensor, draft: Tensor, drafts: Tensor, coins: Tensor) -> Tensor:
+    """target, draft [..., V] probabilities, drafts [...], coins [...] in [0, 1) -> [...] bool: coin < p / q.
+
+    In float64, so that no coin is rounded up to 1; a token of q <= p is always accepted, one of p = 0 never.
     """
-    logits = logits.float() / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        last = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < last, -torch.inf)
-    probabilities = logits.softmax(-1)
-    if top_p < 1:
-        ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # likelier tokens already sum to top_p
-        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered.masked_fill(beyond, 0))
-        probabilities /= probabilities.sum(-1, keepdim=True)
-    return probabilities
+    p, q = (probabilities.gather(-1, drafts[..., None])[..., 0].double() for probabilities in (target, draft))
+    return coins * q < p
+
+
+def compute_residual(target: Tensor, draft: Tensor) -> Tensor:
+    """Return (p - q)+ [..., V], not normalised; p where the two are equal but for rounding, and nothing would remain."""
+    residual = (target - draft).clamp(min=0)
+    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
 
 
 def draw_tokens(probabilities: Tensor, uniforms: Tensor) -> Tensor:

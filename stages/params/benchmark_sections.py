@@ -22,6 +22,7 @@ from stages.params.section import (
     get_named,
 )
 from stages.params.tree_sections import TreeNames
+from stages.params.tree_shape import TreeShape
 
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 
@@ -125,6 +126,7 @@ class Benchmark(Section):
     allow_unsandboxed_code: bool  # HumanEval answers run even where the kernel can't keep them from the user's files
     torch_workloads: Names
     tree_scoring: Literal["sglang", "eagle"]
+    draft_sampling: Literal["greedy", "sampled"]
     num_threads: Count
     num_gpus_total: Count
     num_gpus_per_model: Count
@@ -146,12 +148,26 @@ class Benchmark(Section):
                     f"mode is {self.mode}, expected both while workload {name} has `until`, which waits for a speedup; set its "
                     "until to null and repeats to a number"
                 )
+        if self.samples_drafts:
+            for tree in (tree for tree in map(TreeShape.parse, self.trees) if tree.topk > 1):
+                raise ValueError(
+                    f"trees: {tree.name} has topk {tree.topk} and draft_sampling is sampled, expected chains "
+                    f"(t{tree.num_steps}_1_{tree.num_steps + 1}): only of chains is a draft verified by the ratio of both "
+                    "probabilities; take it out, or set draft_sampling to greedy"
+                )
         if self.num_gpus_total % self.num_gpus_per_model:
             raise ValueError(
                 f"num_gpus_total is {self.num_gpus_total}, expected a multiple of num_gpus_per_model, "
                 f"{self.num_gpus_per_model}, the GPUs that hold one copy of the target; correct one of them"
             )
         return self
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Return whether drafts are sampled for some workload of the torch engine: none is at temperature 0."""
+        return self.draft_sampling == "sampled" and any(
+            self.workloads[name].temperature for name in self.torch_workloads
+        )
 
     def is_decoded_one_by_one(self, name: str) -> bool:
         """Return whether the torch engine runs a workload prompt by prompt, both ways; otherwise it is measured in loads."""

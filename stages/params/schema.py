@@ -213,7 +213,9 @@ class Params(Section):
             )
 
     def _check_block_trees(self) -> None:
-        """Raise ValueError for a tree that is named and deeper than a trained block, or too few shallow ones to time."""
+        """Raise ValueError for a tree that is named and deeper than a trained block, for too few shallow ones to time, and for
+        sampled drafts of another family.
+        """
         trained, timed = self.train_draft.checkpoints, self.time_trees
         blocks = {name: segment.num_drafts for name, segment in trained.items() if isinstance(segment, BlockSegment)}
         served, torch = self.benchmark_served, self.benchmark
@@ -224,6 +226,13 @@ class Params(Section):
                 raise ValueError(
                     f"{key}.trees: {tree} is deeper than the {blocks[name]} drafts of a block of {name}, expected num_steps of "
                     f"at most {blocks[name]}; lower it, or raise train_draft.checkpoints.{name}.block_size"
+                )
+        for name in torch.checkpoints if torch.samples_drafts else []:
+            if name in trained and name not in blocks:
+                raise ValueError(
+                    f"benchmark.checkpoints: {name} is of EAGLE-3 and benchmark.draft_sampling is sampled, expected block drafts "
+                    "(method dflash or dspark), whose chains alone have sampled drafts; take it out, or set draft_sampling to "
+                    "greedy"
                 )
         for name in timed.checkpoints:
             if name in blocks:

@@ -160,8 +160,8 @@ def replay_block_answers(
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay every tree on every answer. Raises ValueError for a tree that can't be built from such blocks."""
-    places = _find_places(ids, starts, ends, draft.config.num_drafts)
-    states = _compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
+    places = find_places(ids, starts, ends, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
     anchor_tokens = ids.flatten()[places.anchors]
     return replay_block_trees(draft, head, states, anchor_tokens, places, trees, tree_scoring, places_per_batch, traced)
 
@@ -182,10 +182,10 @@ def trace_block_cycles(
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""
     row, place = cycle_starts.nonzero(as_tuple=True)  # [C]
-    places = _find_places(ids, starts, ends, draft.config.num_drafts)
+    places = find_places(ids, starts, ends, draft.config.num_drafts)
     index = (places.counts.cumsum(0) - places.counts)[row] + place
     anchors, following = places.anchors[index], places.following[index, : tree.num_steps]
-    states = _compute_row_states(draft, embedding, ids, features, anchors, places_per_batch)
+    states = compute_row_states(draft, embedding, ids, features, anchors, places_per_batch)
     anchor_tokens = ids.flatten()[anchors]
     given = draft, head, states, anchor_tokens, tree.num_steps, tree.topk, tree_scoring, places_per_batch
     parts = [candidates for _, candidates in _expand_places(*given)]
@@ -198,20 +198,20 @@ def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory
     """Return how many tokens and places fit into `memory` bytes, half of it for each."""
     c, size = draft.config, draft.fc.weight.element_size()
     cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    numbers = (2 * len(c.feature_layers) + 1 + c.num_drafts) * c.hidden_size + cached  # features, c, states
+    numbers = (2 * len(c.feature_layers) + 2 + c.num_drafts) * c.hidden_size + cached  # features, last, c, states
     token = numbers * size + count_table_bytes(trees)
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
     place = c.block_size * layer * size + count_candidate_bytes(trees)
     return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // place))
 
 
-def _find_places(ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> AnswerPlaces:
+def find_places(ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> AnswerPlaces:
     """Find the places of padded rows ids [B, T]; anchors are indices into the flattened rows."""
     first = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
     return AnswerPlaces.build(ids.flatten(), first + starts, first + ends, num_drafts)
 
 
-def _compute_row_states(
+def compute_row_states(
     draft: BlockDraft, embedding: Tensor, ids: Tensor, features: Tensor, anchors: Tensor, places_per_batch: int
 ) -> Tensor:
     """Return the drafting states [L, D, H] of the blocks at anchors [L], ascending indices into the flattened rows.

@@ -15,8 +15,9 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
 from stages.hidden_states.format import HiddenStatesRow
 from stages.params.tree_shape import TreeShape
-from stages.replay import block_replay, replay, tree_statistics
+from stages.replay import block_replay, replay, sampled_drafts, tree_statistics
 from stages.replay.replay import ReplayCapacity, ReplayOutput
+from stages.replay.sampled_drafts import ExpectedCounts
 from stages.replay.tree_statistics import TreeCycles
 
 
@@ -30,9 +31,10 @@ class ReplayBatch:
     starts: Tensor  # [B] index of each answer's first token
     ends: Tensor  # [B] index after its last
     multimodal: MultimodalFeatures | None
+    last: Tensor | None = None  # [B, T, H] after the final norm, where it is asked for
 
     @classmethod
-    def collate(cls, rows: list[HiddenStatesRow], device: torch.device) -> "ReplayBatch":
+    def collate(cls, rows: list[HiddenStatesRow], device: torch.device, keeps_last: bool = False) -> "ReplayBatch":
         return cls(
             [r.id for r in rows],
             pad_sequence([r.ids.to(torch.int64) for r in rows], batch_first=True).to(device),
@@ -40,6 +42,7 @@ class ReplayBatch:
             torch.tensor([r.prompt_length for r in rows], device=device),
             torch.tensor([len(r.ids) for r in rows], device=device),
             _collate_multimodal(rows, device),
+            pad_sequence([r.last for r in rows], batch_first=True).to(device) if keeps_last else None,
         )
 
 
@@ -104,6 +107,12 @@ class BlockReplay:
     def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_places: int) -> TreeCycles:
         given = self.draft, self.embedding, self.head, batch.ids, batch.features, batch.starts, batch.ends
         return block_replay.trace_block_cycles(*given, cycle_starts, tree, self.tree_scoring, num_places)
+
+    def replay_sampled(self, batch: ReplayBatch, temperature: float, top_p: float, num_places: int) -> ExpectedCounts:
+        """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
+        assert batch.last is not None, "collated with keeps_last"
+        given = self.draft, self.embedding, self.head, batch.ids, batch.features, batch.last, batch.starts, batch.ends
+        return sampled_drafts.replay_sampled_answers(*given, temperature, top_p, num_places)
 
 
 def _collate_multimodal(rows: list[HiddenStatesRow], device: torch.device) -> MultimodalFeatures | None:

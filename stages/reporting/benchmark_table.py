@@ -21,6 +21,7 @@ from stages.reporting.text import (
     format_tree,
 )
 from stages.results import replay_records
+from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.prediction import PredictedSpeedup
 from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
@@ -63,6 +64,7 @@ class BenchmarkRow(TableRow):
     replay_tau: float | None
     engine: str
     process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
+    draft_sampling: DraftSampling = GREEDY  # tables of before it was recorded have none
 
     @property
     def shape(self) -> TreeShape:
@@ -109,7 +111,9 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
     """Return the line of a tree without a cell; `predicted` is its speedup at the workload's temperature."""
     shape = tree.shape
     return BenchmarkRow(
-        **tree.model_dump(include={"checkpoint", "topk", "tau", "tau_low", "tau_high", "accept_rate"}),
+        **tree.model_dump(
+            include={"checkpoint", "topk", "tau", "tau_low", "tau_high", "accept_rate", "draft_sampling"}
+        ),
         workload=workload,
         tree=shape.name,
         num_steps=shape.num_steps,

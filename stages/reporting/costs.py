@@ -16,6 +16,7 @@ from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 from stages.results import cost_measured, cost_served, prediction
 from stages.results.cost_measured import ComparedPrediction
+from stages.results.draft_sampling import DraftSampling, limit_draft_sampling
 from stages.results.prediction import LaunchAdvice, PredictedSpeedup, SpeculationLimit
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
@@ -46,13 +47,14 @@ def predict_and_compare(
     replays: Mapping[str, list[ReplayedTree]],
     alike: Callable[[str, str], bool],
     temperatures: Iterable[float],
+    draft_sampling: DraftSampling,
     flags: Callable[[str, PredictedSpeedup], list[str] | None],
 ) -> CostPrediction:
     """Return the predictions by every cost, and how cells compare with them.
 
     `timed` are the torch engine's costs, `simulated` those of serving_costs, which count before those derived from served cells:
     they cover more trees, and no cell is predicted by itself. `alike` tells whether two checkpoints' drafts have the same shapes;
-    `temperatures` are those of the torch engine's workloads (a served cost has its own); `flags` as in
+    `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `flags` as in
     prediction.choose_launches.
     """
     served, remarks = cost_served.derive_costs(lines)
@@ -63,9 +65,12 @@ def predict_and_compare(
     for costs in by_load.values():
         for checkpoint, trees in replays.items():
             if nearest := _find_cost(checkpoint, costs, alike):
-                for temperature in temperatures if nearest.engine == "torch" else [nearest.settings["temperature"]]:
-                    rows += prediction.predict_speedups(nearest, checkpoint, temperature, trees)
-                    remarks += _explain_left_out(nearest, checkpoint, temperature, trees)
+                is_torch = nearest.engine == "torch"
+                drafts = draft_sampling if is_torch else nearest.draft_sampling
+                for temperature in temperatures if is_torch else [nearest.settings["temperature"]]:
+                    given = nearest, checkpoint, temperature, trees, drafts
+                    rows += prediction.predict_speedups(*given)
+                    remarks += _explain_left_out(*given)
     torch_costs = {name: own for name in replays if (own := _find_cost(name, timed, alike))}
     remarks += [
         f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
@@ -87,10 +92,13 @@ def _find_cost(checkpoint: str, costs: list[TimingGrid], alike: Callable[[str, s
     return next(iter([*own, *(cost for cost in costs if alike(cost.checkpoint, checkpoint))]), None)
 
 
-def _explain_left_out(cost: TimingGrid, checkpoint: str, temperature: float, trees: list[ReplayedTree]) -> list[str]:
-    name, replayed = describe_cost(cost), select_temperature(trees, temperature)
+def _explain_left_out(
+    cost: TimingGrid, checkpoint: str, temperature: float, trees: list[ReplayedTree], draft_sampling: DraftSampling
+) -> list[str]:
+    name, replayed = describe_cost(cost), select_temperature(trees, temperature, draft_sampling)
     if not replayed:
-        return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}, so it has no tau there"]
+        drafts = " with sampled drafts" if limit_draft_sampling(draft_sampling, temperature) == "sampled" else ""
+        return [f"{name}: {checkpoint} was not replayed at temperature {temperature:g}{drafts}, so it has no tau there"]
     if outside := prediction.count_outside_grid(cost, replayed):
         bounds = prediction.get_grid_bounds(cost)
         axes = ", ".join(

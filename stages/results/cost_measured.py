@@ -147,7 +147,9 @@ def compare_simulated_lines(
                 or not (row.checkpoint == timed.checkpoint or alike(timed.checkpoint, str(row.checkpoint)))
             ):
                 continue
-            trees = select_temperature(replays.get(str(row.checkpoint), []), timed.settings["temperature"])
+            trees = select_temperature(
+                replays.get(str(row.checkpoint), []), timed.settings["temperature"], timed.draft_sampling
+            )
             tree = next((tree for tree in trees if tree.shape == shape), None)
             if tree and (found := measure_served_line(line)):
                 cycle_s = timed.fit.predict_cycle_s(shape, plain.batch)
@@ -164,7 +166,9 @@ def compare_served_lines(
     """Return served points compared with what the other points of their timing grid predict for them."""
     every, made = list(lines), []
     for timed in costs:
-        trees = select_temperature(replays.get(timed.checkpoint, []), timed.settings["temperature"])
+        trees = select_temperature(
+            replays.get(timed.checkpoint, []), timed.settings["temperature"], timed.draft_sampling
+        )
         for left_out_s, point in zip(timed.fit.left_out_s, timed.grid, strict=True):
             tree = next((tree for tree in trees if tree.shape == point.shape), None)
             line = next((line for line in every if _is_grid_point(line, timed, point)), None)

@@ -69,6 +69,7 @@ def _build_cost(lines: list[ServedTableLine]) -> TimingGrid:
         target=cell.fingerprint.get("target"),
         settings={
             "temperature": cell.temperature,
+            "draft_sampling": cell.draft_sampling,
             "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
             "repeats": row.repeats,
         },

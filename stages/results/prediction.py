@@ -16,12 +16,14 @@ from typing import Any
 from stages.params.tree_shape import TreeShape
 from stages.results import interval
 from stages.results.cost_model import CostModel
+from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.record import Record, TableRow
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.timing_grid import PlainStepTime, TimingGrid
 from stages.runtime import atomic
 
 LAUNCH_FILE = Path("results/launch.json")
+REPLAY_COLUMNS = ("steps", "topk", "tokens", "tau_low", "tau_high", "draft_sampling")
 LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
 
 
@@ -46,6 +48,7 @@ class PredictedSpeedup(TableRow):
     speedup: float
     low: float | None
     high: float | None
+    draft_sampling: DraftSampling = GREEDY  # of the replay whose tau this is
 
     @property
     def shape(self) -> TreeShape:
@@ -104,11 +107,15 @@ class SpeedupEstimate:
 
 
 def predict_speedups(
-    cost: TimingGrid, checkpoint: str, temperature: float, trees: Iterable[ReplayedTree]
+    cost: TimingGrid,
+    checkpoint: str,
+    temperature: float,
+    trees: Iterable[ReplayedTree],
+    draft_sampling: DraftSampling = GREEDY,
 ) -> list[PredictedSpeedup]:
     """Return the prediction for each tree within the timing grid and each batch with a plain step."""
     within, found = get_grid_bounds(cost), []
-    for tree in select_temperature(trees, temperature):
+    for tree in select_temperature(trees, temperature, draft_sampling):
         for plain in cost.plain:
             if is_inside_grid(within, tree.shape, plain.batch):
                 cycle_s = cost.fit.predict_cycle_s(tree.shape, plain.batch)
@@ -117,7 +124,7 @@ def predict_speedups(
                         **{name: cost[name] for name in ("engine", "workload", "max_new_tokens")},
                         temperature=temperature,
                         checkpoint=checkpoint,
-                        **{name: tree[name] for name in ("steps", "topk", "tokens", "tau_low", "tau_high")},
+                        **{name: tree[name] for name in REPLAY_COLUMNS},
                         concurrency=plain.batch,
                         **vars(estimate_speedup(tree, cycle_s, cost.fit, plain)),
                     )

@@ -54,7 +54,10 @@ class Record(BaseModel):
 
     @classmethod
     def read_csv(cls, place: Path, made_by: str) -> list[Self]:
-        """Read the rows of a CSV file, empty values as None. Raises ValueError as `read_json`."""
+        """Read the rows of a CSV file, empty values as None. Raises ValueError as `read_json`.
+
+        A column whose field has a default may be missing, as such a key of a JSON file: an earlier version wrote none.
+        """
         if not place.exists():
             raise atomic.Broken(f"{place} not found", f"run: dvc repro {made_by}")
         try:
@@ -63,7 +66,7 @@ class Record(BaseModel):
                 columns, rows = lines.fieldnames or (), list(lines)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise atomic.Broken(f"{place} can't be read as CSV ({error})", atomic.rerun(made_by)) from None
-        if missing := sorted(set(cls.model_fields) - set(columns)):
+        if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
             raise atomic.Broken(f"{place} lacks the columns {missing}", atomic.rerun(made_by))
         try:
             return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]

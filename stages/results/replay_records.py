@@ -1,7 +1,8 @@
 """Results of replay on disk; docs/metrics.md defines the columns.
 
 `results/replay/<checkpoint>.csv`: a row for each tree on the target's answers at temperature 0, then a row for each tree on
-answers sampled above it. `<checkpoint>.inside.csv`: statistics of the cycles of some trees at temperature 0, a row a bucket.
+answers sampled above it, and there one more for each chain of a block draft, with sampled drafts. `<checkpoint>.inside.csv`:
+statistics of the cycles of some trees at temperature 0, a row a bucket.
 """
 
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.params.tree_shape import TreeShape
+from stages.results.draft_sampling import GREEDY, DraftSampling, limit_draft_sampling
 from stages.results.record import Record
 from stages.runtime import atomic
 
@@ -26,14 +28,15 @@ class ReplayedTree(Record):
     tau_low: float | None  # None if one conversation was replayed, as `tau_high`
     tau_high: float | None
     accept_rate: float
-    cycles: int
-    accepted: int
+    cycles: int | float  # expected ones, and expected accepted drafts, where drafts are sampled
+    accepted: int | float
     mean_depth: float
     acceptance: str | None
-    tau_oracle: float | None
+    tau_oracle: float | None  # None where drafts are sampled, as `tau_adaptive`
     tau_adaptive: float | None
     temperature: float
     top_p: float | None  # None at temperature 0
+    draft_sampling: DraftSampling = GREEDY  # sampled: verified by the ratio of both probabilities
 
     @property
     def shape(self) -> TreeShape:
@@ -58,6 +61,9 @@ class SampledTree(Sampling, Protocol):
 
     @property
     def shape(self) -> TreeShape: ...
+
+    @property
+    def draft_sampling(self) -> DraftSampling: ...
 
 
 class TreeBucket(Record):
@@ -86,22 +92,28 @@ def read_replay(checkpoint: str) -> list[ReplayedTree]:
     return rows
 
 
-def select_temperature(trees: Iterable[ReplayedTree], temperature: float) -> list[ReplayedTree]:
-    """Return the trees on answers of one temperature."""
-    return [tree for tree in trees if tree.temperature == temperature]
+def select_temperature(
+    trees: Iterable[ReplayedTree], temperature: float, draft_sampling: DraftSampling = GREEDY
+) -> list[ReplayedTree]:
+    """Return the trees on answers of one temperature, their drafts greedy or sampled; at temperature 0 all are greedy."""
+    wanted = temperature, limit_draft_sampling(draft_sampling, temperature)
+    return [tree for tree in trees if (tree.temperature, tree.draft_sampling) == wanted]
 
 
-def select_sampled_alike(trees: Iterable[ReplayedTree], sampling: Sampling) -> list[ReplayedTree]:
+def select_sampled_alike(
+    trees: Iterable[ReplayedTree], sampling: Sampling, draft_sampling: DraftSampling
+) -> list[ReplayedTree]:
     """Return the trees on answers sampled so: at temperature 0, or above it with the same top-p and without top-k."""
-    alike = select_temperature(trees, sampling.temperature)
+    alike = select_temperature(trees, sampling.temperature, draft_sampling)
     if not sampling.temperature:
         return alike
     return [tree for tree in alike if tree.top_p == sampling.top_p and sampling.top_k is None]
 
 
 def find_replayed_tau(trees: Iterable[ReplayedTree], cell: SampledTree) -> float | None:
-    """Return the replayed tau of a cell's tree on answers sampled as the cell samples; None if there is none."""
-    return next((tree.tau for tree in select_sampled_alike(trees, cell) if tree.shape == cell.shape), None)
+    """Return the replayed tau of a cell's tree on answers and drafts sampled as the cell's; None if there is none."""
+    alike = select_sampled_alike(trees, cell, cell.draft_sampling)
+    return next((tree.tau for tree in alike if tree.shape == cell.shape), None)
 
 
 def locate_tree_statistics(checkpoint: str) -> Path:

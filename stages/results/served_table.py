@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from stages.results import interval, replay_records, served_records
+from stages.results.draft_sampling import DraftSampling
 from stages.results.record import TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import LoadPoint, ServedCell
@@ -82,6 +83,7 @@ class ServedRow(TableRow):
     accuracy: float | None = None
     baseline_accuracy: float | None = None
     remark: str | None = None  # why there is no speedup, or no point
+    draft_sampling: DraftSampling | None = None  # None of plain decoding
 
     @property
     def load(self) -> LoadKey:
@@ -202,7 +204,8 @@ def _get_names(cell: ServedCell, decoding: str) -> dict[str, Any]:
         "temperature",
         "status",
     )
-    return {name: cell[name] for name in names} | {"decoding": decoding}
+    drafts = cell.draft_sampling if decoding == SPECULATIVE else None
+    return {name: cell[name] for name in names} | {"decoding": decoding, "draft_sampling": drafts}
 
 
 def _build_unsupported_row(cell: ServedCell, decoding: str, replay: float | None = None) -> ServedRow:

@@ -12,6 +12,7 @@ from annotated_types import MinLen
 
 from stages.params.tree_shape import TreeShape
 from stages.results.cost_model import CostModel
+from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.record import Record
 from stages.results.torch_records import Hardware
 from stages.runtime import atomic
@@ -64,6 +65,11 @@ class TimingGrid(Record):
     hardware: Hardware
     versions: dict[str, str]
     seconds: float
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """Return how a serving engine chose its drafts; grids timed before it was recorded have greedy ones."""
+        return self.settings.get("draft_sampling", GREEDY)
 
 
 def locate_timing_grid(engine: str, checkpoint: str) -> Path:

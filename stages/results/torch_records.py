@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import TreeShape
+from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.record import Record
 from stages.runtime import atomic
 
@@ -60,6 +61,7 @@ class TreeCell(Cell):
     num_steps: int | None
     topk: int | None
     num_draft_tokens: int | None
+    draft_sampling: DraftSampling = GREEDY  # cells measured before it was recorded have none; a baseline has no drafts
 
     @property
     def shape(self) -> TreeShape:

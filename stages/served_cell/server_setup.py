@@ -91,6 +91,16 @@ def configure_server(
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
 
 
+def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
+    """Return whether the server samples the workload's drafts; False without a draft, and at temperature 0."""
+    if measured.draft is None or not work.workload.temperature:
+        return False
+    flags = [*measured.speculation_flags, *work.setup.more]
+    environment = measured.info.get("environment", {})
+    given = work.setup.engine, measured.draft.algorithm, flags, environment, work.workload.top_k
+    return engine_flags.samples_drafts(*given)
+
+
 def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
     """Return why the engine can't run this cell; None if it can."""
     engine, draft, reason = work.params.benchmark_served.engine, measured.draft, None

@@ -7,7 +7,7 @@ measuring.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,23 @@ def get_block_algorithm(config: dict[str, Any]) -> str | None:
 def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
     """Return the algorithm of a draft: that of a block draft, else `algorithm`, which benchmark_served.server names."""
     return get_block_algorithm(config) or algorithm
+
+
+def samples_drafts(
+    engine: str, algorithm: str, flags: Sequence[str], environment: Mapping[str, str], top_k: int | None
+) -> bool:
+    """Return whether an engine samples drafts above temperature 0 and verifies them by the ratio of both probabilities.
+
+    vLLM does so if told by draft_sample_method; SGLang's DSPARK does unless told otherwise, its other algorithms if told; neither
+    for requests of top_k 1. `flags` are those of the server, `environment` its variables.
+    """
+    if top_k == 1:
+        return False
+    if engine == "vllm":
+        return re.search(r"draft_sample_method\W+probabilistic", " ".join(flags)) is not None
+    if algorithm == "DSPARK":
+        return environment.get("SGLANG_DSPARK_USE_GREEDY_DRAFT", "").lower() not in ("1", "true", "yes", "on")
+    return "--speculative-use-rejection-sampling" in flags
 
 
 def _explain_unsupported_block(num_steps: int, topk: int, draft: dict[str, Any], algorithm: str) -> str | None:

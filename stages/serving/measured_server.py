@@ -185,9 +185,12 @@ def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) ->
 
 
 def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
-    """Check that the GPUs have room for servers that start at once, and each for its weights."""
+    """Check that no other process holds memory that a server will take, and that each has room for its weights.
+
+    Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes.
+    """
     setup = plan.setup
-    gpu_memory.check_free_memory(gpus, setup.mem_fraction * len(servers))
+    gpu_memory.check_free_memory(gpus, setup.mem_fraction)
     weights = sum(file.stat().st_size for file in Path(setup.folder).glob("*.safetensors")) / 2**30
     tokens = min(plan.cache_tokens, setup.max_total_tokens or plan.cache_tokens)
     capacity = sum(gpu.total for gpu in gpus) * setup.mem_fraction

@@ -73,6 +73,7 @@ class DraftTree:
     parents: Tensor  # [N, M] node index of the parent; the root's is 0
     ancestor_mask: Tensor  # [N, M, M] see `build_ancestor_mask`
     depths: Tensor  # [N, M], the root's is 0
+    probabilities: Tensor | None = None  # [N, M-1, D] that the tokens of a chain were drawn from; None: not sampled
 
 
 def check_tree(tree: TreeShape, draft_vocab_size: int, sliding_window: int | None = None) -> None:

@@ -153,7 +153,9 @@ def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedMo
             assert said(steps(engine.decode_batch(some, 3, tree), 5)) == expected
             assert said(steps(engine.decode_batch(asks(5), 3, tree), 5)) == [searched(model, ask) for ask in asks(5)]
     mixed = [some[0], asks(1)[0]]
-    with pytest.raises(ValueError, match=r"share temperature, top-p and top-k; decode others apart"):
+    with pytest.raises(
+        ValueError, match=r"share temperature, top-p, top-k and how drafts are sampled; decode others apart"
+    ):
         list(engine.decode_batch(mixed, 2, None))
 
 
@@ -257,7 +259,7 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     wide, narrow = TreeShape(5, 4, 16), TreeShape(3, 3, 8)
     for tree in (wide, None, wide, narrow):
         list(engine.decode_batch(asks(), 3, tree))
-    expected = {(engine.methods[wide], None), (None, None), (engine.methods[narrow], None)}
+    expected = {(engine.get_tree_method(wide), None), (None, None), (engine.get_tree_method(narrow), None)}
     assert set(engine.slots.idle[-1].graphs.recorded) == expected
 
 

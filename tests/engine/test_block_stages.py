@@ -90,6 +90,70 @@ def test_a_cell_of_several_prompts_at_once(project: Path) -> None:
     assert answers == expected and len(answers) == 5
 
 
+def sample_drafts(project: Path, layout: str, temperature: float = 0.8, **more: Any) -> None:
+    hot = {**WORKLOADS["eval"], "temperature": temperature, **more}
+    chosen = {"draft_sampling": "sampled", "trees": ["t3_1_4"], "torch_workloads": ["eval"]}
+    name_checkpoint(project, layout, workloads={**WORKLOADS, "eval": hot}, **chosen)
+    prepare_prompts.main("eval")
+
+
+def read_answers(cell: torch_records.TorchCell) -> list[tuple[int, int, int]]:
+    return [(row.output_tokens, row.cycles, row.accepted) for row in cell.prompts]
+
+
+@both_layouts
+def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project: Path, layout: str) -> None:
+    write_draft(layout)
+    found = {}
+    for temperature, draft_sampling in ((0.8, "sampled"), (0.8, "greedy"), (0.0, "sampled"), (0.0, "greedy")):
+        sample_drafts(project, layout, temperature)
+        edit_params(project, {"benchmark": {"draft_sampling": draft_sampling}})
+        benchmark.main("eval", "block", "t3_1_4")
+        found[temperature, draft_sampling] = torch_records.read_torch_cell("eval", "block", "t3_1_4")
+    assert [cell.draft_sampling for cell in found.values()] == ["sampled", "greedy", "greedy", "greedy"]
+    assert read_answers(found[0.0, "sampled"]) == read_answers(found[0.0, "greedy"])
+    assert read_answers(found[0.8, "sampled"]) != read_answers(found[0.8, "greedy"])
+    sampled = found[0.8, "sampled"]
+    assert sampled.metrics.identical_share is None and sum(row.accepted for row in sampled.prompts) > 0
+    place = torch_records.locate_torch_cell("eval", "block", "t3_1_4")
+    older = {key: value for key, value in json.loads(place.read_text()).items() if key != "draft_sampling"}
+    place.write_text(json.dumps(older))
+    assert torch_records.read_torch_cell("eval", "block", "t3_1_4").draft_sampling == "greedy"
+
+
+def test_a_load_of_sampled_drafts_says_so(project: Path) -> None:
+    write_draft("dspark")
+    sample_drafts(project, "dspark", concurrency=2)
+    benchmark.main("eval", "block", "t3_1_4")
+    found = served_records.read_served_cell("eval", "block", "t3_1_4", served_records.TORCH_ENGINE)
+    assert found.draft_sampling == "sampled" and found.points[0].acceptance.cycles > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"trees": ["t3_1_4", "t3_2_6"]},
+            r"trees: t3_2_6 has topk 2 and draft_sampling is sampled, expected chains \(t3_1_4\)",
+        ),
+        (
+            {"checkpoints": ["e003", "block"]},
+            "benchmark.checkpoints: e003 is of EAGLE-3 and benchmark.draft_sampling is",
+        ),
+        ({"draft_sampling": "drawn"}, "benchmark.draft_sampling: expected 'greedy' or 'sampled', found 'drawn'"),
+    ],
+)
+def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Path, changes: Any, message: str) -> None:
+    sample_drafts(project, "dflash")
+    schema.load_params()
+    edit_params(project, {"benchmark": changes})
+    with pytest.raises(ValueError, match=message):
+        schema.load_params()
+    if "draft_sampling" not in changes:  # where nothing is sampled, nothing is refused
+        edit_params(project, {"benchmark": {"workloads": WORKLOADS}})
+        schema.load_params()
+
+
 def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
     write_draft("dflash", block_size=3)
     name_checkpoint(project, "dflash")  # whose block_size says 4: a checkpoint written before params.yaml was edited

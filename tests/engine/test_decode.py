@@ -15,10 +15,11 @@ from stages.engine import slot_pool
 from stages.engine.cuda_graphs import AsyncReadback
 from stages.engine.decode import Engine
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
-from stages.engine.sampling import SamplingParams, compute_probabilities, draw_tokens, draw_uniforms
+from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
 from stages.engine.target_kernels import FusedDecoder
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
+from stages.target.token_probabilities import compute_probabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

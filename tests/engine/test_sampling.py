@@ -26,6 +26,7 @@ from stages.replay.replay import replay_answers
 from stages.results import interval
 from stages.target import generation
 from stages.target.hooks import capture_residual_streams
+from stages.target.token_probabilities import compute_probabilities
 from stages.trees import accept_length
 from stages.trees.draft_tree import DraftTree
 from tests.draft.slow_draft import CONFIG, scatter, small_target
@@ -74,16 +75,16 @@ def said(steps) -> list[int]:
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 2.5])
 def test_probabilities_are_transformers(temperature: float, top_p: float, top_k: int | None) -> None:
     logits = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(5))
-    ours = sampling.compute_probabilities(logits, temperature, top_p, top_k)
+    ours = compute_probabilities(logits, temperature, top_p, top_k)
     torch.testing.assert_close(ours, warped(logits, temperature, top_p, top_k), atol=1e-6, rtol=1e-5)
     assert ours.dtype == torch.float32 and torch.all(ours.sum(-1) - 1 < 1e-5)
 
 
 def test_of_equals_the_smaller_ids_are_kept_and_top_k_parts_none() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])
-    assert sampling.compute_probabilities(logits, 1.0, top_k=2)[0].nonzero().flatten().tolist() == [1, 2, 3]
-    assert sampling.compute_probabilities(logits, 1.0, top_p=0.5)[0].nonzero().flatten().tolist() == [1, 2]
-    assert sampling.compute_probabilities(torch.zeros(1, 4), 1.0, top_p=0.01).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert compute_probabilities(logits, 1.0, top_k=2)[0].nonzero().flatten().tolist() == [1, 2, 3]
+    assert compute_probabilities(logits, 1.0, top_p=0.5)[0].nonzero().flatten().tolist() == [1, 2]
+    assert compute_probabilities(torch.zeros(1, 4), 1.0, top_p=0.01).tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("how", ["hot", "cool", "top_p"])
@@ -95,7 +96,7 @@ def test_the_sampling_stage_draws_from_the_same(engine: Engine, monkeypatch: pyt
     monkeypatch.setattr(torch, "multinomial", lambda chances, *a, **k: drawn.append(chances) or real(chances, *a, **k))
     [(ids, _)] = generation.generate_answers(engine.model, [PROMPT], 5, temperature, top_p, [V + 1], 0, 3)
     logits = engine.model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
-    torch.testing.assert_close(torch.cat(drawn), sampling.compute_probabilities(logits, temperature, top_p))
+    torch.testing.assert_close(torch.cat(drawn), compute_probabilities(logits, temperature, top_p))
 
 
 def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
@@ -211,7 +212,9 @@ def tail(count: int, runs: int, chance: float) -> float:
     return math.fsum(math.exp(x) for x in logs)
 
 
-def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: int) -> bool:
+def refused(
+    engine: Engine, how: tuple[float, float, int | None], tree, runs: int, samples_drafts: bool = False
+) -> bool:
     """Whether the first LENGTH tokens can't be the target's: some beginning came too often or too seldom.
 
     Each beginning's count is binomial, two sides of each are looked at, and the bound is shared out among them all: so it
@@ -219,7 +222,7 @@ def refused(engine: Engine, how: tuple[float, float, int | None], tree, runs: in
     """
     known = exact(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
-    asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed)) for seed in range(runs)]
+    asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed, samples_drafts)) for seed in range(runs)]
     for answer in map(said, together(engine, asked, TreeShape(*tree))):
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))

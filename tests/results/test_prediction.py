@@ -78,6 +78,23 @@ def test_trees_of_the_temperature_alone_are_taken() -> None:
     assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
 
 
+def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
+    trees = [replay("t3_1_4", tau, temperature=t, draft_sampling=drafts) for tau, t, drafts in (
+        (3.0, 0.0, "greedy"), (2.0, 0.7, "greedy"), (2.5, 0.7, "sampled"),
+    )]  # fmt: skip
+    found = {
+        (t, drafts): [
+            (r.tau, r.draft_sampling) for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees, drafts)
+        ]
+        for t in (0.0, 0.7)
+        for drafts in ("greedy", "sampled")
+    }
+    assert found == {
+        (0.0, "greedy"): [(3.0, "greedy")], (0.0, "sampled"): [(3.0, "greedy")], (0.7, "greedy"): [(2.0, "greedy")],
+        (0.7, "sampled"): [(2.5, "sampled")],
+    }  # fmt: skip
+
+
 # --- what to launch ---------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from stages.results import replay_records
-from stages.results.replay_records import TreeBucket
+from stages.results.replay_records import ReplayedTree, TreeBucket
+from tests.served_cells import replayed_tree
 
 ROW = {
     "checkpoint": "e003", "tree": "t8_2_16", "by": "context", "bucket": "64-96",
@@ -53,3 +54,25 @@ def test_what_is_broken_is_named(here: None, text: str | None, message: str) -> 
     again = "run: dvc repro replay_trees@e003" if text is None else "run: dvc repro -f -s replay_trees@e003"
     with pytest.raises(ValueError, match=rf"results/replay/e003\.inside\.csv {message}.*; {again}$"):
         replay_records.read_tree_statistics("e003")
+
+
+def test_greedy_and_sampled_drafts_are_told_apart_on_disk() -> None:
+    """Expected counts are no integers; those of greedy drafts stay integers."""
+    alike = {"temperature": 0.7, "top_p": 1.0}
+    trees = [
+        replayed_tree("t3_1_4", 3.0),
+        replayed_tree("t3_1_4", 2.0, **alike),
+        replayed_tree("t3_1_4", 2.5, draft_sampling="sampled", cycles=12.625, accepted=18.9375, **alike),
+    ]
+    ReplayedTree.write_csv(replay_records.locate_replay("e003"), trees)
+    found = replay_records.read_replay("e003")
+    assert found == trees and [type(tree.cycles) for tree in found] == [int, int, float]
+    chosen = {
+        (temperature, drafts): [tree.tau for tree in replay_records.select_temperature(found, temperature, drafts)]
+        for temperature in (0.0, 0.7, 1.0)
+        for drafts in ("greedy", "sampled")
+    }
+    assert chosen == {
+        (0.0, "greedy"): [3.0], (0.0, "sampled"): [3.0], (0.7, "greedy"): [2.0], (0.7, "sampled"): [2.5], (1.0, "greedy"): [],
+        (1.0, "sampled"): [],
+    }  # fmt: skip

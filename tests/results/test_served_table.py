@@ -18,6 +18,7 @@ REPLAYS = {
         replayed_tree("t5_1_6", 3.0),
         replayed_tree("t8_2_16", 4.0),
         replayed_tree("t5_1_6", 2.5, temperature=0.7, top_p=0.9),
+        replayed_tree("t5_1_6", 2.7, temperature=0.7, top_p=0.9, draft_sampling="sampled", cycles=900.25),
     ]
 }
 
@@ -152,12 +153,15 @@ def test_tau_of_the_eval_split_more_than_a_tenth_away_is_off(tau: float, agrees:
     [
         ({}, 3.0), ({"top_p": 0.5, "top_k": 9}, 3.0), ({"temperature": 0.7, "top_p": 0.9}, 2.5), ({"temperature": 0.7}, None),
         ({"temperature": 0.7, "top_p": 0.9, "top_k": 9}, None), ({"temperature": 0.8, "top_p": 0.9}, None),
+        ({"temperature": 0.7, "top_p": 0.9, "draft_sampling": "greedy"}, 2.5),
+        ({"temperature": 0.7, "top_p": 0.9, "draft_sampling": "sampled"}, 2.7),
+        ({"temperature": 0.7, "draft_sampling": "sampled"}, None),
     ],
 )  # fmt: skip
 def test_a_cell_stands_beside_the_replay_of_answers_that_were_drawn_as_its_own(how: Row, tau: float | None) -> None:
     """At temperature 0 nothing is drawn, so top-p and top-k say nothing there."""
     row = only(join(made_up("eval", points=[point(64, 4, 0.02)]), drafted(point(64, 4, 0.01, tau=2.6), **how)))
-    assert row["replay_tau"] == tau
+    assert row["replay_tau"] == tau and row["draft_sampling"] == how.get("draft_sampling", "greedy")
     assert row["replay_ratio"] == (None if tau is None else pytest.approx(2.6 / tau))
 
 

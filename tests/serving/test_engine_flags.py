@@ -86,6 +86,29 @@ def test_architectures_of_block_drafts_are_those_that_checkpoints_are_written_wi
     assert {algorithm: name for name, algorithm in engine_flags.BLOCK_ALGORITHMS.items()} == named
 
 
+@pytest.mark.parametrize(
+    ("engine", "algorithm", "flags", "environment", "top_k", "samples"),
+    [
+        ("sglang", "DSPARK", [], {}, None, True),
+        ("sglang", "DSPARK", [], {}, 20, True),
+        ("sglang", "DSPARK", [], {}, 1, False),
+        ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "1"}, None, False),
+        ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "0"}, None, True),
+        ("sglang", "DFLASH", [], {}, None, False),
+        ("sglang", "EAGLE3", [], {}, None, False),
+        ("sglang", "EAGLE3", ["--speculative-use-rejection-sampling"], {}, None, True),
+        ("vllm", "DSPARK", ["--speculative-config", '{"method": "dspark"}'], {}, None, False),
+        ("vllm", "DFLASH", ["--speculative-config", '{"draft_sample_method": "greedy"}'], {}, None, False),
+        ("vllm", "DFLASH", ["--speculative-config", '{"draft_sample_method":"probabilistic"}'], {}, None, True),
+        ("vllm", "DSPARK", ["--speculative-config.draft_sample_method", "probabilistic"], {}, None, True),
+    ],
+)
+def test_whether_an_engine_samples_drafts(
+    engine: str, algorithm: str, flags: list[str], environment: dict[str, str], top_k: int | None, samples: bool
+) -> None:
+    assert engine_flags.samples_drafts(engine, algorithm, flags, environment, top_k) == samples
+
+
 @pytest.mark.parametrize("algorithm", BLOCKS)
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorithm: str) -> None:

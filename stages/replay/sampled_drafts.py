@@ -1,0 +1,145 @@
+"""Exact replay of sampled drafts on sampled answers: the chains of a block draft, by the expectation over what is drawn.
+
+A draft is drawn from q, the draft's distribution at the answers' temperature, and accepted with probability min(1, p / q); p is
+the target's distribution after temperature and top-p (engine/sampling.py). So token v is committed as an accepted draft with
+probability min(p(v), q(v)), and with p(v) in all. Given that the answer has v, its draft was accepted with probability
+
+    beta = min(1, q(v) / p(v))
+
+while those before it in the block were, and q is then that of the answer's own tokens (teacher forcing). What was accepted says
+nothing of the tokens to come, so the cycles of an answer are a Markov chain over its places: a cycle at place a that accepts j
+drafts, with probability beta_1 ... beta_j (1 - beta_(j+1)), is followed by one at a + j + 1. One pass over the places gives the
+probability that a cycle starts at each, and so the expected cycles and accepted drafts, without drawing a coin.
+
+Places, and the cut at an answer's end, are those of block_replay.py.
+
+Letters: B answers, T tokens of a row, L places of all answers, P of the longest, D drafts of a block, G widths, H hidden,
+V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from stages.draft.block_draft import BlockDraft
+from stages.replay.block_replay import AnswerPlaces, compute_row_states, find_places
+from stages.target.token_probabilities import compute_probabilities
+from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
+
+
+class ExpectedCounts(NamedTuple):
+    """Expected counts of each answer and of the chains of the first 1, 2, ... D drafts (G = D), float64."""
+
+    accepted: Tensor  # [B, G] drafts
+    cycles: Tensor  # [B, G] verify cycles
+    cycles_reaching_depth: Tensor  # [B, G, D] cycles that accept at least d + 1 drafts
+
+
+@torch.inference_mode()
+def replay_sampled_drafts(
+    draft: BlockDraft,
+    head: Tensor,  # [V, H] the target's
+    states: Tensor,  # [L, D, H] of `compute_place_states`
+    last: Tensor,  # [L, H] the target's hidden state at each anchor, after the final norm
+    anchor_tokens: Tensor,  # [L]
+    places: AnswerPlaces,
+    temperature: float,  # above 0
+    top_p: float,
+) -> ExpectedCounts:
+    """Return the expected counts of sampled drafts on answers that were sampled at a temperature with a top-p."""
+    target = compute_target_chances(last, head, places.following[:, 0], temperature, top_p)
+    own = compute_draft_chances(draft, head, states, anchor_tokens, places.following, temperature)
+    return walk_expected_cycles(compute_acceptance(own, target, places.following), places.counts)
+
+
+@torch.inference_mode()
+def replay_sampled_answers(
+    draft: BlockDraft,
+    embedding: Tensor,  # [V, H] the target's
+    head: Tensor,  # [V, H] the target's
+    ids: Tensor,  # [B, T] prompt and answer, right-padded
+    features: Tensor,  # [B, T, K*H]
+    last: Tensor,  # [B, T, H] after the final norm
+    starts: Tensor,  # [B] index of each answer's first token
+    ends: Tensor,  # [B] index after its last
+    temperature: float,
+    top_p: float,
+    places_per_batch: int = 1024,  # see `compute_block_capacity`
+) -> ExpectedCounts:
+    """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
+    places = find_places(ids, starts, ends, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
+    known = last.flatten(0, 1)[places.anchors], ids.flatten()[places.anchors], places, temperature, top_p
+    return replay_sampled_drafts(draft, head, states, *known)
+
+
+def compute_target_chances(last: Tensor, head: Tensor, tokens: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Return [L] float64, the target's probability of tokens [L] after hidden states [L, H].
+
+    A token that top-p leaves out, as the last ones kept may be where hidden states were stored in few bits, has its probability
+    before top-p.
+    """
+    found = [last.new_zeros(0, dtype=torch.float64)]
+    for some, of_some in zip(*(x.split(_count_rows(head)) for x in (last, tokens)), strict=True):
+        logits, at = some @ head.T, of_some[:, None]
+        chances = compute_probabilities(logits, temperature, top_p).gather(1, at)[:, 0]
+        uncut = compute_probabilities(logits, temperature).gather(1, at)[:, 0]
+        found.append(torch.where(chances > 0, chances, uncut).double())
+    return torch.cat(found)
+
+
+def compute_draft_chances(
+    draft: BlockDraft,
+    head: Tensor,  # [V, H]
+    states: Tensor,  # [L, D, H]
+    anchor_tokens: Tensor,  # [L]
+    following: Tensor,  # [L, D] the answer's tokens, -1 past its end
+    temperature: float,
+) -> Tensor:
+    """Return [L, D] float64, the draft's probability of each following token after those before it; past the end arbitrary."""
+    labels = following.clamp(min=0)
+    previous = torch.cat([anchor_tokens[:, None], labels[:, :-1]], 1)
+    found = [states.new_zeros(0, states.shape[1], dtype=torch.float64)]
+    size = max(1, _count_rows(head) // states.shape[1])
+    for some, before, after in zip(*(x.split(size) for x in (states, previous, labels)), strict=True):
+        chances = compute_probabilities(draft.compute_logits(some, before, head), temperature)
+        found.append(chances.gather(2, after[..., None])[..., 0].double())
+    return torch.cat(found)
+
+
+def compute_acceptance(draft_chances: Tensor, target_chances: Tensor, following: Tensor) -> Tensor:
+    """Return beta [L, D] of drafts [L, D]: draft d of place a is the token after place a + d; 0 past the answer's end."""
+    num_places, num_drafts = following.shape
+    at = torch.arange(num_places, device=following.device)[:, None] + torch.arange(num_drafts, device=following.device)
+    target = target_chances[at.clamp(max=max(0, num_places - 1))]  # [L, D]; past the end of an answer of another
+    return torch.where(following >= 0, (draft_chances / target).clamp(max=1), 0.0)
+
+
+def walk_expected_cycles(acceptance: Tensor, counts: Tensor) -> ExpectedCounts:
+    """acceptance [L, D] float64 of `compute_acceptance`, counts [B] places of each answer -> expected counts."""
+    num_answers, num_drafts = len(counts), acceptance.shape[1]
+    by_answer = acceptance.cumprod(1).split(
+        counts.tolist()
+    )  # probability that a cycle there accepts at least d + 1 drafts
+    at_least = pad_sequence(list(by_answer), batch_first=True)  # [B, P, D]
+    widths = torch.arange(1, num_drafts + 1, device=acceptance.device)[:, None]
+    depths = torch.arange(num_drafts + 2, device=acceptance.device)
+    reachable = (depths <= widths).double()  # [G, D + 2] of accepting at least 0, 1, ... D + 1 drafts
+    visits = at_least.new_zeros(num_answers, num_drafts, at_least.shape[1] + num_drafts + 1)  # [B, G, P + D + 1]
+    visits[..., 0] = 1  # a cycle starts at the first place
+    cycles, reaching = visits.new_zeros(num_answers, num_drafts), visits.new_zeros(num_answers, num_drafts, num_drafts)
+    for place in range(at_least.shape[1]):
+        here = visits[..., place] * (counts > place)[:, None]  # [B, G]
+        padded = torch.nn.functional.pad(at_least[:, None, place], (1, 0), value=1.0)
+        some = torch.nn.functional.pad(padded, (0, 1)) * reachable  # [B, G, D + 2]
+        visits[..., place + 1 : place + num_drafts + 2] += here[..., None] * (some[..., :-1] - some[..., 1:])
+        cycles += here
+        reaching += here[..., None] * some[..., 1:-1]
+    return ExpectedCounts(reaching.sum(-1), cycles, reaching)
+
+
+def _count_rows(head: Tensor) -> int:
+    """Return of how many rows the logits, and what is sorted beside them, stay within MAX_INTERMEDIATE_ELEMENTS."""
+    return max(1, MAX_INTERMEDIATE_ELEMENTS[head.device.type] // (4 * len(head)))

@@ -1,0 +1,271 @@
+"""Sampled block drafts and their ratio rule: the target's distribution, a slow cycle by the same numbers, and what is refused.
+
+The target is that of test_sampling, whose answers have chances that are known exactly.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.engine import sampling, slot_pool
+from stages.engine.block_proposer import BlockProposer
+from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
+from stages.engine.memory_estimate import estimate_memory
+from stages.engine.requests import DecodeRequest
+from stages.engine.sampling import SamplingParams
+from stages.params.tree_shape import TreeShape
+from stages.target.hooks import capture_residual_streams
+from tests.draft.slow_block_draft import LAYOUTS, block_states, draft_logits, random_block_draft
+from tests.draft.slow_draft import CONFIG, small_target
+from tests.engine.test_block_proposer import NotedOperators
+from tests.engine.test_decode import Played, Posted
+from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, refused, said, together, warped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_DRAFTS = 3
+RUNS = 1500  # as many as refuse each spoiled rule below
+CHAIN, SHORT = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1), TreeShape(1, 1, 2)
+both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+
+
+@cache
+def draft_of(layout: str) -> BlockDraft:
+    """A random draft, whose distributions differ from the target's, and at each slot after each token."""
+    sizes = {"vocab_size": V, "mask_token_id": 6, "block_size": NUM_DRAFTS + (layout == "dflash")}
+    return random_block_draft(3, 0.3, torch.float32, **LAYOUTS[layout], **sizes, feature_layers=tuple(FEATURES))[0]
+
+
+@cache
+def engine_of(layout: str) -> Engine:
+    return Engine(small_target(V, 1), [], FEATURES, draft_of(layout))
+
+
+def sampled(how: str, seed: int) -> SamplingParams:
+    return SamplingParams(*HOW[how], seed, samples_drafts=True)
+
+
+def decode(engine: Engine, how: SamplingParams, count: int = 20, tree: TreeShape = CHAIN) -> list[DecodeStep]:
+    return list(engine.decode_speculative(PROMPT, count, tree, sampling=how))
+
+
+# The rule
+
+
+def test_the_rule_keeps_the_targets_distribution_exactly() -> None:
+    """Summed over all drafts and coins: q(x) min(1, p/q) + the mass of rejection times the residual is p."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        p, q = (torch.randn(V, generator=generator).mul(2).softmax(0) for _ in "pq")
+        p[torch.randint(V, (2,), generator=generator)] = 0  # cut by top-p
+        p /= p.sum()
+        coins = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+        x = torch.arange(V)[:, None].expand(-1, 1000)
+        accepted = sampling.accept_drafts(p.expand(V, 1000, V), q.expand(V, 1000, V), x, coins.expand(V, -1))
+        shares = accepted.double().mean(1)  # of each draft
+        torch.testing.assert_close(shares, (p / q).clamp(max=1).double(), atol=1e-3, rtol=0)
+        residual = sampling.compute_residual(p, q).double()
+        exact = (p / q).clamp(max=1).double()
+        committed = q * exact + (q * (1 - exact)).sum() * residual / residual.sum()
+        torch.testing.assert_close(committed, p.double(), atol=1e-6, rtol=0)
+
+
+def test_a_draft_of_no_chance_is_never_accepted_and_equal_distributions_always() -> None:
+    p, q = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
+    first, last = torch.zeros(1, dtype=torch.float64), torch.tensor([1 - 2**-53], dtype=torch.float64)
+    assert not sampling.accept_drafts(p, q, torch.tensor([0]), first).any()
+    assert sampling.accept_drafts(p, q, torch.tensor([1]), last).all()
+    assert sampling.accept_drafts(q, q, torch.tensor([1]), last).all()
+    assert torch.equal(sampling.compute_residual(q, q), q), "nothing remains: a rejection by rounding still has a token"
+
+
+# The engine against a slow cycle
+
+
+def read(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(), capture_residual_streams(engine.model, FEATURES) as caught:
+        logits = engine.model(torch.tensor([ids])).logits[0]
+    return torch.cat(caught, -1)[0], logits
+
+
+def fall(chances: Tensor, number: float) -> int:
+    """The token that a number points at."""
+    ends = chances.double().cumsum(0)
+    return next(token for token, end in enumerate((ends / ends[-1]).tolist()) if number < end)
+
+
+def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams, width: int) -> list[tuple[list[int], int]]:
+    """Cycles (tokens, accepted) by one anchor, slot and token at a time, from the answer's own numbers."""
+    draft, embedding, head = engine.draft, engine.embedding, engine.lm_head
+    numbers = sampling.draw_uniforms(how.seed, count + width).tolist()
+    drawing, coins = sampling.draw_draft_uniforms(how.seed, count + width).T.tolist()
+    shape = how.temperature, how.top_p, how.top_k
+    answer = [fall(warped(read(engine, prompt)[1][-1:], *shape)[0], numbers[0])]
+    cycles = [(list(answer), 0)]
+    while len(answer) < count:
+        row, at = [*prompt, *answer], len(answer)
+        states = block_states(draft, embedding, row, read(engine, row)[0], len(row) - 1)
+        drafts, laws, previous = [], [], [row[-1]]
+        for slot in range(width):
+            padded = [*previous, *[0] * (draft.config.num_drafts - len(previous))]
+            laws.append((draft_logits(draft, states, head, padded)[slot] / how.temperature).softmax(0))
+            drafts.append(fall(laws[-1], drawing[at + slot]))
+            previous.append(drafts[-1])
+        target = warped(read(engine, [*row, *drafts])[1][len(row) - 1 :], *shape)
+        taken = 0
+        while taken < width and coins[at + taken] < target[taken, drafts[taken]] / laws[taken][drafts[taken]]:
+            taken += 1
+        left = target[taken] if taken == width else (target[taken] - laws[taken]).clamp(min=0)
+        tokens = [*drafts[:taken], fall(left, numbers[at + taken])][: count - len(answer)]
+        answer += tokens
+        cycles.append((tokens, min(taken, len(tokens))))
+    return cycles
+
+
+@pytest.fixture(params=["called", "played"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU, and as a GPU plays what it recorded."""
+    if request.param == "played":
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    return request.param
+
+
+@both_layouts
+@pytest.mark.parametrize("how", ["cool", "both"])
+def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, layout: str, how: str) -> None:
+    """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
+    engine = engine_of.__wrapped__(layout)
+    asked = [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(5)]
+    for tree in (CHAIN, SHORT):
+        expected = [slow(engine, ask.prompt, ask.max_new_tokens, ask.sampling, tree.num_steps) for ask in asked]
+        alone = [
+            list(engine.decode_speculative(ask.prompt, ask.max_new_tokens, tree, None, ask.sampling)) for ask in asked
+        ]
+        assert [[tuple(step) for step in steps] for steps in alone] == expected
+        found: list[list[DecodeStep]] = [[] for _ in asked]
+        for updates in engine.decode_batch(asked, 3, tree):
+            for number, step in updates:
+                found[number] += [step] if step else []
+        assert found == alone
+        drafts = sum(step.num_accepted for steps in alone for step in steps)
+        assert 5 < drafts < tree.num_steps * sum(len(steps) - 1 for steps in alone) - 5, "both kinds are tested"
+
+
+@both_layouts
+def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_it(layout: str) -> None:
+    engine = engine_of(layout)
+    answers = [said(decode(engine, sampled("hot", seed))) for seed in (4, 4, 5)]
+    assert answers[0] == answers[1] != answers[2]
+    assert said(decode(engine, sampled("hot", 4), 11)) == answers[0][:11]
+    plain = [
+        said(engine.decode_plain(PROMPT, 20, sampling=how))
+        for how in (sampled("hot", 4), SamplingParams(*HOW["hot"], 4))
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_greedy_and_sampled_drafts_of_one_engine_do_not_mix() -> None:
+    """Methods are kept by temperature, and so are captured passes: each call gives what a fresh engine gives."""
+    engine = engine_of.__wrapped__("dspark")
+    hows = [sampled("hot", 1), SamplingParams(*HOW["hot"], 1), sampled("cool", 1), None, sampled("hot", 1)]
+    found = [decode(engine, how) for how in hows]
+    assert found == [decode(engine_of.__wrapped__("dspark"), how) for how in hows]
+    assert found[0] == found[4] and found[0] != found[1] and found[0] != found[2]
+
+
+@both_layouts
+def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Neither drafting nor verification: a CUDA graph can't wait for values."""
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    noted = NotedOperators()
+    for owner, name in ((BlockProposer, "propose"), (Engine, "_sample_nodes")):
+        real = getattr(owner, name)
+
+        def watched(*given, real=real):
+            with noted:
+                return real(*given)
+
+        monkeypatch.setattr(owner, name, watched)
+    together(
+        engine_of.__wrapped__(layout), [DecodeRequest(PROMPT, 8, None, sampled("both", s)) for s in range(3)], CHAIN
+    )
+    assert {"searchsorted", "clamp"} <= noted.names, noted.names
+    assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
+# The distribution
+
+
+@both_layouts
+@pytest.mark.parametrize(("how", "tree"), [("cool", (3, 1, 4)), ("both", (1, 1, 2))])
+def test_answers_have_the_targets_own_chances(layout: str, how: str, tree) -> None:
+    assert not refused(engine_of(layout), HOW[how], tree, RUNS, samples_drafts=True)
+
+
+def accept_all(target: Tensor, draft: Tensor, drafts: Tensor, coins: Tensor) -> Tensor:
+    return torch.ones_like(drafts, dtype=torch.bool)
+
+
+def draw_again(target: Tensor, draft: Tensor) -> Tensor:
+    """What is rejected is drawn from the target, not from the residual."""
+    return target
+
+
+def forget_temperature(self: BlockProposer, *given) -> tuple[Tensor, Tensor]:
+    """Drafts are drawn at the temperature, and q is said to be that of temperature 1."""
+    tokens, probabilities = SAMPLE_DRAFTS(self, *given)
+    hotter = probabilities ** given[-1]
+    return tokens, hotter / hotter.sum(-1, keepdim=True)
+
+
+SAMPLE_DRAFTS = BlockProposer._sample_drafts
+MUTANTS = {
+    "accepts always": (sampling, "accept_drafts", accept_all),
+    "residual replaced by p": (sampling, "compute_residual", draw_again),
+    "q without temperature": (BlockProposer, "_sample_drafts", forget_temperature),
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_spoiled_rule_is_refused(monkeypatch: pytest.MonkeyPatch, layout: str, mutant: str) -> None:
+    monkeypatch.setattr(*MUTANTS[mutant])
+    assert refused(engine_of(layout), HOW["cool"], (3, 1, 4), RUNS, samples_drafts=True)
+
+
+# What is refused
+
+
+def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
+    how = sampled("hot", 1)
+    with pytest.raises(
+        ValueError, match=r"t3_2_6: topk is 2 and drafts are to be sampled .* expected a chain.* take t3_1_4"
+    ):
+        decode(engine_of("dspark"), how, tree=TreeShape(3, 2, 6))
+    draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=V)).requires_grad_(False)
+    engine = Engine(small_target(V, 1), [], FEATURES, draft)
+    with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
+        decode(engine, how)
+    assert decode(engine, SamplingParams(*HOW["hot"], 1))
+
+
+def test_greedy_and_sampled_drafts_are_not_decoded_together() -> None:
+    asked = [DecodeRequest(PROMPT, 5, None, how) for how in (sampled("hot", 1), SamplingParams(*HOW["hot"], 2))]
+    with pytest.raises(
+        ValueError, match="share temperature, top-p, top-k and how drafts are sampled; decode others apart"
+    ):
+        together(engine_of("dflash"), asked, CHAIN)
+
+
+def test_memory_counts_the_distributions() -> None:
+    engine = engine_of("dflash")
+    greedy, drawn = (estimate_memory(engine, 20, 64, CHAIN, True, samples) for samples in (False, True))
+    assert drawn.activations > greedy.activations and drawn.cache == greedy.cache

@@ -1,0 +1,254 @@
+"""Replay of sampled drafts against every way that decoding can go, and against live runs of the engine."""
+
+import itertools
+import math
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stages.draft.block_draft import BlockDraft
+from stages.engine.decode import Engine
+from stages.engine.requests import DecodeRequest
+from stages.engine.sampling import SamplingParams
+from stages.params.tree_shape import TreeShape
+from stages.replay import sampled_drafts
+from stages.replay.block_replay import AnswerPlaces, compute_place_states
+from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
+from tests.draft.slow_block_draft import LAYOUTS, block_states, draft_logits, random_block_draft
+from tests.draft.slow_draft import small_target
+from tests.engine.test_sampling import warped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FEATURES = (1, 2, 3)
+both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+
+
+class Pair:
+    """A random target of some tokens and a random block draft of some drafts."""
+
+    def __init__(self, layout: str, vocab: int, num_drafts: int):
+        self.target = small_target(vocab, 1)
+        self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
+        sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (layout == "dflash")}
+        made = random_block_draft(3, 0.3, torch.float32, **LAYOUTS[layout], **sizes, feature_layers=FEATURES)
+        self.draft: BlockDraft = made[0]
+
+    def read(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Features [T, K*H], the last hidden state [T, H] and logits [T, V]."""
+        with torch.inference_mode():
+            out = self.target(torch.tensor([ids]), output_hidden_states=True)
+        return torch.cat([out.hidden_states[i][0] for i in FEATURES], -1), out.hidden_states[-1][0], out.logits[0]
+
+    def read_places(self, rows: list[list[int]], start: int) -> "Places":
+        """Rows of prompt and answer, whose answers begin at `start`: each a pack of its own, as replay takes them."""
+        found = []
+        for row in rows:
+            ids, (features, last, _) = torch.tensor(row), self.read(row)
+            bounds = torch.tensor([start]), torch.tensor([len(row)])
+            places = AnswerPlaces.build(ids, *bounds, self.draft.config.num_drafts)
+            pack = ids, features, torch.arange(len(row)), torch.zeros(len(row), dtype=torch.int64), places.anchors
+            states = compute_place_states(self.draft, self.embedding, *pack)
+            found.append((states, last[places.anchors], ids[places.anchors], places.following, places.counts))
+        states, last, anchor_tokens, following, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return states, last, anchor_tokens, AnswerPlaces(torch.zeros_like(anchor_tokens), following, counts)
+
+    def replay(self, places: "Places", temperature: float, top_p: float) -> ExpectedCounts:
+        return replay_sampled_drafts(self.draft, self.head, *places, temperature, top_p)
+
+
+Places = tuple[Tensor, Tensor, Tensor, AnswerPlaces]
+pair_of = cache(Pair)
+
+# Every way that decoding can go
+
+PROMPT, ROOM, END = [1, 0, 2], 4, 1  # answers of at most four tokens, which end with END
+Outcomes = dict[
+    tuple[int, ...], np.ndarray
+]  # of the tokens to come: their chance, and that times cycles and accepted drafts
+
+
+def follow(found: Outcomes, tokens: tuple[int, ...], more: Outcomes, chance: float, accepted: int) -> None:
+    """Add the outcomes of a cycle that commits `tokens` with a chance, and of what comes after it."""
+    for rest, (of_rest, cycles, drafts) in more.items():
+        counted = chance * np.array([of_rest, cycles + of_rest, drafts + accepted * of_rest])
+        found[tokens + rest] = found.get(tokens + rest, np.zeros(3)) + counted
+
+
+class Enumeration:
+    """The joint distribution of the answer and of its cycles, by every draft, every decision and every token drawn."""
+
+    def __init__(self, pair: Pair, width: int, temperature: float, top_p: float):
+        self.pair, self.width, self.how = pair, width, (temperature, top_p, None)
+        self.target, self.decode = cache(self._target), cache(self._decode)
+
+    def _target(self, row: tuple[int, ...]) -> list[float]:
+        return warped(self.pair.read(list(row))[2][-1:], *self.how)[0].double().tolist()
+
+    def answers(self) -> Outcomes:
+        found: Outcomes = {}
+        for token, chance in enumerate(self.target(tuple(PROMPT))):
+            if chance:
+                follow(found, (token,), self.decode((*PROMPT, token)), chance, 0)
+        return {answer: np.array([p, c - p, a]) for answer, (p, c, a) in found.items()}  # prefill is no cycle
+
+    def _decode(self, row: tuple[int, ...]) -> Outcomes:
+        """Outcomes of the tokens after `row`, whose last one starts a cycle."""
+        if row[-1] == END or len(row) == len(PROMPT) + ROOM:
+            return {(): np.array([1.0, 0.0, 0.0])}
+        pair, found = self.pair, {}
+        states = block_states(pair.draft, pair.embedding, list(row), pair.read(list(row))[0], len(row) - 1)
+        for drafts in itertools.product(range(len(pair.head)), repeat=self.width):
+            padded = [row[-1], *drafts, *[0] * pair.draft.config.num_drafts][: pair.draft.config.num_drafts]
+            logits = draft_logits(pair.draft, states, pair.head, padded)
+            laws = [(x / self.how[0]).softmax(-1).double().tolist() for x in logits[: self.width]]
+            drawn = math.prod(law[x] for law, x in zip(laws, drafts, strict=True))
+            self._verify(found, row, drafts, laws, drawn)
+        return found
+
+    def _verify(
+        self, found: Outcomes, row: tuple[int, ...], drafts: tuple[int, ...], laws: list, chance: float
+    ) -> None:
+        for taken in range(self.width + 1 if chance else 0):
+            here = (*row, *drafts[:taken])
+            if (taken and here[-1] == END) or len(here) == len(PROMPT) + ROOM:  # the rest is cut off
+                follow(found, drafts[:taken], self.decode(here), chance, taken)
+                return
+            p = self.target(here)
+            share = min(1.0, p[drafts[taken]] / laws[taken][drafts[taken]]) if taken < self.width else 0.0
+            left = p if taken == self.width else [max(0.0, a - b) for a, b in zip(p, laws[taken], strict=True)]
+            for token, mass in enumerate(left):
+                if mass and share < 1:
+                    committed = (*drafts[:taken], token)
+                    follow(
+                        found,
+                        committed,
+                        self.decode((*row, *committed)),
+                        chance * (1 - share) * mass / sum(left),
+                        taken,
+                    )
+            chance *= share
+            if not chance:
+                return
+
+
+@both_layouts
+@pytest.mark.parametrize("top_p", [1.0, 0.95])
+def test_expected_counts_are_those_of_every_way_that_decoding_can_go(layout: str, top_p: float) -> None:
+    """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its chance is the target's."""
+    pair = pair_of(layout, 3, 2)
+    for width in (1, 2):
+        tree = Enumeration(pair, width, 0.7, top_p)
+        outcomes = tree.answers()
+        assert sum(p for p, _, _ in outcomes.values()) == pytest.approx(1)
+        rows = [[*PROMPT, *answer] for answer in outcomes]
+        found = pair.replay(pair.read_places(rows, len(PROMPT)), 0.7, top_p)
+        for answer, cycles, accepted in zip(
+            outcomes, found.cycles[:, width - 1], found.accepted[:, width - 1], strict=True
+        ):
+            chance, of_cycles, of_accepted = outcomes[answer]
+            row = (*PROMPT, *answer)
+            own = math.prod(tree.target(row[:n])[row[n]] for n in range(len(PROMPT), len(row)))
+            assert chance == pytest.approx(own, rel=1e-4)
+            assert float(cycles) == pytest.approx(of_cycles / chance, rel=1e-4), answer
+            assert float(accepted) == pytest.approx(of_accepted / chance, rel=1e-4, abs=1e-6), answer
+        assert len(outcomes) > 10 and float(found.accepted[:, width - 1].max()) > 0.1, "the comparison says nothing"
+
+
+# Live runs
+
+
+VOCAB, NUM_DRAFTS, ANSWER, RUNS = 7, 3, 24, 900
+HOW = (0.6, 0.9)
+
+
+class LiveRuns:
+    """Answers of the engine, replay's places of them, and what was counted."""
+
+    def __init__(self, layout: str, width: int):
+        pair = pair_of(layout, VOCAB, NUM_DRAFTS)
+        engine = Engine(pair.target, [], list(FEATURES), pair.draft)
+        prompts = torch.randint(0, VOCAB, (RUNS, 4), generator=torch.Generator().manual_seed(1)).tolist()
+        hows = [SamplingParams(*HOW, None, seed, samples_drafts=True) for seed in range(RUNS)]
+        asked = [DecodeRequest(prompt, ANSWER, None, how) for prompt, how in zip(prompts, hows, strict=True)]
+        runs: list[list] = [[] for _ in asked]
+        for updates in engine.decode_batch(asked, 100, TreeShape(width, 1, width + 1)):
+            for number, step in updates:
+                runs[number] += [step] if step else []
+        self.rows = [
+            [*prompt, *(t for step in run for t in step.tokens)] for prompt, run in zip(prompts, runs, strict=True)
+        ]
+        self.cycles = np.array([len(run) - 1.0 for run in runs])
+        self.accepted = np.array([float(sum(step.num_accepted for step in run)) for run in runs])
+        self.pair, self.width, self.places = pair, width, pair.read_places(self.rows, 4)
+
+    def measure_distance(self) -> float:
+        """How many standard errors the counts are from replay of the same answers, whichever is further."""
+        found = self.pair.replay(self.places, *HOW)
+        cycles, accepted = (x[:, self.width - 1].numpy() for x in (found.cycles, found.accepted))
+        apart = self.cycles - cycles, self.accepted - accepted
+        return max(abs(x.mean()) / (x.std(ddof=1) / math.sqrt(len(x))) for x in apart)
+
+
+live = cache(LiveRuns)
+
+
+@both_layouts
+@pytest.mark.parametrize("width", [1, NUM_DRAFTS])
+def test_live_runs_are_as_replay_of_their_answers_expects(layout: str, width: int) -> None:
+    """By chance 4.9 standard errors are passed once in a million."""
+    assert live(layout, width).measure_distance() < 4.9
+    assert live(layout, width).accepted.mean() > 3, "hardly a draft is accepted: the comparison says little"
+
+
+def forget(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled_drafts, name, partial(spoiled, getattr(sampled_drafts, name)))
+
+
+SPOILED = {
+    "q without temperature": ("compute_draft_chances", lambda real, *given: real(*given[:-1], 1.0)),
+    "p without top-p": ("compute_target_chances", lambda real, *given: real(*given[:-1], 1.0)),
+    "q not divided by p": (
+        "compute_acceptance",
+        lambda real, own, target, *more: real(own, torch.ones_like(target), *more),
+    ),
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_a_spoiled_replay_is_told_from_live_runs(layout: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(*SPOILED[spoiled], monkeypatch)
+    assert live(layout, NUM_DRAFTS).measure_distance() > 4.9
+
+
+# Borders
+
+
+def test_a_token_that_rounding_puts_outside_top_p_has_its_probability_before() -> None:
+    last, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    inside, outside = (
+        sampled_drafts.compute_target_chances(last, head, torch.tensor([token]), 1.0, 0.5) for token in (0, 2)
+    )
+    assert inside.tolist() == [1.0] and outside.item() == pytest.approx(math.exp(1) / (math.exp(5) + 1 + math.exp(1)))
+
+
+@both_layouts
+def test_answers_of_one_token_have_no_cycle(layout: str) -> None:
+    pair = pair_of(layout, 3, 2)
+    found = pair.replay(pair.read_places([[1, 0], [2, 1]], 1), *HOW)
+    assert found.cycles.tolist() == found.accepted.tolist() == [[0, 0], [0, 0]]
+    mixed = pair.replay(pair.read_places([[1, 0], [2, 1, 0, 2]], 1), *HOW)
+    assert mixed.cycles[0].tolist() == [0, 0] and (mixed.cycles[1] >= 1).all()
+
+
+def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, rows = pair_of("dspark", 7, 3), live("dspark", 1).rows[:5]
+    places = pair.read_places(rows, 4)
+    whole = pair.replay(places, *HOW)
+    monkeypatch.setitem(sampled_drafts.MAX_INTERMEDIATE_ELEMENTS, "cpu", 60)
+    for one, other in zip(whole, pair.replay(places, *HOW), strict=True):
+        torch.testing.assert_close(one, other)
