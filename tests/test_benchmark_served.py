@@ -241,7 +241,7 @@ def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
     servers = [MeasuredServer("baseline"), MeasuredServer("drafts")]
     assert plan.can_start_together() and plan.count_servers_at_once() == 2
     measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
-    with pytest.raises(ValueError, match="another process holds 90.0 GiB"):
+    with pytest.raises(ValueError, match=r"another process holds 90\.0 GiB"):
         measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
 
 
