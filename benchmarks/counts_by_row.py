@@ -57,7 +57,7 @@ def main(name: str, workload: str) -> None:
     cells = [served_records.read_served_cell(workload, name, tree) for tree, place in places if place.exists()]
     if not (cells := [cell for cell in cells if cell.points]):
         sys.exit(f"no served cell of {workload} and {name} that has run; run: dvc repro benchmark_served")
-    shapes = [TreeShape.parse(cell.tree) for cell in cells]
+    shapes = [TreeShape.parse(cell.tree or "") for cell in cells]
     replayed = replay_by_row(p, name, shapes)
     table = csv.writer(sys.stdout)
     table.writerow(

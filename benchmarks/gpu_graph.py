@@ -61,15 +61,15 @@ SCENARIOS: Workloads = {  # seed 002, section 2.2; lengths exact, not drawn
 }
 LENGTHS = {**DRAWN, "input_tokens": 128, "max_new_tokens": [10, 20, 128, 1024], "repeats": 3}
 SWEEP: Workloads = {  # requests at once, each with as many prompts as a few seconds take
-    f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": min(at_once, 8)}
+    f"sweep{at_once}": {**LENGTHS, "num_prompts": prompts, "concurrency": at_once, "warmup": at_once}
     for at_once, prompts in {1: 4, 4: 8, 16: 32, 64: 64, 256: 256}.items()
 }
 EVAL: Workloads = {"eval_all": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
 ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency": 8, "warmup": 8}}  # for tau alone
 AT_ONCE = [1, 8, 32, 128]
-LIVE: Workloads = {  # few prompts where they take long
+LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
     "few": {"num_prompts": 24, "repeats": 2, "concurrency": [1, 8], "warmup": 8},
-    "many": {"num_prompts": 284, "repeats": 2, "concurrency": [32, 128], "warmup": 16},
+    "many": {"num_prompts": 284, "repeats": 2, "concurrency": [32, 128], "warmup": 128},
 }
 COSTS_LOAD = {
     **DRAWN,
@@ -77,7 +77,7 @@ COSTS_LOAD = {
     "input_tokens": 128,
     "max_new_tokens": 48,
     "concurrency": AT_ONCE,
-    "warmup": 16,
+    "warmup": 128,
 }
 COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
 IN_TURNS: Workloads = {"in_turns": {"num_prompts": 10, "repeats": 5, "warmup": 1}}
