@@ -175,6 +175,7 @@ def _build_point(
         cap,
         length + measured.num_draft_tokens,
         engine_flags.read_server_memory(measured.info).kv_tokens,
+        work.workload.warmup,
     )
     warnings += [measured.notice] if measured.notice else []
     return load_points.build_point(

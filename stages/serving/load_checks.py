@@ -59,6 +59,7 @@ def list_warnings(
     concurrency: int | None,
     tokens_beyond_prompt: int,
     cache_tokens: int | None,
+    warmup: int,
 ) -> list[str]:
     """Return the warnings of a point as sentences.
 
@@ -66,6 +67,7 @@ def list_warnings(
         prompt_lengths: tokens of every prompt.
         tokens_beyond_prompt: tokens that a request may take in the KV cache beside its prompt: its answer, and a tree.
         cache_tokens: how many the KV cache holds; None if unknown.
+        warmup: unmeasured requests before each load.
     """
     warnings = []
     failed = [r for load in loads for r in load.records if r.failure_reason]
@@ -84,5 +86,10 @@ def list_warnings(
         warnings.append(
             f"the KV cache holds {cache_tokens} tokens, {needed} would be needed for {len(longest)} of the longest at once: "
             "some may have waited in the engine, or been put back"
+        )
+    if concurrency is not None and warmup < len(longest):
+        warnings.append(
+            f"{warmup} requests warmed the server up, fewer than the {len(longest)} at once: engines compile kernels for a batch of "
+            f"new size, so the first repeat may be slower; expected warmup: {len(longest)} or more"
         )
     return warnings
