@@ -89,7 +89,7 @@ def list_warnings(
         )
     if concurrency is not None and warmup < len(longest):
         warnings.append(
-            f"{warmup} requests warmed the server up, fewer than the {len(longest)} at once: engines compile kernels for a batch of "
-            f"new size, so the first repeat may be slower; expected warmup: {len(longest)} or more"
+            f"{warmup} requests warmed the server up, fewer than the {len(longest)} at once: engines compile kernels for a "
+            f"batch of new size, so the first repeat may be slower; expected warmup: {len(longest)} or more"
         )
     return warnings

@@ -143,7 +143,7 @@ def _open_group(
         one.info |= _describe_process(plan.setup.engine, log, os.environ | mine.environment)
         if _needs_vision_patch(plan, one):
             one.notice = vision_patch.describe_outcome(log, str(one.info.get("version")))
-        # Of servers that started at once nobody can tell what is whose.
+        # The driver reports memory by GPU, so servers that started at once share one figure.
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus()) if len(running) == 1 else None
         one.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
     return opened
