@@ -6,6 +6,7 @@ last run of each stage; `aerie stale` compares the logged versions with the inst
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ class StageRun:
     seconds: float
     gpus: list[str]  # names of the GPUs it used
     joules: float | None  # of all these GPUs, by their own counters; None where one does not count
+    process_s: float | None = None  # CPU time, of its own processes too; None in lines written before it was recorded
 
 
 @contextmanager
@@ -43,11 +45,13 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
         return
     from stages.telemetry.gpu_energy import EnergyMeter  # not in every `aerie stale`, which reads the log
 
-    began, started, meter = time.time_ns(), time.perf_counter(), EnergyMeter(gpus)
+    began, started, process_started = time.time_ns(), time.perf_counter(), _read_process_seconds()
+    meter = EnergyMeter(gpus)
     yield
+    process_s = round(_read_process_seconds() - process_started, 2)
     versions = {package: version(package) for package in PACKAGES if package in sys.modules}
     seconds = round(time.perf_counter() - started, 2)
-    run = StageRun(stage, began, time.time_ns(), versions, seconds, meter.names(), meter.joules())
+    run = StageRun(stage, began, time.time_ns(), versions, seconds, meter.names(), meter.joules(), process_s)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
         with LOG_FILE.open("a", encoding="utf-8") as log:
@@ -55,6 +59,12 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
             log.write(json.dumps(asdict(run)) + "\n")
     except OSError as error:  # the results are whole; a full disk must not fail the stage for its log
         print(f"note: {LOG_FILE} not written ({error.strerror}): this run is not recorded", file=sys.stderr)
+
+
+def _read_process_seconds() -> float:
+    """Return the CPU time of this process, all its threads, and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def read_log() -> list[StageRun]:
