@@ -1,6 +1,6 @@
 """Compare EAGLE-3, DFlash and DSpark on the embedded targets, trained for the same time, by several seeds.
 
-    python -m benchmarks.families FOLDER [--targets weather-tiny weather-tiny-moe] [--seeds 5 6 7] [--device cpu] [--small]
+    python -m benchmarks.families FOLDER [--targets weather-tiny weather-tiny-moe] [--seeds 5 6 7] [--device cpu] [--small] [--read]
 
 FOLDER gets a project for each target, a copy of this one's files; its stages run through DVC, so a second call goes on where the
 first stopped. In each project:
@@ -89,6 +89,7 @@ class Settings:
     rates: Sequence[float] = RATES
     budget_epochs: int = BUDGET_EPOCHS
     is_small: bool = False
+    is_read_only: bool = False
 
     @property
     def is_on_gpu(self) -> bool:
@@ -248,6 +249,8 @@ def _plan_timing(family: Family, seed: int, rate: float, epochs: Mapping[str, in
 
 
 def _make(project: Path, settings: Settings, run: Run) -> None:
+    if settings.is_read_only:
+        return
     edit_params(project, settings, run)
     if gpu_graph.run(project, "pipeline.checked_dvc", "repro", *run.stages, shown=3):
         raise SystemExit(f"{project}: a stage failed; its output is above. Mend it and run again: what is made is kept")
@@ -261,7 +264,6 @@ def edit_params(project: Path, settings: Settings, run: Run) -> None:
     # One thread: two would wait for each other beside other programs, and count that as CPU time.
     p["target"] |= {"device": settings.device, "num_threads": 1, "feature_layers": STORED_LAYERS}
     p["sample_target"] |= {"train_rows": 40, "eval_rows": 12} if is_small else {"train_rows": 220, "eval_rows": 150}
-    p["prepare_target"]["steps"] = 40 if is_small else 300
     p["init_draft"]["seed"] = run.seed  # of EAGLE-3's first weights; those of a block draft are by train_draft.seed
     p["check_overfit"] |= {"steps": 60, "min_tau": 1.0 if is_small else 1.5}  # 200 take longer than an epoch
     p["train_draft"] |= {"checkpoints": {k: dict(v) for k, v in run.segments.items()}}
@@ -300,14 +302,16 @@ def main() -> None:
     takes.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
     takes.add_argument("--device", default="cpu", help="of target.device: cpu, cuda or cuda:N")
     takes.add_argument("--small", action="store_true", help="few rows, one epoch and one rate: tries the script")
+    takes.add_argument("--read", action="store_true", help="run nothing, read the figures that FOLDER holds")
     takes.add_argument("--record", metavar="DATE", help="write docs/results/DATE-families.csv")
     o = takes.parse_args()
     home = Path.cwd()
-    small = {"rates": RATES[:1], "budget_epochs": 1, "is_small": True} if o.small else {}
+    more: dict[str, Any] = {"is_read_only": o.read}
+    more |= {"rates": RATES[:1], "budget_epochs": 1, "is_small": True} if o.small else {}
     figures = [
         figure
         for target in o.targets
-        for figure in compare_target(o.folder.absolute() / target, Settings(target, o.seeds, o.device, **small))
+        for figure in compare_target(o.folder.absolute() / target, Settings(target, o.seeds, o.device, **more))
     ]
     place = families_record.locate_record(home, o.record) if o.record else o.folder.absolute() / "families.csv"
     families_record.FamilyFigure.write_csv(place, figures)

@@ -33,6 +33,8 @@ from stages.telemetry import stage_log
 from stages.trees import accept_length
 
 LENGTH_EDGES = (75, 100)  # tokens of an answer: tables of two days, of three, of four to six
+LENGTH_GROUPS = ("below 75 tokens", "75 to 99 tokens", "100 tokens and more")
+TURN_GROUPS = ("first answer", "follow-up")
 TOKEN_BUDGETS = (16, 32)
 ALL = "all"  # answers at temperature 0
 UNIT_PATTERN = re.compile(r"\b(?:in|unit|Use) ([CF])\b")
@@ -172,10 +174,10 @@ def group_answers() -> dict[str, list[str]]:
 
 def name_groups(row_id: str, num_tokens: int, question: str) -> list[str]:
     """Return the groups of an answer: its length, whether it is the first of its conversation, and the unit asked for."""
-    edge = next((at for at in LENGTH_EDGES if num_tokens < at), None)
-    length = f"below {edge} tokens" if edge else f"{LENGTH_EDGES[-1]} tokens and more"
+    low, high = LENGTH_EDGES
+    length = LENGTH_GROUPS[(num_tokens >= low) + (num_tokens >= high)]
     unit = UNIT_PATTERN.search(question)
-    turn = "first answer" if row_id.endswith(".0") else "follow-up"
+    turn = TURN_GROUPS[not row_id.endswith(".0")]
     return [length, turn, f"unit {unit[1]}" if unit else "no unit"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.families import FAMILIES, TARGETS, Family
-from benchmarks.families_record import ALL, FamilyFigure, locate_record
+from benchmarks.families_record import ALL, LENGTH_GROUPS, TURN_GROUPS, FamilyFigure, locate_record
 from stages.reporting.text import format_interval, format_number
 
 TITLES = {
@@ -39,9 +39,10 @@ class Selection:
         ]
 
     def list_groups(self) -> list[str]:
-        """Return the groups of answers whose tau is known, in their order."""
-        found = {figure.group for figure in self.figures if figure.measure == "tau"} - {ALL, SAMPLED}
-        return sorted(group for group in found if not group.startswith("place "))
+        """Return the groups of answers whose tau is known: by length, turn and unit."""
+        found = {figure.group for figure in self.figures if figure.measure == "tau"}
+        units = sorted(group for group in found if "unit " in group)
+        return [group for group in (*LENGTH_GROUPS, *TURN_GROUPS, *units) if group in found]
 
 
 def format_spread_of_seeds(figures: Iterable[FamilyFigure], digits: int = 2) -> str:

@@ -37,7 +37,7 @@ def test_each_family_keeps_the_rate_of_its_highest_tau_and_the_lowest_of_equal_o
             "Weather for Graz, 3 days starting 2026-01-30, unit C.",
             ["below 75 tokens", "first answer", "unit C"],
         ),
-        ("w.1", 75, "Forecast for Perth from 2026-04-02, 6 days, in F.", ["below 100 tokens", "follow-up", "unit F"]),
+        ("w.1", 75, "Forecast for Perth from 2026-04-02, 6 days, in F.", ["75 to 99 tokens", "follow-up", "unit F"]),
         ("w.0", 100, "And in Cairo?", ["100 tokens and more", "first answer", "no unit"]),
         ("w.0", 150, "What is the weather in Lima from x? Use F.", ["100 tokens and more", "first answer", "unit F"]),
     ],
