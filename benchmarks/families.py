@@ -1,13 +1,13 @@
 """Compare EAGLE-3, DFlash and DSpark on the embedded targets, trained for the same time, by several seeds.
 
-    python -m benchmarks.families FOLDER [--targets weather-tiny weather-tiny-moe] [--seeds 5 6 7] [--device cpu] [--small] [--read]
+    python -m benchmarks.families FOLDER [--targets weather-tiny weather-tiny-moe] [--seeds 5 6 7] [--device cpu] [--small]
 
 FOLDER gets a project for each target, a copy of this one's files; its stages run through DVC, so a second call goes on where the
 first stopped. In each project:
 
 1. Rows, hidden states, and a few epochs of every family, whose time says how many epochs of each take as long as BUDGET_EPOCHS
    of EAGLE-3: CPU time of the process on a CPU, seconds on a GPU (logs/stages.jsonl).
-2. On the first seed every family is trained at each of RATES; its best by replayed tau of its own chain is kept.
+2. On the first seed every family is trained at each of `--rates`; its best by replayed tau of its own chain is kept.
 3. Each family at its rate by each seed, replayed over a wider grid of trees, at temperature 0 and that of the training answers.
 4. On the first seed the time of cycles (`time_trees`) and cells of the torch engine, one prompt at a time and several at once.
 
@@ -300,13 +300,16 @@ def main() -> None:
     takes.add_argument("folder", type=Path)
     takes.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
     takes.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
+    takes.add_argument(
+        "--rates", type=float, nargs="+", default=list(RATES), help="learning rates tried on the first seed"
+    )
     takes.add_argument("--device", default="cpu", help="of target.device: cpu, cuda or cuda:N")
     takes.add_argument("--small", action="store_true", help="few rows, one epoch and one rate: tries the script")
     takes.add_argument("--read", action="store_true", help="run nothing, read the figures that FOLDER holds")
     takes.add_argument("--record", metavar="DATE", help="write docs/results/DATE-families.csv")
     o = takes.parse_args()
     home = Path.cwd()
-    more: dict[str, Any] = {"is_read_only": o.read}
+    more: dict[str, Any] = {"rates": o.rates, "is_read_only": o.read}
     more |= {"rates": RATES[:1], "budget_epochs": 1, "is_small": True} if o.small else {}
     figures = [
         figure
