@@ -12,7 +12,8 @@ first stopped. In each project:
 4. On the first seed the time of cycles (`time_trees`) and cells of the torch engine, one prompt at a time and several at once.
 
 `learning_rate` and the seeds are of a whole params.yaml, so it is written anew for every rate and seed. With `--record DATE` the
-figures go to docs/results/DATE-families.csv; `python -m benchmarks.families_tables DATE` prints the tables of docs/families.md.
+figures go to docs/results/DATE-families.csv, in place of those of the same targets; `python -m
+benchmarks.families_tables DATE` prints the tables of docs/families.md. `--read` only reads what FOLDER holds.
 """
 
 import argparse
@@ -317,7 +318,7 @@ def main() -> None:
         for figure in compare_target(o.folder.absolute() / target, Settings(target, o.seeds, o.device, **more))
     ]
     place = families_record.locate_record(home, o.record) if o.record else o.folder.absolute() / "families.csv"
-    families_record.FamilyFigure.write_csv(place, figures)
+    families_record.write_figures(place, figures)
     print(f"{len(figures)} figures -> {place}")
 
 

@@ -78,6 +78,13 @@ def locate_record(home: Path, date: str) -> Path:
     return home / "docs/results" / f"{date}-families.csv"
 
 
+def write_figures(place: Path, figures: Sequence[FamilyFigure]) -> None:
+    """Write the figures of some targets; those of others that the file has stay, before them."""
+    targets = {figure.target for figure in figures}
+    others = FamilyFigure.read_csv(place, "families") if place.exists() else []
+    FamilyFigure.write_csv(place, [*(figure for figure in others if figure.target not in targets), *figures])
+
+
 def read_figures(
     target: str, drafts: Sequence[ComparedDraft], timed: Mapping[str, str], epochs: Mapping[str, int]
 ) -> Iterator[FamilyFigure]:

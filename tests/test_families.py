@@ -93,3 +93,11 @@ def test_a_printed_value_has_the_mean_and_the_ends_over_seeds() -> None:
 def test_a_speedup_is_bold_where_its_interval_lies_above_one() -> None:
     assert families_tables.format_speedups([figure(1.5, 1.2, 1.8)]) == "**1.50** (1.20-1.80)"
     assert families_tables.format_speedups([figure(1.5, 0.9, 2.1)]) == "1.50 (0.90-2.10)"
+
+
+def test_figures_replace_those_of_their_own_targets_alone(tmp_path: Path) -> None:
+    place = tmp_path / "families.csv"
+    other = make_figure("weather-tiny-moe", "eagle3", 5, 0.001, "tau", 2.0)
+    families_record.write_figures(place, [figure(3.0), other])
+    families_record.write_figures(place, [figure(4.0, 3.5, 4.5)])
+    assert FamilyFigure.read_csv(place, "families") == [other, figure(4.0, 3.5, 4.5)]
