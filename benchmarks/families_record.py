@@ -36,6 +36,7 @@ LENGTH_EDGES = (75, 100)  # tokens of an answer: tables of two days, of three, o
 LENGTH_GROUPS = ("below 75 tokens", "75 to 99 tokens", "100 tokens and more")
 TURN_GROUPS = ("first answer", "follow-up")
 TOKEN_BUDGETS = (16, 32)
+NAMED_TREES = ("t1_1_2", "t3_1_4", "t7_1_8", "t5_4_16", "t8_2_16", "t7_4_16")  # kept beside a draft's own
 ALL = "all"  # answers at temperature 0
 UNIT_PATTERN = re.compile(r"\b(?:in|unit|Use) ([CF])\b")
 
@@ -71,7 +72,12 @@ class ComparedDraft:
 def make_figure(
     target: str, family: str, seed: int, rate: float, measure: str, value: float, **more: Any
 ) -> FamilyFigure:
-    return FamilyFigure(target=target, family=family, seed=seed, rate=rate, measure=measure, value=value, **more)
+    """Return a figure of six significant digits."""
+    short = {name: float(f"{number:.6g}") for name, number in more.items() if isinstance(number, float)}
+    value = float(f"{value:.6g}")
+    return FamilyFigure(
+        target=target, family=family, seed=seed, rate=rate, measure=measure, value=value, **more | short
+    )
 
 
 def locate_record(home: Path, date: str) -> Path:
@@ -108,8 +114,10 @@ def read_figures(
         if draft.family not in measured:
             measured.add(draft.family)
             found += [*list_cycle_values(grids[draft.family]), *list_cell_values(draft)]
+        named = {draft.chain, *draft.cells, *NAMED_TREES}
         for measure, value, more in found:
-            yield make_figure(*given, measure, value, **more)
+            if measure.startswith("best_") or more.get("tree") in (None, *named):
+                yield make_figure(*given, measure, value, **more)
 
 
 Value = tuple[str, float, dict[str, Any]]  # measure, value, and the other columns
@@ -189,7 +197,7 @@ def name_groups(row_id: str, num_tokens: int, question: str) -> list[str]:
 
 
 def list_group_values(buckets: Sequence[TreeBucket], groups: Mapping[str, Sequence[str]]) -> Iterator[Value]:
-    """Yield tau of each traced tree by group of answers, by place in the answer, and accepted shares by class of token."""
+    """Yield tau of each traced tree by group of answers, and the accepted share of each class of tokens."""
     for tree in dict.fromkeys(bucket.tree for bucket in buckets):
         steps = TreeShape.parse(tree).num_steps
         of_tree = [bucket for bucket in buckets if bucket.tree == tree]
@@ -198,10 +206,7 @@ def list_group_values(buckets: Sequence[TreeBucket], groups: Mapping[str, Sequen
             value, ends = pool_tau([row for name, row in rows.items() if group in groups[name]], steps)
             yield "tau", value, {"group": group, "tree": tree, **ends}
         for bucket in of_tree:
-            if bucket.by == "answer" and bucket.cycles:
-                value = accept_length.compute_tau(np.array([bucket.accepted]), np.array([bucket.cycles]))
-                yield "tau", value, {"group": f"place {bucket.bucket}", "tree": tree}
-            elif bucket.by == "token" and bucket.cycles is not None:
+            if bucket.by == "token" and bucket.cycles is not None:
                 # Of the tokens of a class, which are drafts accepted or bonuses, one a cycle.
                 share = bucket.accepted / max(1, bucket.accepted + bucket.cycles)
                 yield "accepted_share", share, {"group": bucket.bucket, "tree": tree}
