@@ -6,6 +6,7 @@ last run of each stage; `aerie stale` compares the logged versions with the inst
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ class StageRun:
     gpus: list[str]  # names of the GPUs it used
     joules: float | None  # of all these GPUs, by their own counters; None where one does not count
     waits: dict[str, float | None] = field(default_factory=dict)  # the fields of waits.StageWaits; {} in older lines
+    process_s: float | None = None  # CPU time, of its own processes too; None in lines written before it was recorded
 
 
 @contextmanager
@@ -46,10 +48,12 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
     from stages.telemetry.waits import WaitMeter
 
     began, started, waits, meter = time.time_ns(), time.perf_counter(), WaitMeter(), EnergyMeter(gpus)
+    process_started = _read_process_seconds()
     yield
+    process_s = round(_read_process_seconds() - process_started, 2)
     versions = {package: version(package) for package in PACKAGES if package in sys.modules}
     seconds = round(time.perf_counter() - started, 2)
-    measured = meter.names(), meter.joules(), asdict(waits.read())
+    measured = meter.names(), meter.joules(), asdict(waits.read()), process_s
     run = StageRun(stage, began, time.time_ns(), versions, seconds, *measured)
     try:
         LOG_FILE.parent.mkdir(exist_ok=True)
@@ -58,6 +62,12 @@ def log_run(stage: str, arguments: Sequence[str], gpus: list[int] | None) -> Ite
             log.write(json.dumps(asdict(run)) + "\n")
     except OSError as error:  # the results are whole; a full disk must not fail the stage for its log
         print(f"note: {LOG_FILE} not written ({error.strerror}): this run is not recorded", file=sys.stderr)
+
+
+def _read_process_seconds() -> float:
+    """Return the CPU time of this process, all its threads, and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def read_log() -> list[StageRun]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
@@ -136,6 +137,19 @@ def test_a_run_that_ends_well_is_logged_and_a_broken_line_is_passed_over(monkeyp
     (run,) = stage_log.read_log()
     assert run.stage == "train_draft@e003" and run.versions == {"torch": NOW["torch"]}
     assert run.began_ns <= run.ended_ns and run.seconds >= 0 and run.gpus == [] and run.joules is None
+
+
+def test_a_logged_run_has_the_cpu_time_of_its_own_processes_too() -> None:
+    """A child counts its CPU time by itself; lines of before have none."""
+    until = "import time\nwhile time.process_time() < 0.2: pass"
+    with stage_log.log_run("train_draft@e003", ["e003"], []):
+        subprocess.run([sys.executable, "-c", until], check=True)
+    line = json.loads(stage_log.LOG_FILE.read_text())
+    del line["process_s"]
+    with stage_log.LOG_FILE.open("a") as log:
+        log.write(json.dumps(line) + "\n")
+    now, before = stage_log.read_log()
+    assert now.process_s is not None and now.process_s >= 0.2 and before.process_s is None
 
 
 @pytest.mark.parametrize(
