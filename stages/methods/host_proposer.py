@@ -86,5 +86,6 @@ class HostProposer(Proposer):
 
     def count_state_bytes(self, slots: CacheSlots) -> int:
         """Return the bytes of device memory, and eight bytes for each token kept on the host."""
-        tensors = [self.ids, self.target_tokens, *vars(self.tree).values()]  # a tree of greedy drafts has no probabilities
+        # A tree of greedy drafts has no probabilities.
+        tensors = [self.ids, self.target_tokens, *vars(self.tree).values()]
         return sum(t.nbytes for t in tensors if t is not None) + 8 * len(self.context)

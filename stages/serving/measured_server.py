@@ -123,7 +123,9 @@ def _open_group(
     started = [(log, one) for log, one in group if one.config_name not in plan.base_urls]
     if started and plan.setup.device != "cpu":
         _check_memory(plan, [one for _, one in started], before[: plan.setup.tp])
-    running = {one.config_name: _prepare_process(plan, one, log) for log, one in started}
+    running: dict[str, server.ServerProcess] = {}
+    for log, one in started:
+        running[one.config_name] = _prepare_process(plan, one, log, {process.port for process in running.values()})
     if running:
         with measuring_turn.start_server():
             for process in running.values():
@@ -153,12 +155,15 @@ def _needs_vision_patch(plan: ServerPlan, measured: MeasuredServer) -> bool:
     return plan.vision_patch and measured.draft is not None
 
 
-def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> server.ServerProcess:
+def _prepare_process(
+    plan: ServerPlan, measured: MeasuredServer, log: Path, taken_ports: set[int]
+) -> server.ServerProcess:
     """Return the process of a server that is to be started. Raises ValueError if it would simulate acceptance unasked."""
     setup, name = plan.setup, measured.config_name
     if plan.base_urls:
         print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
-    port = server.find_free_port()
+    while (port := server.find_free_port()) in taken_ports:  # of servers that will listen, but do not yet
+        pass
     version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     measured.command = [*command, *measured.speculation_flags]
