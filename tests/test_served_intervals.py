@@ -34,7 +34,7 @@ def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict
     rows = pl.DataFrame(
         {"id": list(repeats[0]), "prompt_ids": [[1, 2, 3]] * len(repeats[0]), "reference": [None] * len(repeats[0])}
     )
-    workload = SimpleNamespace(prompts=prompts, grade=False, request_rate=None)
+    workload = SimpleNamespace(prompts=prompts, grade=False, warmup=1, request_rate=None)
     work: Any = SimpleNamespace(workload=workload, prompts=rows, references={})
     draft = ServedDraft("", "EAGLE3", TREE.num_steps, TREE.topk, TREE.num_draft_tokens)
     measured = MeasuredServer("e003-t3_1_4", "e003", "t3_1_4", draft)
