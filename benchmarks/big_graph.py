@@ -60,7 +60,7 @@ LONG_ANSWER = 256  # tokens of the long eval row's answer
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage took; seconds of waits are None where there was nothing of the kind."""
+    """Times, waits and energy of one stage; a wait that did not occur is None."""
 
     stage: str
     seconds: float  # of the whole command
