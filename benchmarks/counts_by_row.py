@@ -5,7 +5,7 @@
 PROJECT has hidden states of its eval split, the draft, and served cells of the workload, whose prompts are the first of the eval
 split, at temperature 0. For each cell: answers of the stored length, and of these how many have replay's cycles and accepted
 drafts, or counts at most one apart. An answer that the engine writes otherwise than sample_target's server did is another answer,
-and left out by its length; sums are over the others.
+and left out by its length; sums are over the others. Cells of a GPU are compared on a machine without one too.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from stages import replay_trees
 from stages.params import schema
@@ -53,6 +55,8 @@ def replay_by_row(p: schema.Params, name: str, trees: list[TreeShape]) -> dict[T
 
 def main(name: str, workload: str) -> None:
     p = schema.load_params()
+    if not torch.cuda.is_available():
+        p = p.model_copy(update={"target": p.target.model_copy(update={"device": "cpu"})})
     places = ((tree, served_records.locate_served_cell(workload, name, tree)) for tree in p.benchmark_served.trees)
     cells = [served_records.read_served_cell(workload, name, tree) for tree, place in places if place.exists()]
     if not (cells := [cell for cell in cells if cell.points]):

@@ -236,14 +236,20 @@ def decoding(
 
 def speed(args: argparse.Namespace) -> None:
     engine = big(args)
-    weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
-    cuda = args.device == "cuda"
     say(
         f"in few kernels: target {engine.target.fused_decoder is not None}, draft {engine.drafter.fused_draft is not None}"
     )
-    list(decoding(engine, TREES[-1], CYCLES))  # allocates the slot that all use
     hot = SamplingParams(0.7, 0.95, 50, 1)
-    for tree, how in [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)]:
+    time_steps(engine, [*((tree, None) for tree in [None, *TREES]), (None, hot), (TREES[0], hot)])
+
+
+def time_steps(engine: Engine, decodings: list[tuple[Tree | None, SamplingParams | None]]) -> None:
+    """Print milliseconds a step as seen by a caller and on the device alone, host time and memory, of each tree."""
+    weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
+    cuda = engine.device.type == "cuda"
+    widest = max((tree for tree, _ in decodings if tree), key=lambda tree: tree[2])
+    list(decoding(engine, widest, CYCLES))  # allocates the slot that all use
+    for tree, how in decodings:
         begun = time.perf_counter()
         list(decoding(engine, tree, 8, how))
         ready = time.perf_counter() - begun
@@ -257,8 +263,9 @@ def speed(args: argparse.Namespace) -> None:
                 before, steps = now, steps + 1
         times = times[1:]  # the first is prefill
         host = [t - w for t, w in zip(times, waits, strict=False)]
-        line = f"{tree or 'plain'}{', drawn' if how else ''}: {1e3 * statistics.median(times):.3f} ms a step as seen"
-        line += "" if how else f" (goal {GOALS[tree]})"
+        drawn = f", drawn{' drafts too' if how.samples_drafts else ''}" if how else ""
+        line = f"{tree or 'plain'}{drawn}: {1e3 * statistics.median(times):.3f} ms a step as seen"
+        line += f" (goal {GOALS[tree]})" if not how and tree in GOALS else ""
         line += f", host {1e3 * statistics.median(host):.3f} ms, {steps} steps, first time {ready:.1f} s"
         if cuda:
             alone = on_device(engine, tree, how)
@@ -302,8 +309,8 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
     for _ in decoding(engine, tree, 8, how):
         pass
     slot, found = engine.slots.idle[-1], []
-    method = engine.get_tree_method(TreeShape(*tree)) if tree else None
-    play = slot.graphs.graphs[method, None if how is None else how[:3]]
+    method = engine.get_tree_method(TreeShape(*tree), how) if tree else None
+    play = slot.graphs.graphs[method, how and how.shared]
     state = slot.states[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -275,9 +275,11 @@ def main() -> None:
     takes.add_argument("--at-once", type=int, default=6)
     takes.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     takes.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the graph")
+    takes.add_argument("--trees", help="some of the plan's, where others were measured before")
     takes.add_argument("--small", action="store_true")
     o = takes.parse_args()
     folder, plan = o.folder.absolute(), PLANS[o.plan]
+    plan = replace(plan, trees=o.trees) if o.trees else plan
     if o.small:
         few = dict([*plan.workloads.items()][:2])
         plan = replace(plan, trees=" ".join(plan.trees.split()[:2]), workloads=few)
