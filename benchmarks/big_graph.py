@@ -2,6 +2,7 @@
 
     python3 -m benchmarks.big_graph FOLDER [--shape 8b] [--rows 2000] [--parts fix_data prepare_target ...]
     python3 -m benchmarks.big_graph FOLDER --long-row 131072 [--target OTHER/big-target] [--window 4096]
+    python3 -m benchmarks.big_graph FOLDER --costs --shape 1b   # what cycles cost on SGLang, and live cells to predict
     python3 -m benchmarks.big_graph FOLDER --small              # here, on a CPU, with the tests' double as the engine
 
 FOLDER becomes a project of its own, with a target of random weights (benchmarks/random_target.py) and conversations.
@@ -12,6 +13,9 @@ The waits, in seconds: `dvc` before (from the command to the start of the stage'
 of dependencies) and after it (hashing and linking of outputs); then of the process itself, as logs/stages.jsonl has them
 (stages/telemetry/waits.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
 the process could run, counted from its start. `GiB` is the most memory in use on the first GPU, by anybody.
+
+`--costs`: instead of one served pair the grids of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees,
+whose speedups benchmarks/serving_costs.py compares with the predictions; short prompts and answers, four epochs.
 
 Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden states 25, drafts with optimizer states 13.
 
@@ -44,7 +48,7 @@ import torch
 from ruamel.yaml import YAML
 
 from benchmarks import engine_kit, random_target
-from benchmarks.gpu_graph import copy_project, run
+from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, copy_project, run, serve_cells
 from stages.telemetry.gpu_energy import pynvml
 from stages.telemetry.stage_log import LOG_FILE
 
@@ -54,6 +58,12 @@ PARTS = (
     f"train_draft@{CHECKPOINT}", f"replay_trees@{CHECKPOINT}", "prepare_prompts@eval", "benchmark_served_baseline@eval",
     f"benchmark_served@eval-{CHECKPOINT}-{TREE}",
 )  # fmt: skip
+COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], *(f"prepare_prompts@{name}" for name in LIVE))
+COST_CELLS = [
+    *(f"serving_costs@{name}" for name in LIVE),
+    *(f"benchmark_served_baseline@{name}" for name in LIVE),
+    *(f"benchmark_served@{name}-{CHECKPOINT}-{tree}" for name in LIVE for tree in LIVE_TREES.split()),
+]
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
 LONG_ANSWER = 256  # tokens of the long eval row's answer
 
@@ -109,6 +119,9 @@ def main() -> None:
     for stage in o.parts:
         if not measure_stage(folder, stage):
             break
+    else:
+        if o.cells:
+            serve_cells(folder, o.cells, o.at_once)
     print_table(folder)
 
 
@@ -127,10 +140,16 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--overfit-steps", type=int, default=20)
     takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
+    takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
+    takes.add_argument("--at-once", type=int, default=4, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
     takes.add_argument("--small", action="store_true", help="on a CPU, a tiny target, few rows, the tests' double")
     o = takes.parse_args()
-    o.parts = [stage for stage in PARTS if o.parts is None or stage.startswith(tuple(o.parts))]
+    taken = tuple(o.parts or [""])
+    o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
+    o.cells = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
+    if o.costs:
+        o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens, o.dtype = 400, 284, 120, 256, 4096, "bfloat16"
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5
@@ -177,7 +196,7 @@ def list_eval_lengths(o: argparse.Namespace) -> Iterator[tuple[int, int]]:
 
 def draw_question(rng: random.Random, o: argparse.Namespace) -> int:
     """Return a question's characters: lognormal, 140 on average, a few of thousands."""
-    return max(30, min(120 if o.small else 7000, round(rng.lognormvariate(4.1, 1.3))))
+    return max(30, min(120 if o.small else 400 if o.costs else 7000, round(rng.lognormvariate(4.1, 1.3))))
 
 
 def edit_params(folder: Path, o: argparse.Namespace) -> None:
@@ -208,8 +227,8 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
     # Nothing is demanded of a draft of a random target after so few steps.
     p["check_overfit"] |= {"steps": o.overfit_steps, "learning_rate": 3e-4, "min_tau": 1.0}
     p["train_draft"] |= {
-        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 1}}, "dtype": dtype,
-        "learning_rate": 3e-3 if o.small else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
+        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 4 if o.costs else 1}}, "dtype": dtype,
+        "learning_rate": 3e-3 if o.small else 1e-3 if o.costs else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
     }  # fmt: skip
     p["replay_trees"] |= {
         "checkpoints": [CHECKPOINT], "num_steps": [1, 5], "topk": [1, 4], "num_draft_tokens": [4, 16],
@@ -225,7 +244,21 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
         "mem_fraction": 0.5, "max_total_tokens": 50_000, "command": engine_kit.DOUBLE if o.small else [],
         "launch_args": kit,
     }  # fmt: skip
+    if o.costs:
+        edit_cost_params(p, o)
     yaml.dump(p, folder / "params.yaml")
+
+
+def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
+    """Replace the served pair by the grids of serving_costs and their live cells."""
+    p["replay_trees"] |= {"num_steps": [3, 5, 8], "topk": [1, 2, 4], "num_draft_tokens": [4, 16], "trace_trees": []}
+    eval_load = p["benchmark"]["workloads"]["eval"]
+    length = {"max_new_tokens": 20 if o.small else o.longest, "ignore_eos": False}
+    few = {"num_prompts": 3, "warmup": 1} if o.small else {}
+    p["benchmark"]["workloads"] = {name: {**eval_load, **length, **keys, **few} for name, keys in LIVE.items()}
+    p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": COST_TREES.split()}
+    p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split()}
+    p["benchmark_served"]["server"] |= {"mem_fraction": 0.12, "max_total_tokens": 60_000}
 
 
 # The measurement
@@ -270,7 +303,8 @@ def read_costs(folder: Path) -> list[StageCost]:
 
 def print_table(folder: Path) -> None:
     """Print the costs of all stages made so far, and what of the goals is missed."""
-    costs = sorted(read_costs(folder), key=lambda cost: PARTS.index(cost.stage))
+    parts = [*dict.fromkeys([*COST_PARTS, *PARTS])]
+    costs = sorted(read_costs(folder), key=lambda cost: parts.index(cost.stage))
     head = "seconds process cpu GiB kJ | dvc before after | imports kernel load server compile"
     print(f"\n| stage | {' | '.join(head.replace(' | ', ' ').replace('dvc before', 'dvc_before').split())} |")
     print(f"|{'---|' * 13}")

@@ -68,17 +68,10 @@ EVAL: Workloads = {"eval_all": {"num_prompts": None, "repeats": 3}}  # all promp
 ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency": 8, "warmup": 8}}  # for tau alone
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
-    "few": {"num_prompts": 24, "repeats": 2, "concurrency": [1, 8], "warmup": 8},
-    "many": {"num_prompts": 284, "repeats": 2, "concurrency": [32, 128], "warmup": 128},
+    "few": {"num_prompts": 24, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
+    "many": {"num_prompts": 284, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
 }
-COSTS_LOAD = {
-    **DRAWN,
-    "num_prompts": 128,
-    "input_tokens": 128,
-    "max_new_tokens": 48,
-    "concurrency": AT_ONCE,
-    "warmup": 128,
-}
+LIVE_TREES, COST_TREES = "t3_1_4 t5_4_16 t8_2_16", "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
 IN_TURNS: Workloads = {"in_turns": {"num_prompts": 10, "repeats": 5, "warmup": 1}}
 BLOCK = {
@@ -128,7 +121,7 @@ class Plan:
             f"benchmark_served@{name}-{checkpoint}-{tree}"
             for name, checkpoint, tree in product(self.workloads, self.checkpoints.split(), self.trees.split())
         ]
-        costs = ["serving_costs@load"] if self.cost_trees else []
+        costs = [f"serving_costs@{name}" for name in self.workloads] if self.cost_trees else []
         return [*costs, *(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
 
 
@@ -143,10 +136,10 @@ PLANS = {
     "dense-sweep": replace(DENSE, trees="t5_4_16", workloads=SWEEP),
     "dense-costs": replace(
         DENSE,
-        trees="t3_1_4 t5_4_16 t8_2_16",
+        trees=LIVE_TREES,
         workloads=LIVE,
         checkpoints="e003 e009",
-        cost_trees="t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32",
+        cost_trees=COST_TREES,
     ),
     "moe": MOE,
     "moe-scenarios": replace(MOE, trees="t5_4_16", workloads=SCENARIOS),
@@ -201,7 +194,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
     p["time_trees"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
     workloads = {name: {**first, **keys} for name, keys in plan.workloads.items()}
     if small:
-        few = {"num_prompts": 3, "repeats": 1, "warmup": 1, "max_new_tokens": 20}
+        few = {"num_prompts": 3, "repeats": 2 if plan.cost_trees else 1, "warmup": 1, "max_new_tokens": 20}
         workloads = {name: {**w, **few, "input_tokens": w["input_tokens"] and 20} for name, w in workloads.items()}
     p["benchmark"] |= {
         "workloads": {"eval": first, **workloads},
@@ -216,10 +209,8 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         "trees": plan.trees.split(),
         "interleave": plan.interleave,
     }
-    costs = {**first, **COSTS_LOAD} | ({"num_prompts": 3, "max_new_tokens": 20, "repeats": 2} if small else {})
-    p["benchmark"]["workloads"] |= {"load": costs} if plan.cost_trees else {}
     p["serving_costs"] |= {
-        "workloads": ["load"] if served and plan.cost_trees else [],
+        "workloads": list(workloads) if served and plan.cost_trees else [],
         "checkpoint": "e009",
         "trees": plan.cost_trees.split() or p["serving_costs"]["trees"],
     }
@@ -254,14 +245,13 @@ def run(folder: Path, *words: str, shown: int = 12) -> int:
 
 def make_prompts(folder: Path, plan: Plan) -> None:
     """Make the prompts of the plan's workloads by `dvc repro`."""
-    for name in [*plan.workloads, *(["load"] if plan.cost_trees else [])]:
+    for name in plan.workloads:
         if run(folder, *REPRO, f"prepare_prompts@{name}", shown=1):
             sys.exit(1)
 
 
-def serve_cells(folder: Path, plan: Plan, at_once: int) -> None:
-    """Make the plan's served cells by `dvc repro`, several at once."""
-    stages = plan.list_stages()
+def serve_cells(folder: Path, stages: list[str], at_once: int) -> None:
+    """Make served cells by `dvc repro`, several at once."""
     with ThreadPoolExecutor(at_once) as pool:
         failed = sum(pool.map(lambda name: run(folder, *REPRO, name, shown=6) != 0, stages))
     print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
@@ -296,7 +286,7 @@ def main() -> None:
     if "prompts" in o.parts:
         make_prompts(folder, plan)
     if "cells" in o.parts:
-        serve_cells(folder, plan, o.at_once)
+        serve_cells(folder, plan.list_stages(), o.at_once)
     if "report" in o.parts:
         run(folder, *REPRO, "report", shown=60)
 

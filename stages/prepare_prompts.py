@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import polars as pl
 
 from stages.data import conversations, prompt_sets, workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
@@ -50,8 +51,9 @@ def main(workload: str) -> None:
 def _read_eval_split() -> list[WorkloadPrompt]:
     """Return the prompts of the eval split, sorted by their hash: independent of file and row order."""
     split = conversations.read_table(EVAL_FOLDER, conversations.SAMPLED_SCHEMA, "sample_target")
-    columns = split.select("id", "prompt_ids", "images").iter_rows()
-    return sorted((WorkloadPrompt(id, ids, images=images) for id, ids, images in columns), key=_hash_prompt)
+    columns = split.select("id", "prompt_ids", "images", pl.col("answer_ids").list.len()).iter_rows()
+    rows = (WorkloadPrompt(id, ids, images=images, answer_tokens=count) for id, ids, images, count in columns)
+    return sorted(rows, key=_hash_prompt)
 
 
 def _hash_prompt(row: WorkloadPrompt) -> bytes:

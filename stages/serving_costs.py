@@ -3,7 +3,8 @@
 Serves every tree of `serving_costs.trees`, and the target alone, under the loads of one workload. The engine simulates how many
 drafts are accepted, so a draft that was never trained does, and each cycle yields a known number of tokens. From the times of
 cycles and plain steps comes a timing grid for each answer length; with replay's tau the report predicts speedups at each
-concurrency. No tau is measured here. docs/cost.md
+concurrency. No tau is measured here. The cycles of all lengths make one fit, of which a term is the prompts of other requests
+that are read meanwhile (served_cell/simulated_answers.py). docs/cost.md
 """
 
 import time
@@ -16,12 +17,13 @@ from typing import Any
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, cost_served, load_points, timing_grid
+from stages.results.cost_model import CostModel
 from stages.results.draft_sampling import name_draft_sampling
 from stages.results.record import Record
 from stages.results.served_records import LoadPoint
-from stages.results.timing_grid import TimingGrid
+from stages.results.timing_grid import CycleTime, TimingGrid
 from stages.runtime import atomic, scratch
-from stages.served_cell import measured_loads, server_setup
+from stages.served_cell import measured_loads, server_setup, simulated_answers
 from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
 from stages.serving import gpu_memory, load_checks, measured_server, measuring_turn, simulated_acceptance
@@ -58,16 +60,18 @@ def main(workload_name: str) -> None:
     with scratch.lock_scratch(place):
         measured = list(_measure_or_read(work, plan, servers, place))
         seconds = round(time.perf_counter() - started, 2)
+        fit = cost_fit.fit_cost_model([cycle for cycles in _list_cycles(measured).values() for cycle in cycles])
         grids = [
-            _build_grid(work, measured, length, draft_config, gpus, seconds)
+            _build_grid(work, measured, length, fit, draft_config, gpus, seconds)
             for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
         ]
         path = timing_grid.write_serving_costs(workload_name, grids)
         scratch.remove_scratch(place)
     for grid in grids:
         print(
-            f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} cycles timed, predicted from the others within "
-            f"{grid.fit.error:.1%} (root mean square; at worst {grid.fit.error_max:.1%}) -> {path}"
+            f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} of {len(grid.fit.left_out_s)} cycles timed, each "
+            f"predicted from the others within {grid.fit.error:.1%} (root mean square; at worst {grid.fit.error_max:.1%}) "
+            f"-> {path}"
         )
 
 
@@ -117,7 +121,8 @@ def _locate_times(place: Path, one: MeasuredServer) -> Path:
 def _measure_server(work: ServedCellContext, opened: OpenedServer, place: Path) -> None:
     """Measure a server and keep its times. Raises ValueError if it did not accept as many tokens as it was told to."""
     one = opened.server
-    measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
+    loads_of = simulated_answers.simulate_answers(work) if one.simulated else work
+    measured_loads.run_repeats(loads_of, opened, list(range(work.workload.repeats)))
     if one.simulated:
         loads = [turn for repeats in one.loads.values() for turns in repeats for turn in turns]
         answers = sum(len(load.records) for load in loads)
@@ -133,25 +138,29 @@ def _measure_server(work: ServedCellContext, opened: OpenedServer, place: Path) 
     atomic.write_json(_locate_times(place, one), times.model_dump())
 
 
+def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int, list[CycleTime]]:
+    """Return the cycles of all trees by answer length."""
+    found: dict[int, list[CycleTime]] = {}
+    for one, times in measured:
+        for point in times.points if one.tree_name else []:
+            cycle = cost_served.build_cycle_time(TreeShape.parse(one.tree_name or ""), point)
+            found.setdefault(point.max_new_tokens, []).append(cycle)
+    return found
+
+
 def _build_grid(
     work: ServedCellContext,
     measured: list[tuple[MeasuredServer, ServedTimes]],
     length: int,
+    fit: CostModel,
     draft_config: dict[str, Any],
     gpus: list[gpu_memory.GpuMemory],
     seconds: float,
 ) -> TimingGrid:
     """Return the timing grid of one answer length."""
-    of_length = [(one, [point for point in times.points if point.max_new_tokens == length]) for one, times in measured]
-    (baseline, plain), *drafting = of_length
-    cycles = [
-        cost_served.build_cycle_time(TreeShape.parse(one.tree_name), point)
-        for one, points in drafting
-        if one.tree_name
-        for point in points
-    ]
-    requests = [r for _, points in of_length for point in points for r in point.requests if not r.failed]
-    version = measured[0][1].version
+    points = [point for _, times in measured for point in times.points if point.max_new_tokens == length]
+    requests = [r for point in points for r in point.requests if not r.failed]
+    baseline, plain = measured[0]
     return TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
         engine=work.setup.engine,
@@ -167,11 +176,11 @@ def _build_grid(
             "repeats": work.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
-        plain=cost_served.build_plain_steps(plain),
-        grid=cycles,
-        fit=cost_fit.fit_cost_model(cycles),
+        plain=cost_served.build_plain_steps(point for point in plain.points if point.max_new_tokens == length),
+        grid=_list_cycles(measured)[length],
+        fit=fit,
         hardware=server_setup.describe_hardware(work, baseline, gpus),
-        versions={work.setup.engine: version} if version else {},
+        versions={work.setup.engine: plain.version} if plain.version else {},
         seconds=seconds,
     )
 

@@ -70,6 +70,7 @@ def test_the_eval_splits_prompts_are_unchanged(project: Path, capsys: pytest.Cap
     assert ids(warm) == [rows[5]["id"]]  # one that isn't measured
     assert all(r["messages"] is r["later"] is r["images"] is r["reference"] is None for r in measured)
     assert {r["length_share"] for r in measured} == {1.0}
+    assert [r["answer_tokens"] for r in measured] == [len(r["answer_ids"]) for r in rows[:5]]
     counts = [len(r["prompt_ids"]) for r in rows[:5]]
     assert capsys.readouterr().out == (
         f"chat: 5 prompts of eval, {min(counts)} to {max(counts)} tokens, {sum(counts) / 5:.1f} on average; 1 to warm up with "

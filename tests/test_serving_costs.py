@@ -12,7 +12,7 @@ from stages.data import workload_prompts
 from stages.params import schema
 from stages.results import timing_grid
 from stages.results.timing_grid import TimingGrid
-from stages.served_cell import measured_loads
+from stages.served_cell import measured_loads, requests, server_setup, simulated_answers
 from stages.serving import engine_versions, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
@@ -72,6 +72,60 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     assert not list(Path(".scratch").glob("serving_costs-*"))
 
 
+def check_prompts_read() -> None:
+    """A workload of one length is measured at a quarter of it too; one request at a time is never interrupted."""
+    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    assert grid.max_new_tokens == 20 and len(grid.fit.left_out_s) == 2 * len(grid.grid) == 16
+    read = {(c.shape.name, c.batch): c.prompts_read for c in grid.grid}
+    assert all(read[tree, 1] == 0 and read[tree, 2] > 0 for tree in TREES)
+    alone, two = (plain.prompts_read for plain in grid.plain)
+    assert alone == 0 and two == pytest.approx((2 - 1) * (3 - 2) / 3 / 19)  # three requests, 19 steps each
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "expected"),
+    [
+        ({"max_new_tokens": 40}, [40, 10], None),  # drawn, since all real ones have 40
+        ({"max_new_tokens": [20, 40]}, [20, 40], None),
+        ({"max_new_tokens": 40, "concurrency": [1]}, [40], None),
+        (
+            {"max_new_tokens": 40, "ignore_eos": False, "prompts": "eval", "input_tokens": None},
+            [40, 10],
+            [7, 30, 40],
+        ),  # those stored, cut
+    ],
+)
+def test_answers_of_a_server_that_simulates(
+    changes: dict[str, Any], lengths: list[int], expected: list[int] | None, load: Path
+) -> None:
+    keys = {**LOAD, **changes}
+    edit_params(
+        load,
+        {
+            "benchmark": {"workloads": {"eval": EVAL, "load": keys}},
+            "serving_costs": {"trees": [*TREES, *VLLM_TREES[:1], *VLLM_TREES[2:], "t7_1_8"]},
+        },
+    )
+    rows = [workload_prompts.WorkloadPrompt(str(n), [5, 6], answer_tokens=count) for n, count in enumerate((7, 30, 90))]
+    workload_prompts.write_prompts("load", rows, [])
+    p = schema.load_params()
+    work = server_setup.build_context(p, "load", server_setup.read_draft_config(p, "e003"))
+    simulated = simulated_answers.simulate_answers(work)
+    assert list(dict.fromkeys(length for length, _ in simulated.workload.list_loads())) == lengths
+    asked = {
+        length: [requests.make_request(simulated, row, 0, row.prompt_ids, length) for row in rows] for length in lengths
+    }
+    assert all(request.ignore_eos for of_length in asked.values() for request in of_length)
+    for length, of_length in asked.items():
+        tokens = [request.max_tokens for request in of_length]
+        if expected:
+            assert tokens == [round(count * length / 40) for count in expected]
+        else:
+            assert len(set(tokens)) > 1 and all(0.5 * length - 1 <= count <= length for count in tokens)
+    plain = requests.make_request(work, rows[0], 0, rows[0].prompt_ids, lengths[0])
+    assert (plain.max_tokens, plain.ignore_eos) == (lengths[0], keys["ignore_eos"])
+
+
 def test_a_killed_run_goes_on_with_the_servers_that_are_left(
     load: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +143,7 @@ def test_a_killed_run_goes_on_with_the_servers_that_are_left(
     serving_costs.main("load")
     assert names == ["baseline", "e003-t2_1_3", *(f"e003-{tree}" for tree in TREES[1:2] + TREES[1:])]
     assert capsys.readouterr().out.count("resumed: ") == 2
+    check_prompts_read()
 
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
@@ -179,16 +234,17 @@ def test_cut_cycles_are_allowed_for(cycles: int, accepted: int, answers: int, fi
 
 
 def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rehearsal of benchmarks/serving_costs.py: cells and costs are both of the double."""
-    live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 20, "concurrency": [1, 2], "repeats": 1}
+    """The rehearsal of benchmarks/serving_costs.py: cells and costs are both of the double, and of one workload."""
+    live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 20, "concurrency": [1, 2], "repeats": 2}
     edit_params(
         load,
         {
-            "benchmark": {"workloads": {"eval": live, "load": {**LOAD, "repeats": 2}}},
+            "benchmark": {"workloads": {"eval": live}},
             "benchmark_served": {"trees": ["t5_1_6", "t8_2_16"]},
+            "serving_costs": {"workloads": ["eval"]},
         },
     )
-    serving_costs.main("load")
+    serving_costs.main("eval")
     benchmark_served.main("eval")
     for tree in ("t5_1_6", "t8_2_16"):
         benchmark_served.main("eval", "e003", tree)
@@ -200,8 +256,8 @@ def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.Cap
     for row in rows:
         c, guess_c, speedup, guess = (float(word) for word in row[2:6])
         assert guess == pytest.approx(tau_of("t5_1_6") / guess_c, rel=0.02) and c > 0 and speedup > 0
-    assert printed.count("left out: t8_2_16") == 2 and "outside the grid" in printed
-    assert "1 at once: chosen t5_1_6, the fastest: right" in printed and "of 2; at worst" in printed
+    assert printed.count("left out: t8_2_16, eval, ") == 2 and "outside the grid" in printed
+    assert "eval, 1 at once: chosen t5_1_6, the fastest: right" in printed and "of 2; at worst" in printed
 
 
 def tau_of(tree: str) -> float:

@@ -16,6 +16,7 @@ PROMPTS_SCHEMA = pl.Schema(
         "later": pl.List(pl.String),  # the user's message in each later turn; null without any
         "images": pl.List(pl.String),  # paths, in the prompt's order; null without images
         "length_share": pl.Float64,  # of the workload's max_new_tokens; drawn for random lengths, else 1
+        "answer_tokens": pl.Int32,  # of the stored answer; of the eval split only
         "reference": pl.String,  # grades the first turn's answer (stages/grading/grade.py); null: not graded
         "warmup": pl.Boolean,  # run before the measurement, and counted nowhere
     }
@@ -32,6 +33,7 @@ class WorkloadPrompt:
     later: list[str] | None = None
     images: list[str] | None = None
     length_share: float = 1.0
+    answer_tokens: int | None = None
     reference: str | None = None
 
 

@@ -174,7 +174,12 @@ class Params(Section):
         for name in self.serving_costs.workloads:
             workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
             for key, found, expected, reason in (
-                ("ignore_eos", workload.ignore_eos, True, "simulated answers have no end"),
+                (
+                    "ignore_eos",
+                    workload.ignore_eos or workload.prompts == "eval",
+                    True,
+                    "simulated answers have no end",
+                ),
                 ("request_rate", workload.request_rate, "inf", "the batch would follow the arrivals"),
                 ("grade", workload.grade, False, "simulated answers are meaningless"),
                 ("until", workload.until, None, "servers are measured one after the other"),

@@ -1,4 +1,4 @@
-"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 1.
+"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 2.
 
 Terms are non-negative. Residuals are shares of the measured times, so that a short cycle counts as much as a long one. The
 number of terms and the knee are those that best predict points left out; this error is reported with the fit.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from stages.results.cost_model import COST_TERMS, CostModel, count_term_units
+from stages.results.cost_model import PROMPT_TERM, TREE_TERMS, CostModel, count_term_units
 from stages.results.timing_grid import CycleTime
 
 MAX_KNEES = 12  # tried; each costs a fit for every point that is left out
@@ -28,22 +28,25 @@ def fit_cost_model(grid: Sequence[CycleTime]) -> CostModel:
     if wrong := [point for point in grid if not point.cycle_s > 0]:
         raise ValueError(f"a timing grid has a cycle of {wrong[0].cycle_s} s, expected more than 0; time it anew")
     times = np.array([point.cycle_s for point in grid])
-    tried = [_fit_terms(grid, times, count, knee) for count, knee in _list_candidate_models(grid)]
+    tried = [_fit_terms(grid, times, terms, knee) for terms, knee in _list_candidate_models(grid)]
     return min(tried, key=lambda found: found.error)
 
 
-def _list_candidate_models(grid: Sequence[CycleTime]) -> list[tuple[int, int | None]]:
-    """Return (number of terms, knee) to try, the simplest first, since `min` takes the first of equals."""
-    bent = COST_TERMS.index("beyond")
+def _list_candidate_models(grid: Sequence[CycleTime]) -> list[tuple[tuple[str, ...], int | None]]:
+    """Return (terms, knee) to try, the simplest first, since `min` takes the first of equals."""
+    bent = TREE_TERMS.index("beyond")
     rows = sorted({point.tokens * point.batch for point in grid})[1:-1]
     knees = rows[:: -(-len(rows) // MAX_KNEES) or 1]
-    return [*((count, None) for count in range(1, bent + 1)), *((len(COST_TERMS), knee) for knee in knees)]
+    of_trees = [*((TREE_TERMS[:count], None) for count in range(1, bent + 1)), *((TREE_TERMS, knee) for knee in knees)]
+    if len({point.prompts_read for point in grid}) == 1:
+        return of_trees
+    return [*of_trees, *(((*terms, PROMPT_TERM), knee) for terms, knee in of_trees)]
 
 
-def _fit_terms(grid: Sequence[CycleTime], times: np.ndarray, count: int, knee: int | None) -> CostModel:
-    """Fit the first `count` terms, without those that are constant over the grid, as the fixed one is."""
-    units = [count_term_units(point.shape, point.batch, knee) for point in grid]
-    columns = {term: np.array([taken[term] for taken in units], dtype=float) for term in COST_TERMS[:count]}
+def _fit_terms(grid: Sequence[CycleTime], times: np.ndarray, terms: Sequence[str], knee: int | None) -> CostModel:
+    """Fit the terms, without those that are constant over the grid, as the fixed one is."""
+    units = [count_term_units(point.shape, point.batch, knee, point.prompts_read) for point in grid]
+    columns = {term: np.array([taken[term] for taken in units], dtype=float) for term in terms}
     names = [term for term in columns if term == "cycle" or np.ptp(columns[term]) > 0]
     design = np.stack([columns[term] for term in names], axis=1)  # [P, K]
     shares, wanted = design / times[:, None], np.ones(len(times))  # residuals are then shares of the measured time

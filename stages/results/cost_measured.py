@@ -1,4 +1,4 @@
-"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 1.
+"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 2.
 
 tau / C is of decoding alone, so the measured speedup here is too: prefill, which both sides pay, is left out of the times. A
 cell's interval, which is of whole answers, is applied as a share; without one (one prompt, one repeat) agreement is unknown.
@@ -152,8 +152,7 @@ def compare_simulated_lines(
             )
             tree = next((tree for tree in trees if tree.shape == shape), None)
             if tree and (found := measure_served_line(line)):
-                cycle_s = timed.fit.predict_cycle_s(shape, plain.batch)
-                guess = prediction.estimate_speedup(tree, cycle_s, timed.fit, plain)
+                guess = prediction.predict_speedup(tree, timed.fit, plain)
                 labels = row.workload, row.checkpoint, row.tree, row.engine, row.concurrency, row.max_new_tokens
                 made.append(ComparedPrediction(*labels, guess, found))
                 found_lines.add(id(line))

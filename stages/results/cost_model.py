@@ -1,4 +1,4 @@
-"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 1.
+"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 2.
 
     cycle(steps, topk, tokens, batch) = cycle                         fixed: launches, the weights read once
                                       + draft step  · steps          a draft's forward, however few rows
@@ -6,6 +6,7 @@
                                       + verify row  · tokens · batch
                                       + beyond      · rows of verifying beyond the knee, where computing outlasts reading
                                       + sequence    · batch          what each sequence costs: its keys and values, sampling
+                                      + prompt      · prompts of other requests that are read meanwhile (cost_served.py)
 
 cost_fit.py fits the terms. This module does not import numpy, so that the table in the terminal appears at once.
 """
@@ -14,8 +15,9 @@ from stages.params.tree_shape import TreeShape
 from stages.results import interval
 from stages.results.record import Record
 
-# In the order in which a fit adds them.
-COST_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")
+# In the order in which a fit adds them; the last one, which no tree changes, is added to any number of the others.
+TREE_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")
+PROMPT_TERM = "prompt"
 
 
 class CostModel(Record):
@@ -35,12 +37,12 @@ class CostModel(Record):
         assert found is not None, "a fit has at least cost_fit.MIN_POINTS points"
         return found
 
-    def predict_cycle_s(self, tree: TreeShape, batch: int) -> float:
-        given = count_term_units(tree, batch, self.knee)
+    def predict_cycle_s(self, tree: TreeShape, batch: int, prompts_read: float = 0.0) -> float:
+        given = count_term_units(tree, batch, self.knee, prompts_read)
         return sum(seconds * given[term] for term, seconds in self.seconds.items())
 
 
-def count_term_units(tree: TreeShape, batch: int, knee: int | None) -> dict[str, float]:
+def count_term_units(tree: TreeShape, batch: int, knee: int | None, prompts_read: float) -> dict[str, float]:
     """Return how many units of each term a cycle has. The first draft step has one row a sequence, each later one topk."""
     verified = tree.num_draft_tokens * batch
     return {
@@ -50,4 +52,5 @@ def count_term_units(tree: TreeShape, batch: int, knee: int | None) -> dict[str,
         "sequence": batch,
         "draft row": (tree.num_steps - 1) * (tree.topk * batch - 1) + batch - 1,
         "beyond": 0 if knee is None else max(0, verified - knee),
+        PROMPT_TERM: prompts_read,
     }

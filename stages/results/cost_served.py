@@ -5,8 +5,12 @@ A request decodes from its first token to its last, so at one concurrency
     cycle = sum of (e2e - ttft) over requests / sum of their cycles        of a cell with a draft
     step  = sum of (e2e - ttft) over requests / sum of (tokens - 1)        of the same server without one
 
-Both include what the load adds: waiting for other prefills, and for the batch. So a cost belongs to one workload and answer
-length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch follows the arrivals.
+Both include what the load adds: waiting for the batch, and while prompts of other requests are read. So a cost belongs to one
+workload and answer length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch
+follows the arrivals.
+
+In a closed loop of N requests at once and R in all, R - N begin while N - 1 others decode, so an answer is interrupted by
+(N - 1)(R - N) / R prompts on average, whatever its length. Divided by its cycles, that is `prompts_read` of a cycle.
 """
 
 import json
@@ -96,15 +100,38 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
             "vLLM reports them from 0.30 on"
         )
     shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
-    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | _summarise_times("cycle_s", cycles))
+    count = point.acceptance.cycles if point.acceptance else sum(r.cycles or 0 for r in _list_answered(point))
+    interrupted = count_prompts_read(point) * len(_list_answered(point)) / count
+    times = _summarise_times("cycle_s", cycles) | {"prompts_read": interrupted}
+    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | times)
 
 
 def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     """Return the plain step of each concurrency, over all points of servers without a draft."""
     steps: dict[int, list[float]] = {}
+    read: dict[int, list[float]] = {}
     for point in points:
-        steps.setdefault(point.concurrency or 0, []).extend(compute_step_seconds(point))
-    return [PlainStepTime(batch=batch, **_summarise_times("step_s", steps[batch])) for batch in sorted(steps)]
+        batch, answered = point.concurrency or 0, _list_answered(point)
+        steps.setdefault(batch, []).extend(compute_step_seconds(point))
+        if tokens := sum(r.output_tokens - 1 for r in answered):
+            read.setdefault(batch, []).append(count_prompts_read(point) * len(answered) / tokens)
+    return [
+        PlainStepTime(
+            batch=batch, **_summarise_times("step_s", steps[batch]), prompts_read=fmean(read.get(batch, [0.0]))
+        )
+        for batch in sorted(steps)
+    ]
+
+
+def count_prompts_read(point: LoadPoint) -> float:
+    """Return how many prompts of other requests are read while an answer is decoded, on average."""
+    loads = len({(r.repeat, r.turn) for r in point.requests})
+    requests, at_once = len(point.requests) / loads, point.concurrency or 1
+    return (at_once - 1) * max(0.0, requests - at_once) / requests
+
+
+def _list_answered(point: LoadPoint) -> list[RequestRow]:
+    return [r for r in point.requests if not r.failed]
 
 
 def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:

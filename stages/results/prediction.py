@@ -1,4 +1,4 @@
-"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 1.
+"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 2.
 
     C = cycle / plain step at the same batch          speedup = tau / C
 
@@ -114,22 +114,31 @@ def predict_speedups(
     draft_sampling: DraftSampling = GREEDY,
 ) -> list[PredictedSpeedup]:
     """Return the prediction for each tree within the timing grid and each batch with a plain step."""
-    within, found = get_grid_bounds(cost), []
+    within = get_grid_bounds(cost)
+    found: list[PredictedSpeedup] = []
     for tree in select_temperature(trees, temperature, draft_sampling):
-        for plain in cost.plain:
-            if is_inside_grid(within, tree.shape, plain.batch):
-                cycle_s = cost.fit.predict_cycle_s(tree.shape, plain.batch)
-                found.append(
-                    PredictedSpeedup(
-                        **{name: cost[name] for name in ("engine", "workload", "max_new_tokens")},
-                        temperature=temperature,
-                        checkpoint=checkpoint,
-                        **{name: tree[name] for name in REPLAY_COLUMNS},
-                        concurrency=plain.batch,
-                        **vars(estimate_speedup(tree, cycle_s, cost.fit, plain)),
-                    )
-                )
+        found += [
+            PredictedSpeedup(
+                **{name: cost[name] for name in ("engine", "workload", "max_new_tokens")},
+                temperature=temperature,
+                checkpoint=checkpoint,
+                **{name: tree[name] for name in REPLAY_COLUMNS},
+                concurrency=plain.batch,
+                **vars(predict_speedup(tree, cost.fit, plain)),
+            )
+            for plain in cost.plain
+            if is_inside_grid(within, tree.shape, plain.batch)
+        ]
     return found
+
+
+def predict_speedup(tree: ReplayedTree, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:
+    """Return the speedup of a tree at the load of a plain step.
+
+    The more tokens a cycle yields, the fewer cycles an answer has, between which as many prompts of other requests are read.
+    """
+    cycle_s = fit.predict_cycle_s(tree.shape, plain.batch, plain.prompts_read * tree.tau)
+    return estimate_speedup(tree, cycle_s, fit, plain)
 
 
 def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:

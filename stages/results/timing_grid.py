@@ -18,7 +18,7 @@ from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
-COST_DEFINITIONS = "docs/cost.md, version 1"
+COST_DEFINITIONS = "docs/cost.md, version 2"
 
 
 class PlainStepTime(Record):
@@ -28,6 +28,7 @@ class PlainStepTime(Record):
     step_s: float
     error: float | None  # standard error as a share; null with one repeat
     samples: int
+    prompts_read: float = 0.0  # of other requests, a token of an answer (cost_served.count_prompts_read)
 
 
 class CycleTime(Record):
@@ -40,6 +41,7 @@ class CycleTime(Record):
     cycle_s: float
     error: float | None
     samples: int
+    prompts_read: float = 0.0  # of other requests, a cycle
 
     @property
     def shape(self) -> TreeShape:

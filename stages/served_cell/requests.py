@@ -1,5 +1,6 @@
 """The requests of a served cell: its prompts as an engine takes them, and later turns after the engine's own answers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ class ServedCellContext:
     target_folder: Path
     setup: engine_flags.ServerSetup
     image_processor: vision.CachedImageProcessor | None
+    simulated_answers: Mapping[tuple[str, int], int] | None = None  # tokens by prompt and length: simulated_answers.py
 
     @cached_property
     def api_key(self) -> str | None:
@@ -76,14 +78,15 @@ def make_next_requests(work: ServedCellContext, loads: list[LoadResult], length:
 
 def make_request(work: ServedCellContext, row: WorkloadPrompt, turn: int, ids: list[int], length: int) -> LoadRequest:
     workload, processor = work.workload, work.image_processor
+    limit, simulated = workload_prompts.compute_max_new_tokens(row.length_share, length), work.simulated_answers
     return LoadRequest(
         id=f"{row.id}#{turn}",
         prompt=ids,
-        max_tokens=workload_prompts.compute_max_new_tokens(row.length_share, length),
+        max_tokens=limit if simulated is None else simulated.get((row.id, length), limit),
         temperature=workload.temperature,
         top_p=workload.top_p,
         top_k=workload.top_k,
-        ignore_eos=workload.ignore_eos,
+        ignore_eos=workload.ignore_eos or simulated is not None,
         engine_fields=_build_image_fields(processor, row.images, ids) if processor and row.images else {},
     )
 
