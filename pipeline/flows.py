@@ -42,7 +42,8 @@ from pipeline.orphan_guard import end_with_parent
 from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dispatch
 from pipeline.scheduler import StageGraph, run_stages
-from stages.params.schema import Params, check_raw_exists, load_params
+from stages.params.checks import check_raw_exists
+from stages.params.schema import Params, load_params
 from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 
 COMMAND = "python -m pipeline.flows"

@@ -29,6 +29,7 @@ from stages.telemetry import fork_server
 COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
 DVC_GRACE_S = 15.0  # seconds for DVC to write its lock file after that; Prefect kills a cancelled flow after 30
 POLL_S = 0.05  # seconds
+MAX_SEARCHES = 10  # for what a run has left; a process that the kernel can't end would be found forever
 FEWEST_PRELOADED = 4  # stages of a run
 LEFT_OUTPUT_S = 1.0  # seconds to wait for more output of a command before asking whether it has ended
 TAIL_LINES = 10  # of a failed stage's log in the error
@@ -133,10 +134,21 @@ def notify_guard(line: str) -> None:
 
 
 def end_marked(mark: str) -> None:
-    """End every process that a run of this mark has left, each child-first, all at the same time."""
-    processes = psutil.process_iter(["environ", "cmdline"])
-    found = {one.pid: one for one in processes if (one.info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark}
-    _end_together([process for process in found.values() if _unless_ended(process.ppid) not in found])
+    """End every process that a run of this mark has left, each child-first, all at the same time.
+
+    They are looked for again until none is found: a parent may end by itself, as a fork server does whose run has ended,
+    before its children are looked up.
+    """
+    for _ in range(MAX_SEARCHES):
+        processes = psutil.process_iter(["environ", "cmdline", "status"])
+        found = {one.pid: one for one in processes if _is_marked(one.info, mark)}
+        if not found:
+            return
+        _end_together([process for process in found.values() if _unless_ended(process.ppid) not in found])
+
+
+def _is_marked(info: dict[str, Any], mark: str) -> bool:
+    return (info["environ"] or {}).get(RUN_MARK_VARIABLE) == mark and info["status"] != psutil.STATUS_ZOMBIE
 
 
 # Start and end

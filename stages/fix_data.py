@@ -39,8 +39,9 @@ from stages.data.row_cleaning import (
 )
 from stages.data.table_schema import load_table_file
 from stages.data.train_eval_split import SplitAssignment, SplitFate
+from stages.params.checks import check_raw_exists
 from stages.params.data_sections import FixData
-from stages.params.schema import Params, check_raw_exists, load_params
+from stages.params.schema import Params, load_params
 from stages.runtime import atomic, scratch
 from stages.telemetry.run_stage import run_stage
 

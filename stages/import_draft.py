@@ -12,7 +12,7 @@ from stages.draft import block_checkpoint, checkpoint, published_block_formats, 
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.published_files import PublishedDraft
-from stages.params import schema
+from stages.params import checks, schema
 from stages.params.draft_sections import ImportedCheckpoint
 from stages.params.section import get_named
 from stages.runtime import atomic
@@ -35,7 +35,7 @@ class ImportedDraft:
 def main(name: str) -> None:
     params = schema.load_params()
     item = get_named(params.import_draft.checkpoints, name, "import_draft.checkpoints")
-    schema.check_watched(
+    checks.check_watched(
         f"import_draft.checkpoints.{name}.model", item.model, "import_draft.watch", params.import_draft.watch
     )
     target_manifest = manifest.read_manifest()

@@ -13,7 +13,7 @@ import torch
 from stages.draft import checkpoint, config_override, published_files, published_formats, vocabulary
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format, reader
-from stages.params import schema
+from stages.params import checks, schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
 from stages.target import feature_layers, manifest
@@ -27,9 +27,9 @@ LEAST_COVERAGE = 0.98  # of the eval answers' tokens by the draft's vocabulary, 
 def main(name: str = ROOT_CHECKPOINT) -> None:
     params = schema.load_params()
     schema.check_initial(params, name)
-    schema.check_watched("init_draft.from", params.init_draft.from_, "init_draft.watch", params.init_draft.watch)
+    checks.check_watched("init_draft.from", params.init_draft.from_, "init_draft.watch", params.init_draft.watch)
     target_manifest = manifest.read_manifest()
-    schema.check_draft_vocab(params, target_manifest.vocab_size)
+    checks.check_draft_vocab(params, target_manifest.vocab_size)
     counts = {split: _count_tokens(split, target_manifest.vocab_size) for split in ("train", "eval")}
     draft, config = (
         _load_published_draft(params, target_manifest)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
-from stages.params import schema
+from stages.params import checks, schema
 from stages.runtime import atomic
 from stages.target import chat_template, config_facts, feature_layers, head_check, loading, manifest
 from stages.target.manifest import TargetManifest
@@ -42,8 +42,8 @@ TOKENIZER_FILES = (
 
 def main() -> None:
     p = schema.load_params()
-    schema.check_raw_exists(p)  # before anything that takes minutes
-    schema.check_target(p)
+    checks.check_raw_exists(p)  # before anything that takes minutes
+    checks.check_target(p)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     template = _read_chat_template(p.target.chat_template)
@@ -51,7 +51,7 @@ def main() -> None:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         own_layers = feature_layers.default_eagle3_feature_layers(target.num_layers)
-        schema.check_feature_layers(p, target.feature_layers, own_layers)  # not first after hours of extraction
+        checks.check_feature_layers(p, target.feature_layers, own_layers)  # not first after hours of extraction
         _check_chat_template(p, target, folder)
         _check_tables(p, target, folder)
         manifest.write_manifest(folder, target)
@@ -90,7 +90,7 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
     if p.prepare_target.weights == "shipped":
         settings = p.prepare_target.model_dump(exclude={"weights"})
         shipped_target.copy_files(name, shipped_target.TrainingSettings(**settings), folder)
-        schema.check_draft_vocab(p, AutoConfig.from_pretrained(folder).vocab_size)
+        checks.check_draft_vocab(p, AutoConfig.from_pretrained(folder).vocab_size)
     else:
         _train_builtin_target(p, name, folder)
     config = AutoConfig.from_pretrained(folder)
@@ -99,7 +99,7 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
 
 def _train_builtin_target(p: schema.Params, name: str, folder: Path) -> None:
     model, tokenizer, training = _start_training(p, name, folder)
-    schema.check_draft_vocab(p, len(tokenizer))
+    checks.check_draft_vocab(p, len(tokenizer))
     with tqdm(total=p.prepare_target.steps, desc="train the target", unit="step", mininterval=2) as bar:
         for _, loss in training:
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -132,7 +132,7 @@ def _pin_target(p: schema.Params) -> TargetManifest:
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
     loading.check_attention(config, p.target.model)
-    schema.check_draft_vocab(p, config.get_text_config().vocab_size)
+    checks.check_draft_vocab(p, config.get_text_config().vocab_size)
     target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:
         return target

@@ -49,8 +49,7 @@ def main(workload_name: str) -> None:
     simulated_acceptance.check_version(work.setup.engine, measured_server.find_engine_version(plan))
     gpus = gpu_memory.list_visible_gpus()
     place = scratch.locate_scratch(
-        "serving_costs",
-        workload_name,
+        f"serving_costs-{workload_name}",
         work.workload.model_dump(),
         params.benchmark_served.model_dump(include={"engine", "server"}),
         settings.model_dump(exclude={"workloads", "trees"}),

@@ -22,7 +22,7 @@ from stages.data import conversations
 from stages.draft import checkpoint
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
-from stages.params import schema
+from stages.params import checks, schema
 from stages.params.tree_shape import TreeShape
 from stages.results import replay_records
 from stages.target import chat_template, feature_layers, manifest
@@ -311,7 +311,7 @@ def refuse(project: Path, stored: list[int] | None, read: list[int] | None, mess
         p = schema.load_params()
         default = feature_layers.default_eagle3_feature_layers(made.num_layers)
         with pytest.raises(ValueError, match=message):
-            schema.check_feature_layers(p, made.feature_layers, default)
+            checks.check_feature_layers(p, made.feature_layers, default)
         with pytest.raises(ValueError, match=message):
             init_draft.infer_config(p, made)
 
@@ -361,7 +361,7 @@ def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path
     })  # fmt: skip
     with chdir(project):
         p = schema.load_params()
-        schema.check_feature_layers(p, made.feature_layers, EAGLE3)
+        checks.check_feature_layers(p, made.feature_layers, EAGLE3)
         assert init_draft.infer_config(p, made)["hidden_size"] == H  # for estimates
 
 

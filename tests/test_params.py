@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from stages.params import gpus, schema
+from stages.params import checks, gpus, schema
 from stages.params.error_messages import OLD_KEYS
 from stages.params.spelling import suggest_name
 from stages.params.tree_shape import TreeShape, count_candidates
@@ -214,20 +214,20 @@ def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -
     """Bug: it was looked for on Hugging Face, after fix_data had run, and the message was about the network."""
     set_value(("target", "model"), model)
     with pytest.raises(ValueError, match=rf"^params\.yaml: target\.model is {model}, expected a folder, found none"):
-        schema.check_target(schema.load_params())
+        checks.check_target(schema.load_params())
 
 
 def test_a_misspelt_target_folder_is_told_from_a_hugging_face_id_by_what_is_watched() -> None:
     Path("models/my_target").mkdir(parents=True)
     edited(("model: builtin/weather-tiny ", "model: models/my_traget "), ("watch: data/nothing ", "watch: models "))
     with pytest.raises(ValueError, match=r"models/my_traget, .* found none there \(did you mean models/my_target\?\)"):
-        schema.check_target(schema.load_params())
+        checks.check_target(schema.load_params())
     edited(("model: builtin/weather-tiny ", "model: models/my_traget "))
-    schema.check_target(schema.load_params())  # may be an id
+    checks.check_target(schema.load_params())  # may be an id
     edited(("model: builtin/weather-tiny ", "model: models/my_target "), ("watch: data/nothing ", "watch: models "))
-    schema.check_target(schema.load_params())
+    checks.check_target(schema.load_params())
     edited(("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models "))
-    schema.check_target(schema.load_params())
+    checks.check_target(schema.load_params())
 
 
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,17 +238,17 @@ def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.Monk
     with pytest.raises(
         ValueError, match=r"target\.device is cuda, expected a GPU, found none .*; set target\.device: cpu"
     ):
-        schema.check_target(schema.load_params())
+        checks.check_target(schema.load_params())
     for runner in ("workers", "ray"):  # other hosts may have one
         set_value(("target", "device"), "cuda")
         other = schema.load_params()
-        schema.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
+        checks.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
     monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    schema.check_target(schema.load_params())
+    checks.check_target(schema.load_params())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
-        schema.check_target(schema.load_params())
+        checks.check_target(schema.load_params())
 
 
 def test_a_misspelt_key_gets_the_nearest_known_one() -> None:
@@ -1005,12 +1005,12 @@ def test_a_missing_raw_file_is_named_before_any_work() -> None:
     with pytest.raises(
         ValueError, match=r"^params\.yaml: fix_data\.raw is data/raw/weather_toon\.jsonl, .*; give a file or"
     ):
-        schema.check_raw_exists(p)
+        checks.check_raw_exists(p)
     Path(p.fix_data.raw).mkdir(parents=True)
-    schema.check_raw_exists(p)
+    checks.check_raw_exists(p)
     Path(p.fix_data.raw).rmdir()
     Path(p.fix_data.raw).touch()
-    schema.check_raw_exists(p)
+    checks.check_raw_exists(p)
 
 
 def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
@@ -1020,14 +1020,14 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
     raw.touch()
     test.touch()  # beside the raw file, where DVC would not see it change
     with pytest.raises(ValueError, match=r"fix_data\.eval_file is test\.jsonl, expected a file in the folder"):
-        schema.check_raw_exists(schema.load_params())
+        checks.check_raw_exists(schema.load_params())
     edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl"))
     p = schema.load_params()
-    schema.check_raw_exists(p)
+    checks.check_raw_exists(p)
     assert p.fix_data.eval_path() == test
     edited(("eval_file: null", "eval_file: weather_toon.jsonl"))
     p = schema.load_params()
-    schema.check_raw_exists(p)
+    checks.check_raw_exists(p)
     assert p.fix_data.eval_path() == raw
 
 
@@ -1051,13 +1051,13 @@ def test_keys_of_fix_data_that_disagree(old: str, new: str, message: str) -> Non
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
     p = schema.load_params()
     assert p.init_draft.draft_vocab_size == 320
-    schema.check_draft_vocab(p, 320)
+    checks.check_draft_vocab(p, 320)
     with pytest.raises(
         ValueError, match=r"^params\.yaml: init_draft\.draft_vocab_size is 320, but .* has 319 tokens; use at most 319"
     ):
-        schema.check_draft_vocab(p, 319)
+        checks.check_draft_vocab(p, 319)
     edited(("draft_vocab_size: 320", "draft_vocab_size: null"))
-    schema.check_draft_vocab(schema.load_params(), 1)
+    checks.check_draft_vocab(schema.load_params(), 1)
 
 
 # --- trees, counted -------------------------------------------------------------------------------------------------
@@ -1123,9 +1123,9 @@ def test_the_replay_grid_is_every_tree_that_can_be_built() -> None:
 
 
 def command(home: Path) -> subprocess.CompletedProcess:
-    """`python -m stages.params.schema`, as `make run` calls it before anything starts."""
+    """`python -m stages.params.checks`, as `make run` calls it before anything starts."""
     return subprocess.run(
-        [sys.executable, "-m", "stages.params.schema"],
+        [sys.executable, "-m", "stages.params.checks"],
         cwd=home,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -1166,12 +1166,12 @@ def test_a_local_folder_that_dvc_does_not_watch_is_refused_and_an_id_needs_no_wa
     draft = tmp_path / "drafts/one"
     draft.mkdir(parents=True)
     for model, watch in ((None, NOTHING), ("someone/draft", NOTHING), (draft, draft), (draft, tmp_path / "drafts")):
-        schema.check_watched(
+        checks.check_watched(
             "import_draft.checkpoints.one.model", model and str(model), "import_draft.watch", str(watch)
         )
     for watch in (NOTHING, str(tmp_path / "dra"), str(draft / "below")):
         with pytest.raises(ValueError, match=r"expected import_draft\.watch to be that folder or one around it"):
-            schema.check_watched("import_draft.checkpoints.one.model", str(draft), "import_draft.watch", watch)
+            checks.check_watched("import_draft.checkpoints.one.model", str(draft), "import_draft.watch", watch)
 
 
 # --- keys of earlier versions ---------------------------------------------------------------------------------------

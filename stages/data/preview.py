@@ -17,8 +17,9 @@ import polars as pl
 from stages.data import column_names, readers, row_cleaning
 from stages.data.readers import ArrowRows, RawChunk
 from stages.data.row_cleaning import WAITING_IMAGES_FOLDER
+from stages.params.checks import check_raw_exists
 from stages.params.data_sections import FixData
-from stages.params.schema import check_raw_exists, load_params
+from stages.params.schema import load_params
 from stages.telemetry.run_stage import run_stage
 
 SHOWN_CHARACTERS = 160  # of a text

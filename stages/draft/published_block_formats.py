@@ -256,18 +256,7 @@ def _read_feature_layers(keys: _BlockKeys, manifest: TargetManifest) -> list[int
         raise ValueError(
             f"{place} lists no feature layers, expected target_layer_ids; write those that it was trained with"
         )
-    (source, layers), *others = lists.items()
-    if any(other != layers for _, other in others):
-        raise ValueError(
-            f"{place} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
-            f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "
-            "which it was trained"
-        )
-    if layers != sorted(set(layers)):
-        raise ValueError(
-            f"{place}: {source}, expected ids in increasing order, each once: engines capture in the order of the blocks, "
-            "whatever the order of the list; ask its author which order it was trained with"
-        )
+    source, layers = published_files.select_feature_layers(place, lists)
     told = keys.get("num_target_layers", num_layers)
     if told != num_layers or not layers or layers[0] < 1 or layers[-1] > num_layers - 1:
         raise ValueError(

@@ -209,3 +209,27 @@ def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
     for name in weights:
         tensors[name] = tensors[name].to(widest)
     return widest
+
+
+def select_feature_layers(place: str, lists: Mapping[str, list[int]]) -> tuple[str, list[int]]:
+    """Return what the feature layers are called in a config.json, and their ids.
+
+    Args:
+        lists: ids of the blocks that the residual streams enter, by a description of each list that the file has.
+
+    Raises:
+        ValueError: where the lists disagree, or ids are out of order.
+    """
+    (source, layers), *others = lists.items()
+    if any(other != layers for _, other in others):
+        raise ValueError(
+            f"{place} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
+            f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "
+            "which it was trained"
+        )
+    if layers != sorted(set(layers)):
+        raise ValueError(
+            f"{place}: {source}, expected ids in increasing order, each once: engines capture in the order of the blocks, "
+            "whatever the order of the list; ask its author which order it was trained with"
+        )
+    return source, layers

@@ -154,17 +154,11 @@ def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetMani
     Raises ValueError where the lists disagree, are not of three ids in increasing order, or name streams that are not stored.
     """
     lists = checkpoint.list_feature_layers(raw, manifest.num_layers)
-    (source, layers), *others = lists.items()
-    if any(other != layers for _, other in others):
+    source, layers = published_files.select_feature_layers(f"{folder}/config.json", lists)
+    if len(layers) != NUM_EAGLE3_FEATURES:
         raise ValueError(
-            f"{folder}/config.json lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
-            f"{' and '.join(map(str, lists.values()))}, expected one list: SGLang and vLLM would run two different drafts; keep "
-            "the key by which it was trained"
-        )
-    if layers != sorted(set(layers)) or len(layers) != NUM_EAGLE3_FEATURES:
-        raise ValueError(
-            f"{folder}/config.json: {source}, expected {NUM_EAGLE3_FEATURES} ids in increasing order, each once: engines capture "
-            "in the order of the blocks, whatever the order of the list; ask its author which order it was trained with"
+            f"{folder}/config.json: {source}, expected {NUM_EAGLE3_FEATURES} ids: EAGLE-3's draft reads so many; choose another "
+            "draft"
         )
     locate_feature_layers(manifest.feature_layers, layers, f"{folder} ({source})")
     return layers

@@ -1,14 +1,10 @@
 """params.yaml, typed and strict: one section, one frozen class (stages/params). No torch, no defaults.
 
-    python -m stages.params.schema        # check the whole file, as `aerie run` does before anything starts
-
 Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC silently
 drops keys that are not strings, so a misspelt section would otherwise vanish from the graph. No stage has this package in
 its `deps`: DVC tracks the values, and the code holds no defaults.
 """
 
-import re
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,7 +16,6 @@ from stages.params.benchmark_sections import Benchmark, BenchmarkServed, Serving
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import BlockSegment, CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
-from stages.params.gpus import may_have_gpu
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
@@ -366,107 +361,3 @@ def _validate_model(model: type[SectionT], found: Any, path: Path, prefix: str =
         lines = explain_errors(error.errors(include_url=False), model)
         problems = "\n".join(f"  {prefix}{line}" for line in lines)
         raise ValueError(f"{path} has {len(lines)} problem(s) to correct:\n{problems}") from None
-
-
-def check_raw_exists(params: Params) -> None:
-    """Raise ValueError for missing raw conversations, before any stage starts."""
-    fix = params.fix_data
-    raw, evaluation = Path(fix.raw), fix.eval_path()
-    if not raw.exists():
-        is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", fix.raw) and not raw.suffix and raw.parts[0] != "data"
-        more = f"; for the dataset {fix.raw} of the Hub write a file NAME.hub.yaml" if is_id else ""
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
-        )
-    if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
-        raise ValueError(
-            f"{PARAMS_FILE}: fix_data.eval_file is {fix.eval_file}, expected a file in the folder fix_data.raw, or "
-            f"the name of that file itself, found neither under {raw}; DVC tracks fix_data.raw, so put it there"
-        )
-
-
-def check_params(params: Params) -> None:
-    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders and GPUs."""
-    check_raw_exists(params)
-    check_target(params)
-
-
-def check_target(params: Params) -> None:
-    """Raise ValueError for a target whose folder is missing or not watched, or a device that this machine lacks."""
-    model, device = params.target.model, params.target.device
-    if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
-        parent = Path(model).parent
-        folders = [path.as_posix() for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
-        raise ValueError(
-            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there{suggest_name(model, folders)}; "
-            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name, with target.watch: {UNWATCHED}) or "
-            "builtin/weather-tiny"
-        )
-    check_watched("target.model", model, "target.watch", params.target.watch)
-    if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
-        raise ValueError(
-            f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
-            "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
-        )
-
-
-def _may_be_hub_id(model: str, watch: str) -> bool:
-    """Return whether a name that is no folder may be a Hugging Face id, owner/name, or builtin/NAME.
-
-    A model in a folder that DVC is told to watch is meant as a folder.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
-        return False
-    return watch == UNWATCHED or not Path(model).resolve().is_relative_to(Path(watch).resolve())
-
-
-def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
-    """Raise ValueError if `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
-
-    DVC watches `watch`, a dependency of the stage that reads `model`; a Hugging Face id is pinned by its commit instead.
-    """
-    if model is None or not Path(model).is_dir():
-        return
-    if not Path(model).resolve().is_relative_to(Path(watch).resolve()):
-        raise ValueError(
-            f"{PARAMS_FILE}: {key} is the local folder {model}, expected {watch_key} to be that folder or one around it, found "
-            f"{watch}: DVC would not notice other weights in {model}; set {watch_key}: {model}"
-        )
-
-
-def check_draft_vocab(params: Params, vocab_size: int) -> None:
-    """Raise ValueError for a draft vocabulary larger than the target's."""
-    wanted = params.init_draft.draft_vocab_size
-    if wanted is not None and wanted > vocab_size:
-        raise ValueError(
-            f"{PARAMS_FILE}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
-            f"use at most {vocab_size}, or null for all"
-        )
-
-
-def check_feature_layers(params: Params, stored: list[int], default: list[int]) -> None:
-    """Raise ValueError where a fresh draft is asked for that reads other feature layers than those `stored`.
-
-    `default` are EAGLE-3's own. A published draft in init_draft.from has its own, known when it is read.
-    """
-    if params.init_draft.makes_fresh_draft:
-        params.init_draft.choose_feature_layers(stored, default)
-
-
-def main() -> None:
-    params = load_params()
-    check_params(params)
-    b, served = params.benchmark, params.benchmark_served
-    cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
-    cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
-    cells += len(params.benchmark_methods.with_draft) + len(params.benchmark_methods.without_draft)
-    print(
-        f"{PARAMS_FILE} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
-    )
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"aerie: {error}")

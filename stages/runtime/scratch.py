@@ -96,9 +96,13 @@ def check_unfinished(folder: Path) -> Iterator[None]:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the unfinished work of a stage whose result is in its place, and that of its earlier versions."""
-    stage = folder.name.rsplit("-", 1)[0]
-    for pattern in (f"{stage}-*", f".{stage}-*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
+    """Remove the unfinished work of a stage whose result is in its place, and that of its earlier versions.
+
+    Other stages may be at work beside it, whose names begin with the same words: train_draft-e0 and train_draft-e0-long.
+    """
+    stage, digest = folder.name.rsplit("-", 1)
+    name = f"{stage}-{'[0-9a-f]' * len(digest)}"
+    for pattern in (name, f".{name}*"):  # with a dot: what a writer killed midway left (runtime/atomic.py)
         for old in SCRATCH_FOLDER.glob(pattern):
             if old.is_dir():  # a lock is removed by who holds it
                 shutil.rmtree(_put_aside(old), ignore_errors=True)

@@ -162,8 +162,7 @@ def _prepare_process(
     setup, name = plan.setup, measured.config_name
     if plan.base_urls:
         print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
-    while (port := server.find_free_port()) in taken_ports:  # of servers that will listen, but do not yet
-        pass
+    port = server.find_free_port(taken_ports)
     version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     measured.command = [*command, *measured.speculation_flags]

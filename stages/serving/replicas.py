@@ -83,8 +83,7 @@ def plan_replicas(
     groups = [None] if device == "cpu" else group_gpus(list_gpus(device), count_gpus_per_server(launch_args))
     servers, ports = [], set[int]()
     for number, gpus in enumerate(groups):
-        while (port := find_free_port()) in ports:
-            pass
+        port = find_free_port(ports)
         ports.add(port)
         kind = device.partition(":")[0]  # the only GPU it sees is its first
         line = build_server_command(engine, folder, port, dtype, kind, trust_remote_code) + list(launch_args)

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,10 +217,13 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
     return [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
-def find_free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        return taken.getsockname()[1]
+def find_free_port(taken: Container[int] = ()) -> int:
+    """Return a port that nobody listens on, and that is not in `taken`: those of servers that will listen, but do not yet."""
+    while True:
+        with socket.socket() as tried:
+            tried.bind((HOST, 0))
+            if (port := tried.getsockname()[1]) not in taken:
+                return port
 
 
 def read_log_tail(log: Path, lines: int = 20) -> str:

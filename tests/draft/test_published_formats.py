@@ -431,7 +431,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
         r"as vLLM counts\) reads .*entering blocks \[1, 17, 32\], .*without 1, 17, 32"),
     "layers in another order": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [17, 1, 32]}}, lambda t: None,
-        r"layer_ids \[17, 1, 32\], as SGLang counts, expected 3 ids in increasing order"),
+        r"layer_ids \[17, 1, 32\], as SGLang counts, expected ids in increasing order"),
     "two feature layers": ({"eagle_aux_hidden_state_layer_ids": [2, 33]}, lambda t: None,
                            r"\[2, 33\], as vLLM counts, expected 3 ids"),
     "lists that disagree": (
