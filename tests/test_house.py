@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from benchmarks import readme_picture, readme_table
+from benchmarks import readme_picture, readme_served, readme_table
 from pipeline import deps
 from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.schema import Params, load_params
@@ -249,6 +249,13 @@ def test_readme_shows_the_very_table_of_a_kept_run() -> None:
     found = readme_table.BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
     assert found, "README.md has lost its table; run: python -m benchmarks.readme_table DATE DURATION"
     assert found[2].startswith(readme_table.table(ROOT / found[1]))
+
+
+def test_readme_shows_the_served_cells_of_a_kept_run() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = readme_served.SERVED_BLOCK.search(text)
+    assert found, "README.md has lost its second table; run: python -m benchmarks.readme_served RECORD CAPTION"
+    assert found[2].startswith(readme_served.served_table(ROOT / found[1], readme_served.list_shown_trees(text, ROOT)))
 
 
 def test_readme_shows_a_picture_of_the_same_run() -> None:

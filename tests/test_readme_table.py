@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import readme_picture, readme_table
+from benchmarks import readme_picture, readme_served, readme_table
 from stages.reporting.benchmark_table import BenchmarkRow
+from stages.results.served_table import SPECULATIVE, ServedRow
 from stages.runtime import atomic
 
 
@@ -100,3 +101,30 @@ def test_the_picture_has_a_point_for_each_figure(run: Path, monkeypatch: pytest.
     for words in (">8_2_16<", ">5_1_6 (5_1_5)<", ">e009: measured<", ">e003: tau replayed, speedup predicted<"):
         assert words in picture
     assert picture == readme_picture.render_picture(ROWS, readme_picture.describe_origin(record))
+
+
+def test_served_cells_of_the_shown_trees_are_in_the_second_table(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of other trees, of the target alone, or of what the engine can't run."""
+    text = write(monkeypatch)
+    trees = readme_served.list_shown_trees(text)
+    assert trees == ["t8_2_16", "t5_1_6", "t5_2_8"]
+    shared = {"workload": "eval", "engine": "sglang", "temperature": 0.0, "status": "ran", "checkpoint": "e009"}
+    measured = {
+        "decoding": SPECULATIVE, "tau": 3.5, "tau_low": 3.25, "tau_high": 3.75, "accept_rate": 0.3125, "replay_tau": 3.6,
+        "ttft_mean_s": 0.0081, "e2e_mean_s": 0.25, "speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.8,
+    }  # fmt: skip
+    ServedRow.write_table(
+        [
+            ServedRow(**shared, tree="t5_1_6", **measured | {"speedup_low": 0.9}),
+            ServedRow(**shared, tree="t8_2_16", **measured),
+            ServedRow(**shared, tree="t8_2_16", decoding="plain"),
+            ServedRow(**shared, tree="t9_4_32", **measured),
+            ServedRow(**shared, tree="t5_2_8", decoding=SPECULATIVE),
+        ]
+    )
+    lines = readme_served.served_table(ServedRow.TABLE, trees).splitlines()
+    shown = [line.replace("\N{NO-BREAK SPACE}", " ").replace("\N{NON-BREAKING HYPHEN}", "-") for line in lines[2:]]
+    assert shown == [
+        "| 8_2_16 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 3.60 | **1.50** (1.25-1.80) |",
+        "| 5_1_6 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 3.60 | 1.50 (0.90-1.80) |",
+    ]

@@ -218,7 +218,7 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 
 
 def find_free_port(taken: Container[int] = ()) -> int:
-    """Return a port that nobody listens on, and that is not in `taken`: those of servers that will listen, but do not yet."""
+    """Return a free port that is not in `taken`: those of servers that will listen, but do not yet."""
     while True:
         with socket.socket() as tried:
             tried.bind((HOST, 0))
