@@ -33,6 +33,7 @@ from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
+from stages.engine.eagle3_proposer import Eagle3Drafter
 from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
@@ -188,13 +189,14 @@ def drawn(args: argparse.Namespace) -> None:
         )
     for vocab in (SMALL, 5008):
         engine = small(args, torch.float32, vocab)
+        assert isinstance(engine.drafter, Eagle3Drafter)
         engine.target.fused_decoder = engine.drafter.fused_draft = None
-        for how in (None, SamplingParams(0.7, 0.95, 50, 1)):
+        for one in (None, SamplingParams(0.7, 0.95, 50, 1)):
             runs = [
-                list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 4, 16), sampling=how)) for prompt in asked[:3]
+                list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 4, 16), sampling=one)) for prompt in asked[:3]
             ]
-            answers = [collect_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) for prompt in asked[:3]]
-            compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if how else 'greedy'}", runs, answers)
+            answers = [collect_tokens(engine.decode_plain(prompt, ROOM, sampling=one)) for prompt in asked[:3]]
+            compare(f"by transformers' own modules, {vocab} tokens, {'drawn' if one else 'greedy'}", runs, answers)
 
 
 @torch.inference_mode()
@@ -236,6 +238,7 @@ def decoding(
 
 def speed(args: argparse.Namespace) -> None:
     engine = big(args)
+    assert isinstance(engine.drafter, Eagle3Drafter)
     say(
         f"in few kernels: target {engine.target.fused_decoder is not None}, draft {engine.drafter.fused_draft is not None}"
     )
@@ -245,7 +248,8 @@ def speed(args: argparse.Namespace) -> None:
 
 def time_steps(engine: Engine, decodings: list[tuple[Tree | None, SamplingParams | None]]) -> None:
     """Print milliseconds a step as seen by a caller and on the device alone, host time and memory, of each tree."""
-    weights = sum(p.nbytes for p in engine.model.parameters()) + sum(p.nbytes for p in engine.draft.parameters())
+    assert engine.draft is not None
+    weights = sum(p.nbytes for model in (engine.model, engine.draft) for p in model.parameters())
     cuda = engine.device.type == "cuda"
     widest = max((tree for tree, _ in decodings if tree), key=lambda tree: tree[2])
     list(decoding(engine, widest, CYCLES))  # allocates the slot that all use
@@ -296,7 +300,7 @@ def waiting() -> Iterator[list[float]]:
 
         return wait
 
-    AsyncReadback.start = timed  # type: ignore[method-assign]
+    AsyncReadback.start = timed  # type: ignore[method-assign, assignment]
     try:
         yield waits
     finally:

@@ -115,8 +115,9 @@ def forward_rate(model, tokens: int, profile: bool) -> float:
 
 
 def rows(tokens: int, real: bool) -> pl.DataFrame:
-    rng, made = random.Random(1), []
-    while sum(map(len, made)) < tokens:
+    rng = random.Random(1)
+    made: list[list[int]] = []
+    while sum(len(ids) for ids in made) < tokens:
         length = max(16, min(4096, round(rng.lognormvariate(6.42, 0.81)))) if real else LENGTH
         made.append([rng.randrange(150000) for _ in range(length)])
     return pl.DataFrame(

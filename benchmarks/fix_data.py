@@ -20,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from ruamel.yaml import YAML
@@ -36,7 +38,7 @@ from stages.toy import damaged_exports  # noqa: E402
 MIB = 1 << 20
 
 
-def chat(rows: int) -> "itertools.chain[str]":
+def chat(rows: int) -> Iterator[str]:
     """Two turns of some 150 words; a twentieth of the rows is an earlier one with a word or two changed."""
     rng = random.Random(1)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 10))) for _ in range(20_000)]
@@ -131,7 +133,7 @@ def main() -> None:
     head += ["its CPU µs/row", "peak MiB", "out", "near"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     with tempfile.TemporaryDirectory(prefix="aerie-bench-") as folder:
-        cases = [
+        cases: list[tuple[str, int, Callable[[int], Iterator[str]], dict[str, Any]]] = [
             ("chat", args.rows, chat, {"answers": "text", "near_duplicate_threshold": None}),
             ("chat", args.rows, chat, {"answers": "text", "near_duplicate_threshold": 0.8}),
             ("weather", args.toon_rows, weather, {"answers": "toon", "near_duplicate_threshold": None}),

@@ -41,7 +41,7 @@ def measured(port: int, dialect: str, engine: str, at_once: int, tokens: int, ro
     )
     cpu = time.process_time() - cpu
     told = latency.summarise_load(found.records)
-    assert told.completed == len(wanted), told.failed
+    assert told.completed == len(wanted) and told.itl_s, told.failed
     events = sum(len(r.events) for r in found.records) + len(warm) * WARM_TOKENS
     result = {
         "dialect": dialect, "events": events, "events_per_s": round(told.output_throughput),

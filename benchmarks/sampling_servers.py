@@ -78,6 +78,7 @@ def main() -> None:
     if not Path("artifacts/target").exists():
         found["prepare_target_s"] = run_stage("prepare_target")
     expected: dict[str, dict[str, pl.DataFrame]] = {}
+    first: dict[str, pl.DataFrame] = {}
     for dtype in told.dtypes if "compare" in told.parts else ():
         set_params(told, dtype=dtype, backend="transformers", server={})
         found[f"{dtype}_transformers_s"] = run_stage("sample_target")
@@ -85,11 +86,10 @@ def main() -> None:
         set_params(told, dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found[f"{dtype}_server_s"] = run_stage("sample_target")
-        answers = read_answers()
-        found[dtype] = compare(expected[dtype], answers)
+        first = read_answers()  # of the last dtype, for parts kill and two
+        found[dtype] = compare(expected[dtype], first)
         report(found)
     dtype = told.dtypes[-1]
-    first = answers if "compare" in told.parts else None
     if "kill" in told.parts:
         set_params(told, dtype=dtype, backend="server", server=settings)
         with one_gpu():
@@ -128,8 +128,8 @@ def make_project(folder: Path, given: Path | None) -> None:
     for name in COPIED:
         source = ROOT / name
         shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(source, folder)
-    for name in ("data/fixed", "data/targets", "artifacts") if given else ():
-        if (given / name).exists():
+    for name in ("data/fixed", "data/targets", "artifacts"):
+        if given and (given / name).exists():
             shutil.rmtree(folder / name, ignore_errors=True)
             shutil.copytree(given / name, folder / name)
     if (ROOT / "serving-env").exists():

@@ -79,7 +79,7 @@ def prompts() -> list[list[int]]:
 
 def theirs(folder: Path) -> list[Tensor]:
     """Of each prompt, the states [T, 3H] that SGLang gives its draft after prefill."""
-    import sglang
+    import sglang  # type: ignore[import-not-found]  # a kit on the GPU machine
 
     engine = sglang.Engine(
         model_path=str(folder / "target"), speculative_draft_model_path=str(folder / "draft"), **ENGINE

@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -189,7 +190,7 @@ class TimedTrainer(Trainer):
 def start(args: argparse.Namespace, group: distributed.RankContext) -> TimedTrainer:
     torch.manual_seed(2)
     with torch.device(group.device):
-        draft = build_eagle3_draft(args) if args.method == "eagle3" else build_block_draft(args)
+        draft: Any = build_eagle3_draft(args) if args.method == "eagle3" else build_block_draft(args)
         for weight in draft.parameters():
             if weight.ndim == 2:
                 torch.nn.init.normal_(weight, std=0.02)
@@ -202,12 +203,11 @@ def start(args: argparse.Namespace, group: distributed.RankContext) -> TimedTrai
     )  # fmt: skip
     if args.method == "eagle3":
         weights = settings.ttt_decay, settings.mask, settings.loss
-        objective = ttt.TrainingObjective(settings.ttt_steps, *weights, settings.batch_tokens)
-        learn = ttt.compute_loss
+        objective: Any = ttt.TrainingObjective(settings.ttt_steps, *weights, settings.batch_tokens)
+        learn: Any = ttt.compute_loss
     else:
-        objective = CountedObjective(
-            draft.config.num_drafts, args.anchors, settings.seed, block_training.OBJECTIVES[args.method]
-        )
+        loss = block_training.OBJECTIVES[args.method]
+        objective = CountedObjective(draft.config.num_drafts, args.anchors, settings.seed, loss)
         learn = block_training.compute_loss
     return TimedTrainer(draft, tables[0], tables[1], objective, learn, settings, group, TrainingProgress({}))
 

@@ -32,7 +32,7 @@ TEMPERATURES = (0.5, 1.4, 2, 3, 4)  # e009's logits are divided by them
 TWO, THREE = (10, 2, 32), (10, 3, 32)  # the pair of published/qwen3-vl-weather.yaml
 WIDE: Shape = (6, 10, 32)
 TOPKS, BUDGETS = (1, 2, 3, 4, 5, 6, 8, 10), (8, 16, 24, 32, 48, 64)
-GRID = {
+GRID: dict[str, list[Any]] = {
     "num_steps": list(range(1, 13)), "topk": list(TOPKS), "num_draft_tokens": [4, 6, *BUDGETS],
     "trace_trees": [f"t{s}_{k}_{m}" for s, k, m in (TWO, THREE, WIDE)],
 }  # fmt: skip
@@ -88,10 +88,8 @@ def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row],
             command, cwd=work, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return tuple(
-            rows_of(work / place(checkpoint))
-            for place in (replay_records.locate_replay, replay_records.locate_tree_statistics)
-        )
+        trees, inside = replay_records.locate_replay, replay_records.locate_tree_statistics
+        return rows_of(work / trees(checkpoint)), rows_of(work / inside(checkpoint))
 
 
 def rows_of(place: Path) -> list[Row]:
