@@ -66,6 +66,9 @@ SWEEP: Workloads = {  # requests at once, each with as many prompts as a few sec
 }
 EVAL: Workloads = {"eval_all": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
 ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency": 8, "warmup": 8}}  # for tau alone
+HOT: Workloads = {  # sampled as the replayed answers are; SGLang's DSPARK draws its drafts, its DFLASH takes the likeliest
+    "eval_hot": {"num_prompts": None, "repeats": 4, "concurrency": 32, "warmup": 32, "temperature": 0.7, "top_p": 1.0}
+}
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
     "few": {"num_prompts": 24, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
@@ -154,6 +157,7 @@ for width, (checkpoints, chain) in WIDTHS.items():  # engines run the chain of a
         f"dense-{width}": blocks,
         f"moe-{width}": replace(blocks, recipe=MOE.recipe, eval_rows=MOE.eval_rows),
         f"vllm-{width}": replace(blocks, engine="vllm", workloads=COUNTED),
+        f"dense-{width}-hot": replace(blocks, workloads=HOT),
     }
 
 
@@ -217,7 +221,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
     p["benchmark_served"]["server"] |= {
         "mem_fraction": 0.12 if plan.cost_trees else 0.5,  # seven servers of a grid at once, beside those of cells
-        "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, COUNTED, IN_TURNS) else 400_000,
+        "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, COUNTED, IN_TURNS, HOT) else 400_000,
         "command": engine_kit.DOUBLE if small else [],
         "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],
     }

@@ -163,7 +163,18 @@ def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
     assert drafted["memory"]["draft"] > 0 and drafted["memory"]["kv_tokens"] == 100_000
 
 
-def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, running: str) -> None:
+def test_a_sweep_is_one_server_and_a_point_for_each_pair(
+    project: Path, running: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the warm-up comes before the first load at each concurrency, one prompt before the others."""
+    read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
+    monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
+
+    async def note_warmup(*given: Any) -> Any:
+        warmups.append(len(given[5]))
+        return await run_load(*given)
+
+    monkeypatch.setattr(load_generator, "run_load", note_warmup)
     sweep = {**LOAD, "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch_workloads": []}})
     ask(project, base_urls={"e003-t5_1_6": running}, command=["/nowhere"], model="artifacts/target")
@@ -173,6 +184,7 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(project: Path, running:
     for point in found["points"]:
         assert len(point["loads"]) == 2 and len(point["requests"]) == 12
         assert max(r["output_tokens"] for r in point["requests"]) <= point["max_new_tokens"]
+    assert warmups == [3, 3, 1, 1, 1, 1, 1, 1]
 
 
 def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, running: str) -> None:

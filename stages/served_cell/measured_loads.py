@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
@@ -18,6 +19,7 @@ from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
 
 LOGS_FOLDER = Path(".scratch/served")
+LATER_WARMUP = 1  # prompts before a load whose batches the server has compiled kernels for
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,28 @@ def open_for_a_turn(work: ServedCellContext, plan: ServerPlan, one: MeasuredServ
 
 
 def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:
-    """Run these repeats of all points on a server."""
+    """Run these repeats of all points on a server.
+
+    The whole warm-up runs before the first load at each concurrency, since engines compile kernels by the size of a batch;
+    one prompt of it before each later load.
+    """
     one = opened.server
     for number in numbers:
         for load in work.workload.list_loads():
             started = time.perf_counter()
-            turns = asyncio.run(_run_load(work, one, opened.url, opened.check, load, number))
+            is_warm = any(cap == load[1] for _, cap in one.loads)
+            warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
+            turns = asyncio.run(_run_load(work, opened, load, number, warmup))
             one.loads.setdefault(load, []).append(turns)
             took = turns, time.perf_counter() - started
             print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
 
 
 async def _run_load(
-    work: ServedCellContext, measured: MeasuredServer, url: str, check: CheckServer, load: Load, number: int
+    work: ServedCellContext, opened: OpenedServer, load: Load, number: int, warmup_prompts: pl.DataFrame
 ) -> list[LoadResult]:
     """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
-    length, cap = load
+    (length, cap), measured = load, opened.server
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
     load_name = f"{measured.config_name}, {length} tokens, concurrency {cap or 'unlimited'}"
     requests, warmup = (
@@ -74,15 +82,15 @@ async def _run_load(
             served_requests.make_request(work, row, 0, row.prompt_ids, length)
             for row in workload_prompts.list_rows(prompts)
         ]
-        for prompts in (work.prompts, work.warmup_prompts)
+        for prompts in (work.prompts, warmup_prompts)
     )
     results: list[LoadResult] = []
     while requests:
         with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
-            server = url, work.served_model
+            server = opened.url, work.served_model
             limits, engine = (arrivals, workload.deadline_s), work.setup.engine
             result = await load_generator.run_load(
-                *server, requests, *limits, warmup, SECTION, work.api_key, engine, check, bar.update
+                *server, requests, *limits, warmup, SECTION, work.api_key, engine, opened.check, bar.update
             )
         load_checks.check_answered(load_name, result)
         results.append(result)

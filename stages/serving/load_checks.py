@@ -67,7 +67,7 @@ def list_warnings(
         prompt_lengths: tokens of every prompt.
         tokens_beyond_prompt: tokens that a request may take in the KV cache beside its prompt: its answer, and a tree.
         cache_tokens: how many the KV cache holds; None if unknown.
-        warmup: unmeasured requests before each load.
+        warmup: unmeasured requests before the first load of each concurrency.
     """
     warnings = []
     failed = [r for load in loads for r in load.records if r.failure_reason]
