@@ -240,7 +240,7 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
     monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
     first, other = server.find_free_port(), server.find_free_port()
     free = iter([first, *([first] if together else []), other])  # named twice while nothing listens there
-    monkeypatch.setattr(server, "find_free_port", lambda: next(free))
+    monkeypatch.setattr(server, "find_free_port", lambda taken: next(port for port in free if port not in taken))
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")
@@ -427,7 +427,7 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     processor = SimpleNamespace(
         build_data_url=url, image_token_id=9, count_image_tokens=lambda images: [4, 1][: len(images)]
     )
-    work: Any = SimpleNamespace(image_processor=processor, workload=w)
+    work: Any = SimpleNamespace(image_processor=processor, workload=w, simulated_answers=None)
     row = WorkloadPrompt("a", [], images=paths, length_share=0.5)
     (path, body) = load_generator.build_request(
         served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"

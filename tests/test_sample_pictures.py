@@ -210,10 +210,12 @@ def test_later_turns_are_asked_after_the_targets_own_answers_and_all_pictures(pr
     pl.DataFrame([next(row for row in table.to_dicts() if len(row["images"]) == 2)], schema=table.schema).write_parquet(
         "data/fixed/train.parquet"
     )
+    others = pl.read_parquet("data/fixed/eval.parquet")
+    others.filter(pl.col("images").list.len() == 1).write_parquet("data/fixed/eval.parquet")
     with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
         use(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=None)
         sample_target.main()
-    bodies = fake.bodies  # of train and, meanwhile, of eval, whose conversations have one picture
+    bodies = fake.bodies  # of train and, meanwhile, of eval
     second = next(body for body in bodies if len(tiles(body["messages"])) == 2)
     first = next(body for body in bodies if body["messages"][:2] == second["messages"][:2] and body is not second)
     assert second["messages"][: len(first["messages"])] == first["messages"]
