@@ -154,7 +154,7 @@ def set_params(told: argparse.Namespace, dtype: str, backend: str, server: dict[
         yaml.dump(params, file)
 
 
-class one_gpu:  # noqa: N801: a context manager in a verb's place
+class one_gpu:
     """Only the first GPU is visible inside the block."""
 
     def __enter__(self) -> None:

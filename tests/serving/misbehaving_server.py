@@ -156,7 +156,7 @@ class Fake:
     async def _stream(
         self, path: str, said: Streamed, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        begun, sent = time.perf_counter(), []
+        begun, sent = time.perf_counter(), list[float]()
         self.streams.append(sent)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         say = self._native if path == "/generate" else self._openai
@@ -194,7 +194,9 @@ class Fake:
 
     def _openai(self, path: str, said: Streamed, first: int, last: int, end: bool) -> dict[str, Any]:
         text = f"{time.perf_counter()} " if said.stamped else spelt(first, last)
-        choice = {"index": 0, "delta": {"content": text}} if path.endswith("chat/completions") else {"text": text}
+        choice: dict[str, Any] = (
+            {"index": 0, "delta": {"content": text}} if path.endswith("chat/completions") else {"text": text}
+        )
         choice["finish_reason"] = said.finish if end else None
         usage = {"usage": {"prompt_tokens": said.prompt_tokens, "completion_tokens": last}} if said.counts else {}
         return {"choices": [choice], **usage}
