@@ -51,12 +51,10 @@ def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
 
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit_params(
-        load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "max_new_tokens": [20, 40], "repeats": 2}}}}
-    )
+    edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "max_new_tokens": [8, 16]}}}})
     serving_costs.main("load")
     short, long = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
-    assert (short.max_new_tokens, long.max_new_tokens) == (20, 40)
+    assert (short.max_new_tokens, long.max_new_tokens) == (8, 16)
     for grid in (short, long):
         assert [(c.shape.name, c.batch) for c in grid.grid] == [(tree, batch) for tree in TREES for batch in (1, 2)]
         assert all(found > floor for floor, found in compute_floor(grid))  # nothing of a cycle is left out
@@ -237,7 +235,7 @@ def test_cut_cycles_are_allowed_for(cycles: int, accepted: int, answers: int, fi
 
 def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rehearsal of benchmarks/serving_costs.py: cells and costs are both of the double, and of one workload."""
-    live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 20, "concurrency": [1, 2], "repeats": 2}
+    live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 10, "concurrency": [1, 2], "repeats": 2}
     edit_params(
         load,
         {
