@@ -90,7 +90,7 @@ def choose_sizes(args: argparse.Namespace, method: str) -> argparse.Namespace:
 
 def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankContext) -> None:
     kind = f"{scenario}{'-online' if args.online else ''}-{len(args.layer_ids)}"
-    folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.tokens}"
+    folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.vocab}-{args.tokens}"
     if group.first and not folder.exists():
         half = folder.with_suffix(".half")
         shutil.rmtree(half, ignore_errors=True)
