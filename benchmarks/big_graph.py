@@ -40,7 +40,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ import torch
 from ruamel.yaml import YAML
 
 from benchmarks import engine_kit, random_target
-from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, copy_project, run, serve_cells
+from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, PLANS, copy_project, run, serve_cells
 from stages.telemetry.gpu_energy import pynvml
 from stages.telemetry.stage_log import LOG_FILE
 
@@ -59,11 +59,7 @@ PARTS = (
     f"benchmark_served@eval-{CHECKPOINT}-{TREE}",
 )  # fmt: skip
 COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], *(f"prepare_prompts@{name}" for name in LIVE))
-COST_CELLS = [
-    *(f"serving_costs@{name}" for name in LIVE),
-    *(f"benchmark_served_baseline@{name}" for name in LIVE),
-    *(f"benchmark_served@{name}-{CHECKPOINT}-{tree}" for name in LIVE for tree in LIVE_TREES.split()),
-]
+COST_CELLS = replace(PLANS["dense-costs"], checkpoints=CHECKPOINT).list_stages()
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
 LONG_ANSWER = 256  # tokens of the long eval row's answer
 
@@ -116,12 +112,8 @@ def main() -> None:
     if not folder.exists():
         make_project(folder, o)
     edit_params(folder, o)
-    for stage in o.parts:
-        if not measure_stage(folder, stage):
-            break
-    else:
-        if o.cells:
-            serve_cells(folder, o.cells, o.at_once)
+    if all(measure_stage(folder, stage) for stage in o.parts) and o.cells:
+        serve_cells(folder, o.cells, o.at_once)
     print_table(folder)
 
 
@@ -303,7 +295,7 @@ def read_costs(folder: Path) -> list[StageCost]:
 
 def print_table(folder: Path) -> None:
     """Print the costs of all stages made so far, and what of the goals is missed."""
-    parts = [*dict.fromkeys([*COST_PARTS, *PARTS])]
+    parts = (*COST_PARTS, *PARTS)
     costs = sorted(read_costs(folder), key=lambda cost: parts.index(cost.stage))
     head = "seconds process cpu GiB kJ | dvc before after | imports kernel load server compile"
     print(f"\n| stage | {' | '.join(head.replace(' | ', ' ').replace('dvc before', 'dvc_before').split())} |")

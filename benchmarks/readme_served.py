@@ -11,9 +11,9 @@ import argparse
 import re
 from pathlib import Path
 
-from benchmarks.readme_table import BLOCK, NO_BREAK, README
+from benchmarks.readme_table import BLOCK, README, format_speedup, format_tau
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.reporting.text import format_interval, format_number, format_spread
+from stages.reporting.text import format_number
 from stages.results.served_table import SPECULATIVE, ServedRow
 
 SERVED_BLOCK = re.compile(r"<!-- served (\S+) -->\n(.*?)<!-- /served -->", re.DOTALL)
@@ -32,18 +32,15 @@ def served_table(record: Path, trees: list[str]) -> str:
 
 
 def _format_row(row: ServedRow) -> str:
-    assert row.tree and row.tau is not None and row.accept_rate is not None and row.speedup is not None
-    bold = "**" if row.speedup_low is not None and row.speedup_low > 1 else ""
+    assert row.tree and row.tau is not None and row.accept_rate is not None
     cells = [
         row.tree[1:],
         format_number(row.ttft_mean_s, 3),
         f"{100 * row.accept_rate:.1f}",
         format_number(row.e2e_mean_s, 3),
-        f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, NO_INTERVAL)}".translate(NO_BREAK),
+        format_tau(row.tau, row.tau_low, row.tau_high, NO_INTERVAL),
         format_number(row.replay_tau),
-        f"{bold}{row.speedup:.2f}{bold} ({format_interval(row.speedup_low, row.speedup_high, NO_INTERVAL)})".translate(
-            NO_BREAK
-        ),
+        format_speedup(row.speedup, row.speedup_low, row.speedup_high, NO_INTERVAL),
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -48,17 +48,22 @@ def _format_row(row: BenchmarkRow) -> str:
         format_number(row.prefill_latency_s, 3),
         f"{100 * row.accept_rate:.1f}",
         format_number(row.e2e_latency_s, 3),
-        f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, row.why_no_interval)}".translate(NO_BREAK),
-        _format_speedup(row).translate(NO_BREAK),
+        format_tau(row.tau, row.tau_low, row.tau_high, row.why_no_interval),
+        format_speedup(row.speedup, row.speedup_low, row.speedup_high, row.why_no_interval),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _format_speedup(row: BenchmarkRow) -> str:
-    if row.speedup is None:
+def format_tau(tau: float, low: float | None, high: float | None, why_no_interval: str) -> str:
+    return f"{tau:.2f} {format_spread(tau, low, high, why_no_interval)}".translate(NO_BREAK)
+
+
+def format_speedup(speedup: float | None, low: float | None, high: float | None, why_no_interval: str) -> str:
+    """Return a speedup and its interval; bold if the interval lies above 1."""
+    if speedup is None:
         return format_number(None)
-    value = f"**{row.speedup:.2f}**" if row.is_faster else f"{row.speedup:.2f}"
-    return f"{value} ({format_interval(row.speedup_low, row.speedup_high, row.why_no_interval)})"
+    value = f"**{speedup:.2f}**" if low is not None and low > 1 else f"{speedup:.2f}"
+    return f"{value} ({format_interval(low, high, why_no_interval)})".translate(NO_BREAK)
 
 
 def caption(rows: list[BenchmarkRow], date: str, duration: str, seed_spread: str | None) -> str:

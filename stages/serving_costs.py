@@ -59,9 +59,10 @@ def main(workload_name: str) -> None:
     with scratch.lock_scratch(place):
         measured = list(_measure_or_read(work, plan, servers, place))
         seconds = round(time.perf_counter() - started, 2)
-        fit = cost_fit.fit_cost_model([cycle for cycles in _list_cycles(measured).values() for cycle in cycles])
+        cycles = _list_cycles(measured)
+        fit = cost_fit.fit_cost_model([cycle for of_length in cycles.values() for cycle in of_length])
         grids = [
-            _build_grid(work, measured, length, fit, draft_config, gpus, seconds)
+            _build_grid(work, measured, length, cycles[length], fit, draft_config, gpus, seconds)
             for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
         ]
         path = timing_grid.write_serving_costs(workload_name, grids)
@@ -151,6 +152,7 @@ def _build_grid(
     work: ServedCellContext,
     measured: list[tuple[MeasuredServer, ServedTimes]],
     length: int,
+    cycles: list[CycleTime],
     fit: CostModel,
     draft_config: dict[str, Any],
     gpus: list[gpu_memory.GpuMemory],
@@ -176,7 +178,7 @@ def _build_grid(
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
         plain=cost_served.build_plain_steps(point for point in plain.points if point.max_new_tokens == length),
-        grid=_list_cycles(measured)[length],
+        grid=cycles,
         fit=fit,
         hardware=server_setup.describe_hardware(work, baseline, gpus),
         versions={work.setup.engine: plain.version} if plain.version else {},

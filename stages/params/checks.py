@@ -58,7 +58,7 @@ def check_target(params: Params) -> None:
 def _may_be_hub_id(model: str, watch: str) -> bool:
     """Return whether a name that is no folder may be a Hugging Face id, owner/name, or builtin/NAME.
 
-    A model in a folder that DVC is told to watch is meant as a folder.
+    A name inside the folder that DVC watches is taken for a folder.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
         return False

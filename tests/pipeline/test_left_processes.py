@@ -1,4 +1,4 @@
-"""What a run that was killed has left is ended, also where its processes end while they are looked for."""
+"""The guard ends the processes that a killed run left, also where a parent ends between the search and its end."""
 
 import subprocess
 import sys

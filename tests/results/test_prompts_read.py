@@ -77,7 +77,7 @@ def accept_alike(chance: random.Random) -> int:
 
 
 def accept_by_chance(mean: float) -> Draw:
-    """Of 1 to 8 tokens a cycle, `mean` on average."""
+    """Return a draw of 1 to 8 tokens a cycle, `mean` on average."""
     share = (mean - 1) / 7
     return lambda chance: 1 + sum(chance.random() < share for _ in range(7))
 
