@@ -21,7 +21,7 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -48,9 +48,10 @@ HOT = [(0.7, 1.0, None), (0.7, 0.9, None), (0.7, 0.95, 5)]  # temperature, top-p
 Tree = tuple[int, int, int]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+def run_parts(description: str | None, parts: Mapping[str, Callable[[argparse.Namespace], None]]) -> None:
+    """Run the parts that the command line asks for, one after the other; after a failed one the next."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=parts)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -66,7 +67,7 @@ def main() -> None:
             continue
         say(f"== {name}")
         try:
-            PARTS[name](args)
+            parts[name](args)
         except Exception:
             traceback.print_exc()
         say(f"-- {name}: {time.perf_counter() - begun:.1f} s")
@@ -399,4 +400,4 @@ def products(args: argparse.Namespace) -> None:
 PARTS = {"right": right, "drawn": drawn, "speed": speed, "kernels": kernels, "products": products}
 
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, PARTS)

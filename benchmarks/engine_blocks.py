@@ -14,7 +14,19 @@ import argparse
 
 import torch
 
-from benchmarks.engine import END, HOT, ROOM, SMALL, collect_tokens, compare, prompts, say, target, time_steps
+from benchmarks.engine import (
+    END,
+    HOT,
+    ROOM,
+    SMALL,
+    collect_tokens,
+    compare,
+    prompts,
+    run_parts,
+    say,
+    target,
+    time_steps,
+)
 from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, build_block_draft
 from stages.draft.block_draft import BlockDraft
 from stages.engine.decode import Engine
@@ -22,19 +34,6 @@ from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 
 SMALL_LAYERS = [2, 3, 4]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--target-layers", type=int, default=36)
-    parser.add_argument("--hidden", type=int, default=4096)
-    args = parser.parse_args()
-    say(f"torch {torch.__version__}, {torch.cuda.get_device_name() if args.device == 'cuda' else args.device}")
-    for name in args.parts:
-        say(f"== {name}")
-        PARTS[name](args)
 
 
 def draw_draft(model, method: str, layers: int, feature_layers: list[int], std: float) -> BlockDraft:
@@ -87,8 +86,8 @@ def decode(engine: Engine, asked: list, drawn: list, tree: tuple[int, int, int])
 
 def speed(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    model = target(args.target_layers, args.hidden, args.hidden // 128, 151936, torch.bfloat16, args.device)
-    layers = [layer for layer in FEATURE_LAYERS if layer < args.target_layers]
+    model = target(args.layers, args.hidden, args.hidden // 128, 151936, torch.bfloat16, args.device)
+    layers = [layer for layer in FEATURE_LAYERS if layer < args.layers]
     for method in BLOCK_SIZES:
         draft = draw_draft(model, method, 5, layers, 0.02)
         say(
@@ -104,4 +103,4 @@ def speed(args: argparse.Namespace) -> None:
 PARTS = {"right": right, "speed": speed}
 
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, PARTS)
