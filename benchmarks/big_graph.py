@@ -141,7 +141,7 @@ def parse_words() -> argparse.Namespace:
     o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
     o.cells = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
     if o.costs:
-        o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens, o.dtype = 400, 284, 120, 256, 4096, "bfloat16"
+        o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens, o.dtype = 400, 284, 120, 128, 4096, "bfloat16"
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5
@@ -205,7 +205,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
         "raw": RAW, "eval_file": "eval.jsonl", "answers": "text", "tables": None, "max_chars": 4 * (o.long_row or 8000),
     }  # fmt: skip
     p["sample_target"] |= {
-        "backend": "keep" if o.long_row else "transformers" if o.small else "server", "train_rows": None, "eval_rows": None,
+        "backend": "keep" if o.long_row else "transformers" if o.small or o.costs else "server", "train_rows": None, "eval_rows": None,
         "temperature": 0.0 if o.long_row else 1.0, "max_new_tokens": LONG_ANSWER if o.long_row else o.longest,
         "batch_size": 1 if o.long_row else 64,
     }  # fmt: skip
@@ -250,7 +250,7 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     p["benchmark"]["workloads"] = {name: {**eval_load, **length, **keys, **few} for name, keys in LIVE.items()}
     p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": COST_TREES.split()}
     p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split()}
-    p["benchmark_served"]["server"] |= {"mem_fraction": 0.12, "max_total_tokens": 60_000}
+    p["benchmark_served"]["server"] |= {"mem_fraction": 0.12, "max_total_tokens": 50_000}
 
 
 # The measurement

@@ -260,6 +260,19 @@ def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
         measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
 
 
+def test_servers_that_load_at_once_are_not_counted_against_each_other() -> None:
+    """Bug: SGLang refuses to start if less than 1 - share of what was free before loading is left, whoever took the rest."""
+
+    def find_share(**keys: Any) -> str:
+        flags = dataclasses.replace(make_setup(), device="cuda", **keys).build_flags()
+        return flags[flags.index("--mem-fraction-static") + 1]
+
+    # Seven servers of 13.5 GiB on 140: the last of them to look finds 45 GiB.
+    assert 45 > 140 * (1 - float(find_share(mem_fraction=0.12, max_total_tokens=50_000)))
+    assert find_share(mem_fraction=0.12, max_total_tokens=None) == "0.12"  # or the first would take all for its cache
+    assert find_share(mem_fraction=0.85, max_total_tokens=50_000) == "0.85"
+
+
 def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

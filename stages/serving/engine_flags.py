@@ -57,7 +57,7 @@ class ServerSetup:
         flags = {
             "sglang": {
                 "--tp-size": self.tp,
-                "--mem-fraction-static": self.mem_fraction,
+                "--mem-fraction-static": self._share_gpu_memory(),
                 "--max-total-tokens": tokens,
                 "--max-running-requests": batch,
                 "--cuda-graph-max-bs-decode" if renamed else "--cuda-graph-max-bs": batch,
@@ -74,6 +74,20 @@ class ServerSetup:
             },
         }[self.engine]
         return [*server.format_flags(flags), *self.more]
+
+    def _share_gpu_memory(self) -> float:
+        """Return SGLang's share of a GPU's memory; the share of all servers that fit on it, where the cache's size is given.
+
+        SGLang refuses to start if less than 1 - share of what was free before loading is free after it, so the weights and caches
+        that other servers allocate meanwhile count as its own (kv_cache_configurator.py, 0.5.17).
+        """
+        if self.max_total_tokens is None:
+            return self.mem_fraction
+        return max(self.mem_fraction, min(0.9, round(self.mem_fraction * self.count_fitting(), 6)))
+
+    def count_fitting(self) -> int:
+        """Return how many servers of `mem_fraction` fit on a GPU."""
+        return max(1, int(1 / self.mem_fraction + 1e-9))
 
 
 def get_block_algorithm(config: dict[str, Any]) -> str | None:

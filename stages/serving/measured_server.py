@@ -86,7 +86,7 @@ class ServerPlan:
         """Return how many of these servers this machine holds at once; a running one (base_urls) takes nothing of it."""
         if self.setup.device == "cpu" or self.base_urls:
             return 2
-        return max(1, int(1 / self.setup.mem_fraction + 1e-9))
+        return self.setup.count_fitting()
 
     def can_start_together(self) -> bool:
         """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""
