@@ -205,14 +205,14 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
         "raw": RAW, "eval_file": "eval.jsonl", "answers": "text", "tables": None, "max_chars": 4 * (o.long_row or 8000),
     }  # fmt: skip
     p["sample_target"] |= {
-        "backend": "keep" if o.long_row else "transformers" if o.small or o.costs else "server", "train_rows": None, "eval_rows": None,
+        "backend": "keep" if o.long_row else "transformers" if o.small else "server", "train_rows": None, "eval_rows": None,
         "temperature": 0.0 if o.long_row else 1.0, "max_new_tokens": LONG_ANSWER if o.long_row else o.longest,
         "batch_size": 1 if o.long_row else 64,
     }  # fmt: skip
     sampling = {"launch": "sglang", "launch_args": [*kit, "--max-running-requests", "256"], "concurrency": 256}
     p["sample_target"]["server"] |= {} if o.small else sampling
     p["extract_hiddens"] |= {
-        "dtype": o.dtype, "max_length": o.long_row or o.longest + 200, "longer_rows": "truncate",
+        "dtype": o.dtype, "max_length": o.long_row or o.longest + 600, "longer_rows": "truncate",
         "batch_tokens": o.batch_tokens,
     }  # fmt: skip
     p["init_draft"] |= {"draft_vocab_size": 320 if o.small else 32000, "sliding_window": o.window}
@@ -243,6 +243,8 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     """Replace the served pair by the grids of serving_costs and their live cells."""
+    # Greedy answers end by length, and are replayed at one temperature; few and short ones need no server.
+    p["sample_target"] |= {"backend": "transformers", "temperature": 0.0, "batch_size": 256}
     p["replay_trees"] |= {"num_steps": [3, 5, 8], "topk": [1, 2, 4], "num_draft_tokens": [4, 16], "trace_trees": []}
     eval_load = p["benchmark"]["workloads"]["eval"]
     length = {"max_new_tokens": 20 if o.small else o.longest, "ignore_eos": False}

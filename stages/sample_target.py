@@ -32,6 +32,7 @@ from stages.runtime import atomic, scratch
 from stages.runtime.journal import make_journal_key
 from stages.serving import client, conversation_sampling, http_session, replicas
 from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
+from stages.serving.server_group import ServerGroup
 from stages.target import chat_template, generation, loading, manifest, row_preview, served_answers, vision
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished
@@ -53,7 +54,7 @@ class SamplingContext:
     folder: Path  # of the target's weights
     encoder: PromptEncoder
     retries: Counter = field(default_factory=Counter)  # by reason
-    local_servers: replicas.ServerReplicas | None = None  # where some were started
+    local_servers: ServerGroup | None = None  # where some were started
 
 
 def main(*words: str) -> None:

@@ -20,6 +20,7 @@ from stages.serving import (
 )
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
+from stages.serving.server_group import ServerGroup
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 
 Load = tuple[int, int | None]  # (max_new_tokens, concurrency); None: no limit
@@ -128,11 +129,7 @@ def _open_group(
         running[one.config_name] = _prepare_process(plan, one, log, {process.port for process in running.values()})
     if running:
         with measuring_turn.start_server():
-            for process in running.values():
-                stack.callback(process.close)
-                process.start()
-            for process in running.values():
-                process.await_start()
+            stack.enter_context(ServerGroup([*running.values()]))
     opened: list[tuple[str, CheckServer]] = []
     for log, one in group:
         if one.config_name not in running:

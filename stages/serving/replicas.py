@@ -4,11 +4,11 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from stages.serving.gpu_memory import list_visible_gpus
-from stages.serving.server import ServerProcess, build_server_command, find_free_port, read_log_tail
+from stages.serving.server import ServerProcess, build_server_command, find_free_port
+from stages.serving.server_group import ServerGroup
 
 MAX_RESTARTS = 3  # of each server, in one run
 SECTION = "sample_target.server.launch_args"  # of params.yaml, for messages
@@ -18,51 +18,6 @@ PARALLEL_FLAGS = {
     "pp": ("--pp", "-pp", "--pp-size", "--pipeline-parallel-size"),
     "dp": ("--dp", "-dp", "--dp-size", "--data-parallel-size"),
 }
-
-
-@dataclass
-class ServerReplicas:
-    """Servers that answer inside a `with` block. Entering raises ValueError where one cannot be started, and stops the others."""
-
-    servers: list[ServerProcess]
-
-    def __enter__(self) -> "ServerReplicas":
-        try:
-            for server in self.servers:
-                server.start()
-            for server in self.servers:  # they load the weights side by side
-                server.await_start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.close()
-
-    @property
-    def base_urls(self) -> list[str]:
-        return [server.base_url for server in self.servers]
-
-    @property
-    def restarted(self) -> int:
-        return sum(server.restarted for server in self.servers)
-
-    def check_alive(self) -> None:
-        """Restart each server that has ended. Raises ValueError as `ServerProcess.check_alive`."""
-        for server in self.servers:
-            server.check_alive()
-
-    def read_log_tails(self) -> str:
-        return "".join(
-            f"\nThe last lines of its log, {one.log}:\n{read_log_tail(one.log)}"
-            for one in self.servers
-            if one.log.exists()
-        )
 
 
 def plan_replicas(
@@ -75,7 +30,7 @@ def plan_replicas(
     timeout_s: float,
     logs: Path,
     threads: int | None,
-) -> ServerReplicas:
+) -> ServerGroup:
     """Return servers that are not started yet: one on a CPU, else one for each group of GPUs that `launch_args` ask for.
 
     `device` may name one GPU, such as cuda:1, which then has the only server.
@@ -93,7 +48,7 @@ def plan_replicas(
         servers.append(
             ServerProcess(engine, line, port, log, timeout_s, restarts=MAX_RESTARTS, threads=threads, gpus=gpus)
         )
-    return ServerReplicas(servers)
+    return ServerGroup(servers)
 
 
 def list_gpus(device: str) -> list[str]:

@@ -92,9 +92,15 @@ class ServerProcess:
         if not self.wait_until_ready():
             raise self._make_error(self.get_exit_status() or 0)
 
+    def ask_to_end(self) -> None:
+        """Let the guard begin to stop the server for good, and return before it has ended."""
+        self._is_closed = True
+        if self._guard and self._guard.stdin:
+            self._guard.stdin.close()
+
     def close(self) -> None:
         """Stop the server for good, if it was started."""
-        self._is_closed = True
+        self.ask_to_end()
         if self._guard:
             self.stop()
 

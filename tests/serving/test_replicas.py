@@ -10,6 +10,7 @@ import pytest
 from stages.serving import replicas, server
 from stages.serving.gpu_memory import GpuMemory
 from stages.serving.server import ServerProcess
+from stages.serving.server_group import ServerGroup
 
 ENGINE = """#!{python}
 import os, sys
@@ -42,7 +43,7 @@ def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(device: str, *launch_args: str) -> replicas.ServerReplicas:
+def plan(device: str, *launch_args: str) -> ServerGroup:
     return replicas.plan_replicas("sglang", "/target", "bfloat16", device, False, launch_args, 60.0, Path("logs"), None)
 
 
