@@ -3,7 +3,7 @@
 Serves every tree of `serving_costs.trees`, and the target alone, under the loads of one workload. The engine simulates how many
 drafts are accepted, so a draft that was never trained does, and each cycle yields a known number of tokens. From the times of
 cycles and plain steps comes a timing grid for each answer length; with replay's tau the report predicts speedups at each
-concurrency. No tau is measured here. The cycles of all lengths make one fit, of which a term is the prompts of other requests
+concurrency. No tau is measured here. The cycles of all lengths make one fit, of which two terms are the prompts of other requests
 that are read meanwhile (served_cell/simulated_answers.py). docs/cost.md
 """
 
@@ -60,9 +60,9 @@ def main(workload_name: str) -> None:
         measured = list(_measure_or_read(work, plan, servers, place))
         seconds = round(time.perf_counter() - started, 2)
         cycles = _list_cycles(measured)
-        fit = cost_fit.fit_cost_model([cycle for of_length in cycles.values() for cycle in of_length])
+        fit = cost_fit.fit_cost_model([cycle for some in cycles.values() for cycle in some])
         grids = [
-            _build_grid(work, measured, length, cycles[length], fit, draft_config, gpus, seconds)
+            _build_grid(work, measured, length, cycles, fit, draft_config, gpus, seconds)
             for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
         ]
         path = timing_grid.write_serving_costs(workload_name, grids)
@@ -152,7 +152,7 @@ def _build_grid(
     work: ServedCellContext,
     measured: list[tuple[MeasuredServer, ServedTimes]],
     length: int,
-    cycles: list[CycleTime],
+    cycles: dict[int, list[CycleTime]],
     fit: CostModel,
     draft_config: dict[str, Any],
     gpus: list[gpu_memory.GpuMemory],
@@ -178,7 +178,8 @@ def _build_grid(
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
         plain=cost_served.build_plain_steps(point for point in plain.points if point.max_new_tokens == length),
-        grid=cycles,
+        grid=cycles[length],
+        other_lengths=[cycle for other, some in cycles.items() for cycle in some if other != length],
         fit=fit,
         hardware=server_setup.describe_hardware(work, baseline, gpus),
         versions={work.setup.engine: plain.version} if plain.version else {},

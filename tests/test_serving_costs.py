@@ -71,13 +71,14 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     assert not list(Path(".scratch").glob("serving_costs-*"))
 
 
-def check_prompts_read() -> None:
+def check_arrivals() -> None:
     """A workload of one length is measured at a quarter of it too; one request at a time is never interrupted."""
     (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert grid.max_new_tokens == 20 and len(grid.fit.left_out_s) == 2 * len(grid.grid) == 16
-    read = {(c.shape.name, c.batch): c.prompts_read for c in grid.grid}
+    assert len(grid.other_lengths) == 8  # a quarter as long, fitted with the others
+    read = {(c.shape.name, c.batch): c.arrivals.per_step for c in grid.grid}
     assert all(read[tree, 1] == 0 and read[tree, 2] > 0 for tree in TREES)
-    alone, two = (plain.prompts_read for plain in grid.plain)
+    alone, two = (plain.arrivals.per_step for plain in grid.plain)
     assert alone == 0 and two == pytest.approx((2 - 1) * (3 - 2) / 3 / 19)  # three requests, 19 steps each
 
 
@@ -143,7 +144,7 @@ def test_a_killed_run_goes_on_with_the_servers_that_are_left(
     serving_costs.main("load")
     assert names == ["baseline", "e003-t2_1_3", *(f"e003-{tree}" for tree in TREES[1:2] + TREES[1:])]
     assert capsys.readouterr().out.count("resumed: ") == 2
-    check_prompts_read()
+    check_arrivals()
 
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 2.
+"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 3.
 
 Terms are non-negative. Residuals are shares of the measured times, so that a short cycle counts as much as a long one. The
 number of terms and the knee are those that best predict points left out; this error is reported with the fit.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from stages.results.cost_model import PROMPT_TERM, TREE_TERMS, CostModel, count_term_units
+from stages.results.cost_model import ARRIVAL_TERMS, TREE_TERMS, CostModel, count_term_units
 from stages.results.timing_grid import CycleTime
 
 MAX_KNEES = 12  # tried; each costs a fit for every point that is left out
@@ -38,14 +38,14 @@ def _list_candidate_models(grid: Sequence[CycleTime]) -> list[tuple[tuple[str, .
     rows = sorted({point.tokens * point.batch for point in grid})[1:-1]
     knees = rows[:: -(-len(rows) // MAX_KNEES) or 1]
     of_trees = [*((TREE_TERMS[:count], None) for count in range(1, bent + 1)), *((TREE_TERMS, knee) for knee in knees)]
-    if len({point.prompts_read for point in grid}) == 1:
+    if len({point.arrivals.per_step for point in grid}) == 1:
         return of_trees
-    return [*of_trees, *(((*terms, PROMPT_TERM), knee) for terms, knee in of_trees)]
+    return [*of_trees, *(((*terms, *more), knee) for more in ARRIVAL_TERMS for terms, knee in of_trees)]
 
 
 def _fit_terms(grid: Sequence[CycleTime], times: np.ndarray, terms: Sequence[str], knee: int | None) -> CostModel:
     """Fit the terms, without those that are constant over the grid, as the fixed one is."""
-    units = [count_term_units(point.shape, point.batch, knee, point.prompts_read) for point in grid]
+    units = [count_term_units(point.shape, point.batch, knee, point.arrivals) for point in grid]
     columns = {term: np.array([taken[term] for taken in units], dtype=float) for term in terms}
     names = [term for term in columns if term == "cycle" or np.ptp(columns[term]) > 0]
     design = np.stack([columns[term] for term in names], axis=1)  # [P, K]

@@ -1,4 +1,4 @@
-"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 2.
+"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 3.
 
     cycle(steps, topk, tokens, batch) = cycle                         fixed: launches, the weights read once
                                       + draft step  · steps          a draft's forward, however few rows
@@ -6,18 +6,41 @@
                                       + verify row  · tokens · batch
                                       + beyond      · rows of verifying beyond the knee, where computing outlasts reading
                                       + sequence    · batch          what each sequence costs: its keys and values, sampling
-                                      + prompt      · prompts of other requests that are read meanwhile (cost_served.py)
+                                      + prefill     · passes that read prompts of other requests meanwhile
+                                      + prompt      · prompts that they read
 
 cost_fit.py fits the terms. This module does not import numpy, so that the table in the terminal appears at once.
 """
+
+import math
 
 from stages.params.tree_shape import TreeShape
 from stages.results import interval
 from stages.results.record import Record
 
-# In the order in which a fit adds them; the last one, which no tree changes, is added to any number of the others.
+# In the order in which a fit adds them; those of arrivals, which no tree changes, are added to any number of the others.
 TREE_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")
-PROMPT_TERM = "prompt"
+ARRIVAL_TERMS = (("prompt",), ("prefill",), ("prefill", "prompt"))
+
+
+class PromptArrivals(Record):
+    """Prompts of other requests that arrive while a request is decoded, in a closed loop of N requests at once, R in all.
+
+    A request that ends is followed by another, but for the last N. An engine reads all prompts that wait in one pass, so the
+    passes of a step are at most one: those of a Poisson process while requests are followed.
+    """
+
+    per_step: float = 0.0  # prompts a cycle, or a plain step, over the whole answer
+    followed: float = 0.0  # (R - N) / R, the share of requests that another one follows
+
+    @property
+    def passes(self) -> float:
+        """Return the passes that read prompts, per step."""
+        return self.followed * -math.expm1(-self.per_step / self.followed) if self.followed else 0.0
+
+    def stretch(self, tau: float) -> "PromptArrivals":
+        """Return the arrivals a cycle, where these are a token's: the same prompts between `tau` times fewer steps."""
+        return PromptArrivals(per_step=self.per_step * tau, followed=self.followed)
 
 
 class CostModel(Record):
@@ -37,12 +60,12 @@ class CostModel(Record):
         assert found is not None, "a fit has at least cost_fit.MIN_POINTS points"
         return found
 
-    def predict_cycle_s(self, tree: TreeShape, batch: int, prompts_read: float = 0.0) -> float:
-        given = count_term_units(tree, batch, self.knee, prompts_read)
+    def predict_cycle_s(self, tree: TreeShape, batch: int, arrivals: PromptArrivals | None = None) -> float:
+        given = count_term_units(tree, batch, self.knee, arrivals or PromptArrivals())
         return sum(seconds * given[term] for term, seconds in self.seconds.items())
 
 
-def count_term_units(tree: TreeShape, batch: int, knee: int | None, prompts_read: float) -> dict[str, float]:
+def count_term_units(tree: TreeShape, batch: int, knee: int | None, arrivals: PromptArrivals) -> dict[str, float]:
     """Return how many units of each term a cycle has. The first draft step has one row a sequence, each later one topk."""
     verified = tree.num_draft_tokens * batch
     return {
@@ -52,5 +75,6 @@ def count_term_units(tree: TreeShape, batch: int, knee: int | None, prompts_read
         "sequence": batch,
         "draft row": (tree.num_steps - 1) * (tree.topk * batch - 1) + batch - 1,
         "beyond": 0 if knee is None else max(0, verified - knee),
-        PROMPT_TERM: prompts_read,
+        "prefill": arrivals.passes,
+        "prompt": arrivals.per_step,
     }

@@ -10,7 +10,7 @@ workload and answer length, and its batch is the load's concurrency. Loads at a 
 follows the arrivals.
 
 In a closed loop of N requests at once and R in all, R - N begin while N - 1 others decode, so an answer is interrupted by
-(N - 1)(R - N) / R prompts on average, whatever its length. Divided by its cycles, that is `prompts_read` of a cycle.
+(N - 1)(R - N) / R prompts on average, whatever its length. Divided by its cycles, they are the arrivals of a cycle.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any
 
 from stages.params.tree_shape import TreeShape
 from stages.results import interval
+from stages.results.cost_model import PromptArrivals
 from stages.results.served_records import LoadPoint, RequestRow
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import COST_DEFINITIONS, CycleTime, PlainStepTime, TimingGrid
@@ -101,33 +102,39 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
         )
     shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
     count = point.acceptance.cycles if point.acceptance else sum(r.cycles or 0 for r in _list_answered(point))
-    interrupted = count_prompts_read(point) * len(_list_answered(point)) / count
-    times = _summarise_times("cycle_s", cycles) | {"prompts_read": interrupted}
+    times = _summarise_times("cycle_s", cycles) | {"arrivals": count_arrivals(point, count)}
     return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | times)
 
 
 def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     """Return the plain step of each concurrency, over all points of servers without a draft."""
     steps: dict[int, list[float]] = {}
-    read: dict[int, list[float]] = {}
+    arrivals: dict[int, list[PromptArrivals]] = {}
     for point in points:
         batch, answered = point.concurrency or 0, _list_answered(point)
         steps.setdefault(batch, []).extend(compute_step_seconds(point))
         if tokens := sum(r.output_tokens - 1 for r in answered):
-            read.setdefault(batch, []).append(count_prompts_read(point) * len(answered) / tokens)
+            arrivals.setdefault(batch, []).append(count_arrivals(point, tokens))
     return [
         PlainStepTime(
-            batch=batch, **_summarise_times("step_s", steps[batch]), prompts_read=fmean(read.get(batch, [0.0]))
+            batch=batch,
+            **_summarise_times("step_s", steps[batch]),
+            arrivals=_average_arrivals(arrivals.get(batch, [PromptArrivals()])),
         )
         for batch in sorted(steps)
     ]
 
 
-def count_prompts_read(point: LoadPoint) -> float:
-    """Return how many prompts of other requests are read while an answer is decoded, on average."""
+def count_arrivals(point: LoadPoint, steps: int) -> PromptArrivals:
+    """Return the prompts of other requests that arrive in each of the `steps`: cycles or plain steps of all answers."""
     loads = len({(r.repeat, r.turn) for r in point.requests})
     requests, at_once = len(point.requests) / loads, point.concurrency or 1
-    return (at_once - 1) * max(0.0, requests - at_once) / requests
+    followed = max(0.0, requests - at_once) / requests
+    return PromptArrivals(per_step=(at_once - 1) * followed * len(_list_answered(point)) / steps, followed=followed)
+
+
+def _average_arrivals(found: list[PromptArrivals]) -> PromptArrivals:
+    return PromptArrivals(per_step=fmean(a.per_step for a in found), followed=fmean(a.followed for a in found))
 
 
 def _list_answered(point: LoadPoint) -> list[RequestRow]:

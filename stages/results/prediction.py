@@ -1,4 +1,4 @@
-"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 2.
+"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 3.
 
     C = cycle / plain step at the same batch          speedup = tau / C
 
@@ -137,7 +137,7 @@ def predict_speedup(tree: ReplayedTree, fit: CostModel, plain: PlainStepTime) ->
 
     The more tokens a cycle yields, the fewer cycles an answer has, between which as many prompts of other requests are read.
     """
-    cycle_s = fit.predict_cycle_s(tree.shape, plain.batch, plain.prompts_read * tree.tau)
+    cycle_s = fit.predict_cycle_s(tree.shape, plain.batch, plain.arrivals.stretch(tree.tau))
     return estimate_speedup(tree, cycle_s, fit, plain)
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import MinLen
+from pydantic import Field
 
 from stages.params.tree_shape import TreeShape
-from stages.results.cost_model import CostModel
+from stages.results.cost_model import CostModel, PromptArrivals
 from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.record import Record
 from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
-COST_DEFINITIONS = "docs/cost.md, version 2"
+COST_DEFINITIONS = "docs/cost.md, version 3"
 
 
 class PlainStepTime(Record):
@@ -28,7 +29,7 @@ class PlainStepTime(Record):
     step_s: float
     error: float | None  # standard error as a share; null with one repeat
     samples: int
-    prompts_read: float = 0.0  # of other requests, a token of an answer (cost_served.count_prompts_read)
+    arrivals: PromptArrivals = PromptArrivals()  # of other requests' prompts
 
 
 class CycleTime(Record):
@@ -41,7 +42,7 @@ class CycleTime(Record):
     cycle_s: float
     error: float | None
     samples: int
-    prompts_read: float = 0.0  # of other requests, a cycle
+    arrivals: PromptArrivals = PromptArrivals()
 
     @property
     def shape(self) -> TreeShape:
@@ -63,6 +64,7 @@ class TimingGrid(Record):
     ]  # what else changes times: dtype, semantics, context (tokens before the first cycle), repeats
     plain: Annotated[list[PlainStepTime], MinLen(1)]
     grid: Annotated[list[CycleTime], MinLen(1)]
+    other_lengths: list[CycleTime] = Field(default_factory=list)  # of serving_costs: fitted together with the grid
     fit: CostModel
     hardware: Hardware
     versions: dict[str, str]
