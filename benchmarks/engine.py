@@ -227,11 +227,14 @@ def big(args: argparse.Namespace) -> Engine:
 BUILT: dict[str, Engine] = {}
 
 
+def draw_prompt(vocab_size: int) -> list[int]:
+    return torch.randint(0, vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
 def decoding(
     engine: Engine, tree: Tree | None, tokens: int = CYCLES, how: SamplingParams | None = None
 ) -> Iterator[DecodeStep]:
-    draw = torch.Generator().manual_seed(1)
-    prompt = torch.randint(0, 151936, (PROMPT,), generator=draw).tolist()
+    prompt = draw_prompt(engine.model.config.vocab_size)
     if tree is None:
         return engine.decode_plain(prompt, tokens, sampling=how)
     return engine.decode_speculative(prompt, tokens, TreeShape(*tree), sampling=how)
