@@ -1,8 +1,8 @@
 """Block drafts for benchmarks/training.py: their shape, and the work of the packs that were trained on.
 
 Qwen3-8B's shape: a target of 36 layers, hidden 4,096, vocabulary 151,936; a draft of five layers of Qwen3-8B's own sizes, which
-reads five feature layers; blocks of 16 for DFlash, of 7 and a Markov head of rank 256 for DSpark. With --hidden all
-sizes but the blocks shrink in proportion.
+reads five feature layers; blocks of 16 for DFlash and DFlash2, whose convolutions and selector have the published sizes, of 7
+and a Markov head of rank 256 for DSpark. With --hidden all sizes but those and the blocks shrink in proportion.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from stages.training.packs import plan_epoch
 from stages.training.trainer import Trainer
 
 FEATURE_LAYERS = (2, 10, 18, 26, 34)  # of 36
-BLOCK_SIZES, MARKOV_RANK = {"dflash": 16, "dspark": 7}, 256
+BLOCK_SIZES, MARKOV_RANK = {"dflash": 16, "dflash2": 16, "dspark": 7}, 256
+DFLASH2: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 WIDTH = 128  # of a head
 
 
@@ -31,7 +32,7 @@ class CountedObjective(BlockTrainingObjective):
 
     def build_pack(self, *args: Any, **options: Any) -> BlockPack:
         pack = super().build_pack(*args, **options)
-        size = BLOCK_SIZES["dspark" if self.loss.confidence else "dflash"]
+        size = BLOCK_SIZES["dspark" if self.loss.confidence else "dflash"]  # dflash2 has that of dflash
         seen = int(pack.position[pack.anchors].sum())  # context tokens, by all blocks
         blocks, drafts = len(pack.anchors), sum(pack.supervised_per_step)
         self.built.append(BlockWork(len(pack.ids), blocks, drafts, size * (seen + blocks * size)))
@@ -48,7 +49,7 @@ def build_block_draft(args: argparse.Namespace) -> BlockDraft:
             max_position_embeddings=40960, rms_norm_eps=1e-6, rope={"rope_theta": 1e6, "rope_type": "default"},
             layout=args.method, block_size=BLOCK_SIZES[args.method], mask_token_id=args.vocab - 267,
             feature_layers=args.layer_ids, markov_rank=MARKOV_RANK if args.method == "dspark" else 0,
-            confidence_head=args.method == "dspark",
+            confidence_head=args.method == "dspark", **(DFLASH2 if args.method == "dflash2" else {}),
         )
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 from stages.telemetry.stage_log import StageRun, read_log
 
-FAMILY_NAMES = {"dflash": "DFlash", "dspark": "DSpark"}  # by the method of a segment
+FAMILY_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}  # by the method of a segment
 REPLAY_TABLE = Path("results/replay.csv")
 
 # Stage -> the path of its own report in results/, and the keys it must have; other keys are shown too.

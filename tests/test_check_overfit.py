@@ -237,6 +237,10 @@ SEGMENTS: dict[str, dict[str, Any]] = {
     "dspark": {
         "from": "e000", "epochs": 3, "method": "dspark", "layers": 1, "block_size": 6, "anchors": 20, "markov_rank": 8,
     },
+    "dflash2": {
+        "from": "e000", "epochs": 3, "method": "dflash2", "layers": 1, "block_size": 4, "anchors": 20, "conv_kernel_size": 2,
+        "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 8,
+    },
     "later": {"from": "dflash", "epochs": 3, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 20},
     "e003": {"from": "e000", "epochs": 3},
 }  # fmt: skip
@@ -268,11 +272,12 @@ def with_blocks(learned: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
     with_blocks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At temperature 0 a row is all argmax, so both methods can fill their blocks: 3 and 6 drafts, and 1."""
+    """At temperature 0 a row is all argmax, so all methods can fill their blocks: 3, 6 and 3 drafts, and 1."""
     check_overfit.main()
     blocks = json.loads(REPORT.read_text())["block_drafts"]
-    assert list(blocks) == ["dflash", "dspark"]  # `later` goes on from what dflash has learned
+    assert list(blocks) == ["dflash", "dspark", "dflash2"]  # `later` goes on from what dflash has learned
     assert blocks["dflash"]["perfect_tau"] == 4 and blocks["dflash"]["tau"] > 3.5
+    assert blocks["dflash2"]["perfect_tau"] == 4 and blocks["dflash2"]["tau"] > 3.5
     assert blocks["dspark"]["perfect_tau"] > 5.4 and blocks["dspark"]["tau"] > 4.5
     for name, report in blocks.items():
         assert report["required_tau"] == pytest.approx(1 + 2.5 * (report["perfect_tau"] - 1) / STEPS, abs=1e-3), name
@@ -285,7 +290,7 @@ def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
         with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"epochs": 9}}}}
     )
     check_overfit.main()  # as long as a segment is, its draft starts the same
-    assert capsys.readouterr().out.count("measured before, on the same inputs") == 3
+    assert capsys.readouterr().out.count("measured before, on the same inputs") == 4
     assert Path("results/overfit_pass.json").read_bytes() == passed
     edit_params(
         with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"markov_rank": 4}}}}

@@ -34,6 +34,7 @@ FORMS: list[tuple[str, Form]] = [
     ("dflash", published_blocks.z_lab),
     ("dflash", published_blocks.specforge_dflash),
     ("dflash", published_blocks.speculators),
+    ("dflash2", published_blocks.speculators),
     ("dspark", published_blocks.deepspec),
     ("dspark", published_blocks.specforge_dspark_older),
     ("dspark", published_blocks.speculators),

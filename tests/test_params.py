@@ -655,7 +655,7 @@ def test_a_segment_may_say_that_it_is_eagle_3s() -> None:
 
 BAD_RIVALS = [
     ("method: eagle}", "method: hydra}",
-     "train_draft.checkpoints.ours.method: expected 'eagle3', 'eagle', 'medusa', 'dflash' or 'dspark', found"),
+     "train_draft.checkpoints.ours.method: expected 'eagle3', 'eagle', 'medusa', 'dflash', 'dflash2' or 'dspark', found"),
     (", heads: 4}", "}", "train_draft.checkpoints.heads.heads: missing; the code holds no defaults"),
     (", heads: 4}", ", heads: 0}", "train_draft.checkpoints.heads.heads: expected greater than 0, found 0"),
     ("method: eagle}", "method: eagle, heads: 4}",

@@ -22,12 +22,12 @@ from stages.replay.block_replay import compute_block_capacity
 from stages.results import replay_records
 from stages.target import manifest
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import LAYOUTS, block_states, random_block_draft
+from tests.draft.slow_block_draft import LAYOUTS, SEGMENT_KEYS, block_states, logits_after, random_block_draft
 from tests.replay.test_block_replay import slow_tree
 from tests.test_replay_trees import V, made, project  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
 
 NAME, PLACES, STORED = "b003", [0, 2], [1, 2, 3]  # the draft reads two of the three stored layers
 SLOTS = 5
@@ -42,7 +42,7 @@ def write_block(layout: str, seed: int = 36, **options: Any) -> BlockDraft:
     config = block_checkpoint.build_block_config(draft.config, 8)
     block_checkpoint.write_block_draft(checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()))
     segment = {"from": "e000", "epochs": 1, "method": layout, "layers": 2, "block_size": SLOTS, "anchors": 8}
-    segment |= {"markov_rank": 3} if layout == "dspark" else {}
+    segment |= SEGMENT_KEYS[layout]
     edit_params(Path(), {"train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, NAME: segment}}})
     edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", NAME], **GRID, "trace_trees": []}})
     return draft
@@ -61,7 +61,7 @@ class SlowReplay:
             ids = row.ids.tolist()
             for a in range(row.prompt_length, len(ids) - 1):
                 states = block_states(draft, self.embedding, ids, row.features, a)
-                self.states.append(torch.stack(states[1:] if draft.config.layout == "dflash" else states))
+                self.states.append(torch.stack(states if draft.config.layout == "dspark" else states[1:]))
                 self.following.append(tuple(ids[a + 1 :]))
                 anchor_tokens.append(ids[a])
         self.case: Any = SimpleNamespace(
@@ -70,12 +70,9 @@ class SlowReplay:
 
     def draft_chain(self, place: int, width: int) -> list[int]:
         """The first `width` drafts of the block, each after the one before."""
-        tokens, markov = [self.case.anchor_tokens[place]], self.draft.markov_head
+        tokens = [self.case.anchor_tokens[place]]
         for state in self.states[place][:width]:
-            logits = self.head @ state
-            if markov is not None:
-                logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[tokens[-1]]
-            tokens.append(int(logits.argmax()))
+            tokens.append(int(logits_after(self.draft, self.head, state, tokens[-1]).argmax()))
         return tokens[1:]
 
     def count_accepted(self, tree: TreeShape, place: int) -> int:
@@ -106,7 +103,7 @@ def read_rows(temperature: float, draft_sampling: Any = "greedy") -> dict[TreeSh
     return {row.shape: row for row in rows}
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize("memory_gib", [1, 1e-6])
 def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
     project: Path,  # noqa: F811
@@ -116,7 +113,7 @@ def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
     draft = write_block(layout)
     edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
     replay_trees.main(NAME)
-    num_drafts = 4 if layout == "dflash" else 5
+    num_drafts = 5 if layout == "dspark" else 4
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     trees = [TreeShape(3, 2, 4), TreeShape(4, 2, 9), TreeShape(2, 3, 6), TreeShape(4, 3, 9)]
     cold = SlowReplay(draft, "eval")
@@ -139,10 +136,10 @@ def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
         assert rows[trees[1]].tau > rows[TreeShape(4, 1, 5)].tau
 
 
-@both_layouts
+@every_layout
 def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(project: Path, layout: str) -> None:  # noqa: F811
     write_block(layout)
-    full = TreeShape(4, 1, 5) if layout == "dflash" else TreeShape(5, 1, 6)
+    full = TreeShape(5, 1, 6) if layout == "dspark" else TreeShape(4, 1, 5)
     edit_params(Path(), {"replay_trees": {"num_steps": [2, 9], "topk": [2], "num_draft_tokens": [4, 6]}})
     replay_trees.main(NAME)
     assert list(read_rows(0.0)) == [full, TreeShape(2, 2, 4), TreeShape(2, 2, 6)]
@@ -151,7 +148,7 @@ def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(proje
     assert list(read_rows(0.0)) == [full]
 
 
-@both_layouts
+@every_layout
 def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(project: Path, layout: str) -> None:  # noqa: F811
     write_block(layout)
     edit_params(Path(), {"replay_trees": {"trace_trees": ["t3_2_6", "t4_1_5", "t9_1_10"]}})
@@ -173,11 +170,9 @@ class SlowExpectation(SlowReplay):
 
     def list_chances(self, place: int, last: torch.Tensor, width: int, how: tuple[float, float]) -> list[float]:
         """beta of each draft, given that those before it were accepted; last [T, H] from the anchor on."""
-        found, before, markov = [], self.case.anchor_tokens[place], self.draft.markov_head
+        found, before = [], self.case.anchor_tokens[place]
         for d, token in enumerate(self.following[place][:width]):
-            logits = self.head @ self.states[place][d]
-            if markov is not None:
-                logits = logits + markov.markov_w2.weight @ markov.markov_w1.weight[before]
+            logits = logits_after(self.draft, self.head, self.states[place][d], before)
             q, p = torch.softmax(logits / how[0], 0)[token], warped(self.head @ last[d][None].T, how)[token]
             found.append(min(1.0, float(q / p)))
             before = token
@@ -206,14 +201,14 @@ def warped(logits: torch.Tensor, how: tuple[float, float]) -> torch.Tensor:
     return TopPLogitsWarper(how[1])(None, scores).softmax(-1)[0] if how[1] < 1 else scores.softmax(-1)[0]
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize("memory_gib", [1, 1e-6])
 def test_sampled_drafts_are_replayed_by_expectation(project: Path, layout: str, memory_gib: float) -> None:  # noqa: F811
     """Every chain of the grid, on the answers above temperature 0 alone, beside the rows of greedy drafts."""
     draft = write_block(layout)
     edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
     replay_trees.main(NAME)
-    num_drafts = 4 if layout == "dflash" else 5
+    num_drafts = 5 if layout == "dspark" else 4
     rows, slow = read_rows(0.7, "sampled"), SlowExpectation(draft, "eval_t")
     assert list(rows) == [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     for width in (1, num_drafts):
@@ -264,6 +259,12 @@ def test_a_topk_beyond_the_vocabulary(project: Path) -> None:  # noqa: F811
     write_block("dflash")
     edit_params(Path(), {"replay_trees": {"topk": [1, 10]}})
     assert "topk is 10, expected at most 9" in refused()
+
+
+def test_a_topk_beyond_the_candidates_of_a_selector(project: Path) -> None:  # noqa: F811
+    write_block("dflash2")
+    edit_params(Path(), {"replay_trees": {"topk": [1, 5]}})
+    assert "topk is 5, expected at most 4, the candidates of the draft's selector (selector_top_k)" in refused()
 
 
 def test_more_memory_and_narrower_blocks_allow_larger_batches() -> None:

@@ -22,7 +22,7 @@ from stages.draft import block_checkpoint, block_initialisation, checkpoint, mas
 from stages.draft.block_draft import BlockDraft
 from stages.hidden_states import reader
 from stages.params import schema
-from stages.params.draft_sections import BlockSegment
+from stages.params.draft_sections import DFLASH2_SIZES, BlockSegment
 from stages.runtime.distributed import RankContext
 from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
@@ -37,6 +37,10 @@ from tests.draft.slow_block_draft import Document, block_losses
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash", "layers": 2, "block_size": 4, "anchors": 5},
+    "dflash2": {
+        "method": "dflash2", "layers": 1, "block_size": 4, "anchors": 5, "conv_kernel_size": 3, "conv_group_size": 4,
+        "selector_rank": 8, "selector_top_k": 6,
+    },
     "dspark": {
         "method": "dspark", "layers": 1, "block_size": 3, "anchors": 6, "markov_rank": 8, "feature_layers": [1, 3], "decay": 2.0,
     },
@@ -133,8 +137,19 @@ def test_the_checkpoint_is_what_engines_load(taught: Path, method: str) -> None:
         root["num_key_value_heads"],
     )
     assert found.markov_rank == keys.get("markov_rank", 0) and found.confidence_head == (method == "dspark")
+    for key in DFLASH2_SIZES:
+        assert getattr(found, key) == keys.get(key, 0)
     assert found.mask_token_id == 0  # the tokenizer uses every row: its pad token, which is no end token
     assert config["dtype"] == "float32" and tensors["norm.weight"].std() > 0
+
+
+def test_new_convolutions_change_nothing(taught: Path) -> None:
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dflash220"), "a test")
+    draft = block_initialisation.initialise_block_draft(block_checkpoint.parse_block_config(config), 1)
+    rows = torch.randn(1, 8, draft.config.hidden_size)
+    for layer in draft.layers:
+        for convolution in (layer.attention_conv, layer.mlp_conv):
+            assert all(torch.equal(convolution(rows, rows.sin(), side), rows) for side in (0, 1))
 
 
 def test_new_weights_are_normal_and_norms_one(taught: Path) -> None:

@@ -1,6 +1,7 @@
 """A block draft on disk: config.json and model.safetensors as SGLang 0.5.17 to 0.5.23 and vLLM 0.33 load them.
 
     dflash   architectures ["DFlashDraftModel"]     ids and mask token under dflash_config
+    dflash2  architectures ["DFlash2DraftModel"]    the sizes of convolutions and selector there too; SGLang from 0.5.23 on
     dspark   architectures ["Qwen3DSparkModel"]     the same, and on top: SGLang builds DSpark's heads from top-level keys alone
 
 SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and the draft drafts badly. So
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.params.draft_sections import DFLASH2_SIZES
 from stages.runtime import atomic
 from stages.target import feature_layers
 
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 SIZE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "block_size",
@@ -52,6 +54,8 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
         "dtype": dtype,
         "dflash_config": shared,
     }
+    if c.layout == "dflash2":
+        config["dflash_config"] = shared | {key: getattr(c, key) for key in DFLASH2_SIZES}
     if c.layout == "dspark":
         config |= shared | {
             "markov_rank": c.markov_rank,
@@ -89,6 +93,8 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         "use_sliding_window": False,
         "layer_types": ["full_attention"] * num_layers,
         "markov_head_type": "vanilla",
+        "output_multiplier": 1.0,
+        "final_logit_softcapping": None,
         "sample_from_anchor": dspark,
         "mask_token_id": nested["mask_token_id"],
         "target_layer_ids": nested["target_layer_ids"],
@@ -110,6 +116,7 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         markov_rank=config["markov_rank"] if dspark else config.get("markov_rank", 0),
         confidence_head=config.get("enable_confidence_head", False),
         confidence_head_with_markov=config.get("confidence_head_with_markov", True),
+        **{key: nested[key] if layout == "dflash2" else nested.get(key, 0) for key in DFLASH2_SIZES},
     )
     parsed.check()
     if (last := nested["target_layer_ids"][-1]) > config["num_target_layers"] - 2:
@@ -137,9 +144,19 @@ def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (m, h),
         "mlp.down_proj": (h, m),
     }
+    if c.layout == "dflash2":
+        taps = c.conv_kernel_size
+        for name in ("attention_conv", "mlp_conv"):
+            kernels = 2 * taps * h // c.conv_group_size
+            layer |= {f"{name}.base_kernel": (2, taps, h), f"{name}.kernel_projection": (kernels, h)}
     shapes = {"fc.weight": (h, len(c.feature_layers) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
     for i in range(c.num_hidden_layers):
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        names = {name: name if name.endswith("base_kernel") else f"{name}.weight" for name in layer}
+        shapes |= {f"layers.{i}.{names[name]}": shape for name, shape in layer.items()}
+    if c.selector_rank:
+        codebook = c.vocab_size, c.selector_rank
+        shapes |= {f"candidate_selector.{side}_codebook": codebook for side in ("predecessor", "successor")}
+        shapes["candidate_selector.hidden_projection.weight"] = (c.selector_rank, h)
     if r:
         shapes |= {f"markov_head.markov_w{i}.weight": (c.vocab_size, r) for i in (1, 2)}
     if c.confidence_head:

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-LAYOUTS = ("dflash", "dspark")
+from stages.params.draft_sections import DFLASH2_SIZES
+
+LAYOUTS = ("dflash", "dflash2", "dspark")
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,15 @@ class BlockDraftConfig:
     markov_rank: int = 0  # r; dspark alone
     confidence_head: bool = False  # dspark alone
     confidence_head_with_markov: bool = True  # the confidence head reads the Markov embedding too
+    conv_kernel_size: int = 0  # taps of the convolutions around attention and MLP; this and the following dflash2 alone
+    conv_group_size: int = 0  # channels that share a dynamic kernel
+    selector_rank: int = 0  # r of the candidate selector
+    selector_top_k: int = 0  # candidates of a slot
 
     @property
     def first_slot(self) -> int:
         """The slot that predicts the first draft."""
-        return 1 if self.layout == "dflash" else 0
+        return 0 if self.layout == "dspark" else 1
 
     @property
     def num_drafts(self) -> int:
@@ -62,9 +68,27 @@ class BlockDraftConfig:
                 f"feature_layers are {layers}, expected layers from 1 on, strictly increasing: engines capture features in "
                 "the target's order, and name them by the layer before, of which layer 0 has none"
             )
-        if self.layout == "dflash" and (self.markov_rank or self.confidence_head):
+        if self.layout != "dspark" and (self.markov_rank or self.confidence_head):
             raise ValueError(
                 "markov_rank and confidence_head belong to dspark: leave them out, or set layout to dspark"
             )
+        self._check_convolutions_and_selector()
         if self.layout == "dspark" and self.markov_rank < 1:
             raise ValueError(f"markov_rank is {self.markov_rank}, expected 1 or more for dspark: SGLang refuses others")
+
+    def _check_convolutions_and_selector(self) -> None:
+        sizes = {name: getattr(self, name) for name in DFLASH2_SIZES}
+        if self.layout != "dflash2":
+            if any(sizes.values()):
+                raise ValueError(f"{', '.join(sizes)} belong to dflash2: leave them out, or set layout to dflash2")
+            return
+        if sizes[least := min(sizes, key=sizes.__getitem__)] < 1:
+            raise ValueError(f"{least} is {sizes[least]}, expected 1 or more for dflash2")
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size is {self.conv_group_size}, expected a divisor of the hidden size {self.hidden_size}"
+            )
+        if self.selector_top_k > self.vocab_size:
+            raise ValueError(
+                f"selector_top_k is {self.selector_top_k}, expected at most the {self.vocab_size} tokens of the vocabulary"
+            )

@@ -1,7 +1,8 @@
 """Block drafts: one forward of a small transformer proposes a whole block from the target's features.
 
-DFlash, https://arxiv.org/abs/2602.06036 (z-lab/dflash), and DSpark (deepseek-ai/DeepSpec): the same layers with another label
-of each slot and other heads. Tensor names and shapes as SGLang's `DFlashDraftModel` and `Qwen3DSparkModel` and vLLM load them.
+DFlash, https://arxiv.org/abs/2602.06036 (z-lab/dflash), DFlash2 (speculators, models/dflash2) and DSpark (deepseek-ai/DeepSpec):
+the same layers with another label of each slot and other heads. Tensor names and shapes as SGLang's `DFlashDraftModel`,
+`DFlash2DraftModel` and `Qwen3DSparkModel` and vLLM load them.
 
 A block starts at an **anchor**, the last verified token, at position a. Its rows are the target's embedding of the anchor and
 of the mask token; slot i has rotary position a + i. Per layer:
@@ -22,15 +23,21 @@ of its own block, later ones too. Two blocks of 3 slots, anchors 2 and 4 of one 
 Layouts, which differ in the labels alone. Draft d (from 0) is always the token at a + 1 + d:
 
     dflash   fill-in: slot i predicts its own position a + i; slot 0 predicts nothing, so a block of B slots drafts B - 1
+    dflash2  the same
     dspark   sample from anchor: slot i predicts a + i + 1, so a block of B slots drafts B
 
-Heads: both read the target's lm_head. DSpark adds a Markov head, bias w2 w1[previous token] on the logits, and a confidence
-head, which estimates the probability that a draft is accepted given that its predecessors were.
+Heads: all read the target's lm_head. DSpark adds a Markov head, bias w2 w1[previous token] on the logits, and a confidence
+head, which estimates the probability that a draft is accepted given that its predecessors were. DFlash2 adds a candidate
+selector, which scores the most probable tokens of a slot by the draft before it, and convolutions along the slots of a block:
+
+    u = the normed input of a sublayer      k_side = base_side + kernel_projection(u)_side        side 0, 1: before and after it
+    out[slot, c] = sum over taps t of k[slot, t, c // group] in[slot - t, c], nothing before slot 0
+    h += conv_1(sublayer(conv_0(u)))                                                              context rows have none
 
 Context keys and values depend on target features alone, never on an earlier block; so they are computed once (`BlockContext`).
 
 Dimensions: N requests, S context tokens, R anchors, B slots of a block, D drafts of a block, L layers, K feature layers,
-H hidden, V vocabulary, A attention heads, G key-value heads, E head width, r Markov rank.
+H hidden, V vocabulary, A attention heads, G key-value heads, E head width, r rank of the Markov head or selector, C candidates.
 """
 
 from collections.abc import Callable
@@ -78,20 +85,55 @@ class BlockLayer(nn.Module):
         self.self_attn = BlockProjections(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = DraftMLP(c)  # type: ignore[arg-type]  # it reads the two sizes alone
+        self.attention_conv, self.mlp_conv = (BlockConvolution(c) if c.conv_kernel_size else None for _ in range(2))
 
     def prepare_attention(
         self, hidden: Tensor, rope: tuple[Tensor, Tensor], keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, Q, A, E], keys and values [N, S + Q, G, E] of block rows [N, Q, H] after the context's."""
         x = self.input_layernorm(hidden)
+        if self.attention_conv is not None:
+            x = self.attention_conv(x, x, 0)
         own_k, own_v = self.self_attn.compute_keys_values(x, rope)
         query = self.self_attn.compute_queries(x, rope)
         return query, torch.cat([keys, own_k], 1), torch.cat([values, own_v], 1)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output [N, Q, H] from its input and attended [N, Q, A, E]."""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out = self.self_attn.o_proj(attended.flatten(-2))
+        if self.attention_conv is not None:
+            out = self.attention_conv(out, self.input_layernorm(hidden), 1)
+        hidden = hidden + out
+        x = self.post_attention_layernorm(hidden)
+        if self.mlp_conv is None:
+            return hidden + self.mlp(x)
+        return hidden + self.mlp_conv(self.mlp(self.mlp_conv(x, x, 0)), x, 1)
+
+
+class BlockConvolution(nn.Module):
+    """DFlash2's convolution along the slots of a block, before and after a sublayer."""
+
+    def __init__(self, c: BlockDraftConfig):
+        super().__init__()
+        self.block_size, self.group_size = c.block_size, c.conv_group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, c.conv_kernel_size, c.hidden_size))  # [side, tap, H]
+        groups = c.hidden_size // c.conv_group_size
+        self.kernel_projection = nn.Linear(c.hidden_size, 2 * c.conv_kernel_size * groups, bias=False)
+
+    def forward(self, inputs: Tensor, sublayer_input: Tensor, side: int) -> Tensor:
+        """Return inputs [N, Q, H], whole blocks of rows, mixed by the kernels that the normed sublayer input [N, Q, H] gives."""
+        base = self.base_kernel[side]  # [taps, H]
+        projection = self.kernel_projection.weight.unflatten(0, (2, -1))[side]
+        dynamic = nn.functional.linear(sublayer_input, projection).unflatten(
+            -1, (len(base), -1)
+        )  # [N, Q, taps, groups]
+        kernels = base + dynamic.repeat_interleave(self.group_size, -1)  # [N, Q, taps, H]
+        blocks = inputs.unflatten(1, (-1, self.block_size))
+        mixed = torch.zeros_like(inputs)
+        for tap, kernel in enumerate(kernels.unbind(2)):
+            shifted = nn.functional.pad(blocks, (0, 0, tap, 0))[:, :, : self.block_size]
+            mixed = mixed + kernel * shifted.flatten(1, 2)
+        return mixed
 
 
 class BlockProjections(nn.Module):
@@ -140,6 +182,26 @@ class MarkovHead(nn.Module):
         return self.markov_w2(self.markov_w1(previous))
 
 
+class CandidateSelector(nn.Module):
+    """DFlash2's selector: the best candidates of a slot by its own logits, scored anew by the token before."""
+
+    def __init__(self, c: BlockDraftConfig):
+        super().__init__()
+        self.top_k = c.selector_top_k
+        self.predecessor_codebook, self.successor_codebook = (
+            nn.Parameter(torch.empty(c.vocab_size, c.selector_rank)) for _ in range(2)
+        )
+        self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
+
+    def forward(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Return logits [..., V], -inf but for candidates, after `previous` [...]; logits and states [..., H] may broadcast."""
+        unary, candidates = logits.topk(self.top_k, dim=-1)  # [..., C]
+        context = self.predecessor_codebook[previous] * self.hidden_projection(states)  # [..., r]
+        scores = unary + (context[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+        whole = scores.new_full((*scores.shape[:-1], logits.shape[-1]), -torch.inf)
+        return whole.scatter(-1, candidates.expand(scores.shape), scores)
+
+
 class ConfidenceHead(nn.Module):
     """A linear estimate of the acceptance of a draft."""
 
@@ -168,6 +230,7 @@ class BlockDraft(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.markov_head = MarkovHead(c) if c.markov_rank else None
         self.confidence_head = ConfidenceHead(c) if c.confidence_head else None
+        self.candidate_selector = CandidateSelector(c) if c.selector_rank else None
         frequency = compute_inverse_frequency(c.rope, c.head_dim)
         self.register_buffer("inverse_frequency", frequency, persistent=False)
 
@@ -247,10 +310,20 @@ class BlockDraft(nn.Module):
         """Return the states [..., D, H] that predict drafts, of a block's hidden states [..., B, H]."""
         return hidden[..., self.config.first_slot :, :]
 
+    @property
+    def is_conditional(self) -> bool:
+        """Return whether a draft depends on the one before: with a Markov head or a candidate selector."""
+        return self.markov_head is not None or self.candidate_selector is not None
+
     def compute_logits(self, states: Tensor, previous: Tensor, head: Tensor) -> Tensor:
         """Return logits [..., V] of drafting states [..., H], each after the token `previous` [...]; head [V, H]."""
-        logits = states @ head.T
-        return logits if self.markov_head is None else logits + self.markov_head(previous)
+        return self.condition_logits(states @ head.T, states, previous)
+
+    def condition_logits(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits [..., V] after the tokens `previous` [...] from a slot's own, and its state; both may broadcast."""
+        if self.markov_head is not None:
+            return logits + self.markov_head(previous)
+        return logits if self.candidate_selector is None else self.candidate_selector(logits, states, previous)
 
     def compute_confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Return the logits [...] of the acceptance of drafts, from drafting states [..., H] and the tokens before."""
@@ -260,8 +333,8 @@ class BlockDraft(nn.Module):
         return self.confidence_head(states)
 
     def draft_greedily(self, states: Tensor, anchor_tokens: Tensor, head: Tensor) -> Tensor:
-        """Return the most probable drafts [..., D] of drafting states [..., D, H]; with a Markov head, slot by slot."""
-        if self.markov_head is None:
+        """Return the most probable drafts [..., D] of drafting states [..., D, H]; slot by slot where they are conditional."""
+        if not self.is_conditional:
             return (states @ head.T).argmax(-1)
         drafts = [anchor_tokens]
         for state in states.unbind(-2):

@@ -9,7 +9,7 @@ from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
 from stages.draft.mask_token import choose_mask_token
 from stages.params import schema
-from stages.params.draft_sections import BlockSegment, DsparkSegment
+from stages.params.draft_sections import DFLASH2_SIZES, BlockSegment, Dflash2Segment, DsparkSegment
 from stages.target import chat_template, manifest
 from stages.target.manifest import TargetManifest
 
@@ -65,14 +65,19 @@ def choose_sizes(
         feature_layers=tuple(segment.feature_layers or target.feature_layers),
         markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
         confidence_head=isinstance(segment, DsparkSegment),
+        **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),
     )
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
-    """Return a draft with normal weights of INITIAL_STD, norms of one, and a bias of zero."""
+    """Return a draft with normal weights of INITIAL_STD, norms of one, a bias of zero, and convolutions that change nothing."""
     draft, generator = BlockDraft(config), torch.Generator().manual_seed(seed)
     for name, parameter in draft.named_parameters():
-        if parameter.ndim == 2:
+        if name.endswith("base_kernel"):
+            parameter.data.zero_()[:, 0] = 1
+        elif name.endswith("kernel_projection.weight"):
+            torch.nn.init.zeros_(parameter)
+        elif parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
         elif name.endswith("bias"):
             torch.nn.init.zeros_(parameter)

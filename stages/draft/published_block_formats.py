@@ -1,8 +1,9 @@
-"""Read published DFlash and DSpark drafts of any known format into the config.json and tensor names of `block_checkpoint`.
+"""Read published DFlash, DFlash2 and DSpark drafts of any known format into config.json and tensor names of `block_checkpoint`.
 
     z-lab          DFlashDraftModel                       keys under dflash_config, auto_map
     DeepSpec       Qwen3DSparkModel                       keys at the top; its own "DFlash" is DSpark's layout with markov_rank 0
     SpecForge      DFlashDraftModel, DSparkDraftModel     keys under dflash_config or dspark_config; older logit_head.*
+    z-lab, vLLM    DFlash2DraftModel                      keys under dflash_config
     speculators    speculators_model_type                 the layer under transformer_layer_config, feature layers counted as here
 
 A draft that would run differently here than where it was trained is refused by name: another layout under the same label, causal
@@ -22,16 +23,18 @@ from torch import Tensor
 from stages.draft import block_checkpoint, mask_token, published_files
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
+from stages.params.draft_sections import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
 from stages.target.manifest import TargetManifest
 
 LAYOUTS = {  # by architecture; of speculators by speculators_model_type too
     "DFlashDraftModel": "dflash", "DFlashSpeculator": "dflash", "dflash": "dflash",
+    "DFlash2DraftModel": "dflash2", "DFlash2Speculator": "dflash2", "dflash2": "dflash2",
     "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark", "DSparkSpeculator": "dspark", "dspark": "dspark",
 }  # fmt: skip
 MODEL_TYPES = ("qwen3", "dspark", "speculator_model")  # DSpark's own in SpecForge; speculators' layers are Qwen3's
 LAYOUT_KEYS = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")  # three names of one choice
-TENSOR_RENAMES = ((r"^model\.", ""), (r"^logit_head\.", ""))
+TENSOR_RENAMES = ((r"^model\.", ""), (r"^logit_head\.", ""), (r"_codebook\.weight$", "_codebook"))
 MARKOV_TENSORS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 COPIES = {  # of the target's embedding and head
     "embed_tokens.weight": "embedding, since engines take the target's",
@@ -43,8 +46,7 @@ REQUIRED_VALUES: dict[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_causal": False, "causal": False, "use_swa": False,
     "markov_head_type": "vanilla", "attention_mode": "gqa", "kv_lora_rank": None, "q_lora_rank": None,
     "attention_sink_bias": False, "attention_value_scale": 1.0, "use_gemma_norm": False, "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0, "final_logit_softcapping": None, "conv_kernel_size": None, "selector_rank": None,
-    "gru_hidden_dim": None,
+    "output_multiplier": 1.0, "final_logit_softcapping": None, "gru_hidden_dim": None,
 }  # fmt: skip
 REQUIRED_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -88,6 +90,7 @@ def read_published_block_draft(
         notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, manifest)])
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     _drop_copies(tensors, read_embedding_and_head, notes)
+    heads = {key: keys.require_count(key) for key in DFLASH2_SIZES} if layout == "dflash2" else {}
     rank = _unify_markov_head(keys, layout, tensors, notes)
     has_confidence = bool(keys.get("enable_confidence_head", layout == "dspark" and CONFIDENCE_TENSOR in tensors))
     defaulted = {key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()}
@@ -103,6 +106,7 @@ def read_published_block_draft(
         markov_rank=rank,
         confidence_head=has_confidence,
         confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", True)),
+        **heads,
     )
     _check_width(keys, parsed, notes)
     dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
@@ -175,7 +179,7 @@ def _read_layout(keys: _BlockKeys, notes: list[str]) -> str:
     layouts = {LAYOUTS.get(str(name)) for name in (kind, *(architectures or ()), projector) if name}
     if len(layouts) != 1 or None in layouts:
         raise ValueError(
-            f"{place}: {given or 'no architectures'}, expected one of {', '.join(LAYOUTS)}, and one layout: DFlash2, Domino, "
+            f"{place}: {given or 'no architectures'}, expected one of {', '.join(LAYOUTS)}, and one layout: Domino, "
             "LiLiCorr and others are other models, whose weights a loader of DFlash would drop or read one slot off; choose "
             "another draft, or correct the name where only that is wrong"
         )
@@ -192,10 +196,15 @@ def _read_layout(keys: _BlockKeys, notes: list[str]) -> str:
         notes.append(
             "sample_from_anchor is absent: read as true, as speculators trains dspark; vLLM reads such a file as false"
         )
-    if layout == "dflash" and keys.get("markov_rank"):
+    if layout != "dspark" and keys.get("markov_rank"):
         raise ValueError(
             f"{place}: markov_rank is {keys.get('markov_rank')}, expected none for {given}: a Markov head is DSpark's, and "
             "engines would run the draft without it; where it is a DSpark draft, write architectures [Qwen3DSparkModel]"
+        )
+    if layout != "dflash2" and (found := [key for key in DFLASH2_SIZES if keys.get(key)]):
+        raise ValueError(
+            f"{place}: {found[0]} is {keys.get(found[0])}, expected none for {given}: convolutions and a selector are DFlash2's, "
+            "and engines would run the draft without them; where it is a DFlash2 draft, write architectures [DFlash2DraftModel]"
         )
     return layout
 
@@ -305,7 +314,7 @@ def _unify_markov_head(keys: _BlockKeys, layout: str, tensors: dict[str, Tensor]
 
     Raises ValueError where there are no weights for the rank, or weights without it.
     """
-    if layout == "dflash":
+    if layout != "dspark":
         return 0
     rank, given = keys.require_count("markov_rank"), [name for name in MARKOV_TENSORS if name in tensors]
     if bool(rank) != bool(given):

@@ -94,7 +94,7 @@ class BlockMethod(DraftingMethod):
     def __init__(self, drafter: BlockDrafter, tree: TreeShape, draft_temperature: float | None = None):
         """draft_temperature: None for greedy drafts."""
         config = drafter.draft.config
-        check_block_tree(tree, config.vocab_size, config.num_drafts)
+        check_block_tree(tree, config.vocab_size, config.num_drafts, config.selector_top_k)
         if draft_temperature is not None and tree.topk > 1:
             raise ValueError(
                 f"{tree.name}: topk is {tree.topk} and drafts are to be sampled (benchmark.draft_sampling: sampled), expected a "
@@ -138,7 +138,12 @@ class BlockProposer(Proposer):
             tree = self._build_chain(draft.draft_greedily(states, roots[:, 0], head))
         else:
             candidates = expand_block(
-                states @ head.T, roots[:, 0], draft.markov_head, self.tree.topk, self.drafter.tree_scoring
+                states @ head.T,
+                states,
+                roots[:, 0],
+                draft.condition_logits if draft.is_conditional else None,
+                self.tree.topk,
+                self.drafter.tree_scoring,
             )
             tree = trees.build_tree(candidates, self.tree.num_draft_tokens)
         return tree, cat([roots, tree.tokens], dim=1)
@@ -153,7 +158,7 @@ class BlockProposer(Proposer):
         draft, head, (num_slots, count, _) = self.drafter.draft, self.drafter.head, states.shape
         rows = slots.locate_rows(state.output_length + slots.positions[:count])  # [B, S] of the drafts' numbers
         uniforms = slots.draft_uniforms.flatten(0, 1)[rows, 0]
-        if draft.markov_head is None:
+        if not draft.is_conditional:
             probabilities = compute_probabilities(states @ head.T, temperature)
             drawn = draw_tokens(probabilities.flatten(0, 1), uniforms.flatten())
             return drawn.view(num_slots, count), probabilities

@@ -19,6 +19,8 @@ from stages.params.section import (
 )
 from stages.params.spelling import suggest_name
 
+DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
+
 
 class InitDraft(Section):
     checkpoints: RootCheckpoints  # [] if all drafts are imported; the graph's foreach of init_draft and check_overfit
@@ -106,8 +108,8 @@ class Segment(Section):
 
 
 class LayerSegment(Segment):
-    # medusa, dflash and dspark need segments of their own; listed here for error messages
-    method: Literal["eagle3", "eagle", "medusa", "dflash", "dspark"]
+    # medusa, dflash, dflash2 and dspark need segments of their own; listed here for error messages
+    method: Literal["eagle3", "eagle", "medusa", "dflash", "dflash2", "dspark"]
 
 
 class MedusaSegment(Segment):
@@ -122,9 +124,9 @@ class MedusaSegment(Segment):
 class BlockSegment(Segment):
     """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
 
-    method: Literal["dflash", "dspark"]
+    method: Literal["dflash", "dflash2", "dspark"]
     layers: Count
-    block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash drafts B - 1 tokens, dspark B
+    block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
     anchors: Count  # most blocks of a pack that one step trains
     feature_layers: FeatureLayers | None = None  # None: all stored ones
     mask_token_id: Annotated[int, Field(ge=0)] | None = (
@@ -135,7 +137,7 @@ class BlockSegment(Segment):
     @property
     def num_drafts(self) -> int:
         """Drafts of a block: the depth of its deepest trees."""
-        return self.block_size - (self.method == "dflash")
+        return self.block_size - (self.method != "dspark")
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -151,10 +153,23 @@ class DsparkSegment(BlockSegment):
         return super().sizes | {"markov_rank": self.markov_rank}
 
 
+class Dflash2Segment(BlockSegment):
+    method: Literal["dflash2"]  # published drafts have 2, 16, 256 and 16
+    conv_kernel_size: Count  # taps along the slots of a block
+    conv_group_size: Count  # channels that share a dynamic kernel
+    selector_rank: Count
+    selector_top_k: Count  # candidates of a slot, and the most that a tree's topk may be
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return super().sizes | {key: getattr(self, key) for key in DFLASH2_SIZES}
+
+
 def _discriminate_segment(value: Any) -> str:
     found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
     kinds = {
-        "none": "a segment", "medusa": "a segment of heads", "dflash": "a segment of a block", "dspark": "a dspark segment"
+        "none": "a segment", "medusa": "a segment of heads", "dflash": "a segment of a block",
+        "dflash2": "a dflash2 segment", "dspark": "a dspark segment",
     }  # fmt: skip
     return kinds.get(str(found), "a segment of a layer")
 
@@ -164,6 +179,7 @@ AnySegment = Annotated[
     | Annotated[LayerSegment, Tag("a segment of a layer")]
     | Annotated[MedusaSegment, Tag("a segment of heads")]
     | Annotated[BlockSegment, Tag("a segment of a block")]
+    | Annotated[Dflash2Segment, Tag("a dflash2 segment")]
     | Annotated[DsparkSegment, Tag("a dspark segment")],
     Discriminator(_discriminate_segment),
 ]

@@ -12,6 +12,7 @@ Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, an
 
 UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
     "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads", "a segment of a block",
+    "a dflash2 segment",
     "a dspark segment",
     "a row", "a static row", "a row ahead",
 }  # fmt: skip

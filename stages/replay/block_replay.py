@@ -7,8 +7,8 @@ right, a cycle accepts j and the next starts at a + j + 1 (docs/metrics.md).
 
     width m    a chain of the first m drafts accepts min(j, m), for every m up to the block: engines serve the whole
     tree       candidates of the same block. The slots of dflash are independent given the context, so a path's probability is
-               the product of its slots'; with a Markov head a node's children have the slot's logits and the bias of the
-               node's own token. A tree costs no further draft forward. No engine serves trees of blocks.
+               the product of its slots'; with a Markov head or a candidate selector a node's children have the slot's
+               logits after the node's own token. A tree costs no further draft forward. No engine serves trees of blocks.
 
 Another block size needs another forward: slots see the number of mask tokens.
 
@@ -116,7 +116,7 @@ def replay_block_trees(
 ) -> ReplayOutput:
     """Replay trees over the blocks of all places. Raises ValueError for a tree that can't be built from such blocks."""
     for tree in trees:
-        check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts)
+        check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts, draft.config.selector_top_k)
     tables = PlaceTables(trees, len(states), tree_scoring, states.device)
     for topk in tables.topks:
         given = draft, head, states, anchor_tokens, tables.num_steps, topk, tree_scoring, places_per_batch
@@ -133,13 +133,14 @@ def _expand_places(
     places_per_batch: int | None,
 ) -> Iterator[tuple[slice, Candidates]]:  # fmt: skip
     """Yield the candidates of batches of places, as large as keeps their logits within MAX_INTERMEDIATE_ELEMENTS."""
-    nodes = num_steps + (topk if draft.markov_head is not None else 0)  # whose logits are held at once
+    nodes = num_steps + (topk if draft.is_conditional else 0)  # whose logits are held at once
     size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
     size = max(1, size if places_per_batch is None else min(size, places_per_batch))
     for start in range(0, max(1, len(states)), size):  # of no places, a batch of none
         here = slice(start, min(start + size, len(states)))
-        logits = states[here, :num_steps] @ head.T
-        yield here, expand_block(logits, anchor_tokens[here], draft.markov_head, topk, tree_scoring)
+        own = states[here, :num_steps]
+        condition = draft.condition_logits if draft.is_conditional else None
+        yield here, expand_block(own @ head.T, own, anchor_tokens[here], condition, topk, tree_scoring)
 
 
 # Padded rows of answers, as the replay of EAGLE-3 takes them

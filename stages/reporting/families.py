@@ -1,4 +1,4 @@
-"""Families of drafts side by side: EAGLE-3, DFlash and DSpark by replayed tau and predicted speedup, and which engines run what.
+"""Families of drafts side by side: EAGLE-3 and block drafts by replayed tau and predicted speedup, and which engines run what.
 
 SGLang and vLLM run the chain of a block draft's whole block; its other trees run in the torch engine only (docs/trees.md).
 """

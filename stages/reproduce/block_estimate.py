@@ -23,19 +23,21 @@ class BlockSize:
     fc: int
     markov: int
     confidence: int
+    selector: int
 
     @classmethod
     def of_config(cls, c: BlockDraftConfig) -> "BlockSize":
         sizes = {name: math.prod(shape) for name, shape in block_checkpoint.list_block_tensor_shapes(c).items()}
-        fc, markov, confidence = (
+        fc, markov, confidence, selector = (
             sum(size for name, size in sizes.items() if name.startswith(part))
-            for part in ("fc.", "markov_head.", "confidence_head.")
+            for part in ("fc.", "markov_head.", "confidence_head.", "candidate_selector.")
         )
-        return cls(sum(sizes.values()) - fc - markov - confidence, fc, markov, confidence)
+        heads = fc, markov, confidence, selector
+        return cls(sum(sizes.values()) - sum(heads), *heads)
 
     @property
     def total(self) -> int:
-        return self.layers + self.fc + self.markov + self.confidence
+        return self.layers + self.fc + self.markov + self.confidence + self.selector
 
     def count_training_bytes(self, itemsize: int) -> int:
         """Return the bytes of weights, gradients and moments while training in a dtype of `itemsize` bytes.
@@ -75,6 +77,7 @@ def add_sizes(result: RecipeEstimate, p: schema.Params, manifest: TargetManifest
         found = BlockSize.of_config(config)
         parts = [f"{config.num_hidden_layers} layers {format_count(found.layers)}", f"fc {format_count(found.fc)}"]
         parts += [f"Markov head of rank {config.markov_rank} {format_count(found.markov)}"] * bool(found.markov)
+        parts += [f"selector of rank {config.selector_rank} {format_count(found.selector)}"] * bool(found.selector)
         parts += [f"confidence head {found.confidence:,}"] * bool(found.confidence)
         how = ", ".join(parts) + f"; a layer has the sizes of e000's, {config.intermediate_size} within"
         result.add_line(f"block draft of {name}", f"{format_count(found.total)} parameters", how)

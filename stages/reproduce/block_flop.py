@@ -7,7 +7,7 @@ one. The target's features, embedding and head are frozen, so `fc` has no gradie
     block row        projections and MLP of every layer
     pair             a block row and a key that it sees, of its context or its own block: query times key, weight times value
     draft            the logits of a valid draft and the gradient of its state; where the loss reads the target's distribution,
-                     its logits too; the Markov head; the confidence head
+                     its logits too; the Markov head or the selector; the confidence head
 
 Norms, rotations, softmax and the optimizer are no products and are not counted, nor is what is computed and masked out: keys
 that a row does not see, and what FlexAttention computes a second time in its backward pass.
@@ -48,12 +48,15 @@ class BlockFlop:
         """Count those of a draft; `reads_target`: its loss reads the target's distribution (DSpark's does)."""
         h, queries, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         row = 2 * h * queries + 2 * h * keys + 3 * h * c.intermediate_size  # weights of a layer that a block row meets
+        if c.layout == "dflash2":  # the kernels of both convolutions
+            row += 2 * h * (2 * c.conv_kernel_size * h // c.conv_group_size)
         logits, markov = c.vocab_size * h, c.vocab_size * c.markov_rank
+        selector = c.selector_rank * h
         confidence = (h + c.markov_rank * c.confidence_head_with_markov) * c.confidence_head
         return cls(
             token=4 * len(c.feature_layers) * h * h + 6 * c.num_hidden_layers * 2 * h * keys,
             block=6 * c.num_hidden_layers * row * c.block_size,
-            draft=(6 if reads_target else 4) * logits + 6 * markov + 6 * confidence,
+            draft=(6 if reads_target else 4) * logits + 6 * markov + 6 * selector + 6 * confidence,
             pair=12 * c.num_hidden_layers * queries,
         )
 

@@ -12,7 +12,7 @@ from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import served_points, served_records, torch_records
 from stages.served_cell.requests import SECTION, ServedCellContext
-from stages.serving import engine_flags, gpu_memory
+from stages.serving import engine_flags, gpu_memory, measured_server
 from stages.serving.measured_server import MeasuredServer, ServerPlan
 from stages.target import manifest, vision
 
@@ -85,7 +85,7 @@ def configure_server(
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
     shape = tree.num_steps, tree.topk, tree.num_draft_tokens
     algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
-    draft = engine_flags.ServedDraft(folder, algorithm, *shape)
+    draft = engine_flags.ServedDraft(folder, algorithm, *shape, engine_flags.is_dflash2(draft_config))
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
     name = served_records.name_server_config(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
@@ -97,7 +97,7 @@ def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
         return False
     flags = [*measured.speculation_flags, *work.setup.more]
     environment = measured.info.get("environment", {})
-    given = work.setup.engine, measured.draft.algorithm, flags, environment, work.workload.top_k
+    given = work.setup.engine, measured.draft, flags, environment, work.workload.top_k
     return engine_flags.samples_drafts(*given)
 
 
@@ -107,6 +107,9 @@ def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft
     if draft:
         shape = draft.num_steps, draft.topk, draft.num_draft_tokens
         reason = engine_flags.explain_unsupported(engine, *shape, draft_config)
+        if not reason and engine_flags.is_dflash2(draft_config):
+            version = measured_server.find_engine_version(build_server_plan(work))
+            reason = engine_flags.explain_old_version(engine, version, draft_config)
     if not reason and work.image_processor and engine == "vllm":
         reason = f"{engine} takes no pictures with token ids"
     return reason

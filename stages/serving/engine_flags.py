@@ -16,7 +16,7 @@ from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 # Algorithms of block drafts, by config.json's architecture. SGLang's names; vLLM's methods are the same in lower case.
-BLOCK_ALGORITHMS = {"DFlashDraftModel": "DFLASH", "Qwen3DSparkModel": "DSPARK"}
+BLOCK_ALGORITHMS = {"DFlashDraftModel": "DFLASH", "DFlash2DraftModel": "DFLASH", "Qwen3DSparkModel": "DSPARK"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class ServedDraft:
     num_steps: int
     topk: int
     num_draft_tokens: int
+    selects_candidates: bool = False  # DFlash2
 
 
 @dataclass(frozen=True)
@@ -102,19 +103,35 @@ def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
     return get_block_algorithm(config) or algorithm
 
 
+def is_dflash2(config: dict[str, Any]) -> bool:
+    """Return whether a draft's config.json is of DFlash2, which engines run by the algorithm of DFlash."""
+    return "DFlash2DraftModel" in (config.get("architectures") or ())
+
+
+def explain_old_version(engine: str, version: str | None, config: dict[str, Any]) -> str | None:
+    """Return why this version of an engine does not know a draft of that config.json; None if it does."""
+    change = f"DFlash2 in {engine}"
+    if not is_dflash2(config) or engine_versions.has_change(change, engine, version):
+        return None
+    since = ".".join(map(str, engine_versions.CHANGES[change].since))
+    return f"{engine} {version} does not know DFlash2DraftModel, expected {since} or later"
+
+
 def samples_drafts(
-    engine: str, algorithm: str, flags: Sequence[str], environment: Mapping[str, str], top_k: int | None
+    engine: str, draft: ServedDraft, flags: Sequence[str], environment: Mapping[str, str], top_k: int | None
 ) -> bool:
     """Return whether an engine samples drafts above temperature 0 and verifies them by the ratio of both probabilities.
 
-    vLLM does so if told by draft_sample_method; SGLang's DSPARK does unless told otherwise, its other algorithms if told; neither
-    for requests of top_k 1. `flags` are those of the server, `environment` its variables.
+    vLLM does so if told by draft_sample_method; SGLang with DFlash2 does, and with DSPARK unless told otherwise, its other
+    algorithms if told; neither for requests of top_k 1. `flags` are those of the server, `environment` its variables.
     """
     if top_k == 1:
         return False
     if engine == "vllm":
         return re.search(r"draft_sample_method\W+probabilistic", " ".join(flags)) is not None
-    if algorithm == "DSPARK":
+    if draft.selects_candidates:
+        return True
+    if draft.algorithm == "DSPARK":
         return environment.get("SGLANG_DSPARK_USE_GREEDY_DRAFT", "").lower() not in ("1", "true", "yes", "on")
     return "--speculative-use-rejection-sampling" in flags
 

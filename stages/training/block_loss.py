@@ -13,17 +13,21 @@ the same):
     ce          -log q(y)                                          DFlash: 1, decay 7 at block 16
     l1          sum over v of |q(v) - p(v)|                        DSpark: 0.1 ce + 0.9 l1 + 1.0 confidence, decay 4
     confidence  BCE(confidence, alpha), alpha = 1 - l1 / 2 constant in the gradient
+    selector    -log q'(y), q' among a slot's candidates            DFlash2: 1, beside ce 1 and decay 7 (speculators, dflash2)
 
-q is the draft's distribution after the teacher-forced token before, p the target's, both at temperature 1 over the whole
-vocabulary, in float32 (float64 for weights in float64). speculators' `tv` is half of l1. The sum is divided by the summed
-weights of all packs of a step on all ranks, which the caller knows, so that neither packing nor ranks change the loss.
+q is the draft's distribution after the teacher-forced token before, of DFlash2 that of the slot alone; q' is its selector's
+after that token, where a label that is no candidate takes the place of the last one. p is the target's, both at temperature 1
+over the whole vocabulary, in float32 (float64 for weights in float64). speculators' `tv` is half of l1. The sum is divided by
+the summed weights of all packs of a step on all ranks, which the caller knows, so that neither packing nor ranks change the
+loss.
 
 Logits of all drafts would be [512 anchors x 7, 151,936]: 2.2 GB in float32, several times. So the forward pass computes logits,
 loss and gradients of a chunk of drafts and frees the logits before the next; backward only scales the gradients. On a GPU what
 follows the products with the heads is compiled, so that nothing of a chunk's size is written in float32. Which drafts are
 valid is found on the CPU (`BlockLabels.index`), since to ask the GPU is to wait for it.
 
-Dimensions: S tokens of a pack, R anchors, D drafts of a block, P valid drafts, r Markov rank, H hidden, V vocabulary.
+Dimensions: S tokens of a pack, R anchors, D drafts of a block, P valid drafts, r rank of the Markov head or of the selector,
+H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -47,9 +51,11 @@ class BlockObjective:
     l1: float = 0.0
     confidence: float = 0.0
     decay: float | None = 7.0  # None: every draft of a block weighs the same
+    selector: float = 0.0
 
 
 DFLASH_OBJECTIVE = BlockObjective()  # SpecForge's recipes at block 16
+DFLASH2_OBJECTIVE = BlockObjective(selector=1.0)
 DSPARK_OBJECTIVE = BlockObjective(ce=0.1, l1=0.9, confidence=1.0, decay=4.0)  # DeepSpec's at block 7
 
 
@@ -70,8 +76,9 @@ class BlockLoss(NamedTuple):
     ce: Tensor  # [R, D] float
     l1: Tensor  # [R, D]
     confidence: Tensor  # [R, D] BCE of the confidence head
+    selector: Tensor  # [R, D]
     acceptance: Tensor  # [R, D] alpha
-    matches: Tensor  # [R, D] bool: the draft's argmax is the label
+    matches: Tensor  # [R, D] bool: the draft is the label, after the label before it
 
     def compute_tau_probabilistic(self) -> Tensor:
         """Return 1 + the mean over blocks of the expected accepted drafts, sum of running products of alpha."""
@@ -124,35 +131,46 @@ def compute_block_loss(
     drafts_per_chunk: int = DRAFTS_PER_CHUNK,
     watch_acceptance: bool = True,
 ) -> BlockLoss:
-    """Return the loss of a pack. Raises ValueError for a confidence loss without a confidence head, or the reverse.
+    """Return the loss of a pack. Raises ValueError for a loss of a head without that head, or the reverse.
 
     Without `watch_acceptance` an objective of cross-entropy alone leaves out the target's distribution, and with it l1 and
     acceptance: a third of the products with the head.
     """
-    if bool(objective.confidence) != (draft.confidence_head is not None):
-        raise ValueError(
-            f"the weight of the confidence loss is {objective.confidence}, and the draft has "
-            f"{'a' if draft.confidence_head is not None else 'no'} confidence head: set the weight, or the head, to match"
-        )
+    for name, weight, module in (
+        ("confidence head", objective.confidence, draft.confidence_head),
+        ("candidate selector", objective.selector, draft.candidate_selector),
+    ):
+        if bool(weight) != (module is not None):
+            raise ValueError(
+                f"the weight of the {name}'s loss is {weight}, and the draft has {'no' if module is None else 'a'} {name}: set "
+                "the weight, or the head, to match"
+            )
     valid, num_drafts = labels.is_valid, labels.is_valid.shape[1]
     place = labels.index // num_drafts, labels.index % num_drafts  # indexing by a mask would wait for the GPU
     weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[place] / divisor
-    markov = draft.markov_head
-    embedded = None if markov is None else markov.markov_w1(labels.previous[place])  # [P, r]
-    confidence = draft.confidence_head
+    markov, selector, confidence = draft.markov_head, draft.candidate_selector, draft.confidence_head
+    embedded = None  # [P, r] the token before each draft
+    if markov is not None:
+        embedded = markov.markov_w1(labels.previous[place])
+    elif selector is not None:
+        embedded = selector.predecessor_codebook[labels.previous[place]]
     reads_target = watch_acceptance or bool(objective.l1 or objective.confidence)
     rows = labels.rows[place] if reads_target else None
     total, by_part, matches = _ChunkedBlockLoss.apply(
-        _DraftInputs(weights, labels.tokens[place], rows, last, head, objective, drafts_per_chunk),
+        _DraftInputs(
+            weights, labels.tokens[place], rows, last, head, objective, drafts_per_chunk, draft.config.selector_top_k
+        ),
         draft.config.confidence_head_with_markov,
         draft.select_drafting_slots(hidden)[place],
         embedded,
         None if markov is None else markov.markov_w2.weight,
         None if confidence is None else confidence.proj.weight,
         None if confidence is None else confidence.proj.bias,
+        None if selector is None else selector.successor_codebook,
+        None if selector is None else selector.hidden_projection.weight,
     )
-    ce, l1, bce, alpha = (by_part.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part)
-    return BlockLoss(total, ce, l1, bce, alpha, torch.zeros_like(valid).masked_scatter(valid, matches))
+    ce, l1, bce, chosen, alpha = (by_part.new_zeros(valid.shape).masked_scatter(valid, part) for part in by_part)
+    return BlockLoss(total, ce, l1, bce, chosen, alpha, torch.zeros_like(valid).masked_scatter(valid, matches))
 
 
 class _DraftInputs(NamedTuple):
@@ -165,6 +183,7 @@ class _DraftInputs(NamedTuple):
     head: Tensor  # [V, H]
     objective: BlockObjective
     drafts_per_chunk: int
+    num_candidates: int  # of the selector; 0 without one
 
 
 class _ChunkedBlockLoss(torch.autograd.Function):
@@ -174,7 +193,7 @@ class _ChunkedBlockLoss(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: _DraftInputs, confidence_reads_markov: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`tensors`: states [P, H], Markov embedding [P, r] or None, then weights of the heads or None, which chunks share."""
+        """`tensors`: states [P, H], previous tokens [P, r] or None, then weights of the heads or None, which chunks share."""
         states, embedded, *shared = tensors
         assert states is not None
         dtype, wanted = _choose_dtype(states), ctx.needs_input_grad[2:]
@@ -183,7 +202,7 @@ class _ChunkedBlockLoss(torch.autograd.Function):
             for i, x in enumerate(tensors)
         ]
         total = torch.zeros((), dtype=dtype, device=states.device)
-        by_part = torch.zeros(4, len(states), dtype=dtype, device=states.device)  # ce, l1, confidence, alpha
+        by_part = torch.zeros(5, len(states), dtype=dtype, device=states.device)  # as in _compute_chunk_loss
         matches = torch.zeros(len(states), dtype=torch.bool, device=states.device)
         for start in range(0, len(states), inputs.drafts_per_chunk):
             chunk = slice(start, start + inputs.drafts_per_chunk)
@@ -228,8 +247,12 @@ def _compute_chunk_loss(
     markov_weight: Tensor | None,  # [V, r]
     confidence_weight: Tensor | None,  # [1, H] or [1, H + r]
     confidence_bias: Tensor | None,  # [1]
+    successors: Tensor | None,  # [V, r] of the selector
+    projection: Tensor | None,  # [r, H]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted loss of a chunk of C drafts, its parts [4, C] detached, and argmax matches [C]."""
+    """Return the weighted loss of a chunk of C drafts, its parts [5, C] detached (ce, l1, confidence, selector, alpha), and
+    matches [C].
+    """
     dtype, weights, labels = _choose_dtype(states), inputs.weights[chunk], inputs.tokens[chunk]
     logits, bias, target_logits = states @ inputs.head.to(states.dtype).T, None, None
     if embedded is not None and markov_weight is not None:
@@ -239,7 +262,7 @@ def _compute_chunk_loss(
             target_logits = inputs.last[inputs.rows[chunk]].to(inputs.head.dtype) @ inputs.head.T
     ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, bool(inputs.objective.l1))
     loss = inputs.objective.ce * ce + inputs.objective.l1 * l1
-    bce, alpha = torch.zeros_like(ce), torch.zeros_like(ce)
+    bce, chosen, alpha = (torch.zeros_like(ce) for _ in range(3))
     if target_logits is not None:
         alpha = (1 - l1.detach() / 2).clamp(0, 1)
     if confidence_weight is not None and confidence_bias is not None:
@@ -247,8 +270,29 @@ def _compute_chunk_loss(
         estimate = (read @ confidence_weight[0] + confidence_bias).to(dtype)
         bce = nn.functional.binary_cross_entropy_with_logits(estimate, alpha, reduction="none")
         loss = loss + inputs.objective.confidence * bce
-    parts = torch.stack([x.detach() for x in (ce, l1, bce, alpha)])
+    if embedded is not None and successors is not None and projection is not None:
+        context = embedded * (states @ projection.T)  # [C, r]
+        chosen, matches = _compute_selector_loss(logits, context, successors, labels, inputs.num_candidates)
+        loss = loss + inputs.objective.selector * chosen
+    parts = torch.stack([x.detach() for x in (ce, l1, bce, chosen, alpha)])
     return (loss * weights).sum(), parts, matches
+
+
+def _compute_selector_loss(
+    logits: Tensor, context: Tensor, successors: Tensor, labels: Tensor, num_candidates: int
+) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy [C] among candidates of logits [C, V], and whether the selector's draft is the label [C].
+
+    `context` [C, r] times a successor of `successors` [V, r] is what the token before adds to a candidate's logit.
+    """
+    candidates = logits.detach().topk(num_candidates, -1).indices
+    is_missing = (candidates != labels[:, None]).all(-1)
+    candidates[:, -1] = torch.where(is_missing, labels, candidates[:, -1])
+    scores = logits.gather(-1, candidates) + (context[:, None] * successors[candidates]).sum(-1)
+    scores = scores.to(_choose_dtype(scores))
+    place = (candidates == labels[:, None]).int().argmax(-1)
+    best = scores.detach().argmax(-1) == place
+    return nn.functional.cross_entropy(scores, place, reduction="none"), best & ~is_missing
 
 
 @compile_on_cuda

@@ -1,4 +1,4 @@
-"""Training of block drafts (DFlash, DSpark) on packs: which blocks are taught, and the loss of a pack.
+"""Training of block drafts (DFlash, DFlash2, DSpark) on packs: which blocks are taught, and the loss of a pack.
 
 Of each pack up to `num_anchors` anchors are drawn, anew in every epoch, by train_draft.seed and the pack's place in training
 (epoch, step, pack); so neither the number of processes nor a resume changes them. Labels and loss: block_loss.py.
@@ -25,7 +25,11 @@ from stages.training.block_loss import BlockLabels, BlockObjective
 from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
 
-OBJECTIVES = {"dflash": block_loss.DFLASH_OBJECTIVE, "dspark": block_loss.DSPARK_OBJECTIVE}
+OBJECTIVES = {
+    "dflash": block_loss.DFLASH_OBJECTIVE,
+    "dflash2": block_loss.DFLASH2_OBJECTIVE,
+    "dspark": block_loss.DSPARK_OBJECTIVE,
+}
 
 
 @dataclass(kw_only=True)
@@ -119,7 +123,7 @@ def compute_loss(
         draft, hidden, pack.labels, pack.last, head, objective.loss, divisor, watch_acceptance=False
     )
     by_draft = objective.loss.ce * found.ce + objective.loss.l1 * found.l1
-    by_draft = by_draft + objective.loss.confidence * found.confidence  # [R, D], 0 where not valid
+    by_draft = by_draft + objective.loss.confidence * found.confidence + objective.loss.selector * found.selector
     return LossOutput(found.total_loss, by_draft.sum(0), found.matches.T)
 
 

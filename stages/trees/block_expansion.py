@@ -1,10 +1,10 @@
 """Expansion of a block: the candidates of a tree from the logits of a block's slots, without a further draft forward.
 
 The slots of dflash are independent given the context, so a path's probability is the product of its slots'; with a Markov head
-a node's children have the slot's logits and the bias of the node's own token. Replay expands many places at once, the engine one
-block of each prompt.
+or a candidate selector a node's children have the slot's logits after the node's own token. Replay expands many places at
+once, the engine one block of each prompt.
 
-Letters: N places or prompts, S num_steps, K topk, M num_draft_tokens, C candidates, V vocabulary.
+Letters: N places or prompts, H hidden, S num_steps, K topk, M num_draft_tokens, C candidates, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,14 @@ from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates, check_tree
 
 
-def check_block_tree(tree: TreeShape, vocab_size: int, num_drafts: int) -> None:
-    """Raise ValueError for a tree that can't be built from blocks of `num_drafts` drafts."""
+def check_block_tree(tree: TreeShape, vocab_size: int, num_drafts: int, num_candidates: int = 0) -> None:
+    """Raise ValueError for a tree that can't be built from blocks of `num_drafts` drafts, of `num_candidates` each if not 0."""
     check_tree(tree, vocab_size)
+    if num_candidates and tree.topk > num_candidates:
+        raise ValueError(
+            f"{tree.name}: topk is {tree.topk}, expected at most {num_candidates}, the candidates of the draft's selector "
+            "(selector_top_k); lower topk"
+        )
     if tree.num_steps > num_drafts:
         raise ValueError(
             f"{tree.name}: num_steps is {tree.num_steps}, expected at most {num_drafts}, the drafts of a block; lower "
@@ -28,9 +33,11 @@ def check_block_tree(tree: TreeShape, vocab_size: int, num_drafts: int) -> None:
 
 
 def expand_block(
-    logits: Tensor,  # [N, S, V] of the first S slots that draft, without the Markov bias
+    logits: Tensor,  # [N, S, V] of the first S slots that draft, each by itself
+    states: Tensor,  # [N, S, H] of these slots
     anchor_tokens: Tensor,  # [N]
-    markov_bias: Callable[[Tensor], Tensor] | None,  # tokens [...] -> [..., V] on the logits after them
+    condition: Callable[[Tensor, Tensor, Tensor], Tensor]
+    | None,  # BlockDraft.condition_logits; None: slots are independent
     topk: int,
     tree_scoring: str = "sglang",
 ) -> Candidates:
@@ -44,11 +51,11 @@ def expand_block(
     def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and ids [N, M, K] of the successors of tokens [N, M]."""
         own = logits[:, slot, None]  # [N, 1, V]
-        if markov_bias is not None:
-            own = own + markov_bias(tokens)
+        if condition is not None:
+            own = condition(own, states[:, slot, None], tokens)  # [N, M, V]
         best, ids = draft_tree.select_topk(scoring.score_logits(own.float()), topk)
         shape = -1, tokens.shape[1], -1
-        return best.expand(shape), ids.expand(shape)  # slots without a Markov head are scored once for all parents
+        return best.expand(shape), ids.expand(shape)  # independent slots are scored once for all parents
 
     scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
     beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)

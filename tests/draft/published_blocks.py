@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
+from stages.params.draft_sections import DFLASH2_SIZES
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -43,9 +44,21 @@ def weights(draft: BlockDraft) -> Tensors:
 
 def z_lab(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     nested = {"mask_token_id": draft.config.mask_token_id, "target_layer_ids": after_layers(draft)}
-    own = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    own: Config = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    if draft.config.layout == "dflash2":
+        own["architectures"], nested = ["DFlash2DraftModel"], nested | dflash2_sizes(draft)
     own |= {"block_size": draft.config.block_size, "dflash_config": nested, "num_target_layers": num_layers}
     return layer_config(draft) | own, weights(draft)
+
+
+def dflash2_sizes(draft: BlockDraft) -> Config:
+    return {name: getattr(draft.config, name) for name in DFLASH2_SIZES}
+
+
+def embedded_codebooks(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
+    """DFlash2 with its codebooks as embeddings, as some ports save them."""
+    config, tensors = z_lab(draft, num_layers)
+    return config, {name + ".weight" * name.endswith("_codebook"): tensor for name, tensor in tensors.items()}
 
 
 def specforge_dflash(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
@@ -99,7 +112,7 @@ def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     c = draft.config
     dspark = c.layout == "dspark"
     own: Config = {
-        "architectures": ["DSparkDraftModel" if dspark else "DFlashDraftModel"],
+        "architectures": [{"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}.get(c.layout, "DFlashDraftModel")],
         "speculators_model_type": c.layout, "speculators_version": "0.9.0", "model_type": "speculator_model",
         "transformer_layer_config": layer_config(draft), "aux_hidden_state_layer_ids": list(c.feature_layers),
         "draft_vocab_size": c.vocab_size, "block_size": c.block_size, "mask_token_id": c.mask_token_id,
@@ -110,6 +123,8 @@ def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a/target"},
         },
     }  # fmt: skip
+    if c.layout == "dflash2":
+        own |= dflash2_sizes(draft)
     if dspark:
         own |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
         own["confidence_head_with_markov"] = c.confidence_head_with_markov
@@ -118,6 +133,7 @@ def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
 
 FORMS: dict[str, list[Form]] = {  # by layout
     "dflash": [z_lab, specforge_dflash, speculators],
+    "dflash2": [z_lab, embedded_codebooks, speculators],
     "dspark": [deepspec, specforge_dspark, specforge_dspark_older, speculators],
 }
 

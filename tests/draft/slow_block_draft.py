@@ -22,10 +22,18 @@ CONFIG = BlockDraftConfig(
 )  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dflash": {},
+    "dflash2": {
+        "layout": "dflash2", "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 4,
+    },
     "dspark": {"layout": "dspark", "markov_rank": 3, "confidence_head": True},
     "dspark_plain": {
         "layout": "dspark", "markov_rank": 3, "confidence_head": True, "confidence_head_with_markov": False,
     },
+}  # fmt: skip
+# Keys of a segment of train_draft.checkpoints beside those that all methods have.
+SEGMENT_KEYS: dict[str, dict[str, Any]] = {
+    "dflash": {}, "dflash2": {name: size for name, size in LAYOUTS["dflash2"].items() if name != "layout"},
+    "dspark": {"markov_rank": LAYOUTS["dspark"]["markov_rank"]},
 }  # fmt: skip
 
 
@@ -55,34 +63,66 @@ def block_states(draft: BlockDraft, embedding: Tensor, ids: list[int], features:
             keys = [turn(norm(k, w.k_norm.weight, c.rms_norm_eps), position, c) for k in heads]
             return keys, list((w.v_proj.weight @ x).split(c.head_dim))
 
-        normed = [norm(h, layer.input_layernorm.weight, c.rms_norm_eps) for h in rows]
+        inputs = [norm(h, layer.input_layernorm.weight, c.rms_norm_eps) for h in rows]
+        normed = convolve(layer.attention_conv, inputs, inputs, 0, c)
         seen = [key_value(x, t) for t, x in enumerate(context)] + [key_value(x, a + i) for i, x in enumerate(normed)]
-        new_rows = []
-        for i, (row, x) in enumerate(zip(rows, normed, strict=True)):
+        attended = []
+        for i, x in enumerate(normed):
             heads = []
             for number, q in enumerate((w.q_proj.weight @ x).split(c.head_dim)):
                 g = number // (c.num_attention_heads // c.num_key_value_heads)
                 q = turn(norm(q, w.q_norm.weight, c.rms_norm_eps), a + i, c)
                 weights = torch.softmax(torch.stack([q @ keys[g] for keys, _ in seen]) / c.head_dim**0.5, 0)
                 heads.append(sum(p * values[g] for p, (_, values) in zip(weights, seen, strict=True)))
-            h = row + w.o_proj.weight @ torch.cat(heads)
-            z = norm(h, layer.post_attention_layernorm.weight, c.rms_norm_eps)
+            attended.append(w.o_proj.weight @ torch.cat(heads))
+        attended = convolve(layer.attention_conv, attended, inputs, 1, c)
+        rows = [row + out for row, out in zip(rows, attended, strict=True)]
+        inputs = [norm(h, layer.post_attention_layernorm.weight, c.rms_norm_eps) for h in rows]
+        out_rows = []
+        for z in convolve(layer.mlp_conv, inputs, inputs, 0, c):
             gate = layer.mlp.gate_proj.weight @ z
-            new_rows.append(
-                h + layer.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ z))
-            )
-        rows = new_rows
+            out_rows.append(layer.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * (layer.mlp.up_proj.weight @ z)))
+        rows = [h + out for h, out in zip(rows, convolve(layer.mlp_conv, out_rows, inputs, 1, c), strict=True)]
     return [norm(h, draft.norm.weight, c.rms_norm_eps) for h in rows]
+
+
+def convolve(conv: Any, rows: list[Tensor], inputs: list[Tensor], side: int, c: BlockDraftConfig) -> list[Tensor]:
+    """The rows of one block after DFlash2's convolution, row by row; kernels follow the sublayer's `inputs`."""
+    if conv is None:
+        return rows
+    taps, groups = c.conv_kernel_size, c.hidden_size // c.conv_group_size
+    mixed = []
+    for i, u in enumerate(inputs):
+        dynamic = conv.kernel_projection.weight @ u  # by side, tap and group
+        total = torch.zeros_like(rows[i])
+        for t in range(min(taps, i + 1)):
+            of_group = [dynamic[(side * taps + t) * groups + channel // c.conv_group_size] for channel in range(len(u))]
+            total = total + (conv.base_kernel[side, t] + torch.stack(of_group)) * rows[i - t]
+        mixed.append(total)
+    return mixed
+
+
+def select(draft: BlockDraft, logits: Tensor, state: Tensor, previous: int) -> Tensor:
+    """The logits of a slot after the token `previous` by DFlash2's selector; -inf but for its candidates."""
+    s, chosen = draft.candidate_selector, torch.full_like(logits, -torch.inf)
+    for token in rank(logits)[: draft.config.selector_top_k]:
+        bigram = s.predecessor_codebook[previous] * (s.hidden_projection.weight @ state) * s.successor_codebook[token]
+        chosen[token] = logits[token] + bigram.sum()
+    return chosen
 
 
 def draft_logits(draft: BlockDraft, states: list[Tensor], head: Tensor, previous: list[int]) -> list[Tensor]:
     """Logits of each draft of a block, where `previous` are the tokens before the drafts, the anchor first."""
-    drafting = states[1:] if draft.config.layout == "dflash" else states
-    logits = [head @ h for h in drafting]
+    drafting = states if draft.config.layout == "dspark" else states[1:]
+    return [logits_after(draft, head, h, token) for h, token in zip(drafting, previous, strict=True)]
+
+
+def logits_after(draft: BlockDraft, head: Tensor, state: Tensor, previous: int) -> Tensor:
+    """Logits of a slot after the token `previous`."""
+    logits = head @ state
     if draft.markov_head is not None:
-        w1, w2 = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
-        logits = [x + w2 @ w1[token] for x, token in zip(logits, previous, strict=True)]
-    return logits
+        return logits + draft.markov_head.markov_w2.weight @ draft.markov_head.markov_w1.weight[previous]
+    return logits if draft.candidate_selector is None else select(draft, logits, state, previous)
 
 
 def confidences(draft: BlockDraft, states: list[Tensor], previous: list[int]) -> list[Tensor]:
@@ -118,7 +158,9 @@ def block_losses(
     ids = row.ids.tolist()
     states = block_states(draft, embedding, ids, row.features, a)
     previous = [*ids, *[0] * draft.config.block_size][a : a + draft.config.num_drafts]
-    logits = draft_logits(draft, states, head, previous)
+    logits, selected = draft_logits(draft, states, head, previous), None
+    if draft.candidate_selector is not None:  # the slots' own logits are taught too
+        logits, selected = [head @ h for h in states[1:]], logits
     confidence = None if draft.confidence_head is None else confidences(draft, states, previous)
     losses: list[DraftLoss] = []
     for d, of_draft in enumerate(logits):
@@ -131,9 +173,29 @@ def block_losses(
         if confidence is not None:
             s = torch.sigmoid(confidence[d])
             loss = loss - objective.confidence * (alpha * s.log() + (1 - alpha) * (1 - s).log())
+        is_match = int(q.argmax()) == ids[t]
+        if selected is not None:
+            loss = loss - objective.selector * log_select(draft, of_draft, states[1 + d], previous[d], ids[t])
+            is_match = int(selected[d].argmax()) == ids[t]
         weight = 1.0 if objective.decay is None else math.exp(-d / objective.decay)
-        losses.append(DraftLoss(weight, loss, alpha, int(q.argmax()) == ids[t]))
+        losses.append(DraftLoss(weight, loss, alpha, is_match))
     return losses
+
+
+def rank(logits: Tensor) -> list[int]:
+    """Tokens, the most probable first."""
+    values = logits.tolist()
+    return sorted(range(len(values)), key=lambda token: -values[token])
+
+
+def log_select(draft: BlockDraft, logits: Tensor, state: Tensor, previous: int, label: int) -> Tensor:
+    """The log-probability of a label among the candidates, the last of which it replaces where it is none."""
+    s, candidates = draft.candidate_selector, rank(logits)[: draft.config.selector_top_k]
+    if label not in candidates:
+        candidates[-1] = label
+    context = s.predecessor_codebook[previous] * (s.hidden_projection.weight @ state)
+    scores = torch.stack([logits[v] + context @ s.successor_codebook[v] for v in candidates])
+    return torch.log_softmax(scores, 0)[candidates.index(label)]
 
 
 def greedy_block(
@@ -141,13 +203,10 @@ def greedy_block(
 ) -> list[int]:
     """The drafts at anchor a, one after the other."""
     states = block_states(draft, embedding, ids, features, a)
-    drafting = states[1:] if draft.config.layout == "dflash" else states
+    drafting = states if draft.config.layout == "dspark" else states[1:]
     tokens = [ids[a]]
     for h in drafting:
-        logits = head @ h
-        if draft.markov_head is not None:
-            logits = logits + draft.markov_head.markov_w2.weight @ draft.markov_head.markov_w1.weight[tokens[-1]]
-        tokens.append(int(logits.argmax()))
+        tokens.append(int(logits_after(draft, head, h, tokens[-1]).argmax()))
     return tokens[1:]
 
 

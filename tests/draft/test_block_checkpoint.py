@@ -66,6 +66,21 @@ def test_sizes_are_those_of_qwen3_8b() -> None:
     assert len(shapes) == 3 + 5 * 11 + 2 + 2
 
 
+def test_what_dflash2_adds_at_qwen3_8b() -> None:
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    plain = replace(QWEN3_8B, layout="dflash", block_size=16, markov_rank=0, confidence_head=False)
+    config = build_block_config(replace(plain, layout="dflash2", **sizes), 36)
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    assert config["dflash_config"] == {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], **sizes}
+    shapes = list_block_tensor_shapes(parse_block_config(config))
+    more = {
+        name: torch.Size(shape).numel() for name, shape in shapes.items() if name not in list_block_tensor_shapes(plain)
+    }
+    convolutions = {name: size for name, size in more.items() if "_conv." in name}
+    assert len(convolutions) == 5 * 2 * 2 and sum(convolutions.values()) == 5 * 2 * (2 * 2 * 4096 + 1024 * 4096)
+    assert sum(more.values()) - sum(convolutions.values()) == 77_791_232 + 256 * 4096
+
+
 @every_layout
 def test_a_draft_is_read_as_written(layout: str, tmp_path: Path) -> None:
     draft, config, tensors = make(layout)
@@ -99,7 +114,10 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(layout: str, tmp_path
         ("dflash", {"sample_from_anchor": True}, "sample_from_anchor is True, expected False"),
         ("dspark", {"architectures": ["DFlashDraftModel"]}, "sample_from_anchor is True, expected False"),
         ("dflash", {"architectures": ["Qwen3DSparkModel"]}, "lacks 'markov_rank'"),
-        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "architectures is"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "lacks 'conv_kernel_size'"),
+        ("dflash2", {"architectures": ["DFlashDraftModel"]}, "belong to dflash2"),
+        ("dflash2", {"architectures": ["DFlash2BeamDraftModel"]}, "architectures is"),
+        ("dflash2", {"output_multiplier": 2.0}, "output_multiplier is 2.0, expected 1.0"),
         ("dspark", {"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
         ("dspark", {"markov_rank": 0}, "markov_rank is 0"),
         ("dspark", {"target_layer_ids": [1, 2, 3, 4, 5]}, "target_layer_ids is"),

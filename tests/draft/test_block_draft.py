@@ -103,7 +103,7 @@ def test_frequencies_stay_in_float32() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layout": "dflash2"}, "layout is 'dflash2'"),
+        ({"layout": "dflash3"}, "layout is 'dflash3', expected one of dflash, dflash2, dspark"),
         ({"block_size": 1}, "block_size is 1, expected at least 2"),
         ({"mask_token_id": 23}, "mask_token_id is 23, expected a row"),
         ({"feature_layers": (1, 3, 2)}, "strictly increasing"),
@@ -111,6 +111,10 @@ def test_frequencies_stay_in_float32() -> None:
         ({"feature_layers": (0, 2)}, "from 1 on"),
         ({"markov_rank": 2}, "belong to dspark"),
         ({"layout": "dspark"}, "markov_rank is 0"),
+        ({"selector_rank": 2}, "belong to dflash2"),
+        (LAYOUTS["dflash2"] | {"selector_rank": 0}, "selector_rank is 0, expected 1 or more"),
+        (LAYOUTS["dflash2"] | {"conv_group_size": 3}, "expected a divisor of the hidden size 16"),
+        (LAYOUTS["dflash2"] | {"selector_top_k": 24}, "expected at most the 23 tokens"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(changes: dict, said: str) -> None:

@@ -294,13 +294,16 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         "expected full_attention in every layer: sliding layers see less"),
     "sliding layers by default": (
         "dflash", ZLAB, {"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, keep, "use_sliding_window True"),
-    "DFlash2": (
-        "dflash", ZLAB, {"architectures": ["DFlash2DraftModel"]}, keep,
-        r"architectures \['DFlash2DraftModel'\], expected one of DFlashDraftModel.*: DFlash2, Domino, LiLiCorr and others"),
-    "DFlash2 by speculators": ("dflash", SP, {"speculators_model_type": "dflash2"}, keep, "speculators_model_type 'dflash2'"),
+    "DFlash called DFlash2": (
+        "dflash", ZLAB, {"architectures": ["DFlash2DraftModel"]}, keep, "conv_kernel_size is None, expected a number"),
+    "DFlash called DFlash2 by speculators": (
+        "dflash", SP, {"speculators_model_type": "dflash2"}, keep, "speculators_model_type 'dflash2'"),
     "DFlash2 called DFlash": (
-        "dflash", ZLAB, {"dflash_config": {"selector_rank": 256}}, keep,
-        "selector_rank is 256, expected None"),
+        "dflash2", ZLAB, {"architectures": ["DFlashDraftModel"]}, keep, "conv_kernel_size is 2, expected none for .*DFlash2's"),
+    "DFlash2 that scales its logits": (
+        "dflash2", ZLAB, {"dflash_config": {"output_multiplier": 2.0}}, keep, "output_multiplier is 2.0, expected 1.0"),
+    "DFlash2 without a codebook": (
+        "dflash2", ZLAB, {}, lambda t: t.pop("candidate_selector.successor_codebook"), "missing .*successor_codebook"),
     "Domino": ("dflash", ZLAB, {"dflash_config": {"projector_type": "domino"}}, keep, "projector_type 'domino', expected one of"),
     "LiLiCorr": ("dflash", ZLAB, {"architectures": ["LiLiCorrDraftModel"]}, keep, "'LiLiCorrDraftModel'"),
     "a part of the vocabulary": (

@@ -34,7 +34,7 @@ FEATURES = (1, 2, 3)  # the layers whose input the draft reads
 NUM_DRAFTS = 5
 TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6), TreeShape(5, 3, 16)]
 every_draft = pytest.mark.parametrize("kind", ["random", "trained"])
-both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
 
 
 @cache
@@ -57,7 +57,8 @@ def make(layout: str, seed: int = 1, **options: Any) -> BlockDraft:
         "mask_token_id": 11,
         "max_position_embeddings": 512,
     }
-    options = {"feature_layers": FEATURES, "block_size": NUM_DRAFTS + (layout == "dflash"), **sizes, **options}
+    options = {"feature_layers": FEATURES, "block_size": NUM_DRAFTS + (layout != "dspark"), **sizes, **options}
+    options |= {"selector_top_k": 12} if layout == "dflash2" else {}  # as wide as the widest tree
     return random_block_draft(seed, 0.2, torch.float32, **(LAYOUTS[layout] | options))[0]
 
 
@@ -127,7 +128,7 @@ def join(found: list[DecodeStep]) -> list[int]:
     return [token for step in found for token in step.tokens]
 
 
-@both_layouts
+@every_layout
 @every_draft
 def test_answers_are_those_of_greedy_search(way: str, kind: str, layout: str) -> None:
     """Prompts of one token and more; answers that end at their first token, inside a block, by END and by length."""
@@ -144,7 +145,7 @@ def test_answers_are_those_of_greedy_search(way: str, kind: str, layout: str) ->
         assert accepted[TREES[2]] > 30 and accepted[TREES[4]] >= accepted[TREES[1]] > accepted[TREES[0]]
 
 
-@both_layouts
+@every_layout
 @every_draft
 def test_accept_lengths_are_those_of_replay(way: str, kind: str, layout: str) -> None:
     made = draft(kind, layout)
@@ -166,7 +167,7 @@ def test_accept_lengths_are_those_of_replay(way: str, kind: str, layout: str) ->
     assert total > 50, "drafts are never right: the comparison says nothing"
 
 
-@both_layouts
+@every_layout
 def test_sampled_answers_are_those_of_plain_decoding(way: str, layout: str) -> None:
     """Tokens are drawn from the target alone, so one seed gives one answer, as transformers' own logits give it."""
     engine = build_engine(draft("trained", layout))
@@ -207,7 +208,7 @@ class NotedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize("tree", [TREES[2], TREES[4]], ids=str)
 def test_a_captured_proposal_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, layout: str, tree: TreeShape

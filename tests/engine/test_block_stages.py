@@ -15,7 +15,7 @@ from stages.params.tree_shape import TreeShape
 from stages.results import served_records, timing_grid, torch_records
 from stages.target import manifest
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.draft.slow_block_draft import LAYOUTS, SEGMENT_KEYS, random_block_draft
 from tests.talking import TREES, WORKLOADS
 from tests.test_time_trees import GRID
 
@@ -44,7 +44,7 @@ def write_draft(layout: str, **options: Any) -> BlockDraft:
 def name_checkpoint(project: Path, layout: str, **benchmarked: Any) -> None:
     """Name the checkpoint in params.yaml as one that train_draft has made."""
     segment = {"from": "e000", "epochs": 1, "method": layout, "layers": 2, "block_size": BLOCK_SIZE, "anchors": 8}
-    segment |= {"markov_rank": 3} if layout == "dspark" else {}
+    segment |= SEGMENT_KEYS[layout]
     edit_params(
         project,
         {

@@ -32,13 +32,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_DRAFTS = 3
 RUNS = 1500  # as many as refuse each spoiled rule below
 CHAIN, SHORT = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1), TreeShape(1, 1, 2)
-both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
 
 
 @cache
 def draft_of(layout: str) -> BlockDraft:
     """A random draft, whose distributions differ from the target's, and at each slot after each token."""
-    sizes = {"vocab_size": V, "mask_token_id": 6, "block_size": NUM_DRAFTS + (layout == "dflash")}
+    sizes = {"vocab_size": V, "mask_token_id": 6, "block_size": NUM_DRAFTS + (layout != "dspark")}
     return random_block_draft(3, 0.3, torch.float32, **LAYOUTS[layout], **sizes, feature_layers=tuple(FEATURES))[0]
 
 
@@ -137,7 +137,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize("how", ["cool", "both"])
 def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, layout: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
@@ -158,7 +158,7 @@ def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, layout:
         assert 5 < drafts < tree.num_steps * sum(len(steps) - 1 for steps in alone) - 5, "both kinds are tested"
 
 
-@both_layouts
+@every_layout
 def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_it(layout: str) -> None:
     engine = engine_of(layout)
     answers = [said(decode(engine, sampled("hot", seed))) for seed in (4, 4, 5)]
@@ -180,7 +180,7 @@ def test_greedy_and_sampled_drafts_of_one_engine_do_not_mix() -> None:
     assert found[0] == found[4] and found[0] != found[1] and found[0] != found[2]
 
 
-@both_layouts
+@every_layout
 def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Neither drafting nor verification: a CUDA graph can't wait for values."""
     monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
@@ -204,7 +204,7 @@ def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPat
 # The distribution
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize(("how", "tree"), [("cool", (3, 1, 4)), ("both", (1, 1, 2))])
 def test_answers_have_the_targets_own_chances(layout: str, how: str, tree) -> None:
     assert not refused(engine_of(layout), HOW[how], tree, RUNS, samples_drafts=True)
@@ -234,7 +234,7 @@ MUTANTS = {
 }
 
 
-@both_layouts
+@pytest.mark.parametrize("layout", ["dflash", "dspark"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_spoiled_rule_is_refused(monkeypatch: pytest.MonkeyPatch, layout: str, mutant: str) -> None:
     monkeypatch.setattr(*MUTANTS[mutant])

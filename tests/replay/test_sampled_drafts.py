@@ -24,7 +24,7 @@ from tests.engine.test_sampling import warped
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FEATURES = (1, 2, 3)
-both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
 
 
 class Pair:
@@ -33,8 +33,10 @@ class Pair:
     def __init__(self, layout: str, vocab: int, num_drafts: int):
         self.target = small_target(vocab, 1)
         self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
-        sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (layout == "dflash")}
-        made = random_block_draft(3, 0.3, torch.float32, **LAYOUTS[layout], **sizes, feature_layers=FEATURES)
+        sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (layout != "dspark")}
+        sizes |= {"selector_top_k": 2} if layout == "dflash2" else {}
+        options = LAYOUTS[layout] | sizes
+        made = random_block_draft(3, 0.3, torch.float32, **options, feature_layers=FEATURES)
         self.draft: BlockDraft = made[0]
 
     def read(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +137,7 @@ class Enumeration:
                 return
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
 def test_expected_counts_are_those_of_every_way_that_decoding_can_go(layout: str, top_p: float) -> None:
     """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its chance is the target's."""
@@ -196,7 +198,7 @@ class LiveRuns:
 live = cache(LiveRuns)
 
 
-@both_layouts
+@every_layout
 @pytest.mark.parametrize("width", [1, NUM_DRAFTS])
 def test_live_runs_are_as_replay_of_their_answers_expects(layout: str, width: int) -> None:
     """By chance 4.9 standard errors are passed once in a million."""
@@ -218,7 +220,7 @@ SPOILED = {
 }
 
 
-@both_layouts
+@pytest.mark.parametrize("layout", ["dflash", "dspark"])
 @pytest.mark.parametrize("spoiled", SPOILED)
 def test_a_spoiled_replay_is_told_from_live_runs(layout: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget(*SPOILED[spoiled], monkeypatch)
@@ -236,7 +238,7 @@ def test_a_token_that_rounding_puts_outside_top_p_has_its_probability_before() -
     assert inside.tolist() == [1.0] and outside.item() == pytest.approx(math.exp(1) / (math.exp(5) + 1 + math.exp(1)))
 
 
-@both_layouts
+@every_layout
 def test_answers_of_one_token_have_no_cycle(layout: str) -> None:
     pair = pair_of(layout, 3, 2)
     found = pair.replay(pair.read_places([[1, 0], [2, 1]], 1), *HOW)

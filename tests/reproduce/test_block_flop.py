@@ -16,6 +16,9 @@ from stages.training.packed_rows import PackPlace
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+SIZES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+
+
 def config(layout: str, **sizes: int) -> BlockDraftConfig:
     shape = {
         "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -24,10 +27,11 @@ def config(layout: str, **sizes: int) -> BlockDraftConfig:
     return BlockDraftConfig(
         **shape, max_position_embeddings=4096, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
         layout=layout, mask_token_id=0, feature_layers=(1, 2, 3, 4, 5), confidence_head=layout == "dspark",
+        **(SIZES if layout == "dflash2" else {}),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("dflash", 0), ("dspark", 6)])
+@pytest.mark.parametrize(("layout", "rank"), [("dflash", 0), ("dflash2", 0), ("dspark", 6)])
 def test_the_count_is_what_torch_counts(layout: str, rank: int) -> None:
     c = config(layout, markov_rank=rank)
     draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 0, OBJECTIVES[layout])

@@ -82,8 +82,20 @@ BLOCKS = {
 
 
 def test_architectures_of_block_drafts_are_those_that_checkpoints_are_written_with() -> None:
-    named = {layout.upper(): name for layout, name in ARCHITECTURES.items()}
-    assert {algorithm: name for name, algorithm in engine_flags.BLOCK_ALGORITHMS.items()} == named
+    named = {name: layout.removesuffix("2").upper() for layout, name in ARCHITECTURES.items()}
+    assert named == engine_flags.BLOCK_ALGORITHMS
+
+
+def test_dflash2_needs_engines_that_know_it() -> None:
+    """SGLang 0.5.17 skips its tensors in silence."""
+    config = {"architectures": ["DFlash2DraftModel"], "block_size": 16}
+    said = engine_flags.explain_old_version("sglang", "0.5.17", config)
+    assert said == "sglang 0.5.17 does not know DFlash2DraftModel, expected 0.5.23 or later"
+    assert "0.33 or later" in str(engine_flags.explain_old_version("vllm", "0.26.0", config))
+    for engine, version in (("sglang", "0.5.23"), ("sglang", None), ("vllm", "0.33.0")):
+        assert engine_flags.explain_old_version(engine, version, config) is None
+    assert engine_flags.explain_old_version("sglang", "0.5.17", {"architectures": ["DFlashDraftModel"]}) is None
+    assert engine_flags.explain_unsupported("sglang", 15, 1, 16, config) is None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +107,8 @@ def test_architectures_of_block_drafts_are_those_that_checkpoints_are_written_wi
         ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "1"}, None, False),
         ("sglang", "DSPARK", [], {"SGLANG_DSPARK_USE_GREEDY_DRAFT": "0"}, None, True),
         ("sglang", "DFLASH", [], {}, None, False),
+        ("sglang", "DFLASH2", [], {}, None, True),
+        ("sglang", "DFLASH2", [], {}, 1, False),
         ("sglang", "EAGLE3", [], {}, None, False),
         ("sglang", "EAGLE3", ["--speculative-use-rejection-sampling"], {}, None, True),
         ("vllm", "DSPARK", ["--speculative-config", '{"method": "dspark"}'], {}, None, False),
@@ -106,7 +120,8 @@ def test_architectures_of_block_drafts_are_those_that_checkpoints_are_written_wi
 def test_whether_an_engine_samples_drafts(
     engine: str, algorithm: str, flags: list[str], environment: dict[str, str], top_k: int | None, samples: bool
 ) -> None:
-    assert engine_flags.samples_drafts(engine, algorithm, flags, environment, top_k) == samples
+    draft = engine_flags.ServedDraft("draft", algorithm.removesuffix("2"), 7, 1, 8, algorithm == "DFLASH2")
+    assert engine_flags.samples_drafts(engine, draft, flags, environment, top_k) == samples
 
 
 @pytest.mark.parametrize("algorithm", BLOCKS)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from stages.training.block_loss import (
+    DFLASH2_OBJECTIVE,
     DSPARK_OBJECTIVE,
     BlockObjective,
     build_block_labels,
@@ -56,6 +57,7 @@ def test_weights_decay_by_draft() -> None:
 
 CASES: dict[str, tuple[dict[str, Any], BlockObjective]] = {
     "dflash": (LAYOUTS["dflash"], BlockObjective(decay=7.0)),
+    "dflash2": (LAYOUTS["dflash2"], DFLASH2_OBJECTIVE),
     "dflash_flat": (LAYOUTS["dflash"], BlockObjective(decay=None)),
     "dflash_l1": (LAYOUTS["dflash"], BlockObjective(ce=0.5, l1=0.7)),
     "dspark": (LAYOUTS["dspark"], DSPARK_OBJECTIVE),
