@@ -12,7 +12,7 @@ from benchmarks import training
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize(("method", "size", "drafts"), [("dflash", 16, 15), ("dspark", 7, 7)])
+@pytest.mark.parametrize(("method", "size", "drafts"), [("dflash", 16, 15), ("dflash2", 16, 15), ("dspark", 7, 7)])
 def test_the_benchmark_counts_what_it_trains(
     method: str,
     size: int,
@@ -31,7 +31,8 @@ def test_the_benchmark_counts_what_it_trains(
     found = json.loads(capsys.readouterr().out)
     assert (found["method"], found["steps"], found["anchors"], found["rows"]) == (method, 4, 8, 4)
     assert found["drafts_per_block"] == pytest.approx(drafts, abs=0.5)
-    row = 128 * (128 + 128 + 2 * 128 + 3 * 384)
+    kernels = 2 * (2 * 2 * 128 // 16) if method == "dflash2" else 0  # of both convolutions
+    row = 128 * (128 + 128 + 2 * 128 + 3 * 384 + kernels)
     assert found["of_a_block"]["layers"] == pytest.approx(6 * size * row / 1e9, abs=1e-3)
     blocks, tokens = 16, 4096  # of a step
     expected = blocks * found["gflop_per_block"] + tokens * found["gflop_per_context_token"]
