@@ -124,9 +124,8 @@ class BlockConvolution(nn.Module):
         """Return inputs [N, Q, H], whole blocks of rows, mixed by the kernels that the normed sublayer input [N, Q, H] gives."""
         base = self.base_kernel[side]  # [taps, H]
         projection = self.kernel_projection.weight.unflatten(0, (2, -1))[side]
-        dynamic = nn.functional.linear(sublayer_input, projection).unflatten(
-            -1, (len(base), -1)
-        )  # [N, Q, taps, groups]
+        dynamic = nn.functional.linear(sublayer_input, projection)  # [N, Q, taps * groups]
+        dynamic = dynamic.unflatten(-1, (len(base), -1))
         kernels = base + dynamic.repeat_interleave(self.group_size, -1)  # [N, Q, taps, H]
         blocks = inputs.unflatten(1, (-1, self.block_size))
         mixed = torch.zeros_like(inputs)

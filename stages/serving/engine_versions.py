@@ -32,9 +32,8 @@ CHANGES = {
     "launch command": Change("sglang", (0, 5, 23), "`launch_command` in /server_info"),
     # Before, the counters in /metrics are all there is: vllm_counters.py.
     "acceptance per request": Change("vllm", (0, 30), "--per-request-spec-decode-metrics"),
-    "DFlash2 in sglang": Change(
-        "sglang", (0, 5, 23), "DFlash2DraftModel"
-    ),  # older ones skip its tensors, or don't start
+    # Before, its tensors are skipped, or the server does not start.
+    "DFlash2 in sglang": Change("sglang", (0, 5, 23), "DFlash2DraftModel"),
     "DFlash2 in vllm": Change("vllm", (0, 33), "DFlash2DraftModel"),
     "synthetic acceptance": Change("vllm", (0, 30), "`rejection_sample_method: synthetic` in --speculative-config"),
 }

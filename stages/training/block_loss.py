@@ -153,7 +153,8 @@ def compute_block_loss(
     if markov is not None:
         embedded = markov.markov_w1(labels.previous[place])
     elif selector is not None:
-        embedded = selector.predecessor_codebook[labels.previous[place]]
+        # Not by indexing, whose gradient on a CPU adds up in an order of its own in every run.
+        embedded = nn.functional.embedding(labels.previous[place], selector.predecessor_codebook)
     reads_target = watch_acceptance or bool(objective.l1 or objective.confidence)
     rows = labels.rows[place] if reads_target else None
     total, by_part, matches = _ChunkedBlockLoss.apply(
@@ -288,7 +289,8 @@ def _compute_selector_loss(
     candidates = logits.detach().topk(num_candidates, -1).indices
     is_missing = (candidates != labels[:, None]).all(-1)
     candidates[:, -1] = torch.where(is_missing, labels, candidates[:, -1])
-    scores = logits.gather(-1, candidates) + (context[:, None] * successors[candidates]).sum(-1)
+    rows = nn.functional.embedding(candidates, successors)  # [C, candidates, r]
+    scores = logits.gather(-1, candidates) + (context[:, None] * rows).sum(-1)
     scores = scores.to(_choose_dtype(scores))
     place = (candidates == labels[:, None]).int().argmax(-1)
     best = scores.detach().argmax(-1) == place

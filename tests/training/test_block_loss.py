@@ -97,6 +97,28 @@ def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
 
 
+def test_gradients_of_the_selector_are_the_same_in_every_run() -> None:
+    """Bug: on two threads indexing added up the gradients of its codebooks in an order of its own, so no run was another's."""
+    options = LAYOUTS["dflash2"] | {"selector_rank": 32, "selector_top_k": 16, "block_size": 16}
+    draft, _, head = random_block_draft(1, dtype=torch.float32, **options)
+    draft.requires_grad_(True)
+    generator = torch.Generator().manual_seed(2)
+    length = 300
+    ids = torch.randint(22, (length,), generator=generator)
+    taught, documents = torch.ones(length).bool(), torch.zeros(length, dtype=torch.int64)
+    labels = build_block_labels(ids, taught, documents, torch.arange(length - 1), draft.config.num_drafts)
+    hidden = torch.randn(length - 1, 16, draft.config.hidden_size, generator=generator)
+    last, threads = torch.randn(length, draft.config.hidden_size, generator=generator), torch.get_num_threads()
+    torch.set_num_threads(2)
+    found = []
+    for _ in range(8):
+        compute_block_loss(draft, hidden, labels, last, head, DFLASH2_OBJECTIVE, 1.0).total_loss.backward()
+        found.append([x.grad for x in draft.candidate_selector.parameters()])
+        draft.zero_grad()
+    torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
 def _slow_loss(
     draft: Any, embedding: Tensor, head: Tensor, ids: Tensor, features: Tensor, last: Tensor,
     anchors: list[int], objective: BlockObjective, divisor: float,
