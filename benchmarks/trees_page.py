@@ -312,15 +312,16 @@ table's keys and words, digits most of its values):
 
 ## Trees of block drafts
 
-A block draft (DFlash, DSpark; [drafts](drafts.md)) proposes a whole block in one forward. What it drafts at a token depends on
-the tokens and features up to there, not on earlier blocks nor on how many drafts are verified, so replay is exact for it too,
+A block draft (DFlash, DFlash2, DSpark; [drafts](drafts.md)) proposes a whole block in one forward. What it drafts at a token
+depends on the tokens and features up to there, not on earlier blocks nor on how many drafts are verified, so replay is exact for it too,
 and one forward at every place gives every tree. `replay_trees` grows them over the same grid, with the same names:
 
 - `t{{m}}_1_{{m+1}}` is the chain of the first m drafts of a block.
-- Trees deeper than a block's drafts (block_size − 1 of DFlash, block_size of DSpark) are left out, of the grid and of
+- Trees deeper than a block's drafts (block_size − 1 of DFlash and DFlash2, block_size of DSpark) are left out, of the grid and of
   `trace_trees`. The chain of the whole block is replayed even if the grid lacks it.
 - A tree of topk > 1 holds the best paths over the block: DFlash's slots are independent, so a path's probability is the
-  product of its slots'; with DSpark's Markov head a node's children depend on its own token. Whatever the tree, the draft costs
+  product of its slots'; with DSpark's Markov head or DFlash2's selector a node's children depend on its own
+  token. A topk above DFlash2's `selector_top_k` is refused. Whatever the tree, the draft costs
   one forward.
 
 SGLang and vLLM run **the chain of the whole block only**. Trees of topk > 1 run in the torch engine only, and the report marks
@@ -332,7 +333,7 @@ Above temperature 0 there are two ways, whose tau differ (`draft_sampling` in ce
 
 - `greedy`: the most probable tokens, in the torch engine, SGLang's DFLASH and vLLM. A draft is accepted if the target samples
   it. Every tree is replayed, on the target's sampled answers as at temperature 0.
-- `sampled`: drawn slot by slot from q, the softmax of logits / temperature, in SGLang's DSPARK, with vLLM's
+- `sampled`: drawn slot by slot from q, the softmax of logits / temperature, in SGLang's DSPARK, SGLang with DFlash2, with vLLM's
   `draft_sample_method: probabilistic`, and in the torch engine with `benchmark.draft_sampling: sampled`. A draft is accepted
   with probability min(1, p / q); else the token is drawn from (p − q)+. Chains are replayed, by their expected counts on the same
   answers ([metrics](metrics.md#of-a-replay)).
