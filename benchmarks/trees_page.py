@@ -313,8 +313,8 @@ table's keys and words, digits most of its values):
 ## Trees of block drafts
 
 A block draft (DFlash, DFlash2, DSpark; [drafts](drafts.md)) proposes a whole block in one forward. What it drafts at a token
-depends on the tokens and features up to there, not on earlier blocks nor on how many drafts are verified, so replay is exact for it too,
-and one forward at every place gives every tree. `replay_trees` grows them over the same grid, with the same names:
+depends on the tokens and features up to there, not on earlier blocks nor on how many drafts are verified, so replay is exact
+for it too, and one forward at every place gives every tree. `replay_trees` grows them over the same grid, with the same names:
 
 - `t{{m}}_1_{{m+1}}` is the chain of the first m drafts of a block.
 - Trees deeper than a block's drafts (block_size − 1 of DFlash and DFlash2, block_size of DSpark) are left out, of the grid and of
