@@ -46,8 +46,11 @@ def load(project: Path) -> Path:  # noqa: F811
 
 
 def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
-    """The seconds that the double sleeps in each cycle, beside those found."""
-    return [(0.001 * cycle.steps + 0.0002 * cycle.tokens, cycle.cycle_s) for cycle in grid.grid]
+    """Three quarters of the seconds that the double sleeps in each cycle, beside those found.
+
+    A busy machine hands over an answer's first tokens late, by a cycle or two of eight, which shortens what is left.
+    """
+    return [(0.75 * (0.001 * cycle.steps + 0.0002 * cycle.tokens), cycle.cycle_s) for cycle in grid.grid]
 
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
