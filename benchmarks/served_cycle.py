@@ -18,6 +18,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -46,6 +47,7 @@ class DraftOnDisk:
 
     folder: Path
     draft: Eagle3Draft | BlockDraft
+    config: dict[str, Any]  # config.json
     tree: TreeShape
     layers: list[int]
 
@@ -91,14 +93,15 @@ def write_draft(folder: Path, name: str, model) -> DraftOnDisk:
         draft: Eagle3Draft | BlockDraft = engine.draft_for(model, min(32000, model.config.vocab_size))
         sizes = {key: getattr(draft.config, key) for key in checkpoint.SIZE_KEYS}
         config = checkpoint.build_config(sizes, draft.config.rope, layers, blocks, [model.config.eos_token_id])
-        checkpoint.write_draft(folder, config | {"dtype": dtype}, draft.state_dict())
-        return DraftOnDisk(folder, draft, EAGLE3_TREE, layers)
+        config["dtype"] = dtype
+        checkpoint.write_draft(folder, config, draft.state_dict())
+        return DraftOnDisk(folder, draft, config, EAGLE3_TREE, layers)
     layers = [layer for layer in FEATURE_LAYERS if layer < blocks - 1]
     draft = draw_draft(model, name, 5, layers, 0.02)
     config = block_checkpoint.build_block_config(draft.config, blocks, dtype)
     block_checkpoint.write_block_draft(folder, config, draft.state_dict())
     drafts = draft.config.num_drafts
-    return DraftOnDisk(folder, draft, TreeShape(drafts, 1, drafts + 1), layers)
+    return DraftOnDisk(folder, draft, config, TreeShape(drafts, 1, drafts + 1), layers)
 
 
 def run_torch(model, drafts: dict[str, DraftOnDisk]) -> None:
@@ -120,11 +123,10 @@ def run_sglang(target: Path, name: str, drafted: DraftOnDisk | None, prompt: lis
     port = server.find_free_port()
     line = engine_flags.build_setup_command(setup, port, engine_kit.build_sglang_command("" if small else "/tmp/kit"))
     if drafted:
-        config, _ = read_draft(drafted)
-        algorithm = engine_flags.choose_algorithm(config, "EAGLE3")
+        algorithm = engine_flags.choose_algorithm(drafted.config, "EAGLE3")
         tree = drafted.tree
         served = ServedDraft(str(drafted.folder / "draft"), algorithm, tree.num_steps, tree.topk, tree.num_draft_tokens)
-        line += engine_flags.build_speculation_flags("sglang", served, config)
+        line += engine_flags.build_speculation_flags("sglang", served, drafted.config)
     log = target.parent / f"{name}.log"
     with server.ServerProcess("sglang", line, port, log, 600) as running, httpx.Client(timeout=600) as http:
         ask(http, running.base_url, prompt, LONG)  # compiles
@@ -136,11 +138,6 @@ def run_sglang(target: Path, name: str, drafted: DraftOnDisk | None, prompt: lis
         tau = (LONG - 1) / cycles
         of = f"{statistics.median(times):.3f} ms a cycle ({min(times):.3f} to {max(times):.3f}), tau {tau:.2f}"
         say(f"sglang, {name} {drafted.tree.name if drafted else ''}: {of}")
-
-
-def read_draft(drafted: DraftOnDisk):
-    read = block_checkpoint.read_block_draft if isinstance(drafted.draft, BlockDraft) else checkpoint.read_draft
-    return read(drafted.folder, "benchmarks.served_cycle")
 
 
 def ask(http: httpx.Client, url: str, prompt: list[int], tokens: int) -> tuple[float, int]:

@@ -261,7 +261,7 @@ def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
 
 
 def test_servers_that_load_at_once_are_not_counted_against_each_other() -> None:
-    """Bug: SGLang refuses to start if less than 1 - share of what was free before loading is left, whoever took the rest."""
+    """Bug: SGLang refuses to start if less than 1 - share of the free memory is left, also where other servers took it."""
 
     def find_share(**keys: Any) -> str:
         flags = dataclasses.replace(make_setup(), device="cuda", **keys).build_flags()

@@ -132,7 +132,9 @@ def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
             assert row.tau_oracle is not None and row.tau_oracle >= row.tau and row.tau_adaptive is not None
             if tree.topk == 1:
                 assert row.mean_depth == tree.num_steps
-        assert rows[chains[-1]].accepted > 15, "the drafts are never right: the comparison says nothing"
+        assert rows[chains[-1]].accepted > (15 if layout == "dflash2" else 20), (
+            "the drafts are never right: the comparison says nothing"
+        )
         assert rows[trees[1]].tau > rows[TreeShape(4, 1, 5)].tau
 
 

@@ -141,7 +141,7 @@ class BlockProposer(Proposer):
                 states @ head.T,
                 states,
                 roots[:, 0],
-                draft.condition_logits if draft.is_conditional else None,
+                draft.condition_logits,
                 self.tree.topk,
                 self.drafter.tree_scoring,
             )

@@ -36,8 +36,7 @@ def expand_block(
     logits: Tensor,  # [N, S, V] of the first S slots that draft, each by itself
     states: Tensor,  # [N, S, H] of these slots
     anchor_tokens: Tensor,  # [N]
-    condition: Callable[[Tensor, Tensor, Tensor], Tensor]
-    | None,  # BlockDraft.condition_logits; None: slots are independent
+    condition: Callable[[Tensor, Tensor, Tensor], Tensor],  # BlockDraft.condition_logits
     topk: int,
     tree_scoring: str = "sglang",
 ) -> Candidates:
@@ -50,9 +49,9 @@ def expand_block(
 
     def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and ids [N, M, K] of the successors of tokens [N, M]."""
-        own = logits[:, slot, None]  # [N, 1, V]
-        if condition is not None:
-            own = condition(own, states[:, slot, None], tokens)  # [N, M, V]
+        own = condition(
+            logits[:, slot, None], states[:, slot, None], tokens
+        )  # [N, M, V]; of independent slots [N, 1, V]
         best, ids = draft_tree.select_topk(scoring.score_logits(own.float()), topk)
         shape = -1, tokens.shape[1], -1
         return best.expand(shape), ids.expand(shape)  # independent slots are scored once for all parents

@@ -189,7 +189,7 @@ def rank(logits: Tensor) -> list[int]:
 
 
 def log_select(draft: BlockDraft, logits: Tensor, state: Tensor, previous: int, label: int) -> Tensor:
-    """The log-probability of a label among the candidates, the last of which it replaces where it is none."""
+    """The log-probability of a label among the candidates; a label that is no candidate replaces the last one."""
     s, candidates = draft.candidate_selector, rank(logits)[: draft.config.selector_top_k]
     if label not in candidates:
         candidates[-1] = label

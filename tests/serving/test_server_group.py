@@ -6,7 +6,7 @@ from pathlib import Path
 from stages.serving import server
 from stages.serving.server_group import ServerGroup
 
-# Told to end, it waits until all three are told, and then leaves a note.
+# On SIGTERM a server writes a file, waits for those of all three servers, and writes a second file.
 WAITS_FOR_OTHERS = """
 import http.server, pathlib, signal, sys, threading, time
 port, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
