@@ -40,7 +40,7 @@ class CountedObjective(BlockTrainingObjective):
 
 
 def build_block_draft(args: argparse.Namespace) -> BlockDraft:
-    """Return a draft of `args.method` whose weights are not yet drawn."""
+    """Return a draft of `args.method` with the weights of its constructor."""
     heads = max(1, args.hidden // WIDTH)
     return BlockDraft(
         BlockDraftConfig(

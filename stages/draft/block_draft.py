@@ -116,7 +116,8 @@ class BlockConvolution(nn.Module):
     def __init__(self, c: BlockDraftConfig):
         super().__init__()
         self.block_size, self.group_size = c.block_size, c.conv_group_size
-        self.base_kernel = nn.Parameter(torch.empty(2, c.conv_kernel_size, c.hidden_size))  # [side, tap, H]
+        self.base_kernel = nn.Parameter(torch.zeros(2, c.conv_kernel_size, c.hidden_size))  # [side, tap, H]
+        self.base_kernel.data[:, 0] = 1  # a slot's own row: the convolution changes nothing
         groups = c.hidden_size // c.conv_group_size
         self.kernel_projection = nn.Linear(c.hidden_size, 2 * c.conv_kernel_size * groups, bias=False)
 
@@ -188,7 +189,7 @@ class CandidateSelector(nn.Module):
         super().__init__()
         self.top_k = c.selector_top_k
         self.predecessor_codebook, self.successor_codebook = (
-            nn.Parameter(torch.empty(c.vocab_size, c.selector_rank)) for _ in range(2)
+            nn.Parameter(torch.randn(c.vocab_size, c.selector_rank)) for _ in range(2)
         )
         self.hidden_projection = nn.Linear(c.hidden_size, c.selector_rank, bias=False)
 

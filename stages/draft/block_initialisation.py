@@ -73,9 +73,7 @@ def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
     """Return a draft with normal weights of INITIAL_STD, norms of one, a bias of zero, and convolutions that change nothing."""
     draft, generator = BlockDraft(config), torch.Generator().manual_seed(seed)
     for name, parameter in draft.named_parameters():
-        if name.endswith("base_kernel"):
-            parameter.data.zero_()[:, 0] = 1
-        elif name.endswith("kernel_projection.weight"):
+        if name.endswith("kernel_projection.weight"):
             torch.nn.init.zeros_(parameter)
         elif parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
