@@ -7,6 +7,7 @@
 
 FOLDER becomes a project of its own, with a target of random weights (benchmarks/random_target.py) and conversations.
 Stages that are up to date are passed over, so one machine may make them in several calls; the table is of all of them.
+Stages are forked from a process that has imported torch, as those of `aerie run` are, where a call makes four or more.
 Engines and DVC on machines without a package registry: benchmarks/gpu_graph.py.
 
 The waits, in seconds: `dvc` before (from the command to the start of the stage's process: DVC's imports, the graph, the hashes
@@ -49,6 +50,7 @@ from ruamel.yaml import YAML
 
 from benchmarks import engine_kit, random_target
 from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, PLANS, copy_project, run, serve_cells
+from pipeline import processes
 from stages.telemetry.gpu_energy import pynvml
 from stages.telemetry.stage_log import LOG_FILE
 
@@ -112,7 +114,9 @@ def main() -> None:
     if not folder.exists():
         make_project(folder, o)
     edit_params(folder, o)
-    if all(measure_stage(folder, stage) for stage in o.parts) and o.cells:
+    with processes.preload_stages(len(o.parts)):  # as `aerie run` does
+        is_made = all(measure_stage(folder, stage) for stage in o.parts)
+    if is_made and o.cells:
         serve_cells(folder, o.cells, o.at_once)
     print_table(folder)
 

@@ -1,4 +1,4 @@
-"""Compare EAGLE-3, DFlash and DSpark on the embedded targets, trained for the same time, by several seeds.
+"""Compare EAGLE-3, DFlash, DFlash2 and DSpark on the embedded targets, trained for the same time, by several seeds.
 
     python -m benchmarks.families FOLDER [--targets weather-tiny weather-tiny-moe] [--seeds 5 6 7] [--device cpu] [--small]
 
@@ -39,6 +39,7 @@ RATES = (0.001, 0.002, 0.004)
 BUDGET_EPOCHS = 9  # of EAGLE-3
 CALIBRATION_EPOCHS = 4
 TOLERANCE = 0.1  # of a family's training time around EAGLE-3's
+DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16}
 EPOCHS_FILE = Path("epochs.json")
 TRACED_TREES = ["t7_1_8", "t15_1_16", "t5_4_16", "t8_2_16"]  # whose tau is known by answer
 
@@ -48,6 +49,7 @@ class Family:
     """A kind of draft: how it is trained, and which trees are measured."""
 
     name: str  # begins the names of its checkpoints
+    title: str  # in tables
     segment: dict[str, Any]  # of train_draft.checkpoints
     chain: str  # the tree by which its rate is chosen; of a block draft the only one that engines run
     cells: tuple[str, ...]  # trees of the measured cells
@@ -68,10 +70,11 @@ def _describe_block(method: str, block_size: int, **more: int) -> dict[str, Any]
 
 
 FAMILIES = (
-    Family("eagle3", {}, "t7_1_8", ("t3_1_4", "t7_1_8", "t5_4_16")),
-    Family("dflash8", _describe_block("dflash", 8), "t7_1_8", ("t7_1_8", "t5_4_16")),
-    Family("dflash16", _describe_block("dflash", 16), "t15_1_16", ("t15_1_16",)),
-    Family("dspark7", _describe_block("dspark", 7, markov_rank=32), "t7_1_8", ("t7_1_8",)),
+    Family("eagle3", "EAGLE-3", {}, "t7_1_8", ("t3_1_4", "t7_1_8", "t5_4_16")),
+    Family("dflash8", "DFlash, block 8", _describe_block("dflash", 8), "t7_1_8", ("t7_1_8", "t5_4_16")),
+    Family("dflash16", "DFlash, block 16", _describe_block("dflash", 16), "t15_1_16", ("t15_1_16",)),
+    Family("dflash2b8", "DFlash2, block 8", _describe_block("dflash2", 8, **DFLASH2_SIZES), "t7_1_8", ("t7_1_8", "t5_4_16")),
+    Family("dspark7", "DSpark, block 7", _describe_block("dspark", 7, markov_rank=32), "t7_1_8", ("t7_1_8",)),
 )
 BY_NAME = {family.name: family for family in FAMILIES}
 WORKLOADS: dict[str, dict[str, Any]] = {

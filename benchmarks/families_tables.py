@@ -10,12 +10,6 @@ from benchmarks.families import FAMILIES, TARGETS, Family
 from benchmarks.families_record import ALL, LENGTH_GROUPS, TURN_GROUPS, FamilyFigure, locate_record
 from stages.reporting.text import format_interval, format_number
 
-TITLES = {
-    "eagle3": "EAGLE-3",
-    "dflash8": "DFlash, block 8",
-    "dflash16": "DFlash, block 16",
-    "dspark7": "DSpark, block 7",
-}
 AT_ONCE = (1, 8, 32)
 SAMPLED = "temperature 0.7"
 TREES = ("t5_4_16", "t8_2_16")
@@ -82,7 +76,7 @@ def print_training(found: Selection) -> None:
         kept = found.find(family.name, "epochs")[0]
         seconds = found.find(family.name, "training_process_s") or found.find(family.name, "training_seconds")
         rows.append([
-            TITLES[family.name],
+            family.title,
             f"{found.find(family.name, 'parameters')[0].value:,.0f}",
             f"{kept.value:.0f}",
             format_spread_of_seeds(seconds, 0),
@@ -99,7 +93,7 @@ def print_tau(found: Selection) -> None:
     for family in FAMILIES:
         chain = found.find(family.name, "tau", tree=family.chain)
         rows.append([
-            TITLES[family.name],
+            family.title,
             f"{family.chain} {format_spread_of_seeds(chain)} {format_half_width(chain)}",
             *(format_spread_of_seeds(found.find(family.name, "tau", tree=tree)) for tree in TREES),
             *(_format_best(found, family, budget) for budget in (16, 32)),
@@ -123,14 +117,14 @@ def print_groups(found: Selection) -> None:
     for name in ("structure", "letters", "digits"):
         shares = [found.find(family.name, "accepted_share", name, family.chain) for family in FAMILIES]
         rows.append([f"{name}: share drafted", *(format_spread_of_seeds(f) for f in shares)])
-    print_table(["answers", *(f"{TITLES[family.name]}, {family.chain}" for family in FAMILIES)], rows)
+    print_table(["answers", *(f"{family.title}, {family.chain}" for family in FAMILIES)], rows)
 
 
 def print_speed(found: Selection) -> None:
     rows = []
     for family in FAMILIES:
         for tree in family.cells:
-            row = [TITLES[family.name], tree]
+            row = [family.title, tree]
             for at_once in AT_ONCE:
                 cycle = found.find(family.name, "cycle_in_plain_steps", tree=tree, at_once=at_once)
                 predicted = found.find(family.name, "predicted_speedup", tree=tree, at_once=at_once)
@@ -146,7 +140,7 @@ def print_speed(found: Selection) -> None:
 def print_best_predicted(found: Selection) -> None:
     rows = []
     for family in FAMILIES:
-        row = [TITLES[family.name]]
+        row = [family.title]
         for at_once in AT_ONCE:
             best = found.find(family.name, "best_predicted_speedup", at_once=at_once)
             row.append(f"{format_spread_of_seeds(best)} {', '.join(dict.fromkeys(str(f.tree) for f in best))}")

@@ -27,6 +27,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from benchmarks import engine_kit
+from pipeline import processes
 
 COPIED = (
     ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/nothing", "data/prompt_sets", "data/raw",
@@ -256,7 +257,7 @@ def make_prompts(folder: Path, plan: Plan) -> None:
 
 def serve_cells(folder: Path, stages: list[str], at_once: int) -> None:
     """Make served cells by `dvc repro`, several at once."""
-    with ThreadPoolExecutor(at_once) as pool:
+    with processes.preload_stages(len(stages)), ThreadPoolExecutor(at_once) as pool:
         failed = sum(pool.map(lambda name: run(folder, *REPRO, name, shown=6) != 0, stages))
     print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
 
