@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 ROWS, LENGTH = 17, 2048  # 8 + 8 + 1 rows a pack of 16,384
+LAYERS = (2, 18, 33)  # features of the target's 36
 
 
 def main() -> None:
@@ -78,11 +79,15 @@ def _run_child(args: argparse.Namespace) -> dict:
     if args.flex_dynamic:
         attention_mask._compile_static = cache(partial(torch.compile, dynamic=True))
     if not args.child.exists():
-        given = argparse.Namespace(tokens=ROWS * LENGTH, online=False, hidden=args.hidden, vocab=args.vocab)
+        given = argparse.Namespace(
+            tokens=ROWS * LENGTH, online=False, hidden=args.hidden, vocab=args.vocab, layer_ids=LAYERS
+        )
         args.child.mkdir()
         writer.write_rows(args.child, training.rows(given, "dense"), torch.bfloat16, 1 << 30)
         note("data written")
-    chosen = {"batch_tokens": 8 * LENGTH, "packs_per_step": 1, "parallel": "ddp"}
+    chosen = {
+        "method": "eagle3", "layer_ids": LAYERS, "batch_tokens": 8 * LENGTH, "packs_per_step": 1, "parallel": "ddp",
+    }  # fmt: skip
     run = training.start(argparse.Namespace(**vars(args), **chosen), RankContext(0, 1, args.device))
     reader = HiddenStatesReader(args.child)
     run.schedule = plan_schedule(reader.lengths, run.settings)

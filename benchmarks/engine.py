@@ -66,11 +66,18 @@ def run_parts(description: str | None, parts: Mapping[str, Callable[[argparse.Na
             say(f"-- {name}: left out, {begun - started:.0f} s have passed (--seconds)")
             continue
         say(f"== {name}")
-        try:
+        with go_on_after_failure():
             parts[name](args)
-        except Exception:
-            traceback.print_exc()
         say(f"-- {name}: {time.perf_counter() - begun:.1f} s")
+
+
+@contextmanager
+def go_on_after_failure() -> Iterator[None]:
+    """Print what the block raises, so that what stands after it runs too."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
 
 
 def say(*words: object) -> None:
@@ -318,7 +325,7 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
         pass
     slot, found = engine.slots.idle[-1], []
     method = engine.get_tree_method(TreeShape(*tree), how) if tree else None
-    play = slot.graphs.graphs[method, how and how.shared]
+    play = slot.graphs.graphs[method, how and how[:3]]  # as TokenSampler.graph_key
     state = slot.states[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

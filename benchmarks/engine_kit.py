@@ -13,6 +13,7 @@ KIT_FLAGS = {  # what runs without the kernels that the kits leave out
     ],
     "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
 }  # fmt: skip
+KIT_VERSIONS = {"sglang": "0.5.17", "vllm": "0.26.0"}
 LAUNCHERS = {
     "sglang": '. /tmp/kit/env.sh\nshift\nexec python3 -m sglang.launch_server "$@"\n',
     "vllm": '. /tmp/vllm_kit/env.sh\nexec vllm "$@"\n',
@@ -21,12 +22,14 @@ DOUBLE = [sys.executable, "-m", "tests.serving.engine_double", "serve"]  # of th
 
 
 def write_launchers(folder: Path) -> None:
-    """Write the programs of a project's serving-env, which start an engine in its kit's own environment."""
+    """Write the programs of a project's serving-env, which start an engine in its kit's own environment, and its version."""
     for engine, lines in LAUNCHERS.items():
         program = folder / f"serving-env/{engine}/bin/{engine}"
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(f"#!/usr/bin/env bash\n{lines}")
         program.chmod(0o755)
+        packages = folder / f"serving-env/{engine}/lib/python3/site-packages"
+        (packages / f"{engine}-{KIT_VERSIONS[engine]}.dist-info").mkdir(parents=True, exist_ok=True)
 
 
 def build_sglang_command(kit: str) -> list[str]:

@@ -73,7 +73,9 @@ FAMILIES = (
     Family("eagle3", "EAGLE-3", {}, "t7_1_8", ("t3_1_4", "t7_1_8", "t5_4_16")),
     Family("dflash8", "DFlash, block 8", _describe_block("dflash", 8), "t7_1_8", ("t7_1_8", "t5_4_16")),
     Family("dflash16", "DFlash, block 16", _describe_block("dflash", 16), "t15_1_16", ("t15_1_16",)),
-    Family("dflash2b8", "DFlash2, block 8", _describe_block("dflash2", 8, **DFLASH2_SIZES), "t7_1_8", ("t7_1_8", "t5_4_16")),
+    Family(
+        "dflash2b8", "DFlash2, block 8", _describe_block("dflash2", 8, **DFLASH2_SIZES), "t7_1_8", ("t7_1_8", "t5_4_16")
+    ),
     Family("dspark7", "DSpark, block 7", _describe_block("dspark", 7, markov_rank=32), "t7_1_8", ("t7_1_8",)),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

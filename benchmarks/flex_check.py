@@ -11,6 +11,7 @@ import argparse
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from triton.testing import do_bench
@@ -23,6 +24,11 @@ from stages.training.block_training import OBJECTIVES, BlockTrainingObjective
 from stages.training.packed_rows import PackPlace
 
 H, V, D, STEPS = 512, 2000, 1500, 7
+BLOCK_DRAFTS: tuple[tuple[str, int, dict[str, Any]], ...] = (  # method, block_size and the sizes of its own
+    ("dflash", 8, {}),
+    ("dflash2", 8, {"conv_kernel_size": 3, "conv_group_size": 64, "selector_rank": 32, "selector_top_k": 8}),
+    ("dspark", 7, {"markov_rank": 32, "confidence_head": True}),
+)
 
 
 def main() -> None:
@@ -70,15 +76,15 @@ def compare_block_drafts(
 ) -> bool:
     """Print how far block drafts on `device` are from those on the CPU; return whether float32 is near."""
     good = True
-    for layout, size, rank in (("dflash", 8, 0), ("dspark", 7, 32)):
+    for method, size, sizes in BLOCK_DRAFTS:
         config = BlockDraftConfig(
             hidden_size=H, intermediate_size=2 * H, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
             head_dim=64, vocab_size=V, max_position_embeddings=4096, rms_norm_eps=1e-6,
-            rope={"rope_theta": 1e4, "rope_type": "default"}, layout=layout, block_size=size, mask_token_id=0,
-            feature_layers=(1, 2, 3), markov_rank=rank, confidence_head=layout == "dspark",
+            rope={"rope_theta": 1e4, "rope_type": "default"}, method=method, block_size=size, mask_token_id=0,
+            feature_layers=(1, 2, 3), **sizes,
         )  # fmt: skip
         draft = BlockDraft(config)
-        objective = BlockTrainingObjective(config.num_drafts, 100, 0, OBJECTIVES[layout])
+        objective = BlockTrainingObjective(config.num_drafts, 100, 0, OBJECTIVES[method])
         pack = objective.build_pack(rows, PackPlace(0, 0, 0), pinned=False)
         reference = learn_block(draft, pack, embedding, head, objective)
         for dtype in dtypes:
@@ -88,7 +94,7 @@ def compare_block_drafts(
             tables = embedding.to(device, dtype), head.to(device, dtype)
             found = learn_block(there, pack.to(device), *tables, objective)
             off = {n: float((found[n] - g).norm() / g.norm()) for n, g in reference.items()}
-            print(layout, dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True)
+            print(method, dtype, {n: f"{x:.1e}" for n, x in off.items()}, flush=True)
             good &= dtype != torch.float32 or max(off.values()) < 1e-4
     return good
 

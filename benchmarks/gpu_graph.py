@@ -67,7 +67,7 @@ SWEEP: Workloads = {  # requests at once, each with as many prompts as a few sec
 }
 EVAL: Workloads = {"eval_all": {"num_prompts": None, "repeats": 3}}  # all prompts that replay counts
 ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency": 8, "warmup": 8}}  # for tau alone
-HOT: Workloads = {  # sampled as the replayed answers are; SGLang's DSPARK draws its drafts, its DFLASH takes the likeliest
+HOT: Workloads = {  # sampled as the replayed answers are; SGLang draws drafts of DSpark, and takes the likeliest of DFlash
     "eval_hot": {"num_prompts": None, "repeats": 4, "concurrency": 32, "warmup": 32, "temperature": 0.7, "top_p": 1.0}
 }
 AT_ONCE = [1, 8, 32, 128]

@@ -67,7 +67,9 @@ def main() -> None:
     target = o.folder.absolute() / "target"
     if not target.exists():
         begun = time.perf_counter()
-        random_target.write_target(target, o.shape, 0, device, dtype)
+        half = target.with_suffix(".half")
+        random_target.write_target(half, o.shape, 0, device, dtype)
+        half.rename(target)
         say(f"target of shape {o.shape} written in {time.perf_counter() - begun:.0f} s")
     model = loading.load_target(str(target), str(dtype)[6:], device)
     drafts = {name: write_draft(target.parent / name, name, model) for name in o.drafts if name != "plain"}
@@ -81,7 +83,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     if "sglang" in o.parts:
         for name in o.drafts:
-            run_sglang(target, name, drafts.get(name), engine.draw_prompt(vocab_size), o.small)
+            with engine.go_on_after_failure():
+                run_sglang(target, name, drafts.get(name), engine.draw_prompt(vocab_size), o.small)
 
 
 def write_draft(folder: Path, name: str, model) -> DraftOnDisk:
@@ -110,7 +113,8 @@ def run_torch(model, drafts: dict[str, DraftOnDisk]) -> None:
         say(f"torch engine, {name}")
         tree = (each.tree.num_steps, each.tree.topk, each.tree.num_draft_tokens)
         plain = [(None, None)] if each is next(iter(drafts.values())) else []
-        time_steps(Engine(model, [-1], each.layers, each.draft), [*plain, (tree, None)])
+        with engine.go_on_after_failure():
+            time_steps(Engine(model, [-1], each.layers, each.draft), [*plain, (tree, None)])
 
 
 def run_sglang(target: Path, name: str, drafted: DraftOnDisk | None, prompt: list[int], small: bool) -> None:

@@ -23,12 +23,14 @@ import random
 import shutil
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from benchmarks.engine import go_on_after_failure
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.random_target import build_config, build_model
 from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjective, build_block_draft, describe_work
@@ -75,8 +77,10 @@ def main() -> None:
     args = parser.parse_args()
     with distributed.join_process_group(args.device) as group:
         for method in args.method:
-            for scenario in args.scenario or (["dense"] if method in BLOCK_SIZES else ["dense", "real"]):
-                _measure(choose_sizes(args, method), scenario, group)
+            # Of several ranks one alone can't go on.
+            with go_on_after_failure() if group.world == 1 else nullcontext():
+                for scenario in args.scenario or (["dense"] if method in BLOCK_SIZES else ["dense", "real"]):
+                    _measure(choose_sizes(args, method), scenario, group)
 
 
 def choose_sizes(args: argparse.Namespace, method: str) -> argparse.Namespace:

@@ -47,7 +47,7 @@ def build_block_draft(args: argparse.Namespace) -> BlockDraft:
             hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
             num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), head_dim=WIDTH, vocab_size=args.vocab,
             max_position_embeddings=40960, rms_norm_eps=1e-6, rope={"rope_theta": 1e6, "rope_type": "default"},
-            layout=args.method, block_size=BLOCK_SIZES[args.method], mask_token_id=args.vocab - 267,
+            method=args.method, block_size=BLOCK_SIZES[args.method], mask_token_id=args.vocab - 267,
             feature_layers=args.layer_ids, markov_rank=MARKOV_RANK if args.method == "dspark" else 0,
             confidence_head=args.method == "dspark", **(DFLASH2 if args.method == "dflash2" else {}),
         )

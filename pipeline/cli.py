@@ -46,7 +46,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Folder of .scratch/runs
     "Start with docs/guide.md."
 )
 def describe_program() -> None:
-    """Train EAGLE-3 drafts for a target model and measure what they buy.
+    """Train speculative-decoding drafts (EAGLE-3, DFlash, DFlash2, DSpark) for a target model and measure what they buy.
 
     The work is a graph of cached stages: DVC decides which of them are stale, and only those run. A first session is
 

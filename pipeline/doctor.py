@@ -4,12 +4,11 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from pipeline import dvc_graph, recipes, reproduce, resources
+from pipeline import dvc_graph, recipes, reproduce, requirements, resources
 from pipeline.remote import dvc_remote
 from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
@@ -18,7 +17,6 @@ from stages.params.section import PARAMS_FILE
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "datasets", "polars", "safetensors", "dvc", "prefect", "typer")
-MIN_FREE_GIB = 2.0  # a run of the embedded target with its cache takes under 1 GiB
 
 
 def report_findings(recipe: str | None = None) -> Iterator[str]:
@@ -51,7 +49,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             params = load_params(file)
         except ValueError as error:
             yield Finding(name, str(error), False)
-            yield _check_disk(None)
+            yield requirements.check_disk(None)
         else:
             yield Finding(name, f"valid, target {params.target.model}", True)
             yield from check_files(params, *fetched)
@@ -82,7 +80,10 @@ def _check_engines() -> Iterator[Finding]:
         if place := find_engine(name):
             yield Finding(name, f"{place} on the PATH" if place.startswith("/") else f"installed in {place}")
         else:
-            yield Finding(name, f"not found; only benchmark_served needs it: make serving-env ENGINE={name}")
+            yield Finding(
+                name,
+                f"not found; needed by benchmark_served, serving_costs and sample_target.server.launch: make serving-env ENGINE={name}",
+            )
 
 
 def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:
@@ -90,24 +91,16 @@ def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:
     try:
         estimate = reproduce.estimate_params(recipe, file)
     except ValueError as error:
-        yield _check_disk(None)
+        yield requirements.check_disk(None)
         problem = str(error).splitlines()[-1]
         # A wrong parameter is the user's to correct; a target that is not recorded has no size before it is fetched.
         is_wrong = problem.startswith("params.yaml: ")
         yield Finding("size of a run", problem if is_wrong else f"not known: {problem}", False if is_wrong else None)
         return
-    yield _check_disk(estimate.disk_bytes)
+    yield requirements.check_disk(estimate.disk_bytes)
     for line in estimate.lines:
         subject, _, found = line.partition(": ")
         yield Finding(subject, found)
-
-
-def _check_disk(needed_bytes: float | None) -> Finding:
-    free = shutil.disk_usage(".").free / GIB
-    needed = MIN_FREE_GIB if needed_bytes is None else needed_bytes / GIB
-    about = "" if needed_bytes is None else f", a run writes about {needed:.2f} GiB"
-    advice = "" if free >= needed else "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
-    return Finding("disk", f"{free:.1f} GiB free here{about}", free >= needed, advice)
 
 
 def _check_dvc() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from stages.params.recipe import Recipe
 from stages.params.schema import Params
 
 GIB = 2**30
+MIN_FREE_GIB = 2.0  # a run of the embedded target with its cache takes under 1 GiB
 MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
 # Weights are not all that a GPU holds: KV cache, activations, a draft.
 WEIGHTS_SHARE = 0.9
@@ -103,7 +104,8 @@ def check_engines(params: Params) -> Iterator[Finding]:
     wanted: dict[str, str] = {}
     if sampling.backend == "server" and sampling.server.launch not in (None, "transformers"):
         wanted["sample_target.server.launch"] = str(sampling.server.launch)
-    if served.workloads and not served.server.command and not served.server.base_urls:
+    is_served = bool(served.workloads or params.serving_costs.workloads)
+    if is_served and not served.server.command and not served.server.base_urls:
         wanted["benchmark_served.engine"] = served.engine
     for key, engine in wanted.items():
         place = find_engine(engine)
@@ -125,7 +127,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
         return
     needed = max(
         params.benchmark.num_gpus_per_model,
-        params.benchmark_served.server.tp if params.benchmark_served.workloads else 1,
+        params.benchmark_served.server.tp if params.benchmark_served.workloads or params.serving_costs.workloads else 1,
     )
     gpus = resources.list_gpu_memory()
     enough = len(gpus) >= needed
@@ -142,10 +144,10 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
         yield Finding("GPU memory", found, fits, "" if fits else advice)
 
 
-def check_disk(needed_bytes: float) -> Finding:
-    """Return whether what a run writes here fits."""
-    free = shutil.disk_usage(".").free
-    enough = free >= needed_bytes
-    found = f"{free / GIB:.1f} GiB free here, a run writes about {needed_bytes / GIB:.2f} GiB"
-    advice = "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
-    return Finding("disk", found, enough, "" if enough else advice)
+def check_disk(needed_bytes: float | None) -> Finding:
+    """Return whether what a run writes here fits; for a run whose size is not known (None), whether MIN_FREE_GIB are free."""
+    free = shutil.disk_usage(".").free / GIB
+    needed = MIN_FREE_GIB if needed_bytes is None else needed_bytes / GIB
+    about = "" if needed_bytes is None else f", a run writes about {needed:.2f} GiB"
+    advice = "" if free >= needed else "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
+    return Finding("disk", f"{free:.1f} GiB free here{about}", free >= needed, advice)

@@ -3,7 +3,7 @@
 If a copy of e000 can't reach nearly whole accepted chains on the one row it was trained on, then features, masks, RoPE or
 vocabulary disagree, and more data will not help. The torch engine decodes along the row's own answer
 (engine/forced_decode.py), as in a benchmark, so a mismatch between trainer and engine fails the gate too. The same is asked of
-the untrained block draft of every segment of DFlash or DSpark that starts from e000. What differs by family: stages/overfit.
+the untrained block draft of every segment that starts from e000. What differs by family: stages/overfit.
 
 train_draft depends on results/overfit_pass.json, so training starts only after this gate. That file has the row and the
 digest of e000's draft, but no threshold, tau, time or block draft: an edit of check_overfit.min_tau that still passes retrains
@@ -50,7 +50,7 @@ class OverfitMeasurement:
     """Results of training a draft on one row; independent of the threshold."""
 
     row: str
-    perfect_tau: float  # of a draft that always predicts the target's argmax; DFlash's: the row's tokens
+    perfect_tau: float  # of a draft that predicts the target's argmax; of DFlash and DFlash2: the row's tokens
     trainer_tau: float  # by the trainer's forward
     engine_tau: float | None  # by the torch engine; None where it can't decode the row
     losses: list[float]  # one per step

@@ -26,7 +26,7 @@ REPORTS_FOLDER = Path("results/train")  # shared with train_draft, so that it ex
 class ImportedDraft:
     """A written checkpoint, for the report; the field names are its keys."""
 
-    method: str  # eagle3, dflash or dspark
+    method: str  # eagle3, or one of BLOCK_METHODS
     num_drafts: int | None  # of a block; None for EAGLE-3, whose trees have any depth
     draft_parameters: int
     draft_vocab_size: int
@@ -90,7 +90,7 @@ def _write_block_draft(name: str, published: PublishedDraft) -> ImportedDraft:
     draft = BlockDraft(config)  # refuses an unsupported rope_type
     block_checkpoint.write_block_draft(checkpoint.locate_checkpoint(name), published.config, published.tensors)
     num_parameters = sum(x.numel() for x in draft.parameters())
-    return ImportedDraft(config.layout, config.num_drafts, num_parameters, config.vocab_size)
+    return ImportedDraft(config.method, config.num_drafts, num_parameters, config.vocab_size)
 
 
 def _write_eagle3_draft(name: str, published: PublishedDraft) -> ImportedDraft:

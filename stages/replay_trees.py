@@ -185,7 +185,7 @@ def _check_text_target(name: str, config: BlockDraftConfig, made: manifest.Targe
     """Raise ValueError for a multimodal target, whose rotary positions have three axes (mrope)."""
     if made.modality != "text":
         raise ValueError(
-            f"{checkpoint.locate_checkpoint(name)}/draft is a block draft ({config.layout}) and {made.model} a multimodal "
+            f"{checkpoint.locate_checkpoint(name)}/draft is a block draft ({config.method}) and {made.model} a multimodal "
             f"target (modality {made.modality}), expected a text target: its rotary positions have three axes (mrope_section), "
             "those of block drafts one; take an EAGLE-3 checkpoint, or a text target"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stages.params import schema
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
@@ -32,7 +33,7 @@ from stages.results import (
     training_records,
 )
 from stages.results.method_records import MethodCell
-from stages.results.prediction import PredictedSpeedup
+from stages.results.prediction import EngineLaunch, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.served_table import ServedRow, ServedTableLine
@@ -41,7 +42,6 @@ from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 from stages.telemetry.stage_log import StageRun, read_log
 
-FAMILY_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}  # by the method of a segment
 REPLAY_TABLE = Path("results/replay.csv")
 
 # Stage -> the path of its own report in results/, and the keys it must have; other keys are shown too.
@@ -174,14 +174,14 @@ def _list_families(p: schema.Params, imported: dict[str, training_records.Import
     """Return the family of every checkpoint that may be replayed or measured with a tree; imported ones by their reports."""
     trained = p.train_draft.checkpoints
     blocks = {
-        name: DraftFamily(FAMILY_NAMES[segment.method], segment.num_drafts)
+        name: DraftFamily(BLOCK_METHODS[segment.method].title, segment.num_drafts)
         for name, segment in trained.items()
         if isinstance(segment, BlockSegment)
     }
     blocks |= {
-        name: DraftFamily(FAMILY_NAMES[found.method], found.num_drafts)
+        name: DraftFamily(BLOCK_METHODS[found.method].title, found.num_drafts)
         for name, found in imported.items()
-        if found.method in FAMILY_NAMES
+        if found.method in BLOCK_METHODS
     }
     return dict.fromkeys([*trained, *imported], EAGLE3) | blocks
 
@@ -239,7 +239,7 @@ def _build_replayed_rows(
 def _predict_speedups(
     p: schema.Params, cells: list[TorchCell], lines: list[ServedTableLine], replayed: dict[str, list[ReplayedTree]]
 ) -> costs.CostPrediction:
-    """Return predicted speedups of every replayed tree, and the flags benchmark_served would start a server with."""
+    """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
     from stages.serving import engine_flags  # imports an HTTP client; the terminal's table does without
 
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
@@ -247,14 +247,16 @@ def _predict_speedups(
         grid for name in p.serving_costs.workloads for grid in timing_grid.read_serving_costs(name, p.target.model)
     ]
 
-    def flags(engine: str, row: PredictedSpeedup) -> list[str] | None:
+    def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in timed if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
         shape = row.steps, row.topk, row.tokens
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"
         algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
-        return engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft(folder, algorithm, *shape), config)
+        draft = engine_flags.ServedDraft(folder, algorithm, *shape)
+        flags = engine_flags.build_speculation_flags(engine, draft, config)
+        return EngineLaunch(flags, engine_flags.find_first_version(engine, config))
 
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
@@ -269,7 +271,7 @@ def _predict_speedups(
         p.have_same_shapes,
         temperatures,
         p.benchmark.draft_sampling,
-        flags,
+        describe_launch,
     )
 
 

@@ -6,7 +6,7 @@ e003 is bit for bit nine epochs straight: a learning rate that falls (training/l
 The log has loss and accuracy per TTT step; tau is computed by replay_trees, so that editing a tree never retrains.
 
 A segment trains EAGLE-3's draft, or that of the method it names, which starts from the sizes of e000 and reads the same rows
-in the same order: EAGLE or Medusa with e000's vocabulary (methods/registry.py), or a block draft, DFlash or DSpark
+in the same order: EAGLE or Medusa with e000's vocabulary (methods/registry.py), or a block draft, DFlash, DFlash2 or DSpark
 (training/block_training.py), whose log has the drafts of a block in place of TTT steps.
 
 An optimizer step uses `packs_per_step` packs of at most `batch_tokens` tokens, concatenated rows. Several processes share the
@@ -30,6 +30,7 @@ from stages.hidden_states import reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment, Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
@@ -59,7 +60,7 @@ class DraftModel:
 
     @property
     def is_block_draft(self) -> bool:
-        return self.method in block_checkpoint.ARCHITECTURES
+        return self.method in BLOCK_METHODS
 
 
 def main(name: str) -> None:
@@ -203,7 +204,7 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
     if method is None:
         config, tensors = checkpoint.read_draft(folder, made_by)
         model = Eagle3Draft.from_checkpoint(config, tensors)
-    elif method in block_checkpoint.ARCHITECTURES:
+    elif method in BLOCK_METHODS:
         config, tensors = block_checkpoint.read_block_draft(folder, made_by)
         model = BlockDraft(block_checkpoint.parse_block_config(config))
         model.load_state_dict(tensors)

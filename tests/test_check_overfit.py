@@ -313,7 +313,7 @@ def test_a_block_draft_that_learns_nothing_fails_the_gate(with_blocks: Path) -> 
 
 
 def test_a_block_one_slot_off_in_the_engine_fails_the_gate(with_blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a checkpoint of the other layout would be: the trainer and its own forward agree, the engine doesn't."""
+    """As a checkpoint of another method would be: the trainer and its own forward agree, the engine doesn't."""
     own = BlockDraft.draft_greedily
     monkeypatch.setattr(BlockDraft, "draft_greedily", lambda *given: own(*given).roll(1, -1))
     with pytest.raises(

@@ -17,6 +17,7 @@ from stages import benchmark, benchmark_served, import_draft, replay_trees, repo
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.reporting.families import DraftFamily
 from stages.results import replay_records, served_records, timing_grid, torch_records, training_records
 from stages.served_cell import server_setup
@@ -39,12 +40,12 @@ FORMS: list[tuple[str, Form]] = [
     ("dspark", published_blocks.specforge_dspark_older),
     ("dspark", published_blocks.speculators),
 ]
-every_form = pytest.mark.parametrize(("layout", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+every_form = pytest.mark.parametrize(("method", "form"), FORMS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 
 
-def import_published(layout: str, form: Form, name: str = "theirs") -> BlockDraft:
+def import_published(method: str, form: Form, name: str = "theirs") -> BlockDraft:
     """Publish the checkpoint `b003` of `write_block`, import it as `name`, and list both."""
-    draft = write_block(layout, max_position_embeddings=128)
+    draft = write_block(method, max_position_embeddings=128)
     publish(Path("from_others") / name, *form(draft, NUM_LAYERS))
     item = {"model": f"from_others/{name}", "revision": None, "rope_theta": None}
     edit_params(Path(), {"import_draft": {"checkpoints": {name: item}, "watch": "from_others"}})
@@ -62,11 +63,11 @@ def read_replay(name: str) -> list[list[str]]:
 @every_form
 def test_an_imported_draft_is_replayed_like_the_checkpoint_it_was(
     project: Path,  # noqa: F811
-    layout: str,
+    method: str,
     form: Form,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    draft = import_published(layout, form)
+    draft = import_published(method, form)
     printed = capsys.readouterr().out
     ours, theirs = (checkpoint.locate_checkpoint(name) / "draft" for name in ("b003", "theirs"))
     weights, expected = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
@@ -78,15 +79,15 @@ def test_an_imported_draft_is_replayed_like_the_checkpoint_it_was(
     rows = read_replay("theirs")
     assert rows == read_replay("b003") and len(rows) > 10
     record = training_records.read_import("theirs")
-    assert (record.method, record.num_drafts) == (layout, draft.config.num_drafts)
-    assert "note:" not in printed and f"theirs: {layout}, from_others/theirs" in printed
+    assert (record.method, record.num_drafts) == (method, draft.config.num_drafts)
+    assert "note:" not in printed and f"theirs: {method}, from_others/theirs" in printed
     found = json.loads(Path("results/train/theirs.json").read_text())
     assert found["draft_parameters"] == sum(x.numel() for x in draft.parameters())
-    assert (found["options"], found["draft_vocab_size"]) == ({"layout": layout, "block_size": SLOTS}, V)
+    assert (found["options"], found["draft_vocab_size"]) == ({"method": method, "block_size": SLOTS}, V)
 
 
 def test_deepspecs_own_dflash_is_replayed_as_the_draft_without_a_markov_head(project: Path) -> None:  # noqa: F811
-    """In the layout of DSpark: its accepted drafts are those of a DSpark draft whose Markov bias is zero."""
+    """As a DSpark draft: its accepted drafts are those of a DSpark draft whose Markov bias is zero."""
     draft = write_block("dspark")
     markov = draft.markov_head
     assert markov is not None
@@ -105,11 +106,11 @@ def test_deepspecs_own_dflash_is_replayed_as_the_draft_without_a_markov_head(pro
     assert read_replay("theirs") == read_replay("b003")
 
 
-@pytest.mark.parametrize("layout", ["dflash", "dspark"])
-def test_an_imported_draft_is_decoded_and_timed(project: Path, layout: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> None:  # noqa: F811
     """A cell accepts what replay says, and the grid leaves out trees deeper than the block."""
     draft = import_published(
-        layout, published_blocks.z_lab if layout == "dflash" else published_blocks.specforge_dspark
+        method, published_blocks.z_lab if method == "dflash" else published_blocks.specforge_dspark
     )
     trees = ["t3_1_4", "t3_2_6"]
     edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": trees, "torch_workloads": ["eval"]}})
@@ -133,12 +134,12 @@ def test_a_tree_deeper_than_an_imported_block(project: Path) -> None:  # noqa: F
         benchmark.main("eval", "theirs", "t5_1_6")
 
 
-@pytest.mark.parametrize("layout", ["dflash", "dspark"])
-def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, layout: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, method: str) -> None:  # noqa: F811
     """Bug: benchmark_served read every draft as EAGLE-3's, and ended with "is no EAGLE-3 draft" for a block draft."""
-    draft = import_published(layout, published_blocks.speculators)
+    draft = import_published(method, published_blocks.speculators)
     config = server_setup.read_draft_config(schema.load_params(), "theirs")
-    assert config["block_size"] == SLOTS and engine_flags.choose_algorithm(config, "EAGLE3") == layout.upper()
+    assert config["block_size"] == SLOTS and engine_flags.choose_algorithm(config, "EAGLE3") == method.upper()
     depth = draft.config.num_drafts
     assert engine_flags.explain_unsupported("sglang", depth, 1, depth + 1, config) is None
     wider = engine_flags.explain_unsupported("sglang", depth + 1, 1, depth + 2, config)
@@ -148,7 +149,9 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, la
     edit_params(Path(), {"benchmark_served": served})
     benchmark_served.main("eval", "theirs", "t3_2_6")  # without a server
     cell = served_records.read_served_cell("eval", "theirs", "t3_2_6", "sglang")
-    assert cell.status == served_records.UNSUPPORTED and f"chains only of {layout.upper()} drafts" in str(cell.reason)
+    assert cell.status == served_records.UNSUPPORTED and f"chains only of {BLOCK_METHODS[method].title} drafts" in str(
+        cell.reason
+    )
     file = checkpoint.locate_checkpoint("theirs") / "draft/model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"model\.safetensors is cut or broken"):

@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 from pipeline import recipes, reproduce
 from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
-from stages.draft import block_checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.literature import published
 from stages.params import schema
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision
 from stages.toy import text_targets
@@ -353,7 +353,7 @@ def shrink(project: Path) -> None:
     params = yaml.load((project / "params.yaml").read_text())
     declared, methods = params["train_draft"]["checkpoints"], params["benchmark_methods"]["with_draft"]
     used = {method["checkpoint"]: declared[method["checkpoint"]] for method in methods.values()}
-    used |= {name: keys for name, keys in declared.items() if keys.get("method") in block_checkpoint.ARCHITECTURES}
+    used |= {name: keys for name, keys in declared.items() if keys.get("method") in BLOCK_METHODS}
     short = {name: {**settings, "from": "e000", "epochs": 1} for name, settings in used.items()}
     checkpoints = {"checkpoints": SMALL["train_draft"]["checkpoints"] | short}
     edit_params(project, SMALL | {"train_draft": checkpoints})

@@ -22,27 +22,27 @@ from stages.replay.block_replay import compute_block_capacity
 from stages.results import replay_records
 from stages.target import manifest
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import LAYOUTS, SEGMENT_KEYS, block_states, logits_after, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, block_states, logits_after, random_block_draft
 from tests.replay.test_block_replay import slow_tree
 from tests.test_replay_trees import V, made, project  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 NAME, PLACES, STORED = "b003", [0, 2], [1, 2, 3]  # the draft reads two of the three stored layers
 SLOTS = 5
 GRID = {"num_steps": [1, 2, 3, 4, 5, 9], "topk": [1, 2, 3], "num_draft_tokens": [4, 6, 9]}
 
 
-def write_block(layout: str, seed: int = 36, **options: Any) -> BlockDraft:
+def write_block(method: str, seed: int = 36, **options: Any) -> BlockDraft:
     """Write a random block draft as the checkpoint `b003` and list it. That of seed 36 is right more often than most."""
     layers = tuple(STORED[i] for i in PLACES)
     sizes = {"vocab_size": V, "mask_token_id": 7, "block_size": SLOTS, "feature_layers": layers, **options}
-    draft = random_block_draft(seed, 0.5, torch.float32, **LAYOUTS[layout], **sizes)[0]
+    draft = random_block_draft(seed, 0.5, torch.float32, **METHOD_OPTIONS[method], **sizes)[0]
     config = block_checkpoint.build_block_config(draft.config, 8)
     block_checkpoint.write_block_draft(checkpoint.locate_checkpoint(NAME), config, dict(draft.state_dict()))
-    segment = {"from": "e000", "epochs": 1, "method": layout, "layers": 2, "block_size": SLOTS, "anchors": 8}
-    segment |= SEGMENT_KEYS[layout]
+    segment = {"from": "e000", "epochs": 1, "method": method, "layers": 2, "block_size": SLOTS, "anchors": 8}
+    segment |= SEGMENT_KEYS[method]
     edit_params(Path(), {"train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, NAME: segment}}})
     edit_params(Path(), {"replay_trees": {"checkpoints": ["e003", NAME], **GRID, "trace_trees": []}})
     return draft
@@ -61,7 +61,7 @@ class SlowReplay:
             ids = row.ids.tolist()
             for a in range(row.prompt_length, len(ids) - 1):
                 states = block_states(draft, self.embedding, ids, row.features, a)
-                self.states.append(torch.stack(states if draft.config.layout == "dspark" else states[1:]))
+                self.states.append(torch.stack(states if draft.config.method == "dspark" else states[1:]))
                 self.following.append(tuple(ids[a + 1 :]))
                 anchor_tokens.append(ids[a])
         self.case: Any = SimpleNamespace(
@@ -103,17 +103,17 @@ def read_rows(temperature: float, draft_sampling: Any = "greedy") -> dict[TreeSh
     return {row.shape: row for row in rows}
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("memory_gib", [1, 1e-6])
 def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
     project: Path,  # noqa: F811
-    layout: str,
+    method: str,
     memory_gib: float,
 ) -> None:
-    draft = write_block(layout)
+    draft = write_block(method)
     edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
     replay_trees.main(NAME)
-    num_drafts = 5 if layout == "dspark" else 4
+    num_drafts = 5 if method == "dspark" else 4
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     trees = [TreeShape(3, 2, 4), TreeShape(4, 2, 9), TreeShape(2, 3, 6), TreeShape(4, 3, 9)]
     cold = SlowReplay(draft, "eval")
@@ -132,16 +132,16 @@ def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(
             assert row.tau_oracle is not None and row.tau_oracle >= row.tau and row.tau_adaptive is not None
             if tree.topk == 1:
                 assert row.mean_depth == tree.num_steps
-        assert rows[chains[-1]].accepted > (15 if layout == "dflash2" else 20), (
+        assert rows[chains[-1]].accepted > (15 if method == "dflash2" else 20), (
             "the drafts are never right: the comparison says nothing"
         )
         assert rows[trees[1]].tau > rows[TreeShape(4, 1, 5)].tau
 
 
-@every_layout
-def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(project: Path, layout: str) -> None:  # noqa: F811
-    write_block(layout)
-    full = TreeShape(5, 1, 6) if layout == "dspark" else TreeShape(4, 1, 5)
+@every_method
+def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(project: Path, method: str) -> None:  # noqa: F811
+    write_block(method)
+    full = TreeShape(5, 1, 6) if method == "dspark" else TreeShape(4, 1, 5)
     edit_params(Path(), {"replay_trees": {"num_steps": [2, 9], "topk": [2], "num_draft_tokens": [4, 6]}})
     replay_trees.main(NAME)
     assert list(read_rows(0.0)) == [full, TreeShape(2, 2, 4), TreeShape(2, 2, 6)]
@@ -150,9 +150,9 @@ def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(proje
     assert list(read_rows(0.0)) == [full]
 
 
-@every_layout
-def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(project: Path, layout: str) -> None:  # noqa: F811
-    write_block(layout)
+@every_method
+def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(project: Path, method: str) -> None:  # noqa: F811
+    write_block(method)
     edit_params(Path(), {"replay_trees": {"trace_trees": ["t3_2_6", "t4_1_5", "t9_1_10"]}})
     replay_trees.main(NAME)
     rows, buckets = read_rows(0.0), replay_records.read_tree_statistics(NAME)
@@ -203,14 +203,14 @@ def warped(logits: torch.Tensor, how: tuple[float, float]) -> torch.Tensor:
     return TopPLogitsWarper(how[1])(None, scores).softmax(-1)[0] if how[1] < 1 else scores.softmax(-1)[0]
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("memory_gib", [1, 1e-6])
-def test_sampled_drafts_are_replayed_by_expectation(project: Path, layout: str, memory_gib: float) -> None:  # noqa: F811
+def test_sampled_drafts_are_replayed_by_expectation(project: Path, method: str, memory_gib: float) -> None:  # noqa: F811
     """Every chain of the grid, on the answers above temperature 0 alone, beside the rows of greedy drafts."""
-    draft = write_block(layout)
+    draft = write_block(method)
     edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
     replay_trees.main(NAME)
-    num_drafts = 5 if layout == "dspark" else 4
+    num_drafts = 5 if method == "dspark" else 4
     rows, slow = read_rows(0.7, "sampled"), SlowExpectation(draft, "eval_t")
     assert list(rows) == [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     for width in (1, num_drafts):

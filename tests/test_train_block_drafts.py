@@ -130,7 +130,7 @@ def test_the_checkpoint_is_what_engines_load(taught: Path, method: str) -> None:
     config, tensors = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(f"{method}20"), "a test")
     found, keys = block_checkpoint.parse_block_config(config), METHODS[method]
     root = json.loads(Path("drafts/e000/draft/config.json").read_text())
-    assert (found.layout, found.block_size, found.num_hidden_layers) == (method, keys["block_size"], keys["layers"])
+    assert (found.method, found.block_size, found.num_hidden_layers) == (method, keys["block_size"], keys["layers"])
     assert list(found.feature_layers) == keys.get("feature_layers", [1, 2, 3])
     assert (found.intermediate_size, found.num_key_value_heads) == (
         root["intermediate_size"],

@@ -5,8 +5,8 @@
     dspark   architectures ["Qwen3DSparkModel"]     the same, and on top: SGLang builds DSpark's heads from top-level keys alone
 
 SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and the draft drafts badly. So
-names and shapes are compared with a list on every write and read. Keys that would make an engine run another model (a layout
-of the same label, causal or sliding layers, another Markov head) are refused by name.
+names and shapes are compared with a list on every write and read. Keys that would make an engine run another model (another first
+slot, causal or sliding layers, another Markov head) are refused by name.
 
 Feature layers: ours count the residual stream entering block i of the target, as vLLM's `eagle_aux_hidden_state_layer_ids` do;
 `target_layer_ids` of block drafts counts the output of layer i (SGLang, vLLM, SpecForge, DeepSpec, z-lab): ours less one.
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.params.block_draft_methods import BLOCK_METHODS, find_block_method
 from stages.params.draft_sections import DFLASH2_SIZES
 from stages.runtime import atomic
 from stages.target import feature_layers
 
-ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 SIZE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "block_size",
@@ -38,7 +38,7 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
     plain = rope.get("rope_type", "default") == "default"
     shared = {"mask_token_id": c.mask_token_id, "target_layer_ids": feature_layers.to_after_layer_ids(c.feature_layers)}
     config = {
-        "architectures": [ARCHITECTURES[c.layout]],
+        "architectures": [BLOCK_METHODS[c.method].architecture],
         "model_type": "qwen3",
         **{key: getattr(c, key) for key in SIZE_KEYS},
         "hidden_act": "silu",
@@ -54,9 +54,9 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
         "dtype": dtype,
         "dflash_config": shared,
     }
-    if c.layout == "dflash2":
+    if c.method == "dflash2":
         config["dflash_config"] = shared | {key: getattr(c, key) for key in DFLASH2_SIZES}
-    if c.layout == "dspark":
+    if c.method == "dspark":
         config |= shared | {
             "markov_rank": c.markov_rank,
             "markov_head_type": "vanilla",
@@ -77,13 +77,12 @@ def parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
 
 
 def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
-    layouts = [name for name, architecture in ARCHITECTURES.items() if config["architectures"] == [architecture]]
-    if not layouts:
-        raise ValueError(
-            f"architectures is {config['architectures']}, expected one of {', '.join(ARCHITECTURES.values())}"
-        )
-    (layout,), nested, num_layers = layouts, config["dflash_config"], config["num_hidden_layers"]
-    dspark = layout == "dspark"
+    method = find_block_method(config)
+    if method is None or config["architectures"] != [method.architecture]:
+        known = ", ".join(each.architecture for each in BLOCK_METHODS.values())
+        raise ValueError(f"architectures is {config['architectures']}, expected one of {known}")
+    nested, num_layers = config["dflash_config"], config["num_hidden_layers"]
+    dspark = method.name == "dspark"
     expected = {  # what this code runs, and absent keys mean
         "model_type": "qwen3",
         "hidden_act": "silu",
@@ -110,13 +109,13 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
     parsed = BlockDraftConfig(
         **{key: config[key] for key in SIZE_KEYS},
         rope=config["rope_parameters"],
-        layout=layout,
+        method=method.name,
         mask_token_id=nested["mask_token_id"],
         feature_layers=tuple(feature_layers.to_entering_ids(nested["target_layer_ids"])),
         markov_rank=config["markov_rank"] if dspark else config.get("markov_rank", 0),
         confidence_head=config.get("enable_confidence_head", False),
         confidence_head_with_markov=config.get("confidence_head_with_markov", True),
-        **{key: nested[key] if layout == "dflash2" else nested.get(key, 0) for key in DFLASH2_SIZES},
+        **{key: nested[key] if method.name == "dflash2" else nested.get(key, 0) for key in DFLASH2_SIZES},
     )
     parsed.check()
     if (last := nested["target_layer_ids"][-1]) > config["num_target_layers"] - 2:
@@ -144,7 +143,7 @@ def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (m, h),
         "mlp.down_proj": (h, m),
     }
-    if c.layout == "dflash2":
+    if c.method == "dflash2":
         taps = c.conv_kernel_size
         for name in ("attention_conv", "mlp_conv"):
             kernels = 2 * taps * h // c.conv_group_size
@@ -192,7 +191,7 @@ def is_block_draft(folder: Path) -> bool:
         config = atomic.read_json(folder / "draft" / "config.json", "train_draft")
     except atomic.Broken:
         return False
-    return config.get("architectures") in [[name] for name in ARCHITECTURES.values()]
+    return find_block_method(config) is not None
 
 
 def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

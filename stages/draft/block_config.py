@@ -1,11 +1,10 @@
-"""Sizes, layout and heads of a block draft, apart from the model: files and servers need these, and no tensors."""
+"""Sizes, method and heads of a block draft, apart from the model: files and servers need these, and no tensors."""
 
 from dataclasses import dataclass
 from typing import Any
 
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import DFLASH2_SIZES
-
-LAYOUTS = ("dflash", "dflash2", "dspark")
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class BlockDraftConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # rope_parameters: rope_theta, rope_type, ...
-    layout: str  # one of LAYOUTS
+    method: str  # one of BLOCK_METHODS
     block_size: int  # B
     mask_token_id: int
     feature_layers: tuple[int, ...]  # the residual stream entering block i of the target, strictly increasing
@@ -37,20 +36,20 @@ class BlockDraftConfig:
     @property
     def first_slot(self) -> int:
         """The slot that predicts the first draft."""
-        return 0 if self.layout == "dspark" else 1
+        return BLOCK_METHODS[self.method].first_slot
 
     @property
     def num_drafts(self) -> int:
         """Drafts of a block, D."""
-        return self.block_size - self.first_slot
+        return BLOCK_METHODS[self.method].count_drafts(self.block_size)
 
     def check(self) -> None:
         """Raise ValueError for a config that can't be built or that an engine would misread."""
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout is {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
+        if self.method not in BLOCK_METHODS:
+            raise ValueError(f"method is {self.method!r}, expected one of {', '.join(BLOCK_METHODS)}")
         if self.num_drafts < 1:
             raise ValueError(
-                f"block_size is {self.block_size}, expected at least {1 + self.first_slot} for {self.layout}: raise it"
+                f"block_size is {self.block_size}, expected at least {1 + self.first_slot} for {self.method}: raise it"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -68,19 +67,19 @@ class BlockDraftConfig:
                 f"feature_layers are {layers}, expected layers from 1 on, strictly increasing: engines capture features in "
                 "the target's order, and name them by the layer before, of which layer 0 has none"
             )
-        if self.layout != "dspark" and (self.markov_rank or self.confidence_head):
+        if self.method != "dspark" and (self.markov_rank or self.confidence_head):
             raise ValueError(
-                "markov_rank and confidence_head belong to dspark: leave them out, or set layout to dspark"
+                "markov_rank and confidence_head belong to dspark: leave them out, or set method to dspark"
             )
         self._check_convolutions_and_selector()
-        if self.layout == "dspark" and self.markov_rank < 1:
+        if self.method == "dspark" and self.markov_rank < 1:
             raise ValueError(f"markov_rank is {self.markov_rank}, expected 1 or more for dspark: SGLang refuses others")
 
     def _check_convolutions_and_selector(self) -> None:
         sizes = {name: getattr(self, name) for name in DFLASH2_SIZES}
-        if self.layout != "dflash2":
+        if self.method != "dflash2":
             if any(sizes.values()):
-                raise ValueError(f"{', '.join(sizes)} belong to dflash2: leave them out, or set layout to dflash2")
+                raise ValueError(f"{', '.join(sizes)} belong to dflash2: leave them out, or set method to dflash2")
             return
         if sizes[least := min(sizes, key=sizes.__getitem__)] < 1:
             raise ValueError(f"{least} is {sizes[least]}, expected 1 or more for dflash2")

@@ -334,11 +334,12 @@ class BlockDraft(nn.Module):
 
     def draft_greedily(self, states: Tensor, anchor_tokens: Tensor, head: Tensor) -> Tensor:
         """Return the most probable drafts [..., D] of drafting states [..., D, H]; slot by slot where they are conditional."""
+        logits = states @ head.T  # of all slots at once: the head is the largest matrix
         if not self.is_conditional:
-            return (states @ head.T).argmax(-1)
+            return logits.argmax(-1)
         drafts = [anchor_tokens]
-        for state in states.unbind(-2):
-            drafts.append(self.compute_logits(state, drafts[-1], head).argmax(-1))
+        for own, state in zip(logits.unbind(-2), states.unbind(-2), strict=True):
+            drafts.append(self.condition_logits(own, state, drafts[-1]).argmax(-1))
         return torch.stack(drafts[1:], -1)
 
 

@@ -59,7 +59,7 @@ def choose_sizes(
         vocab_size=target.vocab_size,
         num_hidden_layers=segment.layers,
         rope=root["rope_parameters"],
-        layout=segment.method,
+        method=segment.method,
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
         feature_layers=tuple(segment.feature_layers or target.feature_layers),

@@ -11,7 +11,7 @@ from stages.params import schema
 
 
 class LoadedDraft(NamedTuple):
-    """A draft of either family."""
+    """A draft of EAGLE-3, or a block draft."""
 
     draft: Eagle3Draft | BlockDraft
     feature_layers: list[int]  # of the target, that it reads

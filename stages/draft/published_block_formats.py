@@ -1,12 +1,12 @@
 """Read published DFlash, DFlash2 and DSpark drafts of any known format into config.json and tensor names of `block_checkpoint`.
 
     z-lab          DFlashDraftModel                       keys under dflash_config, auto_map
-    DeepSpec       Qwen3DSparkModel                       keys at the top; its own "DFlash" is DSpark's layout with markov_rank 0
+    DeepSpec       Qwen3DSparkModel                       keys at the top; its own "DFlash" is DSpark's form with markov_rank 0
     SpecForge      DFlashDraftModel, DSparkDraftModel     keys under dflash_config or dspark_config; older logit_head.*
     z-lab, vLLM    DFlash2DraftModel                      keys under dflash_config
     speculators    speculators_model_type                 the layer under transformer_layer_config, feature layers counted as here
 
-A draft that would run differently here than where it was trained is refused by name: another layout under the same label, causal
+A draft that would run differently here than where it was trained is refused by name: another method under the same name, causal
 or sliding layers, heads without weights. A value that is not used as written gives a note. Sources: the configs and models of
 z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and speculators 0.9.0, and the loaders of SGLang 0.5.23 and vLLM 0.33.
 """
@@ -27,13 +27,13 @@ from stages.params.draft_sections import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
 from stages.target.manifest import TargetManifest
 
-LAYOUTS = {  # by architecture; of speculators by speculators_model_type too
+METHOD_NAMES = {  # by architecture; of speculators by speculators_model_type too
     "DFlashDraftModel": "dflash", "DFlashSpeculator": "dflash", "dflash": "dflash",
     "DFlash2DraftModel": "dflash2", "DFlash2Speculator": "dflash2", "dflash2": "dflash2",
     "Qwen3DSparkModel": "dspark", "DSparkDraftModel": "dspark", "DSparkSpeculator": "dspark", "dspark": "dspark",
 }  # fmt: skip
 MODEL_TYPES = ("qwen3", "dspark", "speculator_model")  # DSpark's own in SpecForge; speculators' layers are Qwen3's
-LAYOUT_KEYS = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")  # three names of one choice
+FIRST_SLOT_KEYS = ("sample_from_anchor", "shift_label", "query_zero_predicts_next")  # three names of one choice
 TENSOR_RENAMES = ((r"^model\.", ""), (r"^logit_head\.", ""), (r"_codebook\.weight$", "_codebook"))
 MARKOV_TENSORS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 COPIES = {  # of the target's embedding and head
@@ -77,7 +77,7 @@ def read_published_block_draft(
     raw = published_files.read_flat_config(folder)
     keys = _BlockKeys(folder, raw)
     notes: list[str] = []
-    layout = _read_layout(keys, notes)
+    method = _read_method(keys, notes)
     _check_values(keys)
     if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a block draft")
@@ -90,16 +90,16 @@ def read_published_block_draft(
         notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, manifest)])
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     _drop_copies(tensors, read_embedding_and_head, notes)
-    heads = {key: keys.require_count(key) for key in DFLASH2_SIZES} if layout == "dflash2" else {}
-    rank = _unify_markov_head(keys, layout, tensors, notes)
-    has_confidence = bool(keys.get("enable_confidence_head", layout == "dspark" and CONFIDENCE_TENSOR in tensors))
+    heads = {key: keys.require_count(key) for key in DFLASH2_SIZES} if method == "dflash2" else {}
+    rank = _unify_markov_head(keys, method, tensors, notes)
+    has_confidence = bool(keys.get("enable_confidence_head", method == "dspark" and CONFIDENCE_TENSOR in tensors))
     defaulted = {key: raw.get(key) or value for key, value in DEFAULT_SIZES.items()}
     sizes = {key: raw[key] for key in REQUIRED_SIZES} | defaulted
     published_files.note_few_positions(sizes["max_position_embeddings"], manifest, notes)
     parsed = BlockDraftConfig(
         **sizes,
         rope=rope,
-        layout=layout,
+        method=method,
         block_size=block_size,
         mask_token_id=mask,
         feature_layers=tuple(layers),
@@ -114,11 +114,11 @@ def read_published_block_draft(
         config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
     if problem := block_checkpoint.find_block_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder} is no {layout} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
+            f"{folder} is no {method} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
             "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft anew, or choose "
             "another"
         )
-    return PublishedDraft(config, tensors, {"layout": layout, "block_size": block_size}, notes)
+    return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
 
 
 @contextmanager
@@ -169,26 +169,26 @@ class _BlockKeys:
         return found
 
 
-def _read_layout(keys: _BlockKeys, notes: list[str]) -> str:
-    """Return the layout. Raises ValueError for an architecture that we don't run, and for keys of another layout than its."""
+def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
+    """Return the method. Raises ValueError for an architecture that we don't run, and for keys of another method than its."""
     raw, place = keys.raw, f"{keys.folder}/config.json"
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures")
     projector = keys.get("projector_type")
     stated = {"speculators_model_type": kind, "architectures": architectures, "projector_type": projector}
     given = ", ".join(f"{key} {value!r}" for key, value in stated.items() if value)
-    layouts = {LAYOUTS.get(str(name)) for name in (kind, *(architectures or ()), projector) if name}
-    if len(layouts) != 1 or None in layouts:
+    methods = {METHOD_NAMES.get(str(name)) for name in (kind, *(architectures or ()), projector) if name}
+    if len(methods) != 1 or None in methods:
         raise ValueError(
-            f"{place}: {given or 'no architectures'}, expected one of {', '.join(LAYOUTS)}, and one layout: Domino, "
+            f"{place}: {given or 'no architectures'}, expected one of {', '.join(METHOD_NAMES)}, and one method: Domino, "
             "LiLiCorr and others are other models, whose weights a loader of DFlash would drop or read one slot off; choose "
             "another draft, or correct the name where only that is wrong"
         )
-    layout = str(layouts.pop())
-    anchored = {where: value for key in LAYOUT_KEYS for where, value in keys.find(key).items()}
-    if wrong := {where: value for where, value in anchored.items() if value != (layout == "dspark")}:
+    method = str(methods.pop())
+    anchored = {where: value for key in FIRST_SLOT_KEYS for where, value in keys.find(key).items()}
+    if wrong := {where: value for where, value in anchored.items() if value != (method == "dspark")}:
         where, value = next(iter(wrong.items()))
         raise ValueError(
-            f"{place}: {where} is {value!r}, expected {layout == 'dspark'} for {given}: a checkpoint of the other layout. Its "
+            f"{place}: {where} is {value!r}, expected {method == 'dspark'} for {given}: a checkpoint of another method. Its "
             f"slots predict {'the token after their' if value else 'their own'} position, and it would run one slot off, with "
             "tau near 1; correct the name or the key, whichever is wrong, or choose another draft"
         )
@@ -196,17 +196,17 @@ def _read_layout(keys: _BlockKeys, notes: list[str]) -> str:
         notes.append(
             "sample_from_anchor is absent: read as true, as speculators trains dspark; vLLM reads such a file as false"
         )
-    if layout != "dspark" and keys.get("markov_rank"):
+    if method != "dspark" and keys.get("markov_rank"):
         raise ValueError(
             f"{place}: markov_rank is {keys.get('markov_rank')}, expected none for {given}: a Markov head is DSpark's, and "
             "engines would run the draft without it; where it is a DSpark draft, write architectures [Qwen3DSparkModel]"
         )
-    if layout != "dflash2" and (found := [key for key in DFLASH2_SIZES if keys.get(key)]):
+    if method != "dflash2" and (found := [key for key in DFLASH2_SIZES if keys.get(key)]):
         raise ValueError(
             f"{place}: {found[0]} is {keys.get(found[0])}, expected none for {given}: convolutions and a selector are DFlash2's, "
             "and engines would run the draft without them; where it is a DFlash2 draft, write architectures [DFlash2DraftModel]"
         )
-    return layout
+    return method
 
 
 def _check_values(keys: _BlockKeys) -> None:
@@ -284,7 +284,7 @@ def _check_width(keys: _BlockKeys, config: BlockDraftConfig, notes: list[str]) -
         if told > config.num_drafts:
             raise ValueError(
                 f"{keys.folder}/config.json: speculative_tokens is {told}, expected at most {config.num_drafts}, the drafts of "
-                f"a block of {config.block_size} in the layout {config.layout}: a wider block than the draft was trained for "
+                f"a block of {config.block_size} of the method {config.method}: a wider block than the draft was trained for "
                 f"is another draft; write {config.num_drafts}, or choose another draft"
             )
         if told < config.num_drafts:
@@ -309,12 +309,12 @@ def _drop_copies(tensors: dict[str, Tensor], read_embedding_and_head: ReadEmbedd
         del tensors["d2t"]
 
 
-def _unify_markov_head(keys: _BlockKeys, layout: str, tensors: dict[str, Tensor], notes: list[str]) -> int:
-    """Return the rank of the Markov head; a draft of DSpark's layout without one gets one of rank 1 whose bias is zero.
+def _unify_markov_head(keys: _BlockKeys, method: str, tensors: dict[str, Tensor], notes: list[str]) -> int:
+    """Return the rank of the Markov head; a draft of DSpark's form without one gets one of rank 1 whose bias is zero.
 
     Raises ValueError where there are no weights for the rank, or weights without it.
     """
-    if layout != "dspark":
+    if method != "dspark":
         return 0
     rank, given = keys.require_count("markov_rank"), [name for name in MARKOV_TENSORS if name in tensors]
     if bool(rank) != bool(given):

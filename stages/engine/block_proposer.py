@@ -58,7 +58,7 @@ class BlockDrafter:
             )
         if is_multimodal(model):
             raise ValueError(
-                f"the draft is a block draft ({config.layout}) and the target multimodal, expected a text target: its rotary "
+                f"the draft is a block draft ({config.method}) and the target multimodal, expected a text target: its rotary "
                 "positions have three axes, those of block drafts one; take an EAGLE-3 checkpoint, or a text target"
             )
 
@@ -158,13 +158,15 @@ class BlockProposer(Proposer):
         draft, head, (num_slots, count, _) = self.drafter.draft, self.drafter.head, states.shape
         rows = slots.locate_rows(state.output_length + slots.positions[:count])  # [B, S] of the drafts' numbers
         uniforms = slots.draft_uniforms.flatten(0, 1)[rows, 0]
+        logits = states @ head.T
         if not draft.is_conditional:
-            probabilities = compute_probabilities(states @ head.T, temperature)
+            probabilities = compute_probabilities(logits, temperature)
             drawn = draw_tokens(probabilities.flatten(0, 1), uniforms.flatten())
             return drawn.view(num_slots, count), probabilities
         tokens, distributions = [anchors], []
-        for slot, of_slot in enumerate(states.unbind(1)):
-            distributions.append(compute_probabilities(draft.compute_logits(of_slot, tokens[-1], head), temperature))
+        for slot in range(count):
+            own = draft.condition_logits(logits[:, slot], states[:, slot], tokens[-1])
+            distributions.append(compute_probabilities(own, temperature))
             tokens.append(draw_tokens(distributions[-1], uniforms[:, slot]))
         return stack(tokens[1:], 1), stack(distributions, 1)
 

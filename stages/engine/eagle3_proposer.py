@@ -12,6 +12,7 @@ from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_st
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.draft_kernels import FusedDraft
 from stages.engine.proposer import DraftingMethod, Proposer
+from stages.params.block_draft_methods import list_titles
 from stages.params.tree_shape import TreeShape
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.trees import draft_tree as trees
@@ -54,8 +55,8 @@ class Eagle3Drafter:
         if draft_temperature is not None:
             raise ValueError(
                 "drafts are to be sampled (benchmark.draft_sampling: sampled) and the draft is EAGLE-3's, expected a block "
-                "draft, DFlash or DSpark: only their chains are verified by the ratio of both probabilities; set it to greedy, "
-                "or take a block checkpoint"
+                f"draft, {list_titles()}: only their chains are verified by the ratio of both probabilities; set it to "
+                "greedy, or take a block checkpoint"
             )
         return Eagle3Method(self, tree)
 

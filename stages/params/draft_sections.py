@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
@@ -137,7 +138,7 @@ class BlockSegment(Segment):
     @property
     def num_drafts(self) -> int:
         """Drafts of a block: the depth of its deepest trees."""
-        return self.block_size - (self.method != "dspark")
+        return BLOCK_METHODS[self.method].count_drafts(self.block_size)
 
     @property
     def sizes(self) -> dict[str, Any]:

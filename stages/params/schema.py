@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from ruamel.yaml.error import YAMLError
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
+from stages.params.block_draft_methods import list_titles
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import BlockSegment, CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
@@ -107,7 +108,7 @@ class Params(Section):
                 raise ValueError(
                     f"{key}: {name!r} is no checkpoint{suggest_name(name, timeable)}, expected some of "
                     f"{', '.join(timeable)}; correct it. "
-                    f"{ROOT_CHECKPOINT}, of init_draft.checkpoints, costs what every trained checkpoint does"
+                    f"{ROOT_CHECKPOINT}, of init_draft.checkpoints, costs what every EAGLE-3 checkpoint trained from it does"
                 )
 
     def _check_training(self) -> None:
@@ -231,8 +232,7 @@ class Params(Section):
             if name in trained and name not in blocks:
                 raise ValueError(
                     f"benchmark.checkpoints: {name} is of EAGLE-3 and benchmark.draft_sampling is sampled, expected block drafts "
-                    "(method dflash or dspark), whose chains alone have sampled drafts; take it out, or set draft_sampling to "
-                    "greedy"
+                    f"({list_titles()}), whose chains alone have sampled drafts; take it out, or set draft_sampling to greedy"
                 )
         for name in timed.checkpoints:
             if name in blocks:

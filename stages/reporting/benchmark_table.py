@@ -30,7 +30,7 @@ from stages.results.torch_records import TorchCell, name_torch_stage
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
-TORCH_ONLY_MARK, TORCH_ONLY_NOTE = " +", "+ torch engine only: no serving engine runs this tree of a block draft"
+TORCH_ONLY_MARK, TORCH_ONLY_NOTE = " +", "+ torch engine only: neither SGLang (from 0.5.17 on) nor vLLM runs this tree"
 DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top say"
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"

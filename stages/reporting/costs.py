@@ -17,7 +17,7 @@ from stages.reporting.text import align_columns, format_interval, format_number,
 from stages.results import cost_measured, cost_served, prediction
 from stages.results.cost_measured import ComparedPrediction
 from stages.results.draft_sampling import DraftSampling, limit_draft_sampling
-from stages.results.prediction import LaunchAdvice, PredictedSpeedup, SpeculationLimit
+from stages.results.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
 from stages.results.timing_grid import TimingGrid
@@ -48,14 +48,14 @@ def predict_and_compare(
     alike: Callable[[str, str], bool],
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
-    flags: Callable[[str, PredictedSpeedup], list[str] | None],
+    describe_launch: DescribeLaunch,
 ) -> CostPrediction:
     """Return the predictions by every cost, and how cells compare with them.
 
     `timed` are the torch engine's costs, `simulated` those of serving_costs, which count before those derived from served cells:
     they cover more trees, and no cell is predicted by itself. `alike` tells whether two checkpoints' drafts have the same shapes;
-    `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `flags` as in
-    prediction.choose_launches.
+    `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `describe_launch`
+    as in prediction.choose_launches.
     """
     served, remarks = cost_served.derive_costs(lines)
     by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
@@ -82,7 +82,7 @@ def predict_and_compare(
     apart, fitted = cost_measured.compare_simulated_lines(simulated, lines, replays, alike)
     compared += apart
     compared += cost_measured.compare_served_lines(served, [line for line in lines if id(line) not in fitted], replays)
-    launch = prediction.choose_launches(rows, flags)
+    launch = prediction.choose_launches(rows, describe_launch)
     return CostPrediction([*timed, *simulated, *served], rows, launch, compared, [*remarks, *reasons])
 
 
@@ -120,13 +120,14 @@ def describe_cost(row: TimingGrid | PredictedSpeedup) -> str:
 
 
 def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
-    """Return what to launch as aligned lines, each followed by its flags."""
+    """Return what to launch as aligned lines, each followed by its flags and the version that they need."""
     if not launch:
         return []
     heading, *lines = align_columns([LAUNCH_HEADINGS, *map(_format_launch_row, launch)])
     shown = ["Predicted: when to speculate, and how", heading]
     for line, row in zip(lines, launch, strict=True):
-        shown += [line, *([f"    {shlex.join(row.flags)}"] if row.flags else [])]
+        needs = f"    # {row.engine} {row.min_version} or later" if row.min_version else ""
+        shown += [line, *([f"    {shlex.join(row.flags)}{needs}"] if row.flags else [])]
     shown += [describe_limit(limit) for limit in prediction.find_limits(launch)]
     others = sorted({row.engine for row in launch if row.timed_on != row.engine})
     note = f"{' and '.join(others)}: not by costs of their own; serve a few cells (benchmark_served), or measure before use"

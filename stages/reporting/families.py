@@ -25,8 +25,13 @@ class DraftFamily:
     num_drafts: int | None = None  # of a block; None for EAGLE-3, whose trees have any depth
 
     def is_served(self, tree: TreeShape) -> bool:
-        """Return whether a serving engine can run the tree: of a block draft the chain of the whole block alone."""
-        return self.num_drafts is None or (tree.topk == 1 and tree.num_steps == self.num_drafts)
+        """Return whether a serving engine can run the tree: of a block draft the chain of the whole block alone.
+
+        Of EAGLE-3 one with at least num_steps + 1 tokens, which SGLang needs; vLLM runs chains, which have as many.
+        """
+        if self.num_drafts is None:
+            return tree.num_draft_tokens > tree.num_steps
+        return tree.topk == 1 and tree.num_steps == self.num_drafts
 
     def list_engines(self, tree: TreeShape) -> str:
         """Return the engines that run the tree, in words."""

@@ -139,7 +139,7 @@ def build_verdict(
     """Return the verdict.
 
     `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these. Trees
-    that no serving engine runs, as those of block drafts beyond the chain of the whole block, are never advised.
+    that no serving engine runs (DraftFamily.is_served) are never advised.
     """
 
     def is_served(checkpoint: str | None, tree: TreeShape) -> bool:

@@ -79,6 +79,7 @@ class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
     """The advised launch at one load: `results/launch.json` has these keys in this order."""
 
     flags: list[str]  # none if speculation is not worth enabling
+    min_version: str | None = None  # of the engine, that knows the draft; None: any
 
 
 class SpeculationLimit(Record):
@@ -93,6 +94,17 @@ class SpeculationLimit(Record):
     enabled: list[int]  # those where some tree's interval lies above 1
     undecided: list[int]  # those where the best tree has no interval
     off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
+
+
+@dataclass(frozen=True)
+class EngineLaunch:
+    """How an engine is started with a draft and a tree."""
+
+    flags: list[str]
+    min_version: str | None = None  # of the engine, that knows the draft; None: any
+
+
+DescribeLaunch = Callable[[str, PredictedSpeedup], EngineLaunch | None]  # of an engine by name
 
 
 @dataclass(frozen=True)
@@ -184,27 +196,26 @@ def count_outside_grid(cost: TimingGrid, trees: Iterable[ReplayedTree]) -> int:
     return sum(not any(is_inside_grid(within, tree.shape, plain.batch) for plain in cost.plain) for tree in trees)
 
 
-def choose_launches(
-    predicted: Iterable[PredictedSpeedup], flags: Callable[[str, PredictedSpeedup], list[str] | None]
-) -> list[LaunchAdvice]:
+def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: DescribeLaunch) -> list[LaunchAdvice]:
     """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
 
     A tree whose interval lies above 1 goes before one with a higher speedup whose interval does not: only the former is worth
     enabling, and none without an interval. An engine without a timing grid of its own uses the torch engine's.
 
     Args:
-        flags: returns the flags that turn a prediction's tree on, given (engine, row); None if the engine can't run it.
+        describe_launch: returns how an engine is started with a prediction's draft and tree; None if it can't run them.
     """
     rows, found = list(predicted), []
     for engine in LAUNCHABLE_ENGINES:
         timed_on = engine if any(row.engine == engine for row in rows) else "torch"
         mine = [row for row in rows if row.engine == timed_on]
         for load in dict.fromkeys(row.load for row in mine):
-            runnable = [(row, how) for row in mine if row.load == load and (how := flags(engine, row))]
+            runnable = [(row, how) for row in mine if row.load == load and (how := describe_launch(engine, row))]
             if runnable:
                 best, how = max(runnable, key=lambda pair: pair[0].preference)
                 enable = best.is_faster
-                advice = {"engine": engine, "timed_on": timed_on, "enable": enable, "flags": how if enable else []}
+                how = how if enable else EngineLaunch([])
+                advice = {"engine": engine, "timed_on": timed_on, "enable": enable, **vars(how)}
                 found.append(LaunchAdvice.model_validate(best.model_dump() | advice))
     return found
 

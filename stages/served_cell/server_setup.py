@@ -8,6 +8,7 @@ from stages.draft import block_checkpoint, checkpoint
 from stages.grading import grade
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
+from stages.params.block_draft_methods import DFLASH2, find_block_method
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import served_points, served_records, torch_records
@@ -28,7 +29,7 @@ def list_stage_gpus(params: schema.Params, config_names: list[str]) -> list[int]
 
 
 def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, Any]:
-    """Return config.json of the draft, of either family."""
+    """Return config.json of the draft: of EAGLE-3, or a block draft."""
     folder, maker = checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
     if block_checkpoint.is_block_draft(folder):
         return block_checkpoint.read_block_draft(folder, maker)[0]
@@ -85,7 +86,8 @@ def configure_server(
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
     shape = tree.num_steps, tree.topk, tree.num_draft_tokens
     algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
-    draft = engine_flags.ServedDraft(folder, algorithm, *shape, engine_flags.is_dflash2(draft_config))
+    selects_candidates = find_block_method(draft_config) is DFLASH2
+    draft = engine_flags.ServedDraft(folder, algorithm, *shape, selects_candidates)
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
     name = served_records.name_server_config(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
@@ -107,7 +109,7 @@ def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft
     if draft:
         shape = draft.num_steps, draft.topk, draft.num_draft_tokens
         reason = engine_flags.explain_unsupported(engine, *shape, draft_config)
-        if not reason and engine_flags.is_dflash2(draft_config):
+        if not reason and engine_flags.find_first_version(engine, draft_config):
             version = measured_server.find_engine_version(build_server_plan(work))
             reason = engine_flags.explain_old_version(engine, version, draft_config)
     if not reason and work.image_processor and engine == "vllm":

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stages.params.block_draft_methods import ALGORITHMS, DFLASH2, DSPARK, BlockDraftMethod, find_block_method
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
-# Algorithms of block drafts, by config.json's architecture. SGLang's names; vLLM's methods are the same in lower case.
-BLOCK_ALGORITHMS = {"DFlashDraftModel": "DFLASH", "DFlash2DraftModel": "DFLASH", "Qwen3DSparkModel": "DSPARK"}
 
 
 @dataclass(frozen=True)
@@ -91,30 +90,29 @@ class ServerSetup:
         return max(1, int(1 / self.mem_fraction + 1e-9))
 
 
-def get_block_algorithm(config: dict[str, Any]) -> str | None:
-    """Return the algorithm of a block draft by its config.json; None for EAGLE-3."""
-    return next(
-        (BLOCK_ALGORITHMS[name] for name in config.get("architectures") or () if name in BLOCK_ALGORITHMS), None
-    )
-
-
 def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
     """Return the algorithm of a draft: that of a block draft, else `algorithm`, which benchmark_served.server names."""
-    return get_block_algorithm(config) or algorithm
+    method = find_block_method(config)
+    return method.algorithm if method else algorithm
 
 
-def is_dflash2(config: dict[str, Any]) -> bool:
-    """Return whether a draft's config.json is of DFlash2, which engines run by the algorithm of DFlash."""
-    return "DFlash2DraftModel" in (config.get("architectures") or ())
+def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
+    """Return the first version of an engine that knows a draft of that config.json; None where all that aerie starts do."""
+    if find_block_method(config) is not DFLASH2:
+        return None
+    return ".".join(map(str, engine_versions.CHANGES[f"DFlash2 in {engine}"].since))
 
 
 def explain_old_version(engine: str, version: str | None, config: dict[str, Any]) -> str | None:
-    """Return why this version of an engine does not know a draft of that config.json; None if it does."""
-    change = f"DFlash2 in {engine}"
-    if not is_dflash2(config) or engine_versions.has_change(change, engine, version):
+    """Return why this version of an engine does not know a draft of that config.json; None if it does, or is not known."""
+    first = find_first_version(engine, config)
+    if (
+        first is None
+        or version is None
+        or engine_versions.parse_release(version) >= engine_versions.parse_release(first)
+    ):
         return None
-    since = ".".join(map(str, engine_versions.CHANGES[change].since))
-    return f"{engine} {version} does not know DFlash2DraftModel, expected {since} or later"
+    return f"{engine} {version} does not know {DFLASH2.architecture}, expected {first} or later"
 
 
 def samples_drafts(
@@ -131,19 +129,19 @@ def samples_drafts(
         return re.search(r"draft_sample_method\W+probabilistic", " ".join(flags)) is not None
     if draft.selects_candidates:
         return True
-    if draft.algorithm == "DSPARK":
+    if draft.algorithm == DSPARK.algorithm:
         return environment.get("SGLANG_DSPARK_USE_GREEDY_DRAFT", "").lower() not in ("1", "true", "yes", "on")
     return "--speculative-use-rejection-sampling" in flags
 
 
-def _explain_unsupported_block(num_steps: int, topk: int, draft: dict[str, Any], algorithm: str) -> str | None:
+def _explain_unsupported_block(num_steps: int, topk: int, block_size: int, method: BlockDraftMethod) -> str | None:
     """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
-    num_drafts = draft["block_size"] - (algorithm == "DFLASH")  # whose first slot drafts nothing
+    num_drafts = method.count_drafts(block_size)
     if topk > 1:
-        return f"engines verify chains only of {algorithm} drafts, this tree has topk {topk}: the torch engine alone runs it"
+        return f"engines verify chains only of {method.title} drafts, this tree has topk {topk}: the torch engine alone runs it"
     if num_steps != num_drafts:
         return (
-            f"a block of this {algorithm} draft has {num_drafts} drafts and this chain {num_steps}: told another width, an "
+            f"a block of this {method.title} draft has {num_drafts} drafts and this chain {num_steps}: told another width, an "
             f"engine runs another block than was trained and replayed; take t{num_drafts}_1_{num_drafts + 1}"
         )
     return None
@@ -153,8 +151,8 @@ def explain_unsupported(
     engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]
 ) -> str | None:
     """Return why an engine can't run a tree with a draft of that config.json; None if it can."""
-    if algorithm := get_block_algorithm(draft):
-        return _explain_unsupported_block(num_steps, topk, draft, algorithm)
+    if method := find_block_method(draft):
+        return _explain_unsupported_block(num_steps, topk, draft["block_size"], method)
     if engine == "vllm" and topk > 1:
         return f"vLLM drafts chains only, this tree has topk {topk}"
     if engine == "sglang" and num_draft_tokens < num_steps + 1:
@@ -181,7 +179,7 @@ def _list_sglang_settings(draft: ServedDraft) -> dict[str, Any]:
     """Return SGLang's settings of a draft, which are its flags, and keys of what it reports."""
     named = {"speculative_algorithm": draft.algorithm, "speculative_draft_model_path": draft.folder}
     width = {"speculative_num_draft_tokens": draft.num_draft_tokens}
-    if draft.algorithm in BLOCK_ALGORITHMS.values():  # SGLang sets num_steps and topk of a block to 1 itself
+    if draft.algorithm in ALGORITHMS:  # SGLang sets num_steps and topk of a block to 1 itself
         return named | width
     return named | {"speculative_num_steps": draft.num_steps, "speculative_eagle_topk": draft.topk} | width
 

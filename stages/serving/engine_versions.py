@@ -1,4 +1,4 @@
-"""Tell what an engine of some version can: flags, the command that starts a server, and the fields of its answers.
+"""Tell what a version of an engine supports: flags, the command that starts a server, and the fields of its answers.
 
 One table, read from the engines' wheels; which versions ran is in serving-env/README.md. A version that can't be told (an engine
 on the PATH, in a container) counts as the newest.
@@ -15,7 +15,7 @@ VERSION_TIMEOUT_S = 120.0  # vLLM imports torch to say its version
 
 @dataclass(frozen=True)
 class Change:
-    """Something that an engine can from one version on."""
+    """A feature that an engine has from a version on."""
 
     engine: str
     since: tuple[int, ...]

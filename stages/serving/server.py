@@ -80,8 +80,8 @@ class ServerProcess:
         if shutil.which(self.line[0]) is None:
             raise ValueError(
                 f"{self.section} asks for {self.engine}, but there is no `{self.line[0]}` on the PATH; install it into an "
-                "environment of its own (make serving-env) and put its bin folder on the PATH, or name a running server in "
-                "base_urls"
+                "environment of its own (make serving-env), where it is found, or put it on the PATH, or name a running server "
+                "in base_urls"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._start("wb")

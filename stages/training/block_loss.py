@@ -3,7 +3,7 @@
 Anchors (DeepSpec, common.py:109-169; SpecForge, dflash_family_model.py:179-210): a position is a candidate iff it and the next
 token are taught, in one document. Up to a number of them is drawn uniformly without replacement.
 
-Draft d of the block at anchor a has the label y[a + 1 + d] in both layouts (draft/block_draft.py). It is valid iff that token
+Draft d of the block at anchor a has the label y[a + 1 + d] in all methods (draft/block_draft.py). It is valid iff that token
 and all tokens between are taught tokens of the anchor's document: a block ends at the first hole, as in DeepSpec. SpecForge's
 DFlash tests each label alone; such labels after a hole are left out here.
 

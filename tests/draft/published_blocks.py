@@ -45,7 +45,7 @@ def weights(draft: BlockDraft) -> Tensors:
 def z_lab(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     nested = {"mask_token_id": draft.config.mask_token_id, "target_layer_ids": after_layers(draft)}
     own: Config = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
-    if draft.config.layout == "dflash2":
+    if draft.config.method == "dflash2":
         own["architectures"], nested = ["DFlash2DraftModel"], nested | dflash2_sizes(draft)
     own |= {"block_size": draft.config.block_size, "dflash_config": nested, "num_target_layers": num_layers}
     return layer_config(draft) | own, weights(draft)
@@ -82,7 +82,7 @@ def deepspec(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
 
 
 def deepspec_dflash(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
-    """DeepSpec's own "DFlash": DSpark without a head, in DSpark's layout."""
+    """DeepSpec's own "DFlash": DSpark without a head, in DSpark's form."""
     config, tensors = deepspec(draft, num_layers)
     del config["markov_head_type"], config["confidence_head_with_markov"]
     bare = {name: tensor for name, tensor in tensors.items() if "_head." not in name}
@@ -110,20 +110,20 @@ def specforge_dspark_older(draft: BlockDraft, num_layers: int) -> tuple[Config, 
 
 def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     c = draft.config
-    dspark = c.layout == "dspark"
+    dspark = c.method == "dspark"
     own: Config = {
-        "architectures": [{"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}.get(c.layout, "DFlashDraftModel")],
-        "speculators_model_type": c.layout, "speculators_version": "0.9.0", "model_type": "speculator_model",
+        "architectures": [{"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}.get(c.method, "DFlashDraftModel")],
+        "speculators_model_type": c.method, "speculators_version": "0.9.0", "model_type": "speculator_model",
         "transformer_layer_config": layer_config(draft), "aux_hidden_state_layer_ids": list(c.feature_layers),
         "draft_vocab_size": c.vocab_size, "block_size": c.block_size, "mask_token_id": c.mask_token_id,
         "sample_from_anchor": dspark, "sliding_window_non_causal": False, "target_hidden_size": None,
         "speculators_config": {
-            "algorithm": c.layout, "default_proposal_method": "greedy",
+            "algorithm": c.method, "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": c.num_drafts}],
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "a/target"},
         },
     }  # fmt: skip
-    if c.layout == "dflash2":
+    if c.method == "dflash2":
         own |= dflash2_sizes(draft)
     if dspark:
         own |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
@@ -131,7 +131,7 @@ def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     return own, weights(draft)
 
 
-FORMS: dict[str, list[Form]] = {  # by layout
+FORMS: dict[str, list[Form]] = {  # by method
     "dflash": [z_lab, specforge_dflash, speculators],
     "dflash2": [z_lab, embedded_codebooks, speculators],
     "dspark": [deepspec, specforge_dspark, specforge_dspark_older, speculators],

@@ -18,22 +18,22 @@ from stages.training.block_loss import BlockObjective
 CONFIG = BlockDraftConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     vocab_size=23, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 100.0, "rope_type": "default"},
-    layout="dflash", block_size=4, mask_token_id=22, feature_layers=(1, 2, 3, 4, 5),
+    method="dflash", block_size=4, mask_token_id=22, feature_layers=(1, 2, 3, 4, 5),
 )  # fmt: skip
-LAYOUTS: dict[str, dict[str, Any]] = {
+METHOD_OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash2": {
-        "layout": "dflash2", "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 4,
+        "method": "dflash2", "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 4,
     },
-    "dspark": {"layout": "dspark", "markov_rank": 3, "confidence_head": True},
+    "dspark": {"method": "dspark", "markov_rank": 3, "confidence_head": True},
     "dspark_plain": {
-        "layout": "dspark", "markov_rank": 3, "confidence_head": True, "confidence_head_with_markov": False,
+        "method": "dspark", "markov_rank": 3, "confidence_head": True, "confidence_head_with_markov": False,
     },
 }  # fmt: skip
 # Keys of a segment of train_draft.checkpoints beside those that all methods have.
 SEGMENT_KEYS: dict[str, dict[str, Any]] = {
-    "dflash": {}, "dflash2": {name: size for name, size in LAYOUTS["dflash2"].items() if name != "layout"},
-    "dspark": {"markov_rank": LAYOUTS["dspark"]["markov_rank"]},
+    "dflash": {}, "dflash2": {name: size for name, size in METHOD_OPTIONS["dflash2"].items() if name != "method"},
+    "dspark": {"markov_rank": METHOD_OPTIONS["dspark"]["markov_rank"]},
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def select(draft: BlockDraft, logits: Tensor, state: Tensor, previous: int) -> T
 
 def draft_logits(draft: BlockDraft, states: list[Tensor], head: Tensor, previous: list[int]) -> list[Tensor]:
     """Logits of each draft of a block, where `previous` are the tokens before the drafts, the anchor first."""
-    drafting = states if draft.config.layout == "dspark" else states[1:]
+    drafting = states if draft.config.method == "dspark" else states[1:]
     return [logits_after(draft, head, h, token) for h, token in zip(drafting, previous, strict=True)]
 
 
@@ -203,7 +203,7 @@ def greedy_block(
 ) -> list[int]:
     """The drafts at anchor a, one after the other."""
     states = block_states(draft, embedding, ids, features, a)
-    drafting = states if draft.config.layout == "dspark" else states[1:]
+    drafting = states if draft.config.method == "dspark" else states[1:]
     tokens = [ids[a]]
     for h in drafting:
         tokens.append(int(logits_after(draft, head, h, tokens[-1]).argmax()))

@@ -19,13 +19,13 @@ from stages.draft.block_checkpoint import (
 )
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
-from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_method = pytest.mark.parametrize("method", METHOD_OPTIONS)
 # DSpark for Qwen3-8B, as DeepSpec, SGLang and vLLM have it (research of 2026-11, section 7).
 QWEN3_8B = BlockDraftConfig(
     hidden_size=4096, intermediate_size=12288, num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, layout="dspark", block_size=7,
+    head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, method="dspark", block_size=7,
     rope={"rope_theta": 1000000, "rope_type": "default"}, mask_token_id=151669, feature_layers=(2, 10, 18, 26, 34),
     markov_rank=256, confidence_head=True,
 )  # fmt: skip
@@ -44,8 +44,8 @@ PUBLISHED = """
 """
 
 
-def make(layout: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tensor]]:
-    draft = random_block_draft(1, dtype=torch.float32, **LAYOUTS[layout])[0]
+def make(method: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tensor]]:
+    draft = random_block_draft(1, dtype=torch.float32, **METHOD_OPTIONS[method])[0]
     return draft, build_block_config(draft.config, 8), dict(draft.state_dict())
 
 
@@ -68,8 +68,8 @@ def test_sizes_are_those_of_qwen3_8b() -> None:
 
 def test_what_dflash2_adds_at_qwen3_8b() -> None:
     sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-    plain = replace(QWEN3_8B, layout="dflash", block_size=16, markov_rank=0, confidence_head=False)
-    config = build_block_config(replace(plain, layout="dflash2", **sizes), 36)
+    plain = replace(QWEN3_8B, method="dflash", block_size=16, markov_rank=0, confidence_head=False)
+    config = build_block_config(replace(plain, method="dflash2", **sizes), 36)
     assert config["architectures"] == ["DFlash2DraftModel"]
     assert config["dflash_config"] == {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], **sizes}
     shapes = list_block_tensor_shapes(parse_block_config(config))
@@ -81,9 +81,9 @@ def test_what_dflash2_adds_at_qwen3_8b() -> None:
     assert sum(more.values()) - sum(convolutions.values()) == 77_791_232 + 256 * 4096
 
 
-@every_layout
-def test_a_draft_is_read_as_written(layout: str, tmp_path: Path) -> None:
-    draft, config, tensors = make(layout)
+@every_method
+def test_a_draft_is_read_as_written(method: str, tmp_path: Path) -> None:
+    draft, config, tensors = make(method)
     write_block_draft(tmp_path, config, tensors)
     shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "draft" / "model.safetensors").items()}
     assert shapes == list_block_tensor_shapes(draft.config)  # the module's own names are the list's
@@ -94,9 +94,9 @@ def test_a_draft_is_read_as_written(layout: str, tmp_path: Path) -> None:
     assert all(torch.equal(x, tensors[name]) for name, x in again.state_dict().items())
 
 
-@every_layout
-def test_each_missing_unknown_or_misshapen_tensor_is_named(layout: str, tmp_path: Path) -> None:
-    _, config, tensors = make(layout)
+@every_method
+def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path: Path) -> None:
+    _, config, tensors = make(method)
     for name, tensor in tensors.items():
         assert repr(name) in find_block_draft_problem(config, {k: v for k, v in tensors.items() if k != name})
         assert f"{name} is" in find_block_draft_problem(config, tensors | {name: tensor[..., :0]})
@@ -108,7 +108,7 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(layout: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("layout", "change", "said"),
+    ("method", "change", "said"),
     [
         ("dspark", {"sample_from_anchor": False}, "sample_from_anchor is False, expected True"),
         ("dflash", {"sample_from_anchor": True}, "sample_from_anchor is True, expected False"),
@@ -130,8 +130,8 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(layout: str, tmp_path
         ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2, 3, 4]}}, "lacks 'mask_token_id'"),
     ],
 )  # fmt: skip
-def test_a_config_of_another_model_is_refused(layout: str, change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    _, config, tensors = make(layout)
+def test_a_config_of_another_model_is_refused(method: str, change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    _, config, tensors = make(method)
     assert not find_block_draft_problem(config, tensors)
     assert said in find_block_draft_problem(config | change, tensors)
     write_block_draft(tmp_path, config, tensors)

@@ -9,7 +9,7 @@ from torch import Tensor
 from stages.draft.block_draft import BlockContext, BlockDraft, build_block_mask
 from tests.draft.slow_block_draft import (
     CONFIG,
-    LAYOUTS,
+    METHOD_OPTIONS,
     block_states,
     confidences,
     draft_logits,
@@ -19,7 +19,7 @@ from tests.draft.slow_block_draft import (
 
 LENGTHS = (9, 6, 11)
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_method = pytest.mark.parametrize("method", METHOD_OPTIONS)
 
 
 def make_documents(seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -33,11 +33,11 @@ def make_documents(seed: int) -> tuple[list[Tensor], list[Tensor]]:
 ANCHORS = [(0, 1), (0, 4), (0, 8), (1, 3), (2, 0), (2, 7), (2, 10)]  # (document, position), at both ends too
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_packed_blocks_equal_slow_ones(layout: str, chunk: int) -> None:
+def test_packed_blocks_equal_slow_ones(method: str, chunk: int) -> None:
     """Hidden states, logits and confidences of every anchor of packed documents, in chunks of anchors."""
-    draft, embedding, head = random_block_draft(1, **LAYOUTS[layout])
+    draft, embedding, head = random_block_draft(1, **METHOD_OPTIONS[method])
     ids, features = make_documents(2)
     lengths = torch.tensor(LENGTHS)
     documents = torch.arange(3).repeat_interleave(lengths)
@@ -64,10 +64,10 @@ def test_packed_blocks_equal_slow_ones(layout: str, chunk: int) -> None:
             )
 
 
-@every_layout
-def test_cached_blocks_equal_slow_ones(layout: str) -> None:
+@every_method
+def test_cached_blocks_equal_slow_ones(method: str) -> None:
     """Requests of different lengths; the context is written in pieces, over rows of garbage."""
-    draft, embedding, head = random_block_draft(4, **LAYOUTS[layout])
+    draft, embedding, head = random_block_draft(4, **METHOD_OPTIONS[method])
     ids, features = make_documents(5)
     prompts, anchors = (3, 2, 4), (5, 5, 10)
     cache = BlockContext.allocate(draft.config, 3, 16, embedding)
@@ -94,13 +94,13 @@ def test_the_mask_is_the_one_drawn() -> None:
     assert mask.int().tolist() == [first] * 3 + [second] * 3
 
 
-@every_layout
-def test_a_new_draft_leaves_no_weight_uninitialised(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_method
+def test_a_new_draft_leaves_no_weight_uninitialised(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch fills memory that nothing has written with NaN, so that none of it can pass for a weight."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        draft = BlockDraft(replace(CONFIG, **LAYOUTS[layout]))
+        draft = BlockDraft(replace(CONFIG, **METHOD_OPTIONS[method]))
     finally:
         torch.use_deterministic_algorithms(False)
     assert [name for name, weight in draft.state_dict().items() if not weight.isfinite().all()] == []
@@ -115,18 +115,18 @@ def test_frequencies_stay_in_float32() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"layout": "dflash3"}, "layout is 'dflash3', expected one of dflash, dflash2, dspark"),
+        ({"method": "dflash3"}, "method is 'dflash3', expected one of dflash, dflash2, dspark"),
         ({"block_size": 1}, "block_size is 1, expected at least 2"),
         ({"mask_token_id": 23}, "mask_token_id is 23, expected a row"),
         ({"feature_layers": (1, 3, 2)}, "strictly increasing"),
         ({"feature_layers": (2, 2)}, "strictly increasing"),
         ({"feature_layers": (0, 2)}, "from 1 on"),
         ({"markov_rank": 2}, "belong to dspark"),
-        ({"layout": "dspark"}, "markov_rank is 0"),
+        ({"method": "dspark"}, "markov_rank is 0"),
         ({"selector_rank": 2}, "belong to dflash2"),
-        (LAYOUTS["dflash2"] | {"selector_rank": 0}, "selector_rank is 0, expected 1 or more"),
-        (LAYOUTS["dflash2"] | {"conv_group_size": 3}, "expected a divisor of the hidden size 16"),
-        (LAYOUTS["dflash2"] | {"selector_top_k": 24}, "expected at most the 23 tokens"),
+        (METHOD_OPTIONS["dflash2"] | {"selector_rank": 0}, "selector_rank is 0, expected 1 or more"),
+        (METHOD_OPTIONS["dflash2"] | {"conv_group_size": 3}, "expected a divisor of the hidden size 16"),
+        (METHOD_OPTIONS["dflash2"] | {"selector_top_k": 24}, "expected at most the 23 tokens"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(changes: dict, said: str) -> None:

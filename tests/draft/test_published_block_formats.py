@@ -19,7 +19,7 @@ from stages.target.manifest import TargetManifest
 from tests.draft import published_blocks
 from tests.draft.published_blocks import FORMS, Config, Form, Tensors, publish
 from tests.draft.slow_block_draft import (
-    LAYOUTS,
+    METHOD_OPTIONS,
     block_states,
     confidences,
     draft_logits,
@@ -37,7 +37,7 @@ MADE = TargetManifest(
 )  # fmt: skip
 ADDED = {19: "<|end|>", 20: "<|fim_pad|>"}
 SLOWLY = pytest.mark.parametrize(
-    ("layout", "form"), [(layout, form) for layout, forms in FORMS.items() for form in forms],
+    ("method", "form"), [(method, form) for method, forms in FORMS.items() for form in forms],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )  # fmt: skip
 
@@ -54,9 +54,9 @@ class Tokens(SimpleNamespace):
         return ADDED.get(i, f"t{i}")
 
 
-def original(layout: str, seed: int = 3, **options: Any) -> tuple[BlockDraft, Tensor, Tensor]:
+def original(method: str, seed: int = 3, **options: Any) -> tuple[BlockDraft, Tensor, Tensor]:
     """A random draft in float32, and the target's tables."""
-    return random_block_draft(seed, 0.4, torch.float32, **LAYOUTS[layout], feature_layers=FEATURES, **options)
+    return random_block_draft(seed, 0.4, torch.float32, **METHOD_OPTIONS[method], feature_layers=FEATURES, **options)
 
 
 def read(folder: Path, tables: tuple[Tensor, Tensor], **more: Any) -> PublishedDraft:
@@ -112,13 +112,13 @@ def check_same_drafts(truth: BlockDraft, tables: tuple[Tensor, Tensor], config: 
 
 
 @SLOWLY
-def test_an_imported_draft_drafts_what_the_original_does(tmp_path: Path, layout: str, form: Form) -> None:
-    truth, *tables = original(layout)
+def test_an_imported_draft_drafts_what_the_original_does(tmp_path: Path, method: str, form: Form) -> None:
+    truth, *tables = original(method)
     config, tensors = form(truth, LAYERS)
     found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
     assert found.notes == [] and found.config["dtype"] == "float32"
     assert parse_block_config(found.config) == replace(truth.config, rope=found.config["rope_parameters"])
-    assert found.options == {"layout": layout, "block_size": truth.config.block_size}
+    assert found.options == {"method": method, "block_size": truth.config.block_size}
     check_same_drafts(truth, (tables[0], tables[1]), config, found)
 
 
@@ -181,15 +181,15 @@ NOTES: dict[str, tuple[str, Form, Config, str]] = {
     "narrower proposals": (
         "dspark", published_blocks.speculators,
         {"speculators_config": {"proposal_methods": [{"speculative_tokens": 2}]}}, "speculative_tokens is 2: read as the 4"),
-    "no layout": ("dspark", published_blocks.speculators, {"sample_from_anchor": None}, "sample_from_anchor is absent"),
+    "no first slot": ("dspark", published_blocks.speculators, {"sample_from_anchor": None}, "sample_from_anchor is absent"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "form", "changes", "note"), NOTES.values(), ids=NOTES.keys())
+@pytest.mark.parametrize(("method", "form", "changes", "note"), NOTES.values(), ids=NOTES.keys())
 def test_a_value_not_used_as_written_gives_a_note(
-    tmp_path: Path, layout: str, form: Form, changes: Config, note: str
+    tmp_path: Path, method: str, form: Form, changes: Config, note: str
 ) -> None:
-    truth, *tables = original(layout)
+    truth, *tables = original(method)
     config, tensors = form(truth, LAYERS)
     (found,) = read(publish(tmp_path, change(config, changes), tensors), (tables[0], tables[1])).notes
     assert note in found
@@ -258,18 +258,18 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
     "two lists of layers": (
         "dspark", DEEP, {"aux_hidden_state_layer_ids": [1, 2, 4, 6]}, keep,
         r"entering blocks \[2, 3, 5, 7\] and \[1, 2, 4, 6\], expected one list"),
-    # The other layout
+    # Another method
     "DFlash from its anchor": (
         "dflash", SP, {"sample_from_anchor": True}, keep,
-        r"sample_from_anchor is True, expected False for speculators_model_type 'dflash', .* a checkpoint of the other layout"),
+        r"sample_from_anchor is True, expected False for speculators_model_type 'dflash', .* a checkpoint of another method"),
     "DSpark that fills in": (
         "dspark", DEEP, {"sample_from_anchor": False}, keep,
-        r"sample_from_anchor is False, expected True for architectures \['Qwen3DSparkModel'\]: a checkpoint of the other layout"),
-    "the layout by another name": (
+        r"sample_from_anchor is False, expected True for architectures \['Qwen3DSparkModel'\]: a checkpoint of another method"),
+    "the first slot by another name": (
         "dflash", ZLAB, {"dflash_config": {"shift_label": True}}, keep, "dflash_config.shift_label is True, expected False"),
-    "two names of layouts": (
+    "two methods": (
         "dspark", SF, {"architectures": ["DFlashDraftModel"]}, keep,
-        r"architectures \['DFlashDraftModel'\], projector_type 'dspark', expected one of .*, and one layout"),
+        r"architectures \['DFlashDraftModel'\], projector_type 'dspark', expected one of .*, and one method"),
     "DSpark called DFlash": (
         "dspark", DEEP, {"architectures": ["DFlashDraftModel"]}, keep,
         "markov_rank is 3, expected none for .*: a Markov head is DSpark's"),
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         "block_size 4 and dflash_config.block_size 16, expected one value"),
     "a wider block than was trained": (
         "dflash", SP, {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}}, keep,
-        "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 in the layout dflash: a wider block than the"),
+        "speculative_tokens is 4, expected at most 3, the drafts of a block of 4 of the method dflash: a wider block than the"),
     "a block of nothing": ("dflash", ZLAB, {"block_size": 1}, keep, "config.json: block_size is 1, expected at least 2"),
     "RoPE on three axes": (
         "dflash", ZLAB, {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, keep,
@@ -343,11 +343,11 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "form", "changes", "spoil", "message"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("method", "form", "changes", "spoil", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_would_draft_otherwise_is_refused(
-    tmp_path: Path, layout: str, form: Form, changes: Config, spoil: Spoil, message: str
+    tmp_path: Path, method: str, form: Form, changes: Config, spoil: Spoil, message: str
 ) -> None:
-    truth, *tables = original(layout)
+    truth, *tables = original(method)
     config, tensors = form(truth, LAYERS)
     spoil(tensors)
     folder = publish(tmp_path / "theirs", change(config, changes), tensors)

@@ -21,7 +21,7 @@ from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.replay.block_replay import AnswerPlaces, compute_place_states, replay_block_trees, replay_widths
-from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
 from tests.engine.test_batch_decode import asks, searched, steps
 from tests.engine.test_decode import Played, Posted, drawn
@@ -34,7 +34,7 @@ FEATURES = (1, 2, 3)  # the layers whose input the draft reads
 NUM_DRAFTS = 5
 TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6), TreeShape(5, 3, 16)]
 every_draft = pytest.mark.parametrize("kind", ["random", "trained"])
-every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 
 @cache
@@ -49,7 +49,7 @@ def read(ids: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat([out.hidden_states[i][0] for i in FEATURES], -1), out.logits[0]
 
 
-def make(layout: str, seed: int = 1, **options: Any) -> BlockDraft:
+def make(method: str, seed: int = 1, **options: Any) -> BlockDraft:
     sizes = {
         "hidden_size": 64,
         "head_dim": 16,
@@ -57,15 +57,15 @@ def make(layout: str, seed: int = 1, **options: Any) -> BlockDraft:
         "mask_token_id": 11,
         "max_position_embeddings": 512,
     }
-    options = {"feature_layers": FEATURES, "block_size": NUM_DRAFTS + (layout != "dspark"), **sizes, **options}
-    options |= {"selector_top_k": 12} if layout == "dflash2" else {}  # as wide as the widest tree
-    return random_block_draft(seed, 0.2, torch.float32, **(LAYOUTS[layout] | options))[0]
+    options = {"feature_layers": FEATURES, "block_size": NUM_DRAFTS + (method != "dspark"), **sizes, **options}
+    options |= {"selector_top_k": 12} if method == "dflash2" else {}  # as wide as the widest tree
+    return random_block_draft(seed, 0.2, torch.float32, **(METHOD_OPTIONS[method] | options))[0]
 
 
 @cache
-def draft(kind: str, layout: str) -> BlockDraft:
+def draft(kind: str, method: str) -> BlockDraft:
     """With random weights, or trained on the target's answers to the prompts of `asks` for some steps."""
-    made = make(layout)
+    made = make(method)
     if kind == "random":
         return made
     packs = [Pack(made, [*ask.prompt, *searched(target(), ask)], len(ask.prompt)) for ask in asks()]
@@ -128,11 +128,11 @@ def join(found: list[DecodeStep]) -> list[int]:
     return [token for step in found for token in step.tokens]
 
 
-@every_layout
+@every_method
 @every_draft
-def test_answers_are_those_of_greedy_search(way: str, kind: str, layout: str) -> None:
+def test_answers_are_those_of_greedy_search(way: str, kind: str, method: str) -> None:
     """Prompts of one token and more; answers that end at their first token, inside a block, by END and by length."""
-    engine = build_engine(draft(kind, layout))
+    engine = build_engine(draft(kind, method))
     accepted = dict.fromkeys(TREES, 0)
     for tree in TREES:
         alone = [decode(engine, ask, tree) for ask in asks()]
@@ -145,10 +145,10 @@ def test_answers_are_those_of_greedy_search(way: str, kind: str, layout: str) ->
         assert accepted[TREES[2]] > 30 and accepted[TREES[4]] >= accepted[TREES[1]] > accepted[TREES[0]]
 
 
-@every_layout
+@every_method
 @every_draft
-def test_accept_lengths_are_those_of_replay(way: str, kind: str, layout: str) -> None:
-    made = draft(kind, layout)
+def test_accept_lengths_are_those_of_replay(way: str, kind: str, method: str) -> None:
+    made = draft(kind, method)
     engine, head = build_engine(made), target().get_output_embeddings().weight
     chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
     grown = [TreeShape(5, 2, 4), TreeShape(3, 2, 6), TreeShape(5, 3, 16), TreeShape(2, 11, 40)]
@@ -167,10 +167,10 @@ def test_accept_lengths_are_those_of_replay(way: str, kind: str, layout: str) ->
     assert total > 50, "drafts are never right: the comparison says nothing"
 
 
-@every_layout
-def test_sampled_answers_are_those_of_plain_decoding(way: str, layout: str) -> None:
+@every_method
+def test_sampled_answers_are_those_of_plain_decoding(way: str, method: str) -> None:
     """Tokens are drawn from the target alone, so one seed gives one answer, as transformers' own logits give it."""
-    engine = build_engine(draft("trained", layout))
+    engine = build_engine(draft("trained", method))
     hows = [SamplingParams(0.8, 1.0, None, seed) for seed in range(4)]
     rows = [DecodeRequest(prompt, ROOM, None, how) for how in hows for prompt in test_decode.prompts()]
     expected = [drawn(target(), ask.prompt, ask.sampling) for ask in rows]
@@ -208,10 +208,10 @@ class NotedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("tree", [TREES[2], TREES[4]], ids=str)
 def test_a_captured_proposal_reads_nothing_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, layout: str, tree: TreeShape
+    monkeypatch: pytest.MonkeyPatch, method: str, tree: TreeShape
 ) -> None:
     """A CUDA graph can't wait for values, nor for shapes that depend on them."""
     monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
@@ -223,7 +223,7 @@ def test_a_captured_proposal_reads_nothing_on_the_host(
             return real(self, *given)
 
     monkeypatch.setattr(BlockProposer, "propose", propose)
-    steps(build_engine(draft("random", layout)).decode_batch(asks(), 3, tree), len(asks()))
+    steps(build_engine(draft("random", method)).decode_batch(asks(), 3, tree), len(asks()))
     assert {"index_put_", "mm"} <= noted.names, noted.names
     assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
 

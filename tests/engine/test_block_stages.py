@@ -15,17 +15,17 @@ from stages.params.tree_shape import TreeShape
 from stages.results import served_records, timing_grid, torch_records
 from stages.target import manifest
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import LAYOUTS, SEGMENT_KEYS, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft
 from tests.talking import TREES, WORKLOADS
 from tests.test_time_trees import GRID
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 4  # dflash drafts 3 tokens, dspark 4
-both_layouts = pytest.mark.parametrize("layout", ["dflash", "dspark"])
+two_methods = pytest.mark.parametrize("method", ["dflash", "dspark"])
 
 
-def write_draft(layout: str, **options: Any) -> BlockDraft:
+def write_draft(method: str, **options: Any) -> BlockDraft:
     """Write the checkpoint `block` of the tiny target."""
     made = manifest.read_manifest()
     sizes = {
@@ -35,16 +35,16 @@ def write_draft(layout: str, **options: Any) -> BlockDraft:
         "block_size": BLOCK_SIZE,
     }
     sizes |= {"feature_layers": (1, 2, 3), "max_position_embeddings": 4096}
-    draft = random_block_draft(2, **(LAYOUTS[layout] | sizes | options))[0].float()
+    draft = random_block_draft(2, **(METHOD_OPTIONS[method] | sizes | options))[0].float()
     config = block_checkpoint.build_block_config(draft.config, made.num_layers)
     block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("block"), config, dict(draft.state_dict()))
     return draft
 
 
-def name_checkpoint(project: Path, layout: str, **benchmarked: Any) -> None:
+def name_checkpoint(project: Path, method: str, **benchmarked: Any) -> None:
     """Name the checkpoint in params.yaml as one that train_draft has made."""
-    segment = {"from": "e000", "epochs": 1, "method": layout, "layers": 2, "block_size": BLOCK_SIZE, "anchors": 8}
-    segment |= SEGMENT_KEYS[layout]
+    segment = {"from": "e000", "epochs": 1, "method": method, "layers": 2, "block_size": BLOCK_SIZE, "anchors": 8}
+    segment |= SEGMENT_KEYS[method]
     edit_params(
         project,
         {
@@ -67,10 +67,10 @@ def project(talking_project: Path) -> Path:
     return talking_project
 
 
-@both_layouts
-def test_a_cell_of_a_block_checkpoint(project: Path, layout: str) -> None:
-    write_draft(layout)
-    name_checkpoint(project, layout)
+@two_methods
+def test_a_cell_of_a_block_checkpoint(project: Path, method: str) -> None:
+    write_draft(method)
+    name_checkpoint(project, method)
     prepare_prompts.main("eval")
     for tree in TREES:
         benchmark.main("eval", "block", tree)
@@ -90,10 +90,10 @@ def test_a_cell_of_several_prompts_at_once(project: Path) -> None:
     assert answers == expected and len(answers) == 5
 
 
-def sample_drafts(project: Path, layout: str, temperature: float = 0.8, **more: Any) -> None:
+def sample_drafts(project: Path, method: str, temperature: float = 0.8, **more: Any) -> None:
     hot = {**WORKLOADS["eval"], "temperature": temperature, **more}
     chosen = {"draft_sampling": "sampled", "trees": ["t3_1_4"], "torch_workloads": ["eval"]}
-    name_checkpoint(project, layout, workloads={**WORKLOADS, "eval": hot}, **chosen)
+    name_checkpoint(project, method, workloads={**WORKLOADS, "eval": hot}, **chosen)
     prepare_prompts.main("eval")
 
 
@@ -101,12 +101,12 @@ def read_answers(cell: torch_records.TorchCell) -> list[tuple[int, int, int]]:
     return [(row.output_tokens, row.cycles, row.accepted) for row in cell.prompts]
 
 
-@both_layouts
-def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project: Path, layout: str) -> None:
-    write_draft(layout)
+@two_methods
+def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project: Path, method: str) -> None:
+    write_draft(method)
     found = {}
     for temperature, draft_sampling in ((0.8, "sampled"), (0.8, "greedy"), (0.0, "sampled"), (0.0, "greedy")):
-        sample_drafts(project, layout, temperature)
+        sample_drafts(project, method, temperature)
         edit_params(project, {"benchmark": {"draft_sampling": draft_sampling}})
         benchmark.main("eval", "block", "t3_1_4")
         found[temperature, draft_sampling] = torch_records.read_torch_cell("eval", "block", "t3_1_4")
@@ -162,11 +162,11 @@ def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
         benchmark.main("eval", "block", "t3_1_4")
 
 
-@both_layouts
-def test_the_grid_of_a_block_checkpoint(project: Path, layout: str) -> None:
+@two_methods
+def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
     """Trees of the grid deeper than the block are left out."""
-    draft = write_draft(layout)
-    name_checkpoint(project, layout)
+    draft = write_draft(method)
+    name_checkpoint(project, method)
     edit_params(project, {"time_trees": {"checkpoints": ["block"], "num_steps": [1, 2, 3, 4, 6], "topk": [1, 2, 3]}})
     time_trees.main("block")
     found = timing_grid.read_timing_grid("block", "tiny")
@@ -209,15 +209,15 @@ def test_a_block_draft_of_another_target(project: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
-@both_layouts
+@two_methods
 def test_trees_deeper_than_a_trained_block_are_refused_before_anything_runs(
-    project: Path, section: str, layout: str
+    project: Path, section: str, method: str
 ) -> None:
     """A block of 4 rows drafts 3 tokens by dflash, 4 by dspark."""
-    name_checkpoint(project, layout)
+    name_checkpoint(project, method)
     changes: dict[str, Any] = {"checkpoints": ["block"], "trees": ["t3_1_4", "t4_1_5"]}
     edit_params(project, {section: changes | ({"workloads": ["eval"]} if section == "benchmark_served" else {})})
-    if layout == "dspark":
+    if method == "dspark":
         assert schema.load_params().train_draft.checkpoints["block"].other_method == "dspark"
         return
     message = (

@@ -21,7 +21,7 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
-from tests.draft.slow_block_draft import LAYOUTS, block_states, draft_logits, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import CONFIG, small_target
 from tests.engine.test_block_proposer import NotedOperators
 from tests.engine.test_decode import Played, Posted
@@ -32,19 +32,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_DRAFTS = 3
 RUNS = 1500  # as many as refuse each spoiled rule below
 CHAIN, SHORT = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1), TreeShape(1, 1, 2)
-every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 
 @cache
-def draft_of(layout: str) -> BlockDraft:
+def draft_of(method: str) -> BlockDraft:
     """A random draft, whose distributions differ from the target's, and at each slot after each token."""
-    sizes = {"vocab_size": V, "mask_token_id": 6, "block_size": NUM_DRAFTS + (layout != "dspark")}
-    return random_block_draft(3, 0.3, torch.float32, **LAYOUTS[layout], **sizes, feature_layers=tuple(FEATURES))[0]
+    sizes = {"vocab_size": V, "mask_token_id": 6, "block_size": NUM_DRAFTS + (method != "dspark")}
+    return random_block_draft(3, 0.3, torch.float32, **METHOD_OPTIONS[method], **sizes, feature_layers=tuple(FEATURES))[
+        0
+    ]
 
 
 @cache
-def engine_of(layout: str) -> Engine:
-    return Engine(small_target(V, 1), [], FEATURES, draft_of(layout))
+def engine_of(method: str) -> Engine:
+    return Engine(small_target(V, 1), [], FEATURES, draft_of(method))
 
 
 def sampled(how: str, seed: int) -> SamplingParams:
@@ -137,11 +139,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("how", ["cool", "both"])
-def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, layout: str, how: str) -> None:
+def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, method: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
-    engine = engine_of.__wrapped__(layout)
+    engine = engine_of.__wrapped__(method)
     asked = [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(5)]
     for tree in (CHAIN, SHORT):
         expected = [slow(engine, ask.prompt, ask.max_new_tokens, ask.sampling, tree.num_steps) for ask in asked]
@@ -158,9 +160,9 @@ def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, layout:
         assert 5 < drafts < tree.num_steps * sum(len(steps) - 1 for steps in alone) - 5, "both kinds are tested"
 
 
-@every_layout
-def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_it(layout: str) -> None:
-    engine = engine_of(layout)
+@every_method
+def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_it(method: str) -> None:
+    engine = engine_of(method)
     answers = [said(decode(engine, sampled("hot", seed))) for seed in (4, 4, 5)]
     assert answers[0] == answers[1] != answers[2]
     assert said(decode(engine, sampled("hot", 4), 11)) == answers[0][:11]
@@ -180,8 +182,8 @@ def test_greedy_and_sampled_drafts_of_one_engine_do_not_mix() -> None:
     assert found[0] == found[4] and found[0] != found[1] and found[0] != found[2]
 
 
-@every_layout
-def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+@every_method
+def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Neither drafting nor verification: a CUDA graph can't wait for values."""
     monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
     monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
@@ -195,7 +197,7 @@ def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(owner, name, watched)
     together(
-        engine_of.__wrapped__(layout), [DecodeRequest(PROMPT, 8, None, sampled("both", s)) for s in range(3)], CHAIN
+        engine_of.__wrapped__(method), [DecodeRequest(PROMPT, 8, None, sampled("both", s)) for s in range(3)], CHAIN
     )
     assert {"searchsorted", "clamp"} <= noted.names, noted.names
     assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
@@ -204,10 +206,10 @@ def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPat
 # The distribution
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize(("how", "tree"), [("cool", (3, 1, 4)), ("both", (1, 1, 2))])
-def test_answers_have_the_targets_own_chances(layout: str, how: str, tree) -> None:
-    assert not refused(engine_of(layout), HOW[how], tree, RUNS, samples_drafts=True)
+def test_answers_have_the_targets_own_chances(method: str, how: str, tree) -> None:
+    assert not refused(engine_of(method), HOW[how], tree, RUNS, samples_drafts=True)
 
 
 def accept_all(target: Tensor, draft: Tensor, drafts: Tensor, coins: Tensor) -> Tensor:
@@ -234,11 +236,11 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_spoiled_rule_is_refused(monkeypatch: pytest.MonkeyPatch, layout: str, mutant: str) -> None:
+def test_a_spoiled_rule_is_refused(monkeypatch: pytest.MonkeyPatch, method: str, mutant: str) -> None:
     monkeypatch.setattr(*MUTANTS[mutant])
-    assert refused(engine_of(layout), HOW["cool"], (3, 1, 4), RUNS, samples_drafts=True)
+    assert refused(engine_of(method), HOW["cool"], (3, 1, 4), RUNS, samples_drafts=True)
 
 
 # What is refused

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import doctor, dvc_graph, reproduce
+from pipeline import doctor, dvc_graph, reproduce, requirements
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
+from stages.params.schema import load_params
 from tests.conftest import ROOT
 
 Usage = namedtuple("Usage", "total used free")
@@ -36,7 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(reproduce, "estimate_params", lambda recipe, file: ESTIMATE)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
+    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
     return tmp_path
 
 
@@ -75,6 +76,19 @@ def test_gpus_engines_and_remotes_are_named(home: Path, monkeypatch: pytest.Monk
     assert found["DVC remote"].found == f"ours ({home}/kept)"
 
 
+@pytest.mark.parametrize("stage", ["benchmark_served", "serving_costs"])
+def test_a_recipe_that_starts_an_engine_needs_it(stage: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the engine of serving_costs was not looked for, so such a run began without one."""
+    monkeypatch.setenv("PATH", str(home))
+    params = load_params()
+    assert list(requirements.check_engines(params)) == []
+    served = getattr(params, stage).model_copy(update={"workloads": ["eval"]})
+    (found,) = requirements.check_engines(params.model_copy(update={stage: served}))
+    assert found.ok is False and (found.subject, found.advice) == (
+        "benchmark_served.engine", "run: make serving-env ENGINE=sglang",
+    )  # fmt: skip
+
+
 def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package-of-ours",))
     assert check()["no-such-package-of-ours"] == Finding(
@@ -83,7 +97,7 @@ def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.
 
 
 def test_a_disk_that_is_too_small_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
+    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
     disk = check()["disk"]
     assert disk.ok is False and "1.0 GiB free here, a run writes about 3.00 GiB" in disk.found
     assert "extract_hiddens.online" in disk.advice

@@ -18,25 +18,25 @@ from stages.replay.block_replay import (
     replay_widths,
     trace_block_cycles,
 )
-from tests.draft.slow_block_draft import LAYOUTS, greedy_block, logits_after, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
 from tests.draft.slow_draft import small_target
 
 VOCAB = 5  # so few tokens that random drafts are often right
 FEATURES = (1, 2, 4)  # the layers whose input the draft reads
 PROMPTS = ([1], [3, 0, 2], [2, 2, 1, 0], [0, 3])
 ANSWER_LENGTHS = (14, 1, 9, 12)  # one without a cycle
-every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 seeds = pytest.mark.parametrize("seed", [3, 8, 9])
 
 
 class Case:
     """A target, its greedy answers, and a draft that reads it."""
 
-    def __init__(self, layout: str, seed: int):
+    def __init__(self, method: str, seed: int):
         self.target = small_target(VOCAB, seed).double()
         self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
         options: dict[str, Any] = {"vocab_size": VOCAB, "mask_token_id": 3, "block_size": 5, "feature_layers": FEATURES}
-        self.draft: BlockDraft = random_block_draft(seed + 10, **LAYOUTS[layout], **options)[0]
+        self.draft: BlockDraft = random_block_draft(seed + 10, **METHOD_OPTIONS[method], **options)[0]
         self.rows = [self.answer(p, n) for p, n in zip(PROMPTS, ANSWER_LENGTHS, strict=True)]
         lengths = torch.tensor([len(row) for row in self.rows])
         offsets = lengths.cumsum(0) - lengths
@@ -83,10 +83,10 @@ class Case:
 case_of = cache(Case)
 
 
-@every_layout
+@every_method
 @seeds
-def test_every_width_equals_live_decoding(layout: str, seed: int) -> None:
-    case = case_of(layout, seed)
+def test_every_width_equals_live_decoding(method: str, seed: int) -> None:
+    case = case_of(method, seed)
     drafts = case.draft.draft_greedily(case.states, case.anchor_tokens, case.head)
     walk = replay_widths(drafts, case.places)
     histogram = compute_histogram(walk)
@@ -101,10 +101,10 @@ def test_every_width_equals_live_decoding(layout: str, seed: int) -> None:
     assert int(walk.accepted.sum()) > 10, "drafts are never right: the comparison says nothing"
 
 
-@every_layout
+@every_method
 @seeds
-def test_chains_are_trees_of_topk_1(layout: str, seed: int) -> None:
-    case = case_of(layout, seed)
+def test_chains_are_trees_of_topk_1(method: str, seed: int) -> None:
+    case = case_of(method, seed)
     num_drafts = case.draft.config.num_drafts
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, chains)
@@ -127,7 +127,7 @@ def slow_tree(case: Case, place: int, levels: int, topk: int, count: int, beam: 
     return [path[1:] for _, path in sorted(paths, reverse=True)[:count]]
 
 
-@every_layout
+@every_method
 @seeds
 @pytest.mark.parametrize(
     ("levels", "topk", "sizes", "beam"),
@@ -140,10 +140,10 @@ def slow_tree(case: Case, place: int, levels: int, topk: int, count: int, beam: 
     ],
 )
 def test_trees_equal_enumerated_ones(
-    layout: str, seed: int, levels: int, topk: int, sizes: Any, beam: int | None
+    method: str, seed: int, levels: int, topk: int, sizes: Any, beam: int | None
 ) -> None:
     """Best-first over every path where the tree has at most 2 K + 1 nodes, and over those of the beams with more."""
-    case = case_of(layout, seed)
+    case = case_of(method, seed)
     trees = [TreeShape(levels, topk, m) for m in sizes]
     found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, trees)
     for g, tree in enumerate(trees):
@@ -162,9 +162,9 @@ def test_trees_equal_enumerated_ones(
             offset += count
 
 
-@every_layout
-def test_answers_of_one_token_have_no_cycle(layout: str) -> None:
-    case = case_of(layout, 6)
+@every_method
+def test_answers_of_one_token_have_no_cycle(method: str) -> None:
+    case = case_of(method, 6)
     rows = [row[: len(prompt) + 1] for row, prompt in zip(case.rows[:2], PROMPTS, strict=False)]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -17,25 +17,25 @@ from stages.params.tree_shape import TreeShape
 from stages.replay import sampled_drafts
 from stages.replay.block_replay import AnswerPlaces, compute_place_states
 from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
-from tests.draft.slow_block_draft import LAYOUTS, block_states, draft_logits, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import small_target
 from tests.engine.test_sampling import warped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FEATURES = (1, 2, 3)
-every_layout = pytest.mark.parametrize("layout", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 
 class Pair:
     """A random target of some tokens and a random block draft of some drafts."""
 
-    def __init__(self, layout: str, vocab: int, num_drafts: int):
+    def __init__(self, method: str, vocab: int, num_drafts: int):
         self.target = small_target(vocab, 1)
         self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
-        sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (layout != "dspark")}
-        sizes |= {"selector_top_k": 2} if layout == "dflash2" else {}
-        options = LAYOUTS[layout] | sizes
+        sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (method != "dspark")}
+        sizes |= {"selector_top_k": 2} if method == "dflash2" else {}
+        options = METHOD_OPTIONS[method] | sizes
         made = random_block_draft(3, 0.3, torch.float32, **options, feature_layers=FEATURES)
         self.draft: BlockDraft = made[0]
 
@@ -137,11 +137,11 @@ class Enumeration:
                 return
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("top_p", [1.0, 0.95])
-def test_expected_counts_are_those_of_every_way_that_decoding_can_go(layout: str, top_p: float) -> None:
+def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str, top_p: float) -> None:
     """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its chance is the target's."""
-    pair = pair_of(layout, 3, 2)
+    pair = pair_of(method, 3, 2)
     for width in (1, 2):
         tree = Enumeration(pair, width, 0.7, top_p)
         outcomes = tree.answers()
@@ -170,8 +170,8 @@ HOW = (0.6, 0.9)
 class LiveRuns:
     """Answers of the engine, replay's places of them, and what was counted."""
 
-    def __init__(self, layout: str, width: int):
-        pair = pair_of(layout, VOCAB, NUM_DRAFTS)
+    def __init__(self, method: str, width: int):
+        pair = pair_of(method, VOCAB, NUM_DRAFTS)
         engine = Engine(pair.target, [], list(FEATURES), pair.draft)
         prompts = torch.randint(0, VOCAB, (RUNS, 4), generator=torch.Generator().manual_seed(1)).tolist()
         hows = [SamplingParams(*HOW, None, seed, samples_drafts=True) for seed in range(RUNS)]
@@ -198,12 +198,12 @@ class LiveRuns:
 live = cache(LiveRuns)
 
 
-@every_layout
+@every_method
 @pytest.mark.parametrize("width", [1, NUM_DRAFTS])
-def test_live_runs_are_as_replay_of_their_answers_expects(layout: str, width: int) -> None:
+def test_live_runs_are_as_replay_of_their_answers_expects(method: str, width: int) -> None:
     """By chance 4.9 standard errors are passed once in a million."""
-    assert live(layout, width).measure_distance() < 4.9
-    assert live(layout, width).accepted.mean() > 3, "hardly a draft is accepted: the comparison says little"
+    assert live(method, width).measure_distance() < 4.9
+    assert live(method, width).accepted.mean() > 3, "hardly a draft is accepted: the comparison says little"
 
 
 def forget(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +220,11 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("layout", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_a_spoiled_replay_is_told_from_live_runs(layout: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoiled_replay_is_told_from_live_runs(method: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget(*SPOILED[spoiled], monkeypatch)
-    assert live(layout, NUM_DRAFTS).measure_distance() > 4.9
+    assert live(method, NUM_DRAFTS).measure_distance() > 4.9
 
 
 # Borders
@@ -238,9 +238,9 @@ def test_a_token_that_rounding_puts_outside_top_p_has_its_probability_before() -
     assert inside.tolist() == [1.0] and outside.item() == pytest.approx(math.exp(1) / (math.exp(5) + 1 + math.exp(1)))
 
 
-@every_layout
-def test_answers_of_one_token_have_no_cycle(layout: str) -> None:
-    pair = pair_of(layout, 3, 2)
+@every_method
+def test_answers_of_one_token_have_no_cycle(method: str) -> None:
+    pair = pair_of(method, 3, 2)
     found = pair.replay(pair.read_places([[1, 0], [2, 1]], 1), *HOW)
     assert found.cycles.tolist() == found.accepted.tolist() == [[0, 0], [0, 0]]
     mixed = pair.replay(pair.read_places([[1, 0], [2, 1, 0, 2]], 1), *HOW)

@@ -1,5 +1,6 @@
 """Families side by side: a page of made-up replays of EAGLE-3 and of a block draft, and what is offered for launch."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,16 +10,19 @@ import pytest
 from stages import report
 from stages.draft import block_checkpoint
 from stages.params import schema
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
 from stages.results import prediction, replay_records, timing_grid, torch_records
 from stages.results.replay_records import ReplayedTree
+from stages.serving import engine_flags
 from tests import costs
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import LAYOUTS, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.test_report import made_up_project, words
 from tests.torch_cells import timed_cell
 
+TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 NAME, NUM_DRAFTS = "b006", 5
 CHAIN = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1)
 
@@ -48,8 +52,28 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     return schema.load_params()
 
 
+@pytest.mark.parametrize("name", ["eagle3", *BLOCK_METHODS])
+def test_the_engines_of_a_tree_are_those_that_do_not_refuse_it(name: str) -> None:
+    """Bug: EAGLE-3's t8_2_8, which SGLang refuses and vLLM too, was offered as SGLang's."""
+    method = BLOCK_METHODS.get(name)
+    architecture = method.architecture if method else "LlamaForCausalLMEagle3"
+    config = {"architectures": [architecture], "block_size": 4, "model_type": "llama"}
+    family = families.DraftFamily(method.title, method.count_drafts(4)) if method else families.EAGLE3
+    shapes = [TreeShape(*shape) for shape in itertools.product((1, 3, 4, 8), (1, 2, 4), (4, 8, 9, 16))]
+    chains = [TreeShape(steps, 1, steps + 1) for steps in range(1, 9)]
+    for tree in [*(tree for tree in shapes if tree.topk > 1), *chains]:
+        place = tree.num_steps, tree.topk, tree.num_draft_tokens
+        running = [
+            title for engine, title in TITLES.items() if not engine_flags.explain_unsupported(engine, *place, config)
+        ]
+        assert family.list_engines(tree) == (", ".join(running) or families.TORCH_ONLY), tree
+        assert family.is_served(tree) == bool(running)
+
+
 def add_timing() -> None:
-    config = block_checkpoint.build_block_config(random_block_draft(1, **LAYOUTS["dspark"], block_size=5)[0].config, 8)
+    config = block_checkpoint.build_block_config(
+        random_block_draft(1, **METHOD_OPTIONS["dspark"], block_size=5)[0].config, 8
+    )
     edit_params(Path(), {"time_trees": {"checkpoints": ["e000", NAME]}})
     timing_grid.write_timing_grid(costs.made_up(NAME, draft=config))
 
@@ -114,7 +138,7 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
     assert f"checkpoint {NAME} (DSpark)" in printed and "checkpoint e003\n" in printed
     assert re.search(r"^3_2_8 \+ ", printed, re.M) and re.search(r"^5_1_6 \(5_1_5\)  ", printed, re.M)
-    assert "+ torch engine only: no serving engine runs this tree of a block draft" in printed
+    assert "+ torch engine only: neither SGLang (from 0.5.17 on) nor vLLM runs this tree" in printed
     results = page[page.index(f"Results of {NAME} on eval") :]
     told = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
     assert [("torch engine only" in row, row.split()[0][:5]) for row in told] == [(False, "5_1_6"), (True, "3_2_8")]

@@ -19,22 +19,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 
 
-def config(layout: str, **sizes: int) -> BlockDraftConfig:
+def config(method: str, **sizes: int) -> BlockDraftConfig:
     shape = {
         "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 12, "vocab_size": 300, "block_size": 4,
     } | sizes  # fmt: skip
     return BlockDraftConfig(
         **shape, max_position_embeddings=4096, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
-        layout=layout, mask_token_id=0, feature_layers=(1, 2, 3, 4, 5), confidence_head=layout == "dspark",
-        **(SIZES if layout == "dflash2" else {}),
+        method=method, mask_token_id=0, feature_layers=(1, 2, 3, 4, 5), confidence_head=method == "dspark",
+        **(SIZES if method == "dflash2" else {}),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("dflash", 0), ("dflash2", 0), ("dspark", 6)])
-def test_the_count_is_what_torch_counts(layout: str, rank: int) -> None:
-    c = config(layout, markov_rank=rank)
-    draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 0, OBJECTIVES[layout])
+@pytest.mark.parametrize(("method", "rank"), [("dflash", 0), ("dflash2", 0), ("dspark", 6)])
+def test_the_count_is_what_torch_counts(method: str, rank: int) -> None:
+    c = config(method, markov_rank=rank)
+    draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 0, OBJECTIVES[method])
     draw = torch.Generator().manual_seed(0)
     rows = [
         SimpleNamespace(
@@ -51,7 +51,7 @@ def test_the_count_is_what_torch_counts(layout: str, rank: int) -> None:
     num_rows, drafts = 9 * 4, sum(pack.supervised_per_step)
     assert len(pack.anchors) == 9 and 0 < drafts < 9 * c.num_drafts
     work = BlockWork(65, 9, drafts, num_rows * (65 + num_rows))  # a dense mask computes every pair
-    found = BlockFlop.of_config(c, reads_target=layout == "dspark").count(work)
+    found = BlockFlop.of_config(c, reads_target=method == "dspark").count(work)
     # torch counts no product with a vector, which the confidence head is
     assert counter.get_total_flops() == pytest.approx(found, rel=0.002)
 

@@ -89,7 +89,7 @@ def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
     rows = prediction.predict_speedups(found, "e009", 0.0, REPLAYS["e009"])
     told = {
         r.concurrency: r.enable
-        for r in prediction.choose_launches(rows, lambda engine, row: [engine])
+        for r in prediction.choose_launches(rows, lambda engine, row: prediction.EngineLaunch([engine]))
         if r.engine == "sglang"
     }
     truth = {

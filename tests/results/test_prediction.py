@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stages.params.tree_shape import TreeShape
-from stages.reporting.costs import describe_limit
+from stages.reporting.costs import describe_limit, format_launch_table
 from stages.results import prediction
-from stages.results.prediction import PredictedSpeedup
+from stages.results.prediction import EngineLaunch, PredictedSpeedup
 from tests import costs
 from tests.served_cells import replayed_tree as replay
 
@@ -106,8 +106,8 @@ def guess(name: str, speedup: float, low: float, **keys: object) -> PredictedSpe
     return PredictedSpeedup(**row | shape | figures | {"low": low, "high": speedup + 0.1} | keys)
 
 
-def chains_on_vllm(engine: str, row: PredictedSpeedup) -> list[str] | None:
-    return None if engine == "vllm" and row.topk > 1 else ["--tree", f"{row.steps}_{row.topk}"]
+def chains_on_vllm(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
+    return None if engine == "vllm" and row.topk > 1 else EngineLaunch(["--tree", f"{row.steps}_{row.topk}"], "9.1")
 
 
 def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
@@ -115,6 +115,7 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
     assert (sglang["engine"], sglang["steps"], sglang["topk"], sglang["flags"]) == ("sglang", 5, 3, ["--tree", "5_3"])
     assert (vllm["engine"], vllm["steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
+    assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
     assert sglang["timed_on"] == vllm["timed_on"] == "torch"
 
 

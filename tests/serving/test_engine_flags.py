@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from stages.draft.block_checkpoint import ARCHITECTURES
 from stages.serving import engine_flags, engine_versions, spec_counters
 
 SETUP = engine_flags.ServerSetup(
@@ -81,20 +80,20 @@ BLOCKS = {
 }
 
 
-def test_architectures_of_block_drafts_are_those_that_checkpoints_are_written_with() -> None:
-    named = {name: layout.removesuffix("2").upper() for layout, name in ARCHITECTURES.items()}
-    assert named == engine_flags.BLOCK_ALGORITHMS
-
-
 def test_dflash2_needs_engines_that_know_it() -> None:
     """SGLang 0.5.17 skips its tensors in silence."""
     config = {"architectures": ["DFlash2DraftModel"], "block_size": 16}
     said = engine_flags.explain_old_version("sglang", "0.5.17", config)
     assert said == "sglang 0.5.17 does not know DFlash2DraftModel, expected 0.5.23 or later"
+    assert (engine_flags.find_first_version("sglang", config), engine_flags.find_first_version("vllm", config)) == (
+        "0.5.23",
+        "0.33",
+    )
     assert "0.33 or later" in str(engine_flags.explain_old_version("vllm", "0.26.0", config))
     for engine, version in (("sglang", "0.5.23"), ("sglang", None), ("vllm", "0.33.0")):
         assert engine_flags.explain_old_version(engine, version, config) is None
     assert engine_flags.explain_old_version("sglang", "0.5.17", {"architectures": ["DFlashDraftModel"]}) is None
+    assert engine_flags.find_first_version("sglang", {"architectures": ["DFlashDraftModel"]}) is None
     assert engine_flags.explain_unsupported("sglang", 15, 1, 16, config) is None
 
 

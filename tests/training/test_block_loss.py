@@ -15,7 +15,7 @@ from stages.training.block_loss import (
     compute_draft_weights,
     sample_anchors,
 )
-from tests.draft.slow_block_draft import LAYOUTS, Document, block_losses, random_block_draft
+from tests.draft.slow_block_draft import METHOD_OPTIONS, Document, block_losses, random_block_draft
 
 LENGTHS = (9, 7)
 TAUGHT = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
@@ -56,13 +56,13 @@ def test_weights_decay_by_draft() -> None:
 
 
 CASES: dict[str, tuple[dict[str, Any], BlockObjective]] = {
-    "dflash": (LAYOUTS["dflash"], BlockObjective(decay=7.0)),
-    "dflash2": (LAYOUTS["dflash2"], DFLASH2_OBJECTIVE),
-    "dflash_flat": (LAYOUTS["dflash"], BlockObjective(decay=None)),
-    "dflash_l1": (LAYOUTS["dflash"], BlockObjective(ce=0.5, l1=0.7)),
-    "dspark": (LAYOUTS["dspark"], DSPARK_OBJECTIVE),
-    "dspark_plain": (LAYOUTS["dspark_plain"], DSPARK_OBJECTIVE),
-    "dspark_no_confidence": ({"layout": "dspark", "markov_rank": 3}, BlockObjective(0.1, 0.9, 0.0, 4.0)),
+    "dflash": (METHOD_OPTIONS["dflash"], BlockObjective(decay=7.0)),
+    "dflash2": (METHOD_OPTIONS["dflash2"], DFLASH2_OBJECTIVE),
+    "dflash_flat": (METHOD_OPTIONS["dflash"], BlockObjective(decay=None)),
+    "dflash_l1": (METHOD_OPTIONS["dflash"], BlockObjective(ce=0.5, l1=0.7)),
+    "dspark": (METHOD_OPTIONS["dspark"], DSPARK_OBJECTIVE),
+    "dspark_plain": (METHOD_OPTIONS["dspark_plain"], DSPARK_OBJECTIVE),
+    "dspark_no_confidence": ({"method": "dspark", "markov_rank": 3}, BlockObjective(0.1, 0.9, 0.0, 4.0)),
 }
 
 
@@ -99,7 +99,7 @@ def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int) -> None:
 
 def test_gradients_of_the_selector_are_the_same_in_every_run() -> None:
     """Bug: on two threads indexing added up the gradients of its codebooks in an order of its own, so no run was another's."""
-    options = LAYOUTS["dflash2"] | {"selector_rank": 32, "selector_top_k": 16, "block_size": 16}
+    options = METHOD_OPTIONS["dflash2"] | {"selector_rank": 32, "selector_top_k": 16, "block_size": 16}
     draft, _, head = random_block_draft(1, dtype=torch.float32, **options)
     draft.requires_grad_(True)
     generator = torch.Generator().manual_seed(2)
