@@ -35,7 +35,7 @@ COPIED = (
     "recipes", "serving-env", "stages", "templates", "tests",
 )  # fmt: skip
 
-# Seed 000's 25 rows: 15 at ep=9, 10 at ep=3.
+# The 25 rows of published/qwen3-vl-weather: 15 at ep=9, 10 at ep=3.
 SEED_000_EP9 = (
     "t8_1_9 t5_1_6 t5_2_8 t8_2_8 t8_3_8 t8_2_16 t8_3_16 t5_4_16 t6_3_16 t10_2_16 t10_2_32 t10_3_32 t8_3_32 t6_5_32 t6_10_32"
 )  # fmt: skip
@@ -55,7 +55,7 @@ CHAT = {
     "request_rate": 8.0,
 }
 COMPLETION = {"num_prompts": 256, "input_tokens": 1024, "max_new_tokens": 128, "concurrency": 128, "warmup": 128}
-SCENARIOS: Workloads = {  # seed 002, section 2.2; lengths exact, not drawn
+SCENARIOS: Workloads = {  # published/qwen3-coder-h100, section 2.2; lengths exact, not drawn
     "code_gen": {**DRAWN, **CODE_GEN},
     "chat": {**DRAWN, **CHAT},
     "completion": {**DRAWN, **COMPLETION},
@@ -189,7 +189,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         p["target"]["feature_layers"] = [1, 2, 3, 4, 5, 6]  # EAGLE-3's 2 3 4, and those of block drafts
         p["train_draft"]["checkpoints"] = CHECKPOINTS
         p["replay_trees"]["checkpoints"] = list(CHECKPOINTS)
-    deep = "vl" in plan.recipe  # seed 000's trees
+    deep = "vl" in plan.recipe  # qwen3-vl-weather's trees
     p["replay_trees"] |= {
         "num_steps": [1, 2, 3, 4, 5, 6, 7, 8, 10, *([9, 12, 16] if deep else [])],
         "topk": [1, 2, 4, *([3, 5, 10] if deep else [])],

@@ -80,10 +80,8 @@ def _check_engines() -> Iterator[Finding]:
         if place := find_engine(name):
             yield Finding(name, f"{place} on the PATH" if place.startswith("/") else f"installed in {place}")
         else:
-            yield Finding(
-                name,
-                f"not found; needed by benchmark_served, serving_costs and sample_target.server.launch: make serving-env ENGINE={name}",
-            )
+            stages = "benchmark_served, serving_costs and sample_target.server.launch"
+            yield Finding(name, f"not found; needed by {stages}: make serving-env ENGINE={name}")
 
 
 def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:

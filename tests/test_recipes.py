@@ -53,7 +53,7 @@ def merge(name: str) -> tuple[schema.Params, list[str], dict[str, list[str]]]:
 def test_every_recipe_that_was_asked_for_is_there() -> None:
     qwen = {f"angelslim-qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b")}
     hunyuan = {f"angelslim-hunyuan-{size}" for size in ("1.8b", "4b", "7b")}
-    train = {"train-qwen3-8b-8gpu", "train-qwen3-8b-1gpu", "train-qwen3-vl-8b-8gpu"}
+    train = {"train-qwen3-8b-8gpu", "train-qwen3-8b-1gpu", "train-qwen3-8b-blocks-8gpu", "train-qwen3-vl-8b-8gpu"}
     assert set(NAMES) == qwen | hunyuan | train | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
     assert len(BUILTIN) == 6
 
