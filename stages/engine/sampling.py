@@ -12,9 +12,9 @@ child proposes is drawn from the remaining distribution. This is SGLang 0.5.17's
 Sampled drafts (SGLang with DSpark or DFlash2, vLLM's `draft_sample_method: probabilistic`) are drawn too, from q, the draft's
 distribution at the same temperature, without top-k and top-p. Draft x is accepted with probability min(1, p(x) / q(x)), p being
 the target's distribution as above; else the token is drawn from the residual (p - q)+, normalised; after a whole accepted chain
-from p. So the committed tokens have the target's distribution (Leviathan et al. 2023, appendix A.1). An answer has three numbers for each
-token: one draws the draft, one decides, one draws the target's token. Whether a draft is accepted depends on numbers up to its
-own position only, so a number that was spent on a rejected draft is as good as new for the next cycle.
+from p. So the committed tokens have the target's distribution (Leviathan et al. 2023, appendix A.1). An answer has three
+numbers for each token: one draws the draft, one decides, one draws the target's token. Whether a draft is accepted depends on
+numbers up to its own position only, so a number that was spent on a rejected draft is as good as new for the next cycle.
 
 Letters: B prompts decoded together, M nodes, N nodes of all prompts, V vocabulary.
 """
