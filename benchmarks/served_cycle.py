@@ -27,7 +27,7 @@ from benchmarks import engine, engine_kit, random_target
 from benchmarks.engine import say, time_steps
 from benchmarks.engine_blocks import draw_draft
 from benchmarks.training_blocks import FEATURE_LAYERS
-from stages.draft import block_checkpoint, checkpoint
+from stages.draft import block_checkpoint, eagle3_checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
@@ -94,10 +94,12 @@ def write_draft(folder: Path, name: str, model) -> DraftOnDisk:
     if name == "eagle3":
         layers = feature_layers.default_eagle3_feature_layers(blocks)
         draft: Eagle3Draft | BlockDraft = engine.draft_for(model, min(32000, model.config.vocab_size))
-        sizes = {key: getattr(draft.config, key) for key in checkpoint.SIZE_KEYS}
-        config = checkpoint.build_config(sizes, draft.config.rope, layers, blocks, [model.config.eos_token_id])
+        sizes = {key: getattr(draft.config, key) for key in eagle3_checkpoint.SIZE_KEYS}
+        config = eagle3_checkpoint.build_eagle3_config(
+            sizes, draft.config.rope, layers, blocks, [model.config.eos_token_id]
+        )
         config["dtype"] = dtype
-        checkpoint.write_draft(folder, config, draft.state_dict())
+        eagle3_checkpoint.write_eagle3_draft(folder, config, draft.state_dict())
         return DraftOnDisk(folder, draft, config, EAGLE3_TREE, layers)
     layers = [layer for layer in FEATURE_LAYERS if layer < blocks - 1]
     draft = draw_draft(model, name, 5, layers, 0.02)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from stages.draft import checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.target import feature_layers, hooks, loading, packed_forward
 
 V, D, H, LAYERS, MOST = 4096, 1024, 1024, 12, 2048
@@ -62,11 +62,13 @@ def make_draft(folder: Path) -> None:
     shape = {**SHAPE, "draft_vocab_size": D}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     folder.mkdir(parents=True, exist_ok=True)
-    config = checkpoint.build_config(shape, rope, feature_layers.default_eagle3_feature_layers(LAYERS), LAYERS, [1])
+    config = eagle3_checkpoint.build_eagle3_config(
+        shape, rope, feature_layers.default_eagle3_feature_layers(LAYERS), LAYERS, [1]
+    )
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     tensors = {
         name: torch.randn(size, dtype=torch.bfloat16) * 0.02
-        for name, size in checkpoint.list_tensor_shapes(config).items()
+        for name, size in eagle3_checkpoint.list_tensor_shapes(config).items()
     }
     tensors |= {"d2t": torch.zeros(D, dtype=torch.int64), "t2d": torch.arange(V) < D}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -16,8 +16,8 @@ import torch
 
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
-from stages.draft import checkpoint
-from stages.draft.loading import load_draft
+from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft.loading import load_eagle3_draft
 from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -134,8 +134,8 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     draft, layers = None, list[int]()
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)
-        draft, config = load_draft(p, settings.checkpoint, p.target.device, model.dtype)
-        layers = checkpoint.read_feature_layers(config, target.num_layers)
+        draft, config = load_eagle3_draft(p, settings.checkpoint, p.target.device, model.dtype)
+        layers = eagle3_checkpoint.read_feature_layers(config, target.num_layers)
     engine = Engine(model, target.eos_token_ids, layers, draft, p.benchmark.tree_scoring)
     images = dict(prompts.select("id", "images").iter_rows())
     return MethodRunContext(

@@ -20,7 +20,7 @@ import torch
 from tqdm import trange
 
 from stages.data import conversations
-from stages.draft import block_initialisation, checkpoint
+from stages.draft import block_initialisation, checkpoint, eagle3_checkpoint
 from stages.engine import forced_decode
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
@@ -109,11 +109,11 @@ def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
 def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, name: str) -> OverfitRun:
     """Return a copy of e000, or the untrained block draft of a segment, on the target's device."""
     settings, device = params.train_draft, params.target.device
-    config, tensors = checkpoint.read_draft(
+    config, tensors = eagle3_checkpoint.read_eagle3_draft(
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
     if name == ROOT_CHECKPOINT:
-        layers = checkpoint.read_feature_layers(config, target_manifest.num_layers)
+        layers = eagle3_checkpoint.read_feature_layers(config, target_manifest.num_layers)
         return Eagle3Overfit(config, tensors, layers, settings, device)
     segment, longest = settings.checkpoints[name], int(reader.read_index(HIDDENS)["length"].max() or 0)
     assert isinstance(segment, BlockSegment), name

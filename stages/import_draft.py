@@ -8,7 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.draft import block_checkpoint, checkpoint, published_block_formats, published_files, published_formats
+from stages.draft import (
+    block_checkpoint,
+    checkpoint,
+    eagle3_checkpoint,
+    published_block_formats,
+    published_eagle3_formats,
+    published_files,
+)
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.published_files import PublishedDraft
@@ -44,7 +51,7 @@ def main(name: str) -> None:
         published = _read_block_draft(params, target_manifest, folder, item)
         imported = _write_block_draft(name, published)
     else:
-        published = published_formats.read_published_draft(
+        published = published_eagle3_formats.read_published_draft(
             folder,
             target_manifest,
             lambda: manifest.read_embedding_and_head(target_manifest),
@@ -95,7 +102,7 @@ def _write_block_draft(name: str, published: PublishedDraft) -> ImportedDraft:
 
 def _write_eagle3_draft(name: str, published: PublishedDraft) -> ImportedDraft:
     draft = Eagle3Draft.from_checkpoint(published.config, published.tensors)  # refuses an unsupported rope_type
-    checkpoint.write_draft(checkpoint.locate_checkpoint(name), published.config, published.tensors)
+    eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint(name), published.config, published.tensors)
     num_parameters = sum(x.numel() for x in draft.parameters())
     return ImportedDraft("eagle3", None, num_parameters, published.config["draft_vocab_size"])
 

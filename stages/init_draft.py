@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from stages.draft import checkpoint, config_override, published_files, published_formats, vocabulary
+from stages.draft import (
+    checkpoint,
+    config_override,
+    eagle3_checkpoint,
+    published_eagle3_formats,
+    published_files,
+    vocabulary,
+)
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
@@ -44,7 +51,7 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
             "it (or that of draft_config_path), or set null for the target's"
         )
     folder = checkpoint.locate_checkpoint(name)
-    checkpoint.write_draft(folder, config, draft.state_dict())
+    eagle3_checkpoint.write_eagle3_draft(folder, config, draft.state_dict())
     checkpoint.write_state(folder, {}, {"epoch": 0, "step": 0})
     _write_report(name, config, draft, counts)
 
@@ -97,7 +104,7 @@ def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict
     Raises ValueError where a new draft is asked for and the feature layers that it reads are not stored.
     """
     init = params.init_draft
-    shape: dict[str, Any] = {key: getattr(target_manifest, key, None) for key in checkpoint.SIZE_KEYS} | {
+    shape: dict[str, Any] = {key: getattr(target_manifest, key, None) for key in eagle3_checkpoint.SIZE_KEYS} | {
         "intermediate_size": init.intermediate_size or target_manifest.intermediate_size,
         "draft_vocab_size": init.draft_vocab_size or target_manifest.vocab_size,
         "max_position_embeddings": _choose_max_positions(params, target_manifest.max_position_embeddings),
@@ -118,7 +125,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     name = init.from_
     assert name is not None
     folder, commit = published_files.fetch_draft(name, init.revision)
-    published = published_formats.read_published_draft(
+    published = published_eagle3_formats.read_published_draft(
         folder, target_manifest, lambda: manifest.read_embedding_and_head(target_manifest), name
     )
     print(f"{ROOT_CHECKPOINT} starts from {name}" + (f" at {commit}" if commit else ""))
@@ -130,10 +137,10 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     for key, requested in _list_options(params).items():
         if key != "sliding_window":  # has no weights, so training may add or drop it
             _check_agreement(key, requested, bool(published.options.get(key)))
-    shape = {key: published.config[key] for key in checkpoint.SIZE_KEYS}
+    shape = {key: published.config[key] for key in eagle3_checkpoint.SIZE_KEYS}
     shape["max_position_embeddings"] = _choose_max_positions(params, published.config["max_position_embeddings"])
     options = {**published.options, "sliding_window": init.sliding_window}
-    layers = checkpoint.read_feature_layers(published.config, target_manifest.num_layers)
+    layers = eagle3_checkpoint.read_feature_layers(published.config, target_manifest.num_layers)
     _check_agreement("feature_layers", init.feature_layers, layers)
     config = _build_config(params, target_manifest, layers, shape, published.config["rope_parameters"], options)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
@@ -174,11 +181,11 @@ def _build_config(
 ) -> dict[str, Any]:
     """Return config.json of a draft that reads `layers`, overridden by the file of draft_config_path."""
     ids, path = (layers, target_manifest.num_layers, target_manifest.eos_token_ids), params.init_draft.draft_config_path
-    config = checkpoint.build_config(shape, rope, *ids, options)
+    config = eagle3_checkpoint.build_eagle3_config(shape, rope, *ids, options)
     if path is None:
         return config
     shape, rope = config_override.apply_override(config_override.read_override(Path(path)), shape, rope, config)
-    return checkpoint.build_config(shape, rope, *ids, options)
+    return eagle3_checkpoint.build_eagle3_config(shape, rope, *ids, options)
 
 
 def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from stages.data import conversations
-from stages.draft import block_checkpoint, checkpoint
+from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
 from stages.draft.block_config import BlockDraftConfig
-from stages.draft.loading import load_block_draft, load_draft
+from stages.draft.loading import load_block_draft, load_eagle3_draft
 from stages.hidden_states import format, origin, reader
 from stages.params import schema
 from stages.params.tree_sections import ReplayTrees
@@ -163,9 +163,9 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
         traced = [tree for tree in traced if tree.num_steps <= sizes.num_drafts]
         grid = settings.list_trees(sizes.num_drafts)
         return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)
-    draft, config = load_draft(p, name, p.target.device, dtype)
+    draft, config = load_eagle3_draft(p, name, p.target.device, dtype)
     _check_draft(name, config["vocab_size"], config["hidden_size"], made)
-    layers = checkpoint.read_feature_layers(config, made.num_layers)
+    layers = eagle3_checkpoint.read_feature_layers(config, made.num_layers)
     limits = config["draft_vocab_size"], config.get("sliding_window")
     return ReplayedDraft(
         Eagle3Replay(draft, embedding, settings.tree_scoring), dtype, device, layers, *limits, grid, traced

@@ -20,7 +20,7 @@ import torch
 
 from stages.data import conversations
 from stages.draft.block_draft import BlockDraft
-from stages.draft.loading import LoadedDraft, load_any_draft
+from stages.draft.loading import LoadedDraft, load_draft
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest, RequestUpdate
 from stages.params import schema
@@ -130,7 +130,7 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    loaded = load_any_draft(p, name, p.target.device, model.dtype, target.num_layers)
+    loaded = load_draft(p, name, p.target.device, model.dtype, target.num_layers)
     return Engine(model, [], loaded.feature_layers, loaded.draft, p.benchmark.tree_scoring), loaded
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from stages.data import conversations
-from stages.draft import block_checkpoint, block_initialisation, checkpoint
+from stages.draft import block_checkpoint, block_initialisation, checkpoint, eagle3_checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.hidden_states import reader
@@ -144,7 +144,7 @@ def _list_feature_layers(draft: DraftModel, target: TargetManifest) -> list[int]
         return list(draft.model.config.feature_layers)
     if draft.method:
         return target.feature_layers
-    return checkpoint.read_feature_layers(draft.config, target.num_layers)
+    return eagle3_checkpoint.read_feature_layers(draft.config, target.num_layers)
 
 
 def _choose_objective(draft: DraftModel, segment: Segment, settings: TrainDraft) -> tuple[PackObjective, ComputeLoss]:
@@ -202,7 +202,7 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
     """Read the draft and the training progress of a checkpoint; `head` [V, H] is the target's."""
     model: nn.Module
     if method is None:
-        config, tensors = checkpoint.read_draft(folder, made_by)
+        config, tensors = eagle3_checkpoint.read_eagle3_draft(folder, made_by)
         model = Eagle3Draft.from_checkpoint(config, tensors)
     elif method in BLOCK_METHODS:
         config, tensors = block_checkpoint.read_block_draft(folder, made_by)
@@ -218,7 +218,7 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
 def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraft) -> DraftModel:
     """Return an untrained draft of another method, with the sizes and the vocabulary of e000; `head` [V, H] is the target's."""
     assert segment.other_method is not None
-    root, tensors = checkpoint.read_draft(
+    root, tensors = eagle3_checkpoint.read_eagle3_draft(
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
     config = method_checkpoint.build_method_config(segment.other_method, root, settings.dtype, segment.num_heads)
@@ -231,7 +231,9 @@ def _initialise_block_draft(
     name: str, segment: BlockSegment, target: TargetManifest, params: schema.Params
 ) -> DraftModel:
     """Return an untrained block draft with the sizes of e000. Raises ValueError where the segment can't be trained."""
-    root, _ = checkpoint.read_draft(checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}")
+    root, _ = eagle3_checkpoint.read_eagle3_draft(
+        checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
+    )
     longest = int(reader.read_index(HIDDENS)["length"].max() or 0)
     model, config = block_initialisation.build_untrained_draft(name, segment, root, target, params, longest)
     return DraftModel(model, config, segment.other_method)
@@ -256,7 +258,7 @@ def _measure_rank_accuracy(
 def _write_checkpoint(
     folder: Path, draft: DraftModel, trainer: Trainer, weights: dict[str, Tensor], state: dict[str, Tensor]
 ) -> None:
-    write = method_checkpoint.write_method_draft if draft.method else checkpoint.write_draft
+    write = method_checkpoint.write_method_draft if draft.method else eagle3_checkpoint.write_eagle3_draft
     write = block_checkpoint.write_block_draft if draft.is_block_draft else write
     write(folder, {**draft.config, "dtype": trainer.settings.dtype}, weights)
     checkpoint.write_state(folder, state, {"epoch": trainer.epoch, "step": trainer.step})

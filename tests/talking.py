@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from stages import init_draft, prepare_target
 from stages.data import conversations, prompt_sets
-from stages.draft import checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.params import schema
 from stages.target import manifest
 from stages.toy import text_targets
@@ -49,7 +49,7 @@ def make(project: Path) -> None:
         draft, config = init_draft._build_fresh_draft(
             schema.load_params(), made, torch.ones(made.vocab_size, dtype=torch.int64)
         )
-        checkpoint.write_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
+        eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(said()[:EVAL_ROWS])]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
         conversations.write_table(

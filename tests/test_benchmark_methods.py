@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from stages import benchmark_methods, extract_hiddens, init_draft, prepare_prompts, train_draft
 from stages.data import conversations
-from stages.draft import checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.hidden_states import format, reader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
@@ -192,7 +192,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
 
 def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
-    config, tensors = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
+    config, tensors = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
     made = method_checkpoint.build_method_config("medusa", config, "float32", 3)
     heads = registry.TRAINABLE_METHODS["medusa"].initialise(made, head, tensors["d2t"], tensors["t2d"], 0)
     hidden = rows()[0].last[5:6]
@@ -344,7 +344,7 @@ def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
     with pytest.raises(ValueError, match="is of the method eagle3, expected eagle"):
         method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("e003"), "eagle", "train_draft@e003")
     with pytest.raises(ValueError, match="is no EAGLE-3 draft"):
-        checkpoint.read_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")
+        eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")
 
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path: Path) -> None:

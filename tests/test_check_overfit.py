@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline import stage_summaries
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
 from stages.data import conversations
-from stages.draft import block_initialisation, checkpoint
+from stages.draft import block_initialisation, checkpoint, eagle3_checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import forced_decode, slot_pool
@@ -77,8 +77,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             own = Eagle3Overfit.build_served_draft
             patch.setattr(Eagle3Overfit, "build_served_draft", lambda run: kept.append(run.draft) or own(run))
             check_overfit.main()
-        config, _ = checkpoint.read_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
-        checkpoint.write_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))
+        config, _ = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
+        eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))
         edit_params(project, {"check_overfit": {"steps": 1, "learning_rate": 1e-9}})
         yield project
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, replay_trees, time_trees, train_draft
 from stages.data import conversations
-from stages.draft import checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
@@ -237,7 +237,7 @@ def test_a_draft_that_starts_from_a_published_one_reads_its_layers(projects: dic
         edit_params(project, {"init_draft": {"feature_layers": None, "from": "theirs", "watch": "theirs"}})
         init_draft.main()
         configs = [json.loads((Path(folder) / "config.json").read_text()) for folder in ("drafts/e000/draft", "theirs")]
-        assert configs[0] == configs[1] and checkpoint.read_feature_layers(configs[0], LAYERS) == [3, 5, 7]
+        assert configs[0] == configs[1] and eagle3_checkpoint.read_feature_layers(configs[0], LAYERS) == [3, 5, 7]
         edit_params(project, {"init_draft": {"feature_layers": EAGLE3}})
         with pytest.raises(
             ValueError, match=r"feature_layers is \[2, 4, 6\], but the weights of init_draft\.from have \[3, 5, 7\]"
@@ -345,7 +345,7 @@ def test_a_draft_reads(
     edit_params(project, {"init_draft": {"feature_layers": read}})
     with chdir(project):
         config = init_draft.infer_config(schema.load_params(), made)
-    assert checkpoint.read_feature_layers(config, LAYERS) == expected
+    assert eagle3_checkpoint.read_feature_layers(config, LAYERS) == expected
     assert ("eagle_config" in config) == (expected != EAGLE3)
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stages.data import conversations
-from stages.draft import checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -47,7 +47,7 @@ def engines(small_run: Path, model) -> dict[str, Engine]:
 
 
 def build_engine(small_run: Path, model, name: str) -> Engine:
-    draft = Eagle3Draft.from_checkpoint(*checkpoint.read_draft(small_run / "drafts" / name, "init_draft"))
+    draft = Eagle3Draft.from_checkpoint(*eagle3_checkpoint.read_eagle3_draft(small_run / "drafts" / name, "init_draft"))
     made = manifest.read_manifest(small_run / "artifacts/target")
     return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
 
@@ -121,7 +121,7 @@ def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(engines, p
 @pytest.fixture(scope="module")
 def methods(small_run: Path, model) -> dict[str, Any]:
     """Untrained EAGLE and Medusa, of e000's shapes, and those that need no draft."""
-    made, tensors = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
+    made, tensors = eagle3_checkpoint.read_eagle3_draft(small_run / "drafts/e000", "init_draft")
     table, head, cpu = model.get_input_embeddings().weight, model.get_output_embeddings().weight, torch.device("cpu")
     static = StaticTree.from_paths(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
@@ -170,7 +170,7 @@ def test_the_length_limit_holds_inside_a_cycle(engines, prompts, room: int) -> N
 
 
 def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path, model) -> None:
-    config, _ = checkpoint.read_draft(small_run / "drafts/e000", "init_draft")
+    config, _ = eagle3_checkpoint.read_eagle3_draft(small_run / "drafts/e000", "init_draft")
     other = Eagle3Draft(DraftConfig.from_json({**config, "vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(ValueError, match=f"{config['vocab_size'] + 1} tokens"):
         Engine(model, [2], [2, 3, 4], other)

@@ -59,7 +59,7 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
         import_draft.main("shipped")
         params, made = schema.load_params(), manifest.read_manifest()
         torch.set_num_threads(params.target.num_threads)
-        draft, _ = loading.load_draft(params, "shipped", "cpu", torch.float32)
+        draft, _ = loading.load_eagle3_draft(params, "shipped", "cpu", torch.float32)
         model = target_loading.load_target(str(manifest.resolve_weights_folder(made)), "float32", "cpu")
         engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
         answers = [

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
 from stages.data import conversations
-from stages.draft import checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.engine import cell_context
 from stages.engine.decode import Engine
 from stages.params import schema
@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         p, target = schema.load_params(), manifest.read_manifest()
         draft, config = init_draft._build_fresh_draft(p, target, torch.arange(V))
         scatter(draft, 0.3, 2)
-        checkpoint.write_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
+        eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
@@ -233,7 +233,7 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
     edit_params(project, {"init_draft": {"draft_vocab_size": None}})
     wider = SimpleNamespace(**{**vars(made), "vocab_size": V + 3})
     draft, config = init_draft._build_fresh_draft(schema.load_params(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
-    checkpoint.write_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
+    eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
     assert refused() == (
         "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "
         "this target"

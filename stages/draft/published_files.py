@@ -1,6 +1,6 @@
 """The files of a published draft of any family: download, config.json, safetensors, RoPE and dtypes.
 
-What the names and keys mean is each family's own: published_formats (EAGLE-3), published_block_formats (DFlash, DFlash2, DSpark).
+What the names and keys mean is each family's own: published_eagle3_formats, and published_block_formats of block drafts.
 """
 
 import json

@@ -6,7 +6,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from stages.draft.loading import load_any_draft
+from stages.draft.loading import load_draft
 from stages.engine import memory_estimate, sampling
 from stages.engine.decode import Engine
 from stages.engine.device_placement import place_model
@@ -83,7 +83,7 @@ def _build_engine(
     model = loading.load_target(folder, params.target.dtype, load_device, params.target.trust_remote_code)
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
-    loaded = load_any_draft(params, checkpoint_name, ranks.device, model.dtype, target.num_layers)
+    loaded = load_draft(params, checkpoint_name, ranks.device, model.dtype, target.num_layers)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
     return Engine(model, end_tokens, loaded.feature_layers, loaded.draft, settings.tree_scoring)
 

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft import checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.runtime import atomic
 
 CHECKPOINT_METHODS = ("eagle", "medusa")
@@ -24,7 +24,7 @@ def build_method_config(method: str, draft: dict[str, Any], dtype: str, heads: i
     shared |= {"dtype": dtype, "rank_accuracy": None}
     if method == "medusa":
         return {**shared, "draft_vocab_size": draft["draft_vocab_size"], "heads": heads}
-    layer = {key: draft[key] for key in checkpoint.SIZE_KEYS if key not in shared}
+    layer = {key: draft[key] for key in eagle3_checkpoint.SIZE_KEYS if key not in shared}
     rope = {"rope_parameters": draft["rope_parameters"], "model_type": "llama"}
     return {**shared, **layer, "draft_vocab_size": draft["vocab_size"], **rope}
 

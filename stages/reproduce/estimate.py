@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import constants
 
 from stages import init_draft
-from stages.draft import checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
@@ -105,7 +105,7 @@ def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -
 
 def count_draft_parameters(draft: dict[str, Any]) -> dict[str, int]:
     """Return the parameters of a draft's fc, layer and head by its config.json."""
-    sizes = {name: torch.Size(shape).numel() for name, shape in checkpoint.list_tensor_shapes(draft).items()}
+    sizes = {name: torch.Size(shape).numel() for name, shape in eagle3_checkpoint.list_tensor_shapes(draft).items()}
     fc, head = sizes["fc.weight"], sizes["lm_head.weight"]
     return {"fc": fc, "head": head, "layer": sum(sizes.values()) - fc - head - sizes["d2t"] - sizes["t2d"]}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.data import workload_prompts
-from stages.draft import block_checkpoint, checkpoint
+from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
 from stages.grading import grade
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
@@ -33,7 +33,7 @@ def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, 
     folder, maker = checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
     if block_checkpoint.is_block_draft(folder):
         return block_checkpoint.read_block_draft(folder, maker)[0]
-    return checkpoint.read_draft(folder, maker)[0]
+    return eagle3_checkpoint.read_eagle3_draft(folder, maker)[0]
 
 
 def build_context(params: schema.Params, workload_name: str, draft_config: dict[str, Any]) -> ServedCellContext:

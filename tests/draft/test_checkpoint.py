@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from stages.draft import checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.runtime import atomic
 
 H, HEADS, KV_HEADS, HEAD_DIM, M, V, D = 8, 4, 2, 3, 20, 30, 5  # HEADS * HEAD_DIM is not H, as in Qwen3
@@ -24,7 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 LAYERS = 36
-CONFIG = checkpoint.build_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
+CONFIG = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
 CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascending
 
 # As in SpecForge's checkpoints and SGLang 0.5.17's llama_eagle3.py; attention reads cat([embedding, feature]), 2H.
@@ -68,8 +68,8 @@ def write_unchecked(place: Path, config: dict[str, Any], tensors: dict[str, Tens
 def test_a_draft_comes_back_as_it_went(tmp_path: Path) -> None:
     tensors = draft()
     tensors["fc.weight"] = tensors["fc.weight"].T.contiguous().T  # as a transposed warm start is: not contiguous
-    checkpoint.write_draft(tmp_path / "e003", CONFIG, tensors)
-    config, found = checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+    eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", CONFIG, tensors)
+    config, found = eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
     assert config == CONFIG and set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -77,7 +77,7 @@ def test_a_draft_comes_back_as_it_went(tmp_path: Path) -> None:
 
 def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> None:
     """SGLang skips an unknown name and leaves what is missing random, without a word."""
-    checkpoint.write_draft(tmp_path, CONFIG, draft())
+    eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, draft())
     assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == ["config.json", "model.safetensors"]
     with safe_open(tmp_path / "draft" / "model.safetensors", framework="pt") as file:
         assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == EXPECTED  # noqa: SIM118
@@ -127,7 +127,7 @@ def test_what_would_mislead_an_engine_is_not_written(tmp_path: Path, spoil: Any,
     tensors = draft()
     spoil(tensors)
     with pytest.raises(AssertionError, match=message):
-        checkpoint.write_draft(tmp_path, CONFIG, tensors)
+        eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, tensors)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,17 +139,17 @@ def test_what_would_mislead_an_engine_is_not_read(tmp_path: Path, spoil: Any, me
     with pytest.raises(
         ValueError, match=f"e003/draft is no EAGLE-3 draft: .*{message}.*; run: dvc repro -f -s train_draft@e003"
     ):
-        checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+        eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "draft_vocab_size", "head_dim", "num_key_value_heads"])
 def test_a_config_without_a_size_is_refused_both_ways(tmp_path: Path, key: str) -> None:
     config = {k: v for k, v in CONFIG.items() if k != key}
     with pytest.raises(AssertionError, match=f"config.json lacks '{key}'"):
-        checkpoint.write_draft(tmp_path, config, draft())
+        eagle3_checkpoint.write_eagle3_draft(tmp_path, config, draft())
     write_unchecked(tmp_path, config, draft())
     with pytest.raises(ValueError, match=f"config.json lacks '{key}'; run: dvc repro -f -s init_draft"):
-        checkpoint.read_draft(tmp_path, "init_draft")
+        eagle3_checkpoint.read_eagle3_draft(tmp_path, "init_draft")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -163,7 +163,7 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(
     with pytest.raises(
         AssertionError, match=r"fc\.weight holds 3 NaN or infinite values of 192, expected finite weights"
     ):
-        checkpoint.write_draft(tmp_path / "e003", CONFIG, tensors)
+        eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", CONFIG, tensors)
     tensors["norm.weight"][0] = value
     write_unchecked(tmp_path / "e003", CONFIG, tensors)
     expected = (
@@ -171,7 +171,7 @@ def test_weights_that_are_not_finite_are_neither_written_nor_read(
         "expected finite weights; run: dvc repro -f -s train_draft@e003"
     )
     with pytest.raises(ValueError, match=expected):
-        checkpoint.read_draft(tmp_path / "e003", "train_draft@e003")
+        eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")
 
 
 def test_moments_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
@@ -185,14 +185,14 @@ def test_moments_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["draft/config.json", "draft/model.safetensors"])
 def test_a_missing_or_cut_draft_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
-    checkpoint.write_draft(tmp_path, CONFIG, draft())
+    eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, draft())
     place = tmp_path / name
     place.write_bytes(place.read_bytes()[:-9])
     with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e009"):
-        checkpoint.read_draft(tmp_path, "train_draft@e009")
+        eagle3_checkpoint.read_eagle3_draft(tmp_path, "train_draft@e009")
     place.unlink()
     with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e009"):
-        checkpoint.read_draft(tmp_path, "train_draft@e009")
+        eagle3_checkpoint.read_eagle3_draft(tmp_path, "train_draft@e009")
 
 
 @pytest.mark.parametrize("name", ["state/progress.json", "state/optimizer.safetensors"])
@@ -233,7 +233,7 @@ def test_transformers_reads_the_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["both", "new", "old"])
 def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
     """transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling, and take 10 000 without them."""
-    config = checkpoint.build_config(SHAPE, rope, [2, 18, 33], LAYERS, [7])
+    config = eagle3_checkpoint.build_eagle3_config(SHAPE, rope, [2, 18, 33], LAYERS, [7])
     for key in {"both": [], "new": ["rope_theta", "rope_scaling"], "old": ["rope_parameters"]}[spelling]:
         del config[key]
     assert loaded(tmp_path, config).rope_parameters == rope
@@ -242,20 +242,20 @@ def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str,
 def test_default_rope_has_no_scaling_in_the_old_spelling() -> None:
     """vLLM and SGLang take a rope_scaling that is not null for a request to scale."""
     assert CONFIG["rope_scaling"] is None and CONFIG["rope_theta"] == 500_000.0
-    scaled = checkpoint.build_config(SHAPE, LLAMA3_ROPE, [2, 18, 33], LAYERS, [7])["rope_scaling"]
+    scaled = eagle3_checkpoint.build_eagle3_config(SHAPE, LLAMA3_ROPE, [2, 18, 33], LAYERS, [7])["rope_scaling"]
     assert scaled == {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
 
 
 def test_default_layers_are_not_listed() -> None:
     """Both engines default to [2, n//2, n-3], and read a list differently, so the defaults are not listed."""
     for layers, count in (([2, 18, 33], 36), ([2, 16, 29], 32), ([2, 3, 4], 7)):
-        config = checkpoint.build_config(SHAPE, ROPE, layers, count, [7])
+        config = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, layers, count, [7])
         assert "eagle_config" not in config and "eagle_aux_hidden_state_layer_ids" not in config
 
 
 def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
     """SGLang captures at `id + 1`, vLLM at `id`: both must come to the residual stream entering blocks 1, 16 and 30."""
-    config = checkpoint.build_config(SHAPE, ROPE, [1, 16, 30], LAYERS, [7])
+    config = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, [1, 16, 30], LAYERS, [7])
     sglang = config["eagle_config"]
     assert sglang["use_aux_hidden_state"] is True
     assert [i + 1 for i in sglang["eagle_aux_hidden_state_layer_ids"]] == [1, 16, 30]
@@ -264,4 +264,4 @@ def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
 
 def test_one_end_token_is_a_number_and_several_are_a_list() -> None:
     assert CONFIG["eos_token_id"] == 7
-    assert checkpoint.build_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]
+    assert eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]

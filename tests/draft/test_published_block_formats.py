@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.draft import published_block_formats, published_files, published_formats
+from stages.draft import published_block_formats, published_eagle3_formats, published_files
 from stages.draft.block_checkpoint import parse_block_config
 from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.draft.published_files import PublishedDraft
@@ -377,7 +377,7 @@ def test_an_initial_checkpoint_is_no_block_draft(tmp_path: Path) -> None:
     folder = publish(tmp_path, *published_blocks.deepspec(truth, LAYERS))
     message = r"architectures is \['Qwen3DSparkModel'\], a block draft, expected an EAGLE-3 draft: .* import_draft.checkpoints"
     with pytest.raises(ValueError, match=message):
-        published_formats.read_published_draft(folder, MADE, lambda: (HIDDEN, HIDDEN))
+        published_eagle3_formats.read_published_draft(folder, MADE, lambda: (HIDDEN, HIDDEN))
 
 
 @pytest.mark.parametrize("mask", [21, 22])

