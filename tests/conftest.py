@@ -192,9 +192,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory, torch_server: str) -> Pa
     return project
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cheap_collections() -> Iterator[None]:
-    """For modules that run loads: each begins and ends with a collection, which takes 0.2 s of this process's many objects."""
+    """For tests that run loads: each begins and ends with a collection, which takes 0.2 s of this process's many objects."""
     gc.freeze()
     yield
     gc.unfreeze()

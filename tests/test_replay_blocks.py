@@ -151,7 +151,7 @@ def count_in(memory_gib: float) -> list[float]:
 def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(project: Path, method: str) -> None:  # noqa: F811
     """With memory for all answers at once, and for one place."""
     draft = write_block(method)
-    assert count_in(1e-6) == pytest.approx(count_in(1), rel=1e-9)  # those of sampled drafts are sums of floats
+    assert count_in(1e-6) == pytest.approx(count_in(1), rel=1e-6)  # those of sampled drafts are sums of floats
     num_drafts = 5 if method == "dspark" else 4
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     trees = [TreeShape(3, 2, 4), TreeShape(4, 2, 9), TreeShape(2, 3, 6), TreeShape(4, 3, 9)]
