@@ -34,7 +34,7 @@ from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.eagle3_proposer import Eagle3Drafter
-from stages.engine.sampling import SamplingParams, draw_tokens, draw_uniforms
+from stages.engine.sampling import SamplingParams, TokenSampler, draw_tokens, draw_uniforms
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
 
@@ -325,7 +325,7 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
         pass
     slot, found = engine.slots.idle[-1], []
     method = engine.get_tree_method(TreeShape(*tree), how) if tree else None
-    play = slot.graphs.graphs[method, how and how[:3]]  # as TokenSampler.graph_key
+    play = slot.graphs.graphs[method, TokenSampler(how, slot.uniforms.flatten()).graph_key]
     state = slot.states[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -11,6 +11,7 @@ from stages.draft.mask_token import choose_mask_token
 from stages.params import schema
 from stages.params.draft_sections import DFLASH2_SIZES, BlockSegment, Dflash2Segment, DsparkSegment
 from stages.target import chat_template, manifest
+from stages.target.feature_layers import choose_block_feature_layers
 from stages.target.manifest import TargetManifest
 
 INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
@@ -53,6 +54,7 @@ def choose_sizes(
     segment: BlockSegment, root: dict[str, Any], target: TargetManifest, mask_token_id: int
 ) -> BlockDraftConfig:
     """Return the segment's draft: the sizes of a layer are those of `root`, e000's config.json."""
+    stored = target.feature_layers, target.num_layers
     return BlockDraftConfig(
         **{key: root[key] for key in SHARED_KEYS},
         hidden_size=target.hidden_size,
@@ -62,7 +64,7 @@ def choose_sizes(
         method=segment.method,
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
-        feature_layers=tuple(segment.feature_layers or target.feature_layers),
+        feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored, segment.layers)),
         markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
         confidence_head=isinstance(segment, DsparkSegment),
         **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),

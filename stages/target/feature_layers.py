@@ -44,6 +44,12 @@ def default_block_feature_layers(num_layers: int, num_draft_layers: int = NUM_BL
     return _spread_evenly(1, num_layers - 1, count) if count > 1 else [1]
 
 
+def choose_block_feature_layers(stored: Sequence[int], num_layers: int, num_draft_layers: int) -> list[int]:
+    """Return the stored layers that a block draft reads by default: its published ones if all are stored, else all stored ones."""
+    published = default_block_feature_layers(num_layers, num_draft_layers)
+    return published if set(published) <= set(stored) else list(stored)
+
+
 def _spread_evenly(first: int, last: int, count: int) -> list[int]:
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]  # halves to even, as the sources do
 
