@@ -45,7 +45,7 @@ def default_block_feature_layers(num_layers: int, num_draft_layers: int = NUM_BL
 
 
 def choose_block_feature_layers(stored: Sequence[int], num_layers: int, num_draft_layers: int) -> list[int]:
-    """Return the stored layers that a block draft reads by default: its published ones if all are stored, else all stored ones."""
+    """Return the stored layers that a block draft reads by default: its published ones if all are stored, else all stored."""
     published = default_block_feature_layers(num_layers, num_draft_layers)
     return published if set(published) <= set(stored) else list(stored)
 
