@@ -68,21 +68,13 @@ def read_published_block_draft(
     `rope_theta` overrides the value of its config. Raises ValueError for sizes, feature layers or a mask token that do not fit
     the target, for another model than `block_draft` runs, and for missing or corrupt files.
     """
-    if (folder / published_files.MASK_EMBEDDING_FILE).exists():
-        raise ValueError(
-            f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token, "
-            "which SGLang writes into the target's embedding; expected a draft whose mask token is a row of the target's: "
-            "choose another draft, or ask its author for one trained so"
-        )
+    _refuse_mask_embedding(folder)
     raw = published_files.read_flat_config(folder)
     keys = _BlockKeys(folder, raw)
     notes: list[str] = []
     method = _read_method(keys, notes)
     _check_values(keys)
-    if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
-        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a block draft")
-    published_files.check_target_sizes(folder, raw, manifest)
-    _check_vocabulary(folder, raw)
+    _check_sizes(folder, raw, manifest)
     rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
     mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
     layers = _read_feature_layers(keys, manifest)
@@ -119,6 +111,24 @@ def read_published_block_draft(
             "another"
         )
     return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
+
+
+def _refuse_mask_embedding(folder: Path) -> None:
+    """Raise ValueError for a draft that brings an embedding of its own for the mask token."""
+    if (folder / published_files.MASK_EMBEDDING_FILE).exists():
+        raise ValueError(
+            f"{folder} has {published_files.MASK_EMBEDDING_FILE}, a pickle with an embedding of its own for the mask token, "
+            "which SGLang writes into the target's embedding; expected a draft whose mask token is a row of the target's: "
+            "choose another draft, or ask its author for one trained so"
+        )
+
+
+def _check_sizes(folder: Path, raw: dict[str, Any], manifest: TargetManifest) -> None:
+    """Raise ValueError where config.json lacks a size, or one does not fit the target."""
+    if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
+        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a block draft")
+    published_files.check_target_sizes(folder, raw, manifest)
+    _check_vocabulary(folder, raw)
 
 
 @contextmanager
