@@ -168,10 +168,17 @@ def _check_threshold(params: schema.Params, name: str, measurement: OverfitMeasu
     )
     learned = f"check_overfit of {name}: after {settings.steps} steps on row {measurement.row}"
     if tau < required:
+        advice = _advise(name, measurement.trainer_tau, required, losses)
+        if perfect_tau < LEAST_TELLING_TAU and measurement.engine_tau is not None:
+            advice = (
+                "So few that the row tells nothing of the draft: its answer has few of the target's most likely tokens, as "
+                "those that are sampled from a target of random weights. Set sample_target.temperature: 0, or "
+                "check_overfit.min_tau: 1.0, which demands nothing"
+            )
         raise ValueError(
             f"{learned} a chain of {num_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least "
             f"{required:.2f}: check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect "
-            f"guesses reach on this row. {_advise(name, measurement.trainer_tau, required, losses)}"
+            f"guesses reach on this row. {advice}"
         )
     if perfect_tau < LEAST_TELLING_TAU and measurement.trainer_tau < of_whole_chains:
         raise ValueError(

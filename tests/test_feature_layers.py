@@ -7,7 +7,7 @@ have the same target and answers, so that whatever EAGLE-3 makes of them must be
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from stages.draft import eagle3_checkpoint
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
+from stages.params.draft_sections import BlockSegment
 from stages.params.tree_shape import TreeShape
 from stages.results import replay_records
 from stages.target import chat_template, feature_layers, manifest
@@ -363,6 +364,25 @@ def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path
         p = schema.load_params()
         checks.check_feature_layers(p, made.feature_layers, EAGLE3)
         assert init_draft.infer_config(p, made)["hidden_size"] == H  # for estimates
+
+
+def test_layers_of_a_block_draft_that_are_not_stored_are_refused_before_anything_is_sampled(
+    sampled: Path, tmp_path: Path
+) -> None:
+    """Bug: check_overfit refused them, after sampling and extraction."""
+    project = copied(sampled, tmp_path / "project")
+    keys = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 4}
+    with chdir(project):
+        p = schema.load_params()
+        for layers, said in (
+            (None, None),
+            ([2, 4], None),
+            ([2, 3, 5], r"b\.feature_layers is \[2, 3, 5\].*add 3, 5 there"),
+        ):
+            segment = BlockSegment.model_validate(keys | {"feature_layers": layers})
+            train = p.train_draft.model_copy(update={"checkpoints": {"b": segment}})
+            with pytest.raises(ValueError, match=said) if said else nullcontext():
+                checks.check_feature_layers(p.model_copy(update={"train_draft": train}), EAGLE3, EAGLE3)
 
 
 def test_layers_beyond_the_target_are_refused(sampled: Path, tmp_path: Path) -> None:

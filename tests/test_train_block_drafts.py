@@ -350,7 +350,7 @@ def test_the_mask_token_is_one_that_no_text_uses(wanted: int | None, tokenizer: 
             r"mask_token_id is 4, the token 't4'; expected one of the 20 rows .*: write 17, or null",
         ),
         (2, tokens(20, pad=2), r"mask_token_id is 2, the token 't2'; expected .*: add a row to the embedding"),
-        (20, tokens(17, pad=0), r"mask_token_id is 20, outside of it; expected one of the 20 rows"),
+        (20, tokens(17, pad=0), r"mask_token_id is 20, outside of the embedding; expected one of the 20 rows"),
         (
             None,
             tokens(20, pad=2),

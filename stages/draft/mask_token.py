@@ -20,7 +20,11 @@ def choose_mask_token(wanted: int | None, tokenizer: Any, target: TargetManifest
     spare = _list_spare_tokens(tokenizer, target)
     proposed = unused if unused is not None else next(iter(spare), None)
     if wanted is not None and (wanted >= num_rows or (wanted in used and wanted not in spare)):
-        found = "outside of it" if wanted >= num_rows else f"the token {tokenizer.convert_ids_to_tokens(wanted)!r}"
+        found = (
+            "outside of the embedding"
+            if wanted >= num_rows
+            else f"the token {tokenizer.convert_ids_to_tokens(wanted)!r}"
+        )
         advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
         raise ValueError(
             f"mask_token_id is {wanted}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from stages.params.draft_sections import BlockSegment
 from stages.params.gpus import may_have_gpu
 from stages.params.schema import UNWATCHED, Params, load_params
 from stages.params.section import PARAMS_FILE
@@ -96,6 +97,14 @@ def check_feature_layers(params: Params, stored: list[int], default: list[int]) 
     """
     if params.init_draft.makes_fresh_draft:
         params.init_draft.choose_feature_layers(stored, default)
+    for name, segment in params.train_draft.checkpoints.items():
+        read = segment.feature_layers if isinstance(segment, BlockSegment) else None
+        if missing := [layer for layer in read or [] if layer not in stored]:
+            raise ValueError(
+                f"{PARAMS_FILE}: train_draft.checkpoints.{name}.feature_layers is {read}, expected some of target.feature_layers "
+                f"{stored}: add {', '.join(map(str, missing))} there ({sorted({*stored, *missing})}), or name stored ones here, "
+                "or null, which chooses"
+            )
 
 
 def main() -> None:

@@ -302,12 +302,18 @@ def _format_group(group: list[VerdictLine]) -> str:
     line = group[0]
     load, more = line.load, f"; {line.more}" if line.more else ""
     if len(group) > 1:
-        limits = [f"{one.load.concurrency:g}" if one.load.concurrency else "no limit" for one in group]
+        several = len({one.load.workload for one in group}) > 1
+        limits = [_format_limit(one.load, several) for one in group]
         at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{load.place}"
         return f"{line.advice} {at}: {line.evidence} {load.at_concurrency}{more}"
     if line.kind == "launch":
         return f"{line.advice}: {line.evidence} {load.at_concurrency}{load.place}{more}"
     return f"{line.advice} {load.at_concurrency}{load.place}: {line.evidence}{more}"
+
+
+def _format_limit(load: VerdictLoad, with_workload: bool) -> str:
+    limit = f"{load.concurrency:g}" if load.concurrency else "no limit"
+    return f"{limit} ({load.workload})" if with_workload and load.workload else limit
 
 
 def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:

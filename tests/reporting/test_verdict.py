@@ -175,6 +175,18 @@ def test_nothing_timed() -> None:
     assert found.kind == "unknown" and found.list_lines() == [verdict.NOTHING_TIMED]
 
 
+def test_workloads_of_one_advice_are_named() -> None:
+    """Bug: two workloads of the torch engine were told as "at concurrency 1 and 1"."""
+    cells = [
+        timed_cell("t5_1_6", speedup, speedup - 0.1, speedup + 0.1, workload=name)
+        for name, speedup in (("eval", 0.5), ("mine", 0.6))
+    ]
+    headline = give(cells=cells).headline
+    assert headline.startswith(
+        "Do not speculate at concurrency 1 (eval) and 1 (mine): the best measured, t5_1_6 with e009"
+    )
+
+
 def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> None:
     rows = [
         serve(n, speedup, speedup - 0.1, speedup + 0.1) for n, speedup in ((1, 1.8), (8, 1.5), (32, 0.8), (64, 0.7))
