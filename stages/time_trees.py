@@ -110,13 +110,14 @@ def _build_prompts(tokens: int, count: int, image_token: int | None) -> list[lis
 
 def _check_positions(s: TimeTrees, trees: list[TreeShape], positions: int) -> None:
     """Raises ValueError if the target has too few positions for the context and the timed cycles."""
-    needed = s.context + max(
-        _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in trees
-    )
+    lengths = {tree: _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in trees}
+    longest = max(lengths, key=lengths.__getitem__)
+    needed = s.context + lengths[longest]
     if needed > positions:
         raise ValueError(
-            f"time_trees needs {needed} positions (context, warmup and cycles of the deepest tree), the target holds "
-            f"{positions}; lower time_trees.context, or its cycles"
+            f"time_trees needs {needed} positions (context, warmup and cycles of the deepest tree, {longest.name}), the target "
+            f"holds {positions}; lower time_trees.context or cycles, or time trees that are less deep (time_trees.num_steps; the "
+            "chain of a block draft is as deep as its block_size)"
         )
 
 

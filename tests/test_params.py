@@ -148,6 +148,14 @@ def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
     ]
 
 
+def test_a_workload_that_lacks_nearly_all_keys_is_one_line_that_says_where_they_are() -> None:
+    """Bug: nineteen lines, each of which sent its reader to a file that has no such workload."""
+    set_value(("benchmark", "workloads", "mine"), {"prompts": "eval"})
+    (line,) = problems()
+    assert line.startswith("benchmark.workloads.mine lacks ") and "num_prompts" in line
+    assert line.endswith("give that an anchor (eval: &eval), and write mine: {<<: *eval, ...} with what differs")
+
+
 NAMED_BY_USER = {
     ("train_draft", "checkpoints"),
     ("benchmark", "workloads"),

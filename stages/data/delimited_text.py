@@ -34,7 +34,7 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
         if len(record) != len(header):
             raise ValueError(
                 f"{path}, line {start}: expected {len(header)} fields, as the header has columns, found {len(record)}: "
-                f"{_shorten(record)}; quote fields that hold the delimiter, a quote or a line break"
+                f"{_shorten(record)}; {_advise_fields(len(record) < len(header))}"
             )
         rows.append(record)
         size += sum(map(len, record))
@@ -43,6 +43,12 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
             rows, size = [], 0
     if rows:
         yield pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _advise_fields(is_short: bool) -> str:
+    if is_short:
+        return "write the missing fields, if only as delimiters, or take the line out"
+    return "quote fields that hold the delimiter, a quote or a line break"
 
 
 def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], Iterator[list[str]], int]:

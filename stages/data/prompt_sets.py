@@ -89,7 +89,8 @@ def _parse_problem(row: dict[str, Any], number: int, set_format: str) -> PromptP
             or not turns
             or not all(isinstance(turn, str) and turn.strip() for turn in turns)
         ):
-            raise MalformedRowError(f"expected turns to be a list of texts, found {json_lines.abbreviate_row(turns)}")
+            found = json_lines.abbreviate_row(turns)
+            raise MalformedRowError(f'expected turns to be a list of texts, as ["first message"], found {found}')
     elif set_format in ROW_PARSERS:
         (turns, reference), name = ROW_PARSERS[set_format](row), row.get("task_id", row.get("unique_id"))
     else:

@@ -17,6 +17,7 @@ UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
 
+FEW_KEYS = 4  # of a workload; from so many on, missing ones share a line
 # Keys of earlier versions -> today's; * stands for a name that the user chose.
 OLD_KEYS = {
     "fix_data.near_duplicate": "fix_data.near_duplicate_threshold",
@@ -57,11 +58,28 @@ def _list_keys(value: Any, prefix: str = "") -> Iterator[str]:
 def explain_errors(errors: Sequence[Any], whole: type[Section]) -> list[str]:
     """Explain pydantic's errors of `whole`, a line each; a misspelt key and the missing one that it stands for share a line."""
     meant = _pair_misspelt(errors)
-    return [
+    bare = _find_bare_workloads(errors)
+    incomplete = [
+        f"benchmark.workloads.{name} lacks {len(keys)} keys ({', '.join(keys)}), and the code holds no defaults; take them from "
+        f"another workload: give that an anchor (eval: &eval), and write {name}: {{<<: *eval, ...}} with what differs"
+        for name, keys in bare.items()
+    ]
+    of_bare = {("benchmark", "workloads", name, key) for name, keys in bare.items() for key in keys}
+    errors = [error for error in errors if error["type"] != "missing" or error["loc"] not in of_bare]
+    return incomplete + [
         _explain_misspelt(error["loc"], meant[error["loc"]]) if error["loc"] in meant else _explain_error(error, whole)
         for error in errors
         if error["type"] != "missing" or error["loc"] not in meant.values()
     ]
+
+
+def _find_bare_workloads(errors: Sequence[Any]) -> dict[str, list[str]]:
+    """Return the workloads that lack FEW_KEYS keys or more, with these: one line says it better than one each."""
+    lacking: dict[str, list[str]] = {}
+    for error in errors:
+        if error["type"] == "missing" and error["loc"][:2] == ("benchmark", "workloads") and len(error["loc"]) == 4:
+            lacking.setdefault(str(error["loc"][2]), []).append(str(error["loc"][3]))
+    return {name: keys for name, keys in lacking.items() if len(keys) >= FEW_KEYS}
 
 
 def _pair_misspelt(errors: Sequence[Any]) -> dict[Location, Location]:

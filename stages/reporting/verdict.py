@@ -256,7 +256,9 @@ def _judge_measured(
     if all(one.low is None for one in every):
         return VerdictLine(load, "unknown", "No speedup is sure", said, "ask more prompts, or take three repeats")
     if best.speedup <= 1 or all(one.is_slower for one in every):
-        return VerdictLine(load, "plain", "Do not speculate", said)
+        top = max(every, key=lambda one: one.speedup)
+        nearest = "" if top.stage or top is best else f"the highest predicted, {top.name}, is {top}"
+        return VerdictLine(load, "plain", "Do not speculate", said, nearest)
     return VerdictLine(load, "noisy", NOISY, said, _advise_more(load, best))
 
 

@@ -114,7 +114,11 @@ BROKEN = [
     ),
     ("gsm8k", {"question": "How many?", "answer": "#### many"}, "expected an answer that ends in #### and a number"),
     ("mt_bench", GSM8K, "expected turns, a list of the user's messages, found the keys question, answer"),
-    ("mt_bench", {"question_id": 1, "turns": []}, "expected turns to be a list of texts, found '[]'"),
+    (
+        "mt_bench",
+        {"question_id": 1, "turns": []},
+        "expected turns to be a list of texts, as [\"first message\"], found '[]'",
+    ),
     ("mt_bench", {"question_id": 1, "turns": ["a", ""]}, "expected turns to be a list of texts"),
     (
         "humaneval",
