@@ -64,7 +64,7 @@ def choose_sizes(
         method=segment.method,
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
-        feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored, segment.layers)),
+        feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored)),
         markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
         confidence_head=isinstance(segment, DsparkSegment),
         **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),

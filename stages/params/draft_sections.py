@@ -129,7 +129,7 @@ class BlockSegment(Segment):
     layers: Count
     block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
     anchors: Count  # most blocks of a pack that one step trains
-    feature_layers: FeatureLayers | None = None  # None: the published ones if stored, else all stored ones
+    feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
     mask_token_id: Annotated[int, Field(ge=0)] | None = (
         None  # None: a row of the embedding that the tokenizer does not use
     )

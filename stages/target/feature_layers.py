@@ -44,9 +44,12 @@ def default_block_feature_layers(num_layers: int, num_draft_layers: int = NUM_BL
     return _spread_evenly(1, num_layers - 1, count) if count > 1 else [1]
 
 
-def choose_block_feature_layers(stored: Sequence[int], num_layers: int, num_draft_layers: int) -> list[int]:
-    """Return the stored layers that a block draft reads by default: its published ones if all are stored, else all stored."""
-    published = default_block_feature_layers(num_layers, num_draft_layers)
+def choose_block_feature_layers(stored: Sequence[int], num_layers: int) -> list[int]:
+    """Return the stored layers that a block draft reads by default: the published five if all are stored, else all stored.
+
+    A draft with fewer layers of its own reads as many: it gains by each.
+    """
+    published = default_block_feature_layers(num_layers)
     return published if set(published) <= set(stored) else list(stored)
 
 

@@ -95,7 +95,10 @@ def test_where_plain_decoding_is_as_fast_the_verdict_is_not_to_speculate(
     ends = f"{speedup:.2f}x ({low:.2f} to {high:.2f})"
     assert found.kind == "plain"
     predicted = "; the highest predicted, t6_4_32 with e009, is 0.90x (0.80 to 1.05)" if speedup < 0.9 else ""
-    assert found.headline == f"Do not speculate at concurrency 1: the best measured, t8_3_16 with e009, is {ends}{predicted}"
+    assert (
+        found.headline
+        == f"Do not speculate at concurrency 1: the best measured, t8_3_16 with e009, is {ends}{predicted}"
+    )
     assert found.warnings == (f"every measured tree is slower than plain decoding, the best at {speedup:.2f}x",)
 
 

@@ -65,7 +65,7 @@ def test_the_default_of_qwen3_8b() -> None:
     ],
 )
 def test_a_block_draft_reads_its_published_layers_where_they_are_stored(stored: list[int], chosen: list[int]) -> None:
-    assert feature_layers.choose_block_feature_layers(stored, 36, 5) == chosen
+    assert feature_layers.choose_block_feature_layers(stored, 36) == chosen
 
 
 @pytest.mark.parametrize("num_layers", range(3, 80))
