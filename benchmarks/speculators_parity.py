@@ -25,6 +25,7 @@ from transformers import Qwen3Config
 from stages.draft.block_checkpoint import parse_block_config
 from stages.draft.block_draft import BlockDraft
 from stages.draft.published_block_formats import read_published_block_draft
+from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.target.manifest import TargetManifest
 
 HIDDEN, VOCAB, LAYERS, BLOCK, ROW, TARGET_LAYERS = 16, 23, 2, 4, 12, 8
@@ -73,7 +74,7 @@ def build_theirs(method: str) -> Any:
         head_dim=8, vocab_size=VOCAB, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0}, attn_implementation="eager",
     )  # fmt: skip
-    drafts = BLOCK - (method != "dspark")
+    drafts = BLOCK_METHODS[method].count_drafts(BLOCK)
     verifier = VerifierConfig(name_or_path="a/target", architectures=["Qwen3ForCausalLM"])
     config = config_class(
         transformer_layer_config=layer, draft_vocab_size=VOCAB, block_size=BLOCK, mask_token_id=22,
@@ -121,7 +122,7 @@ def compare(method: str) -> bool:
     tokens = row[0, block_indices].view(-1, BLOCK)
     previous = tokens[
         :, : BLOCK - first
-    ]  # before the slots that draft, or at them where a slot drafts what comes after it
+    ]  # before each draft: in the slot before it, or its own where it drafts what comes next
     logits = ours.compute_logits(slots, previous, tables[1])
     wanted = unary[:, first:]
     if method == "dspark":

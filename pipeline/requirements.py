@@ -104,13 +104,17 @@ def check_engines(params: Params) -> Iterator[Finding]:
     wanted: dict[str, str] = {}
     if sampling.backend == "server" and sampling.server.launch not in (None, "transformers"):
         wanted["sample_target.server.launch"] = str(sampling.server.launch)
-    is_served = bool(served.workloads or params.serving_costs.workloads)
-    if is_served and not served.server.command and not served.server.base_urls:
+    if measures_servers(params) and not served.server.command and not served.server.base_urls:
         wanted["benchmark_served.engine"] = served.engine
     for key, engine in wanted.items():
         place = find_engine(engine)
         found = f"{engine} in {place}" if place else f"{engine} is neither in serving-env/ nor on the PATH"
         yield Finding(key, found, place is not None, "" if place else f"run: make serving-env ENGINE={engine}")
+
+
+def measures_servers(params: Params) -> bool:
+    """Return whether a stage measures servers: benchmark_served or serving_costs, which start the same ones."""
+    return bool(params.benchmark_served.workloads or params.serving_costs.workloads)
 
 
 def find_engine(engine: str) -> str | None:
@@ -127,7 +131,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
         return
     needed = max(
         params.benchmark.num_gpus_per_model,
-        params.benchmark_served.server.tp if params.benchmark_served.workloads or params.serving_costs.workloads else 1,
+        params.benchmark_served.server.tp if measures_servers(params) else 1,
     )
     gpus = resources.list_gpu_memory()
     enough = len(gpus) >= needed

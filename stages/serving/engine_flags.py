@@ -106,11 +106,7 @@ def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
 def explain_old_version(engine: str, version: str | None, config: dict[str, Any]) -> str | None:
     """Return why this version of an engine does not know a draft of that config.json; None if it does, or is not known."""
     first = find_first_version(engine, config)
-    if (
-        first is None
-        or version is None
-        or engine_versions.parse_release(version) >= engine_versions.parse_release(first)
-    ):
+    if first is None or engine_versions.has_change(f"DFlash2 in {engine}", engine, version):
         return None
     return f"{engine} {version} does not know {DFLASH2.architecture}, expected {first} or later"
 
