@@ -137,6 +137,7 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
     takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
+    takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=4, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
     takes.add_argument("--small", action="store_true", help="on a CPU, a tiny target, few rows, the tests' double")
@@ -200,7 +201,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
     yaml = YAML(typ="safe")
     p = yaml.load(Path("params.yaml").read_text())
     dtype = "float32" if o.small else "bfloat16"
-    kit = [] if o.small else engine_kit.KIT_FLAGS["sglang"]
+    kit = list_launch_args(o)
     p["target"] |= {
         "model": TARGET, "watch": TARGET, "dtype": dtype, "device": "cpu" if o.small else "cuda",
         "num_threads": 2 if o.small else 8,
@@ -257,8 +258,16 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": COST_TREES.split()}
     p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split()}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.
-    kit = [] if o.small else [*engine_kit.KIT_FLAGS["sglang"], "--context-length", str(COST_CONTEXT)]
+    kit = [] if o.small else [*list_launch_args(o), "--context-length", str(COST_CONTEXT)]
     p["benchmark_served"]["server"] |= {"mem_fraction": 0.12, "max_total_tokens": 50_000, "launch_args": kit}
+
+
+def list_launch_args(o: argparse.Namespace) -> list[str]:
+    """Return the flags of every server; none for the tests' double."""
+    if o.small:
+        return []
+    parallel = ["--tensor-parallel-size", str(o.tensor_parallel)] if o.tensor_parallel else []
+    return [*engine_kit.KIT_FLAGS["sglang"], *parallel]
 
 
 # The measurement

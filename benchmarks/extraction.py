@@ -7,6 +7,7 @@ must be the formula's. Under torchrun it measures that many GPUs, shards dealt o
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(format.DTYPES))
     parser.add_argument("--shard-mib", type=int, default=512)
+    parser.add_argument(
+        "--folders", nargs="+", type=Path, default=[Path(tempfile.gettempdir())], help="of several disks"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--real", action="store_true", help="lognormal lengths, mean 850, at most 4,096")
     parser.add_argument("--profile", action="store_true", help="also the kernels of a forward")
@@ -53,10 +57,10 @@ def main() -> None:
         device,
     )
     alone = forward_rate(model, args.batch_tokens, args.profile and rank == 0) if packed else None
-    for name in args.dtype:
+    for disk, name in itertools.product(args.folders, args.dtype):
         dtype = format.DTYPES[name]
         size = shard_plan.StoredRowSize(len(LAYERS), H, dtype)
-        folder = Path(tempfile.gettempdir()) / f"aerie-extraction-{name}"
+        folder = disk / f"aerie-extraction-{name}"
         seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
             if rank == 0:
@@ -79,7 +83,7 @@ def main() -> None:
         written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         rate = count / seconds[-1]
         found = {
-            "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": name,
+            "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "folder": str(disk), "dtype": name,
             "compile": args.compile, "packed": packed, "real": args.real, "tokens": count, "shards": len(work),
             "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds[-1], 2),
             "bytes_per_token": round(written / count, 2), "formula": size.token_bytes,

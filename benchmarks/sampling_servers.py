@@ -9,7 +9,7 @@ and on the terminal:
 - temperature 0.7: a paired permutation test of the tokens' frequencies, training answers of both backends to the same prompts;
 - tokens/s of the stage beside the engine's own benchmark client, on the same running server, with as many requests in flight;
 - a server that is killed in the middle: every row once, and the same eval answers;
-- two GPUs: a server on each.
+- two GPUs: a server on each (part two), and one server over both (part tp).
 """
 
 import argparse
@@ -68,8 +68,8 @@ def main() -> None:
     os.chdir(told.folder)
     if told.recipe:
         use_recipe(told.recipe)
-    if {"kill", "two"} & set(told.parts) and "compare" not in told.parts:
-        raise SystemExit("parts kill and two compare with the answers of part compare; add it")
+    if {"kill", "two", "tp"} & set(told.parts) and "compare" not in told.parts:
+        raise SystemExit("parts kill, two and tp compare with the answers of part compare; add it")
     settings: dict[str, Any] = {"launch": told.engine, "launch_args": shlex.split(told.launch_args)}
     found: dict[str, Any] = {"engine": told.engine, "launch_args": told.launch_args}
     set_params(told, dtype=told.dtypes[0], backend="transformers", server={})
@@ -86,7 +86,7 @@ def main() -> None:
         set_params(told, dtype=dtype, backend="server", server=settings)
         with one_gpu():
             found[f"{dtype}_server_s"] = run_stage("sample_target")
-        first = read_answers()  # of the last dtype, for parts kill and two
+        first = read_answers()  # of the last dtype, for parts kill, two and tp
         found[dtype] = compare(expected[dtype], first)
         report(found)
     dtype = told.dtypes[-1]
@@ -103,6 +103,12 @@ def main() -> None:
         found["two_servers_s"] = run_stage("sample_target")
         logs = sorted(Path(".scratch").glob(f"{told.engine}_server_*.log"))
         found["two_servers"] = compare(first, read_answers()) | {"logs": len(logs)}
+        report(found)
+    if "tp" in told.parts:
+        parallel = [*settings["launch_args"], "--tensor-parallel-size", "2"]
+        set_params(told, dtype=dtype, backend="server", server=settings | {"launch_args": parallel})
+        found["tensor_parallel_s"] = run_stage("sample_target")
+        found["tensor_parallel"] = compare(first, read_answers())
         report(found)
 
 
