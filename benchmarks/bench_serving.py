@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import engine_kit
+from stages.runtime import free_port
 from stages.serving import engine_flags, latency, load_generator, server
 
 INPUT, OUTPUT, ROUNDS = 512, 128, 3
@@ -25,7 +26,7 @@ FIGURES = ("output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "
 
 def theirs(words: list[str], port: int, o: argparse.Namespace) -> dict[str, float]:
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-        asked = ["--backend", "sglang", "--host", server.HOST, "--port", str(port), "--dataset-name", "random-ids"]
+        asked = ["--backend", "sglang", "--host", free_port.HOST, "--port", str(port), "--dataset-name", "random-ids"]
         asked += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--random-range-ratio", "1"]
         asked += ["--num-prompts", str(o.requests), "--max-concurrency", str(o.concurrency), "--output-file", file.name]
         asked += ["--model", o.target, "--tokenizer", o.target, "--flush-cache"]
@@ -65,7 +66,7 @@ def main() -> None:
     o = takes.parse_args()
     o.target = str(Path(o.target).absolute())
     vocabulary = json.loads((Path(o.target) / "config.json").read_text())["vocab_size"]
-    words, port = engine_kit.build_sglang_command(o.kit), server.find_free_port()
+    words, port = engine_kit.build_sglang_command(o.kit), free_port.find_free_port()
     setup = engine_flags.ServerSetup(
         "sglang",
         o.target,

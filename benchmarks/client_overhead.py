@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load_overhead import wait_for
-from stages.serving import client, server
+from stages.runtime import free_port
+from stages.serving import client
 from tests.serving.misbehaving_server import spread
 
 Ask = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -82,7 +83,7 @@ def measured(found: dict[str, Any], delays: list[float]) -> dict[str, Any]:
 
 
 def scenario(name: str, at_once: int, delay_s: float, rounds: int) -> dict[str, Any]:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     words = [str(port), str(delay_s)] + (["spread"] if name == "spread" else [])
     requests = at_once * rounds
     delays = [spread(delay_s, seed) if name == "spread" else delay_s for seed in range(requests)]

@@ -20,7 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from stages.serving import latency, load_generator, server
+from stages.runtime import free_port
+from stages.serving import latency, load_generator
 from stages.serving.load_generator import Arrivals, LoadRequest
 
 WARM_TOKENS = 3
@@ -70,7 +71,7 @@ def wait_for(port: int) -> None:
 def main() -> None:
     words = sys.argv[1:] + ["64", "0.02", "200", "2"][len(sys.argv) - 1 :]
     at_once, gap_s, tokens, rounds = int(words[0]), words[1], int(words[2]), int(words[3])
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     null = subprocess.Popen([sys.executable, "-m", "tests.serving.misbehaving_server", str(port), gap_s, "stream"])
     try:
         wait_for(port)

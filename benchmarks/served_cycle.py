@@ -32,6 +32,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.params.tree_shape import TreeShape
+from stages.runtime import free_port
 from stages.serving import engine_flags, server
 from stages.serving.engine_flags import ServedDraft, ServerSetup
 from stages.target import feature_layers, loading
@@ -126,7 +127,7 @@ def run_sglang(target: Path, name: str, drafted: DraftOnDisk | None, prompt: lis
         trust_remote_code=False, tp=1, mem_fraction=0.6, max_total_tokens=20_000, max_batch=1, context_length=None,
         torch_compile=False, more=() if small else tuple(engine_kit.KIT_FLAGS["sglang"]),
     )  # fmt: skip
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     line = engine_flags.build_setup_command(setup, port, engine_kit.build_sglang_command("" if small else "/tmp/kit"))
     if drafted:
         algorithm = engine_flags.choose_algorithm(drafted.config, "EAGLE3")

@@ -28,7 +28,7 @@ from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
 from stages.results import replay_records, served_points, served_records
-from stages.runtime import atomic
+from stages.runtime import atomic, free_port
 from stages.served_cell import measured_loads, server_setup
 from stages.served_cell import requests as served_requests
 from stages.serving import engine_flags, engine_versions, gpu_memory, load_generator, measured_server, server
@@ -75,7 +75,7 @@ def forked_doubles(torch_server: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def running(made: Path, forked_doubles: None) -> Iterator[str]:
     """The URL of a server of e003 and t5_1_6 that somebody else started."""
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     line = [
         *DOUBLE,
         "serve",
@@ -238,9 +238,11 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
             server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
         )
     monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
-    first, other = server.find_free_port(), server.find_free_port()
+    first, other = free_port.find_free_port(), free_port.find_free_port()
     free = iter([first, *([first] if together else []), other])  # named twice while nothing listens there
-    monkeypatch.setattr(server, "find_free_port", lambda taken: next(port for port in free if port not in taken))
+    monkeypatch.setattr(
+        measured_server, "find_free_port", lambda taken: next(port for port in free if port not in taken)
+    )
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")

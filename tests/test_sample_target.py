@@ -29,6 +29,7 @@ from pipeline import stage_summaries
 from stages import fix_data, prepare_target, sample_target
 from stages.params import schema
 from stages.params.data_sections import SampleTarget, SamplingServer
+from stages.runtime import free_port
 from stages.serving import client, load_generator, replicas, server
 from stages.serving.gpu_memory import GpuMemory
 from tests.conftest import ROOT, copy_project, edit_params
@@ -90,7 +91,7 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     """
     folder, said = str(sampled / "artifacts/target"), ""
     for _ in range(2):
-        port = server.find_free_port()
+        port = free_port.find_free_port()
         line = server.build_server_command("transformers", folder, port, "float32", "cpu", False)
         with server.ServerProcess("transformers", line, port, sampled / "server.log", 120, threads=1) as running:
             if not (problem := unanswered(running)):

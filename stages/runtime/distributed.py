@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from stages.runtime.free_port import HOST, find_free_port
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -77,10 +78,7 @@ def launch_ranks(stage: str, arguments: list[str], processes: int) -> bool:
     """
     if processes == 1 or "RANK" in os.environ:
         return False
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": HOST, "MASTER_PORT": str(find_free_port())}
     # A stage that is a fork (stages/telemetry/fork_server.py) has ranks that are: each saves the import of torch.
     if address := os.environ.get("AERIE_RANKS_FORK_SERVER"):
         shared["AERIE_FORK_SERVER"] = address

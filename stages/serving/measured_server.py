@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stages.runtime.free_port import find_free_port
 from stages.serving import (
     engine_flags,
     engine_versions,
@@ -159,7 +160,7 @@ def _prepare_process(
     setup, name = plan.setup, measured.config_name
     if plan.base_urls:
         print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
-    port = server.find_free_port(taken_ports)
+    port = find_free_port(taken_ports)
     version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     measured.command = [*command, *measured.speculation_flags]

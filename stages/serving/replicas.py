@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from stages.runtime.free_port import find_free_port
 from stages.serving.gpu_memory import list_visible_gpus
-from stages.serving.server import ServerProcess, build_server_command, find_free_port
+from stages.serving.server import ServerProcess, build_server_command
 from stages.serving.server_group import ServerGroup
 
 MAX_RESTARTS = 3  # of each server, in one run

@@ -10,27 +10,29 @@ The tests run `transformers`; `sglang` 0.5.17 and `vllm` 0.26.0 ran on a GPU (do
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from stages.runtime.free_port import HOST
 from stages.serving import server_guard
 from stages.telemetry import waits
 
-HOST = "127.0.0.1"
 ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
 STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
+LOG_TAIL_BYTES = 20_000
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
@@ -54,6 +56,7 @@ class ServerProcess:
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables
     section: str = "sample_target.server"  # of params.yaml, for messages
     restarted: int = 0
+    _log_start: int = field(default=0, init=False, repr=False)  # bytes of the log that earlier starts wrote
     _guard: subprocess.Popen | None = field(default=None, init=False, repr=False)
     _is_closed: bool = field(
         default=False, init=False, repr=False
@@ -129,6 +132,7 @@ class ServerProcess:
             self.wait_until_ready()
 
     def _start(self, mode: str) -> None:
+        self._log_start = self.log.stat().st_size if mode == "ab" else 0
         # Without a limit it uses every core, and the stage and other servers wait for it.
         limit = {} if self.threads is None else dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self.threads))
         devices = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
@@ -146,7 +150,11 @@ class ServerProcess:
         return self._guard.poll() if self._guard else None
 
     def wait_until_ready(self) -> bool:
-        """Wait until the server is ready (True) or has ended (False). Raises ValueError after the start timeout."""
+        """Wait until the server is ready (True) or has ended (False).
+
+        Raises ValueError after the start timeout, and at once where another process holds the port: SGLang 0.5.17 then runs on
+        without its HTTP server.
+        """
         deadline = time.monotonic() + self.timeout_s
         with httpx.Client(trust_env=False, timeout=5.0) as http:  # no proxy for loopback
             while time.monotonic() < deadline:
@@ -157,6 +165,11 @@ class ServerProcess:
                         return True
                 except httpx.TransportError:  # not listening yet, or too busy to answer
                     pass
+                if self._is_port_taken():
+                    raise ValueError(
+                        f"the {self.engine} server cannot listen on port {self.port}: another process has taken it since the "
+                        f"start; run again, which takes another port. Its log, {self.log}:\n{read_log_tail(self.log)}"
+                    )
                 time.sleep(0.2)
         raise ValueError(
             f"the {self.engine} server was not ready after {self.timeout_s:g} s; raise {self.section}.start_timeout_s, "
@@ -183,6 +196,13 @@ class ServerProcess:
         with socket.socket() as probe:
             probe.settimeout(1.0)  # a busy server that doesn't answer is listening
             return probe.connect_ex((HOST, self.port)) != errno.ECONNREFUSED
+
+    def _is_port_taken(self) -> bool:
+        """Return whether the log says that the port is in use; engines name it so for no other reason."""
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_start, self.log.stat().st_size - LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").lower().splitlines()
+        return any("address already in use" in line and re.search(rf"\b{self.port}\b", line) for line in lines)
 
     def _make_error(self, status: int) -> ValueError:
         often = f", after {self.restarted} restarts" if self.restarted else ""
@@ -223,16 +243,7 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
     return [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
 
 
-def find_free_port(taken: Container[int] = ()) -> int:
-    """Return a free port that is not in `taken`: those of servers that will listen, but do not yet."""
-    while True:
-        with socket.socket() as tried:
-            tried.bind((HOST, 0))
-            if (port := tried.getsockname()[1]) not in taken:
-                return port
-
-
 def read_log_tail(log: Path, lines: int = 20) -> str:
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 20_000))
+        file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])

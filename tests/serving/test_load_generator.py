@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from benchmarks import load_overhead
-from stages.serving import latency, load_generator, server
+from stages.runtime import free_port
+from stages.serving import latency, load_generator
 from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
 from tests.serving.misbehaving_server import Fake, Streamed
 
@@ -445,7 +446,7 @@ def test_records_come_in_the_order_of_the_asks() -> None:
 
 def test_the_benchmark_of_its_cost_counts_every_token_event() -> None:
     """What a token event costs is for benchmarks/load_overhead.py to say, on a machine at rest; docs/LOG.md has it."""
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     null = subprocess.Popen(
         [sys.executable, "-m", "tests.serving.misbehaving_server", str(port), "0.02", "stream"], cwd=ROOT
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.serving import replicas, server
+from stages.runtime import free_port
+from stages.serving import replicas
 from stages.serving.gpu_memory import GpuMemory
 from stages.serving.server import ServerProcess
 from stages.serving.server_group import ServerGroup
@@ -49,7 +50,7 @@ def plan(device: str, *launch_args: str) -> ServerGroup:
 
 def is_listening(one: ServerProcess) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((server.HOST, one.port)) == 0
+        return probe.connect_ex((free_port.HOST, one.port)) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from stages.runtime import free_port
 from stages.serving import server
 from tests.conftest import gone
 
@@ -47,7 +48,7 @@ def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
 
 
 def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running.check_alive()
@@ -81,7 +82,7 @@ needs_subreaper = pytest.mark.skipif(sys.platform != "linux", reason="only Linux
 @needs_subreaper
 def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
     """A child that called setsid and forked twice outlived `Server.end`, with the GPU memory that it held."""
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     with server.ServerProcess("vllm", line(DAEMONISES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         assert os.getsid(daemon) != os.getsid(0) and not gone(daemon, 0)
@@ -91,7 +92,7 @@ def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
 @needs_subreaper
 def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     """The next server would find the port or the GPU's memory taken."""
-    port, log = server.find_free_port(), tmp_path / "log"
+    port, log = free_port.find_free_port(), tmp_path / "log"
     with server.ServerProcess("vllm", line(DAEMONISES, port), port, log, 60, settle_s=0.5, restarts=1) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         falls(running)
@@ -104,7 +105,7 @@ def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
 
 @needs_subreaper
 def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     parent = start_stage(DAEMONISES, port, tmp_path / "log")
     daemon = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     parent.kill()
@@ -113,7 +114,7 @@ def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> No
 
 
 def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running._guard.kill()
@@ -121,7 +122,7 @@ def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
 
 
 def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     children = []
 
     def fails() -> None:
@@ -136,7 +137,7 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     parent = start_stage(SERVES, port, tmp_path / "log")
     child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     os.kill(parent.pid, how)
@@ -147,7 +148,7 @@ def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals
 
 
 def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     broken = "import sys; print('CUDA is not there'); sys.exit(3)"
     begun = time.monotonic()
     with (
@@ -159,7 +160,7 @@ def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
 
 
 def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
-    port = server.find_free_port()
+    port = free_port.find_free_port()
     sleeps = ["sh", "-c", "echo $$; exec sleep 99"]
     with (
         pytest.raises(ValueError, match=r"not ready after 1\.5 s; raise sample_target.server.start_timeout_s"),
@@ -167,6 +168,25 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     ):
         pass
     assert gone(int((tmp_path / "log").read_text().split()[0]))
+
+
+def test_one_whose_port_another_holds_is_ended_at_once(tmp_path: Path) -> None:
+    """Bug: SGLang 0.5.17 lives on without its HTTP server, and the stage waited for it until start_timeout_s."""
+    port, log = free_port.find_free_port(), tmp_path / "log"
+    said = f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use"
+    lives_on = [
+        "sh",
+        "-c",
+        f'echo $$; echo "the port {port + 1}: address already in use"; sleep 1; echo "{said}"; exec sleep 99',
+    ]
+    begun = time.monotonic()
+    with (
+        pytest.raises(ValueError, match=rf"(?s)cannot listen on port {port}: another process.*run again.*Errno 98"),
+        server.ServerProcess("sglang", lives_on, port, log, 60, settle_s=0.5),
+    ):
+        pass
+    assert 1 <= time.monotonic() - begun < 60  # neither for another port nor after the whole timeout
+    assert gone(int(log.read_text().split()[0]))
 
 
 def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
@@ -210,7 +230,7 @@ def falls(running: server.ServerProcess) -> None:
 
 
 def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    port, log = server.find_free_port(), tmp_path / "log"
+    port, log = free_port.find_free_port(), tmp_path / "log"
     with server.ServerProcess("vllm", line(FALLS, port), port, log, 60, settle_s=0.5, restarts=2, threads=3) as running:
         for often in (1, 2):
             falls(running)
@@ -228,7 +248,7 @@ def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd:
 
 
 def test_one_that_ends_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
-    port, log = server.find_free_port(), tmp_path / "log"
+    port, log = free_port.find_free_port(), tmp_path / "log"
     broken = "import sys; print('no such flag'); sys.exit(2)"
     with (
         pytest.raises(ValueError, match=r"(?s)ended with status 2; its log, .*no such flag"),

@@ -22,3 +22,23 @@ def test_flex_attention_equals_a_dense_mask(anchors: list[int], monkeypatch: pyt
     dense = build_dense_attention(build_block_mask(index, documents, size)[None])(query, keys, values)
     flex = block_attention._build_flex_attention(index, documents, size)(query, keys, values)
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-6)
+
+
+def test_the_block_mask_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table of it: which blocks are seen in part and entirely, from the queries' side and from the keys'."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    monkeypatch.setattr(attention_mask, "_compile_static", lambda function: function)
+    row = torch.tensor([1, 2, 3, 4]).repeat_interleave(torch.tensor([300, 20, 448, 128]))  # 7 blocks
+
+    def is_prefix(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (row[q] == row[k]) & (k <= q)
+
+    expected = create_block_mask(is_prefix, None, None, 640, 896, device="cpu", BLOCK_SIZE=128)
+    found = attention_mask.build_flex_mask(is_prefix, 640, 896, torch.device("cpu"))
+    assert found.full_kv_num_blocks.sum() > 0 and found.kv_num_blocks.sum() > found.full_kv_num_blocks.sum()
+    assert (found.seq_lengths, found.BLOCK_SIZE) == (expected.seq_lengths, expected.BLOCK_SIZE)
+    tables = [n for n in dir(expected) if n.endswith(("_num_blocks", "_indices"))]
+    assert len(tables) == 8
+    for name in tables:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
