@@ -158,6 +158,6 @@ def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> st
     d2t, t2d = tensors["d2t"], tensors["t2d"]
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return f"d2t is {d2t.dtype} and t2d {t2d.dtype}, expected int64 offsets and bool"
-    if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t))):
+    if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t), device=d2t.device)):
         return "d2t + arange does not list the tokens that t2d marks"
     return ""

@@ -6,7 +6,7 @@ written behind the verified ones, those beyond its accepted path out of sight of
 The slots' draft cache has the G heads of each of the L layers side by side.
 
 Trees: at topk 1 the chain of the first drafts, as serving engines run it; else the best nodes of the block's candidates
-(trees/block_expansion.py), selected as EAGLE-3's are. The drafts of a chain are the most probable ones, or drawn slot by slot.
+(block_kernels.py), selected as EAGLE-3's are. The drafts of a chain are the most probable ones, or drawn slot by slot.
 
 Letters: B prompts decoded together, T prompt tokens, M num_draft_tokens, R path length, L layers, G key-value heads of one layer,
 E head width, K feature layers, H hidden, D drafts of a block, S num_steps, V vocabulary.
@@ -18,6 +18,7 @@ from torch import Tensor, arange, cat, stack
 from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockContext, BlockDraft
+from stages.engine.block_kernels import FusedBlockExpansion
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
 from stages.engine.proposer import DraftingMethod, Proposer
 from stages.engine.sampling import draw_tokens
@@ -25,7 +26,7 @@ from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import is_multimodal
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees import draft_tree as trees
-from stages.trees.block_expansion import check_block_tree, expand_block
+from stages.trees.block_expansion import check_block_tree
 
 
 class BlockDrafter:
@@ -42,6 +43,7 @@ class BlockDrafter:
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.head = model.get_output_embeddings().weight  # [V, H]
         self._check_fits_target(model)
+        self.expansion = FusedBlockExpansion(draft, self.head.device)
 
     def _check_fits_target(self, model: PreTrainedModel) -> None:
         config, num_blocks = self.draft.config, len(model.get_decoder().layers)
@@ -137,14 +139,8 @@ class BlockProposer(Proposer):
         elif self.tree.topk == 1:
             tree = self._build_chain(draft.draft_greedily(states, roots[:, 0], head))
         else:
-            candidates = expand_block(
-                states @ head.T,
-                states,
-                roots[:, 0],
-                draft.condition_logits,
-                self.tree.topk,
-                self.drafter.tree_scoring,
-            )
+            given = states @ head.T, states, roots[:, 0], self.tree.topk, self.drafter.tree_scoring
+            candidates = self.drafter.expansion.expand(*given)
             tree = trees.build_tree(candidates, self.tree.num_draft_tokens)
         return tree, cat([roots, tree.tokens], dim=1)
 

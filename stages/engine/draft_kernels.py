@@ -69,7 +69,7 @@ class FusedDraft:
 
         beam, ids = k.select_topk(logits, topk, tree_scoring)  # [B, K]
         beam_tokens = draft.to_target(ids)
-        found = self._allocate_candidates(beam, beam_tokens, num_steps)
+        found = allocate_candidates(beam, beam_tokens, num_steps)
         beam_tokens, numbers = beam_tokens.flatten(), torch.arange(topk, device=device).repeat(prompts, 1)
         starts = torch.arange(prompts, device=device)
         parents = starts.repeat_interleave(topk)  # [B * K] index of the state that each beam continues
@@ -87,17 +87,6 @@ class FusedDraft:
             beam, numbers, mask, beam_tokens, parents = k.extend_beam(
                 step, beam, numbers, mask, scores, ids, draft.d2t, found, tree_scoring
             )
-        return found
-
-    def _allocate_candidates(self, beam: Tensor, beam_tokens: Tensor, num_steps: int) -> Candidates:
-        """Return memory for all candidates [B, C], the first step's filled in: scores and tokens [B, K]."""
-        (prompts, topk), device = beam.shape, beam.device
-        count = count_candidates(num_steps, topk)
-        found = Candidates(
-            torch.empty(prompts, count, dtype=torch.float32, device=device),
-            *torch.empty(2, prompts, count, dtype=torch.int64, device=device),
-        )
-        found.scores[:, :topk], found.tokens[:, :topk], found.parents[:, :topk] = beam, beam_tokens, -1
         return found
 
     def _compute_step_ropes(self, positions: Tensor, num_steps: int, topk: int) -> tuple[Tensor, ...]:
@@ -138,3 +127,15 @@ class FusedDraft:
         mlp_output = k.matmul(k.gated_matmul(normed, self.gate_up), layer.mlp.down_proj.weight)
         stream, output = k.add_rms_norm(stream, draft.norm.weight, self.eps, mlp_output)
         return (output if draft.config.norm_output else stream), k.matmul(output, draft.lm_head.weight)
+
+
+def allocate_candidates(scores: Tensor, tokens: Tensor, num_steps: int) -> Candidates:
+    """Return memory for all candidates [B, C], the first step's filled in: scores and tokens [B, K]."""
+    (prompts, topk), device = scores.shape, scores.device
+    count = count_candidates(num_steps, topk)
+    found = Candidates(
+        torch.empty(prompts, count, dtype=torch.float32, device=device),
+        *torch.empty(2, prompts, count, dtype=torch.int64, device=device),
+    )
+    found.scores[:, :topk], found.tokens[:, :topk], found.parents[:, :topk] = scores, tokens, -1
+    return found

@@ -301,7 +301,8 @@ def _select_topk_kernel(
     level = tl.load(peaks + m * chunks + c, mask=c < chunks, other=float("-inf"))
     peak = tl.max(level, 0)
     weights = tl.load(sums + m * chunks + c, mask=c < chunks, other=0.0) * tl.exp(level - peak)
-    total = tl.sum(weights, 0)
+    # A chunk without a finite logit has the sum NaN: a candidate selector leaves few finite ones.
+    total = tl.sum(tl.where(level == float("-inf"), 0.0, weights), 0)
     key = tl.load(keys + m * chunks * K + i, mask=i < chunks * K, other=LOWEST_KEY)
     for k in range(K):
         found = tl.max(key, 0)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockDraft
 from stages.engine import slot_pool
+from stages.engine.block_kernels import FusedBlockExpansion
 from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -21,6 +22,7 @@ from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.replay.block_replay import AnswerPlaces, compute_place_states, replay_block_trees, replay_widths
+from stages.trees.block_expansion import expand_block
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
 from tests.engine.test_batch_decode import asks, searched, steps
@@ -276,3 +278,18 @@ def test_state_and_memory_count_every_layer() -> None:
     estimate = estimate_memory(engine, 20, 1, tree)
     assert estimate.cache - plain.slots.count_cache_bytes(estimate.cache_tokens) == cached
     assert estimate.draft > 0
+
+
+@every_method
+@pytest.mark.parametrize("scoring", ["sglang", "eagle"])
+@pytest.mark.parametrize("topk", [2, 5])
+def test_a_block_is_expanded_as_in_replay(method: str, scoring: str, topk: int) -> None:
+    """By the engine's kernels, blocks of several prompts at once."""
+    block, prompts = make(method), 3
+    generator = torch.Generator().manual_seed(topk)
+    states = torch.randn(prompts, NUM_DRAFTS, 64, generator=generator)
+    logits, anchors = torch.randn(prompts, NUM_DRAFTS, VOCAB, generator=generator), torch.tensor([5, 0, 7])
+    found = FusedBlockExpansion(block, anchors.device).expand(logits, states, anchors, topk, scoring)
+    expected = expand_block(logits, states, anchors, block.condition_logits, topk, scoring)
+    torch.testing.assert_close(found.scores, expected.scores)
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from stages.engine import kernels_torch as plain
+from stages.engine.block_kernels import FusedBlockExpansion
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
 from stages.engine.target_kernels import FusedDecoder
 from stages.trees.draft_tree import Candidates
+from tests.engine.test_block_proposer import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,6 +198,30 @@ def test_best(gpu: Any, size: int, topk: int, semantics: str) -> None:
     expected, places = plain.select_topk(logits, topk, semantics)
     torch.testing.assert_close(chances, expected)
     assert torch.equal(ids, places)
+
+
+@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+def test_best_of_few_finite_logits(gpu: Any, semantics: str) -> None:
+    """Bug: a part of the vocabulary without a finite logit, as a candidate selector leaves most, made every score NaN."""
+    logits = torch.full((3, 5000), -torch.inf, device=DEVICE)
+    logits[:, [4, 1030, 4999]] = draw(3, 3)
+    for mine, theirs in zip(*(k.select_topk(logits, 3, semantics) for k in (gpu, plain)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_block_is_expanded_alike(gpu: Any, method: str, prompts: int, semantics: str) -> None:
+    draft, found = make(method).to(DEVICE), []
+    states, anchors = draw(prompts, 5, 64), torch.arange(prompts, device=DEVICE)
+    logits = draw(prompts, 5, draft.config.vocab_size, seed=1)
+    for kernels in (gpu, plain):
+        expansion = FusedBlockExpansion(draft, anchors.device)
+        expansion.kernels = kernels
+        found.append(expansion.expand(logits, states, anchors, 4, semantics))
+    torch.testing.assert_close(found[0].scores, found[1].scores)
+    assert torch.equal(found[0].tokens, found[1].tokens) and torch.equal(found[0].parents, found[1].parents)
 
 
 @pytest.mark.parametrize("semantics", ["sglang", "eagle"])
