@@ -75,7 +75,7 @@ the meta device. The draft's shape is inferred as `init_draft` does. **All hours
 |---|---|---|
 | `extract_hiddens` | 43.4% of 989 TFLOP/s, compiled 55.9%; at most 1.95 GB/s to the disk | [training](results/2026-11-21-h200-training.md) |
 | `train_draft` | 57% of 989 TFLOP/s, online 59.1% | the same |
-| `train_draft`, block drafts | 45% of 989 TFLOP/s, every pack full and every block whole | not measured: assumed |
+| `train_draft`, block drafts | DFlash 54.0%, DFlash2 46.6%, DSpark 46.1% of 989 TFLOP/s, every pack full and every block whole | [block drafts](results/2026-11-25-h200-two-gpus.md) |
 | `benchmark` | weights and KV cache at 3.31 TB/s: 4.57 ms a step, 0.127 ms a layer, at Qwen3-8B's shape | [torch engine](results/2026-11-22-h200-one-engine.md) |
 | `sample_target`, transformers | 0.70 ms a layer and step, whatever the batch: that of EAGLE's engine, which runs transformers' modules | [the table of one prompt](results/2026-11-22-h200-engine.md) |
 | `sample_target`, servers; `benchmark_served` | weights and KV cache at 2.90 TB/s: 5.22 ms a step at that shape | [decoding](results/2026-11-20-h200-decoding.md) |

@@ -266,7 +266,7 @@ def _add_block_training(
     result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
 ) -> None:
     """Add the hours of each segment of a block draft: its blocks, and the context that they read."""
-    gpus, share = p.train_draft.processes, measured_rates.BLOCK_TRAINING_SHARE
+    gpus = p.train_draft.processes
     for name, segment in p.train_draft.checkpoints.items():
         if not isinstance(segment, BlockSegment) or not rows.train:
             continue
@@ -276,9 +276,10 @@ def _add_block_training(
             block_estimate.compute_block_flop(segment, config),
         )
         total, context = flop.count(work), flop.token * work.tokens
+        share = measured_rates.BLOCK_TRAINING_SHARES[segment.method]
         how = (
             f"{segment.epochs} epochs * ({work.blocks:,.0f} blocks * {(total - context) / work.blocks / 1e9:.1f} GFLOP + "
-            f"{work.tokens:,} tokens * {flop.token / 1e9:.2f} GFLOP) at {share:.0%}, which is assumed, not measured"
+            f"{work.tokens:,} tokens * {flop.token / 1e9:.2f} GFLOP) at {share:.1%}"
         )
         seconds = segment.epochs * total / (share * gpu.peak_flops)
         if p.extract_hiddens.online:

@@ -37,8 +37,8 @@ GPUS = {"h200": MEASURED_GPU, "h100": Gpu("H100", 989e12, 3.35e12)}  # both SXM
 # docs/results/2026-11-21-h200-training.md: shares of the peak, at the shape of Qwen3-8B, and of two GPUs' time that is used
 EXTRACTING_SHARE, EXTRACTING_COMPILED_SHARE, TRAINING_SHARE, ONLINE_SHARE = 0.434, 0.559, 0.57, 0.591
 TWO_GPUS_EXTRACTING, TWO_GPUS_TRAINING = 1.95 / 2, 1.92 / 2
-# Of block drafts' training: assumed, not measured. `python -m benchmarks.training --method dflash dspark` measures it
-BLOCK_TRAINING_SHARE = 0.45
+# docs/results/2026-11-25-h200-two-gpus.md: of block drafts, by method, from step to step
+BLOCK_TRAINING_SHARES = {"dflash": 0.540, "dflash2": 0.466, "dspark": 0.461}
 DISK_BYTES_S = 1.95e9  # the same page: what the disk of that machine took
 QWEN3_8B_BYTES = (
     15.14 * GB
