@@ -41,7 +41,7 @@ H hidden, V vocabulary, A attention heads, G key-value heads, E head width, r ra
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -195,11 +195,35 @@ class CandidateSelector(nn.Module):
 
     def forward(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
         """Return logits [..., V], -inf but for candidates, after `previous` [...]; logits and states [..., H] may broadcast."""
-        unary, candidates = logits.topk(self.top_k, dim=-1)  # [..., C]
-        context = self.predecessor_codebook[previous] * self.hidden_projection(states)  # [..., r]
-        scores = unary + (context[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+        own, candidates = self.list_candidates(logits)
+        scores = self.score_candidates(own, candidates, states, previous)
         whole = scores.new_full((*scores.shape[:-1], logits.shape[-1]), -torch.inf)
         return whole.scatter(-1, candidates.expand(scores.shape), scores)
+
+    def list_candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the best C of a slot's own logits [..., V] and their ids, by ascending id, as ties are broken."""
+        candidates = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values  # [..., C]
+        return logits.gather(-1, candidates), candidates
+
+    def score_candidates(self, own: Tensor, candidates: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits [..., C] of candidates with logits `own`, both [..., C], after the tokens `previous` [...]."""
+        context = self.predecessor_codebook[previous] * self.hidden_projection(states)  # [..., r]
+        return own + (context[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+
+
+class Shortlist(NamedTuple):
+    """What the drafts of slots are chosen from."""
+
+    logits: Tensor  # [..., V] of the slots' own, or [..., C] of a selector's candidates
+    ids: Tensor | None  # [..., C] of the candidates, ascending; None: the whole vocabulary
+
+    def at(self, index: Any) -> "Shortlist":
+        """Return the part at an index of the dimensions before the last."""
+        return Shortlist(self.logits[index], None if self.ids is None else self.ids[index])
+
+    def get_tokens(self, places: Tensor) -> Tensor:
+        """Return the tokens at places [..., K] of the shortlist, whose dimensions may broadcast."""
+        return places if self.ids is None else self.ids.expand(*places.shape[:-1], -1).gather(-1, places)
 
 
 class ConfidenceHead(nn.Module):
@@ -325,6 +349,17 @@ class BlockDraft(nn.Module):
             return logits + self.markov_head(previous)
         return logits if self.candidate_selector is None else self.candidate_selector(logits, states, previous)
 
+    def build_shortlist(self, logits: Tensor) -> Shortlist:
+        """Return what a slot's draft is chosen from, of its own logits [..., V]."""
+        selector = self.candidate_selector
+        return Shortlist(logits, None) if selector is None else Shortlist(*selector.list_candidates(logits))
+
+    def condition_shortlist(self, shortlist: Shortlist, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the shortlist's logits after the tokens `previous` [...]: `condition_logits`, but for what is -inf."""
+        if shortlist.ids is None or self.candidate_selector is None:
+            return self.condition_logits(shortlist.logits, states, previous)
+        return self.candidate_selector.score_candidates(*shortlist, states, previous)
+
     def compute_confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Return the logits [...] of the acceptance of drafts, from drafting states [..., H] and the tokens before."""
         assert self.confidence_head is not None, "this draft has no confidence head"
@@ -337,9 +372,11 @@ class BlockDraft(nn.Module):
         logits = states @ head.T  # of all slots at once: the head is the largest matrix
         if not self.is_conditional:
             return logits.argmax(-1)
-        drafts = [anchor_tokens]
-        for own, state in zip(logits.unbind(-2), states.unbind(-2), strict=True):
-            drafts.append(self.condition_logits(own, state, drafts[-1]).argmax(-1))
+        shortlist, drafts = self.build_shortlist(logits), [anchor_tokens]
+        for slot in range(states.shape[-2]):
+            own = shortlist.at((..., slot, slice(None)))
+            best = self.condition_shortlist(own, states[..., slot, :], drafts[-1]).argmax(-1, keepdim=True)
+            drafts.append(own.get_tokens(best)[..., 0])
         return torch.stack(drafts[1:], -1)
 
 

@@ -34,14 +34,17 @@ class FusedBlockExpansion:
         """Return the candidates [B, C] of S levels."""
         k, (prompts, num_steps, _), device = self.kernels, logits.shape, logits.device
         independent = None if self.draft.is_conditional else self._score_slots(logits, topk, tree_scoring)
+        shortlist = self.draft.build_shortlist(logits)
 
         def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """Return scores and ids [B * M, K] of the successors of tokens [B * M]."""
             if independent is not None:
                 scores, ids = (x[slot, :, : len(tokens) // prompts].flatten(0, 1).contiguous() for x in independent)
                 return scores, ids
-            own = logits[:, slot, None], states[:, slot, None], tokens.view(prompts, -1)
-            return k.select_topk(self.draft.condition_logits(*own).flatten(0, 1), topk, tree_scoring)
+            own = shortlist.at((slice(None), slot, None))
+            given = own, states[:, slot, None], tokens.view(prompts, -1)
+            scores, places = k.select_topk(self.draft.condition_shortlist(*given).flatten(0, 1), topk, tree_scoring)
+            return scores, own.get_tokens(places.view(prompts, -1, topk)).flatten(0, 1)
 
         beam, tokens = score(0, anchors)  # [B, K]
         found = allocate_candidates(beam, tokens, num_steps)

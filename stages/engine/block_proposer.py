@@ -159,12 +159,17 @@ class BlockProposer(Proposer):
             probabilities = compute_probabilities(logits, temperature)
             drawn = draw_tokens(probabilities.flatten(0, 1), uniforms.flatten())
             return drawn.view(num_slots, count), probabilities
-        tokens, distributions = [anchors], []
+        shortlist, tokens, distributions = draft.build_shortlist(logits), [anchors], []
         for slot in range(count):
-            own = draft.condition_logits(logits[:, slot], states[:, slot], tokens[-1])
-            distributions.append(compute_probabilities(own, temperature))
-            tokens.append(draw_tokens(distributions[-1], uniforms[:, slot]))
-        return stack(tokens[1:], 1), stack(distributions, 1)
+            own = shortlist.at((slice(None), slot))
+            scores = draft.condition_shortlist(own, states[:, slot], tokens[-1])
+            distributions.append(compute_probabilities(scores, temperature))
+            drawn = draw_tokens(distributions[-1], uniforms[:, slot])
+            tokens.append(own.get_tokens(drawn[:, None])[:, 0])
+        drawn_from = stack(distributions, 1)
+        if shortlist.ids is not None:
+            drawn_from = drawn_from.new_zeros(logits.shape).scatter(-1, shortlist.ids, drawn_from)
+        return stack(tokens[1:], 1), drawn_from
 
     def _build_chain(self, tokens: Tensor, probabilities: Tensor | None = None) -> trees.DraftTree:
         """Return the trees of chains with tokens [B, M-1]; probabilities [B, M-1, V]: what they were drawn from."""

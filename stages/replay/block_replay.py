@@ -139,7 +139,7 @@ def _expand_places(
     for start in range(0, max(1, len(states)), size):  # of no places, a batch of none
         here = slice(start, min(start + size, len(states)))
         own = states[here, :num_steps]
-        yield here, expand_block(own @ head.T, own, anchor_tokens[here], draft.condition_logits, topk, tree_scoring)
+        yield here, expand_block(own @ head.T, own, anchor_tokens[here], draft, topk, tree_scoring)
 
 
 # Padded rows of answers, as the replay of EAGLE-3 takes them

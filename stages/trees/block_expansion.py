@@ -7,11 +7,10 @@ once, the engine one block of each prompt.
 Letters: N places or prompts, H hidden, S num_steps, K topk, M num_draft_tokens, C candidates, V vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from stages.draft.block_draft import BlockDraft
 from stages.params.tree_shape import TreeShape
 from stages.trees import draft_tree
 from stages.trees.draft_tree import Candidates, check_tree
@@ -36,7 +35,7 @@ def expand_block(
     logits: Tensor,  # [N, S, V] of the first S slots that draft, each by itself
     states: Tensor,  # [N, S, H] of these slots
     anchor_tokens: Tensor,  # [N]
-    condition: Callable[[Tensor, Tensor, Tensor], Tensor],  # BlockDraft.condition_logits
+    draft: BlockDraft,
     topk: int,
     tree_scoring: str = "sglang",
 ) -> Candidates:
@@ -47,14 +46,19 @@ def expand_block(
     """
     scoring = draft_tree.TREE_SCORINGS[tree_scoring]
 
+    shortlist = draft.build_shortlist(logits)
+
     def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and ids [N, M, K] of the successors of tokens [N, M]."""
-        own = condition(
-            logits[:, slot, None], states[:, slot, None], tokens
+        own = shortlist.at((slice(None), slot, None))
+        logits = draft.condition_shortlist(
+            own, states[:, slot, None], tokens
         )  # [N, M, V]; of independent slots [N, 1, V]
-        best, ids = draft_tree.select_topk(scoring.score_logits(own.float()), topk)
+        best, places = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
         shape = -1, tokens.shape[1], -1
-        return best.expand(shape), ids.expand(shape)  # independent slots are scored once for all parents
+        return best.expand(shape), own.get_tokens(places).expand(
+            shape
+        )  # independent slots are scored once for all parents
 
     scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
     beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)
