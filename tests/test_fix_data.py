@@ -300,7 +300,6 @@ def test_messages_format(home: Path) -> None:
     ("line", "found"),
     [
         ('{"id": "a", "conversations": [', '\'{"id": "a", "conversations": [\''),
-        ("", "an empty line"),
         ("[1, 2]", "'[1, 2]'"),
         ('{"messages": []}', "'{\"messages\": []}'"),
         ('{"conversations": "hello"}', '\'{"conversations": "hello"}\''),
@@ -319,7 +318,7 @@ def test_all_broken_lines_are_named_at_once(home: Path, monkeypatch: pytest.Monk
     """Bug: a file with several broken lines stopped the stage once for each of them, with two "line"s in the message."""
     monkeypatch.setattr(readers, "CHUNK_BYTES", 2_000)  # the second and third are in later chunks
     cut = json.dumps(row("Cut?", TABLE))[:-3]
-    write_raw([*questions(4), cut, *questions(30), "[1]", "", *questions(3)])
+    write_raw([*questions(4), cut, *questions(30), "[1]", "7", *questions(3)])
     with pytest.raises(ValueError, match="line 5: expected one JSON object per line") as error:
         fix_data.main()
     message = str(error.value)
@@ -332,6 +331,12 @@ def test_all_broken_lines_are_named_at_once(home: Path, monkeypatch: pytest.Monk
     subprocess.run(command, shell=True, check=True)
     Path(f"{RAW}.whole").replace(RAW)
     assert outcome()[2]["rows_in"] == 37
+
+
+def test_blank_lines_are_no_rows(home: Path) -> None:
+    """Bug: a blank last line, as many files have, was a broken one."""
+    write_raw([*questions(20), " ", *questions(20), "", ""])
+    assert outcome()[2]["rows_in"] == 40
 
 
 def test_one_broken_line_is_enough(home: Path) -> None:

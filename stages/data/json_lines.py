@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,9 @@ class BrokenLines:
 
     def describe(self, path: str) -> str:
         """Return how many lines are broken, the first few, and what to do."""
-        if len(self.numbers) < 2:
-            named, them = "", "that line"
-        else:
-            first = ", ".join(map(str, self.numbers[:SHOWN_LINES]))
-            more = f" and {len(self.numbers) - SHOWN_LINES:,} more" if len(self.numbers) > SHOWN_LINES else ""
-            named, them = f"; {len(self.numbers):,} of {self.total:,} lines are broken: {first}{more}", "them"
+        named, them = "", "that line"
+        if len(self.numbers) > 1:
+            named, them = f"; {describe_numbers(self.numbers, self.total, 'lines are broken')}", "them"
         return f"{named}; mend {them}{self._write_copy(path)}"
 
     def _write_copy(self, path: str) -> str:
@@ -44,6 +41,13 @@ class BrokenLines:
         script = ";".join(f"{number}d" for number in self.numbers)
         copy = shlex.quote(f"{path}.whole")  # no name that a folder of data would be read with
         return f", or write a copy without: sed '{script}' {shlex.quote(path)} > {copy}, and put that in its place"
+
+
+def describe_numbers(numbers: Sequence[int], total: int, what: str) -> str:
+    """Return `3 of 40 lines are broken: 5, 36, 37`, the first few numbers of many."""
+    first = ", ".join(map(str, numbers[:SHOWN_LINES]))
+    more = f" and {len(numbers) - SHOWN_LINES:,} more" if len(numbers) > SHOWN_LINES else ""
+    return f"{len(numbers):,} of {total:,} {what}: {first}{more}"
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:
@@ -75,10 +79,12 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
 
 
 def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
-    """Return all lines of a file that are no JSON objects."""
+    """Return all lines of a file that are no JSON objects; blank ones are no rows."""
     numbers, total = [], 0
     for line in lines:
         total += 1
+        if not line.strip():
+            continue
         try:
             parse_row(line)
         except BrokenRowError:

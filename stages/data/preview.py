@@ -92,7 +92,7 @@ def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
         for place in range(len(chunk.rows)):
             if frame is not None:
                 yield replace(chunk, first_row=chunk.first_row + place, rows=ArrowRows.from_frame(frame[place]))
-            else:
+            elif chunk.rows[place].strip():  # type: ignore[index]
                 yield replace(chunk, first_row=chunk.first_row + place, rows=chunk.rows[place : place + 1])  # type: ignore[index]
 
 

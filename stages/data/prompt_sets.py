@@ -39,21 +39,37 @@ def read_prompt_set(
     `set_format` is mt_bench or a key of ROW_PARSERS.
 
     Raises:
-        ValueError: naming the file and line of the first row that is not of `set_format`, or whose id is taken.
+        ValueError: naming the first row that is not of `set_format`, what is wrong with it, and where others are; or a row whose
+            id is taken.
     """
     problems: list[PromptProblem] = []
     row_of_id: dict[str, int] = {}
+    malformed: dict[int, MalformedRowError] = {}
+    unit, total = "line" if source.endswith(".jsonl") else "row", 0
     for number, row in _read_numbered_rows(readers.HubPin(source, name, split, revision)):
-        where = f"{source}, {'line' if source.endswith('.jsonl') else 'row'} {number + 1}"
+        total += 1
         try:
             if row is None:
                 raise MalformedRowError("expected a row of a set, found one that is nested too deep to read")
             problem = _parse_problem(row, number, set_format)
         except MalformedRowError as error:
-            raise ValueError(f"{where}: {error}; mend it, or correct the set's format ({set_format})") from None
+            malformed[number + 1] = error
+            continue
         if (first := row_of_id.setdefault(problem.id, number)) != number:
-            raise ValueError(f"{where}: id {problem.id} is that of row {first + 1} too; give each its own")
+            taken = f"id {problem.id} is that of {unit} {first + 1} too; give each its own"
+            raise ValueError(f"{source}, {unit} {number + 1}: {taken}")
         problems.append(problem)
+    if malformed:
+        number, first_error = next(iter(malformed.items()))
+        named, them = "", "it"
+        if len(malformed) > 1:
+            named, them = (
+                f"; {json_lines.describe_numbers([*malformed], total, f'{unit}s are not of the format')}",
+                "them",
+            )
+        raise ValueError(
+            f"{source}, {unit} {number}: {first_error}{named}; mend {them}, or correct the set's format ({set_format})"
+        )
     if not problems:
         raise ValueError(f"{source}: expected rows of format {set_format}, found none; give another file or dataset")
     return problems

@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"from": "human", "value": "Thanks"},
     ]
     lines = [{"id": "b0", "conversations": turns, "image": PNG}, {"id": "b1", "text": "x"}]
-    Path("raw/b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    Path("raw/b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines) + "\n")  # a blank line is no row
     pl.DataFrame(rows).with_columns(id=pl.col("id") + "p", prompt=pl.col("prompt") + "?").write_parquet("raw/c.parquet")
     return tmp_path
 

@@ -142,6 +142,18 @@ def test_a_malformed_row_is_named_with_file_and_line(kind: str, row: dict[str, A
     )
 
 
+def test_all_malformed_rows_are_named_at_once() -> None:
+    """Bug: a set with several malformed rows stopped the stage once for each of them."""
+    short = {"question": "How many?"}
+    with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: expected answer, a text") as error:
+        read(write(GSM8K, short, GSM8K, short, *[short] * 5), "gsm8k")
+    assert "; 7 of 9 lines are not of the format: 2, 4, 5, 6, 7 and 2 more; mend them, or correct" in str(error.value)
+
+
+def test_blank_lines_are_no_rows() -> None:
+    assert [p.id for p in read(write(GSM8K, "", GSM8K, ""), "gsm8k")] == ["0", "2"]
+
+
 def test_a_line_that_is_no_json_is_named() -> None:
     with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: expected one JSON object per line, found 'oops'"):
         read(write(GSM8K, "oops"), "gsm8k")
@@ -150,7 +162,7 @@ def test_a_line_that_is_no_json_is_named() -> None:
 def test_ids_are_each_rows_own() -> None:
     """Images, histories and grades are looked up by id."""
     row = ROWS["math500"][0]
-    with pytest.raises(ValueError, match=r"line 3: id test/algebra/1\.json is that of row 1 too"):
+    with pytest.raises(ValueError, match=r"line 3: id test/algebra/1\.json is that of line 1 too"):
         read(write(row, {**row, "unique_id": "b"}, row), "math500")
 
 
