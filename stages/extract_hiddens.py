@@ -26,7 +26,7 @@ from stages.data import conversations
 from stages.hidden_states import extraction, format, importers, origin, shard_plan, sources, writer
 from stages.hidden_states.format import IndexEntry
 from stages.hidden_states.shard_plan import TOKENS_ONLY_SIZE, ShardTask, StoredRowSize
-from stages.params import schema
+from stages.params import checks, schema
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
@@ -54,6 +54,7 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
     started = time.perf_counter()
     target = manifest.read_manifest()
     layers = target.feature_layers
+    checks.check_segment_layers(p, layers)  # a segment may be newer than the target
     size = StoredRowSize(len(layers), target.hidden_size, format.DTYPES[e.dtype], target.image_token_id)
     tables = {s: conversations.read_table(SAMPLED / s, conversations.SAMPLED_SCHEMA, "sample_target") for s in SPLITS}
     fitting = {s: shard_plan.fit_rows(t, e.max_length, e.longer_rows == "truncate") for s, t in tables.items()}

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from stages import extract_hiddens, prepare_target
 from stages.data import conversations
 from stages.hidden_states import format, reader, shard_plan
+from stages.params import schema
 from stages.target import manifest
 from stages.telemetry import fork_server
 from tests.conftest import ROOT, edit_params
@@ -372,6 +373,16 @@ def test_what_is_imported_is_stored_as_asked(project: Path, made: Path, once: di
     imported = files(project)
     run(project, dtype="fp8", **{"import": None})
     assert files(project) == imported
+
+
+def test_layers_that_a_newer_segment_reads_are_refused_before_the_work(project: Path) -> None:
+    """Bug: with a target that was there, check_overfit refused them, after extraction."""
+    block = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 4}
+    with chdir(project):
+        segments = schema.load_params().train_draft.model_dump(by_alias=True)["checkpoints"]
+    edit_params(project, {"train_draft": {"checkpoints": segments | {"b": block | {"feature_layers": [1, 3]}}}})
+    assert "train_draft.checkpoints.b.feature_layers is [1, 3], expected some of" in refused(project)
+    assert not (project / "data/hiddens").exists()
 
 
 def test_pickles_are_refused_with_the_way_out(

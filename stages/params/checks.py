@@ -97,6 +97,11 @@ def check_feature_layers(params: Params, stored: list[int], default: list[int]) 
     """
     if params.init_draft.makes_fresh_draft:
         params.init_draft.choose_feature_layers(stored, default)
+    check_segment_layers(params, stored)
+
+
+def check_segment_layers(params: Params, stored: list[int]) -> None:
+    """Raise ValueError where a block draft is to be trained that reads feature layers which are not `stored`."""
     for name, segment in params.train_draft.checkpoints.items():
         read = segment.feature_layers if isinstance(segment, BlockSegment) else None
         if missing := [layer for layer in read or [] if layer not in stored]:
