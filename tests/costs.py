@@ -21,6 +21,7 @@ def seconds(tree: TreeShape, batch: int = 1, truth: dict[str, float] = TRUTH) ->
     """A cycle's, told out row by row: of each draft step the first row is in the step's own time."""
     drafted = [batch] + [batch * tree.topk] * (tree.num_steps - 1)
     total = truth["cycle"] + truth["sequence"] * batch + truth["token"] * tree.num_draft_tokens * batch
+    total += truth.get("tree", 0.0) * (tree.topk > 1)
     return total + sum(truth["step"] + truth["row"] * (rows - 1) for rows in drafted)
 
 

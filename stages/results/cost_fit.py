@@ -1,4 +1,4 @@
-"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 3.
+"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 4.
 
 Terms are non-negative. Residuals are shares of the measured times, so that a short cycle counts as much as a long one. The
 number of terms and the knee are those that best predict points left out; this error is reported with the fit.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
-from stages.results.cost_model import ARRIVAL_TERMS, TREE_TERMS, CostModel, count_term_units
+from stages.results.cost_model import ARRIVAL_TERMS, BRANCH_TERM, TREE_TERMS, CostModel, count_term_units
 from stages.results.timing_grid import CycleTime
 
 MAX_KNEES = 12  # tried; each costs a fit for every point that is left out
@@ -38,6 +38,8 @@ def _list_candidate_models(grid: Sequence[CycleTime]) -> list[tuple[tuple[str, .
     rows = sorted({point.tokens * point.batch for point in grid})[1:-1]
     knees = rows[:: -(-len(rows) // MAX_KNEES) or 1]
     of_trees = [*((TREE_TERMS[:count], None) for count in range(1, bent + 1)), *((TREE_TERMS, knee) for knee in knees)]
+    if len({point.topk > 1 for point in grid}) == 2:
+        of_trees += [((*terms, BRANCH_TERM), knee) for terms, knee in of_trees]
     if len({point.arrivals.per_step for point in grid}) == 1:
         return of_trees
     return [*of_trees, *(((*terms, *more), knee) for more in ARRIVAL_TERMS for terms, knee in of_trees)]

@@ -1,4 +1,4 @@
-"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 3.
+"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 4.
 
 tau / C is of decoding alone, so the measured speedup here is too: prefill, which both sides pay, is left out of the times. A
 cell's interval, which is of whole answers, is applied as a share; without one (one prompt, one repeat) agreement is unknown.

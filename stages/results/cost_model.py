@@ -1,6 +1,7 @@
-"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 3.
+"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 4.
 
     cycle(steps, topk, tokens, batch) = cycle                         fixed: launches, the weights read once
+                                      + tree        · (topk > 1)     building and masking a tree, which a chain does without
                                       + draft step  · steps          a draft's forward, however few rows
                                       + draft row   · rows of drafting beyond each step's first
                                       + verify row  · tokens · batch
@@ -18,8 +19,9 @@ from stages.params.tree_shape import TreeShape
 from stages.results import interval
 from stages.results.record import Record
 
-# In the order in which a fit adds them; those of arrivals, which no tree changes, are added to any number of the others.
+# In the order in which a fit adds them; those below, which don't grow with a tree, are added to any number of these.
 TREE_TERMS = ("cycle", "verify row", "draft step", "sequence", "draft row", "beyond")
+BRANCH_TERM = "tree"
 ARRIVAL_TERMS = (("prompt",), ("prefill",), ("prefill", "prompt"))
 
 
@@ -70,6 +72,7 @@ def count_term_units(tree: TreeShape, batch: int, knee: int | None, arrivals: Pr
     verified = tree.num_draft_tokens * batch
     return {
         "cycle": 1,
+        "tree": int(tree.topk > 1),
         "verify row": verified,
         "draft step": tree.num_steps,
         "sequence": batch,

@@ -19,7 +19,7 @@ from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
-COST_DEFINITIONS = "docs/cost.md, version 3"
+COST_DEFINITIONS = "docs/cost.md, version 4"
 
 
 class PlainStepTime(Record):
