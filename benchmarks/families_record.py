@@ -160,7 +160,7 @@ def list_tau_values(trees: Iterable[ReplayedTree]) -> Iterator[Value]:
         for tree in here:
             yield "tau", tree.tau, {"group": group, "tree": tree.shape.name, **_ends(tree.tau_low, tree.tau_high)}
         for budget in TOKEN_BUDGETS:
-            best = max((tree for tree in here if tree.tokens <= budget), key=lambda tree: tree.tau)
+            best = max((tree for tree in here if tree.num_draft_tokens <= budget), key=lambda tree: tree.tau)
             more = {"group": group, "tree": best.shape.name, **_ends(best.tau_low, best.tau_high)}
             yield f"best_tau_{budget}", best.tau, more
 

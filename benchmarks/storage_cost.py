@@ -46,7 +46,7 @@ def main() -> None:
             run(work, "replay_trees", chain[-1])
             with (work / f"results/replay/{chain[-1]}.csv").open() as file:
                 rows = {
-                    (int(r["steps"]), int(r["topk"]), int(r["tokens"])): float(r["tau"])
+                    (int(r["num_steps"]), int(r["topk"]), int(r["num_draft_tokens"])): float(r["tau"])
                     for r in csv.DictReader(file)
                     if float(r["temperature"]) == 0
                 }

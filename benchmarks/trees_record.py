@@ -37,7 +37,18 @@ GRID: dict[str, list[Any]] = {
     "trace_trees": [f"t{s}_{k}_{m}" for s, k, m in (TWO, THREE, WIDE)],
 }  # fmt: skip
 PAIR = {"num_steps": [10], "topk": [1, 2, 3], "num_draft_tokens": [32], "trace_trees": GRID["trace_trees"][:2]}
-TREES = ("draft", "steps", "topk", "tokens", "tau", "tau_low", "tau_high", "cycles", "accepted", "mean_depth")
+TREES = (
+    "draft",
+    "num_steps",
+    "topk",
+    "num_draft_tokens",
+    "tau",
+    "tau_low",
+    "tau_high",
+    "cycles",
+    "accepted",
+    "mean_depth",
+)
 INSIDE = ("draft", *replay_records.TreeBucket.list_keys()[1:])
 
 
@@ -112,7 +123,7 @@ class Record:
         self.about = json.loads((place / "about.json").read_text())
         self.trees: dict[str, dict[Shape, Row]] = {}
         for row in rows_of(place / "trees.csv"):
-            shape = int(row["steps"]), int(row["topk"]), int(row["tokens"])
+            shape = int(row["num_steps"]), int(row["topk"]), int(row["num_draft_tokens"])
             numbers = {k: float(row[k]) for k in TREES[4:]}
             self.trees.setdefault(row["draft"], {})[shape] = numbers
         self.inside: dict[tuple[str, str, str], dict[str, Row]] = {}

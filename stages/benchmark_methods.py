@@ -91,7 +91,7 @@ def main(name: str) -> None:
             "row": name,
             "method": settings.method,
             "checkpoint": getattr(settings, "checkpoint", None),
-            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"steps": method.num_steps},
+            "settings": settings.model_dump(exclude={"method", "checkpoint"}) | {"num_steps": method.num_steps},
             "workload": workload,
             "engine": "torch",
             "definitions": torch_records.DEFINITIONS,

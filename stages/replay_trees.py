@@ -281,9 +281,9 @@ def _build_row(
     low, high = ends or (None, None)
     return ReplayedTree(
         checkpoint=name,
-        steps=tree.num_steps,
+        num_steps=tree.num_steps,
         topk=tree.topk,
-        tokens=tree.num_draft_tokens,
+        num_draft_tokens=tree.num_draft_tokens,
         tau=tau,
         tau_low=low,
         tau_high=high,

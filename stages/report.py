@@ -249,7 +249,7 @@ def _predict_speedups(
 
     def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in timed if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
-        shape = row.steps, row.topk, row.tokens
+        shape = row.num_steps, row.topk, row.num_draft_tokens
         if config is None or engine_flags.explain_unsupported(engine, *shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"

@@ -52,16 +52,16 @@ def main(name: str) -> None:
         plain.append(timing_grid.PlainStepTime(batch=batch, **_summarise_median("step_s", steps)))
         grid += [
             timing_grid.CycleTime(
-                steps=tree.num_steps,
+                num_steps=tree.num_steps,
                 topk=tree.topk,
-                tokens=tree.num_draft_tokens,
+                num_draft_tokens=tree.num_draft_tokens,
                 batch=batch,
                 **_summarise_median("cycle_s", of_tree),
             )
             for tree, of_tree in zip(trees, cycles, strict=True)
         ]
     fit = cost_fit.fit_cost_model(grid)
-    also = {"dtype": p.target.dtype, "semantics": p.benchmark.tree_scoring}
+    also = {"dtype": p.target.dtype, "tree_scoring": p.benchmark.tree_scoring}
     record = timing_grid.TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
         engine="torch",
@@ -70,7 +70,7 @@ def main(name: str) -> None:
         checkpoint=name,
         draft=loaded.config,
         target=[target.model, target.revision, target.config_digest],
-        settings=s.list_settings() | also,
+        settings=s.model_dump(exclude={"checkpoints"}) | also,
         plain=plain,
         grid=grid,
         fit=fit,

@@ -31,7 +31,7 @@ def grid(
     chance = random.Random(5)
     return [
         CycleTime(
-            steps=tree.num_steps, topk=tree.topk, tokens=tree.num_draft_tokens, batch=batch,
+            num_steps=tree.num_steps, topk=tree.topk, num_draft_tokens=tree.num_draft_tokens, batch=batch,
             cycle_s=seconds(tree, batch, truth) * (1 + chance.gauss(0, noise)), error=0.0, samples=10,
         )
         for batch in batches for tree in trees
@@ -51,7 +51,7 @@ def made_up(
         "checkpoint": checkpoint,
         "draft": {"model_type": "llama", "draft_vocab_size": 320},
         "target": [model, None, "3f1c"],
-        "settings": {"context": 128, "repeats": 5, "dtype": "float32", "semantics": "sglang"},
+        "settings": {"context": 128, "repeats": 5, "dtype": "float32", "tree_scoring": "sglang"},
         "plain": [{"batch": 1, "step_s": PLAIN_S, "error": 0.01, "samples": 10}],
         "grid": points,
         "fit": cost_fit.fit_cost_model(points),

@@ -131,9 +131,9 @@ def replayed_tree(
     bounds = {"tau_oracle": None, "tau_adaptive": None, "temperature": 0.0, "top_p": None}
     tree = {
         "checkpoint": "e009",
-        "steps": shape.num_steps,
+        "num_steps": shape.num_steps,
         "topk": shape.topk,
-        "tokens": shape.num_draft_tokens,
+        "num_draft_tokens": shape.num_draft_tokens,
         "tau": tau,
     }
     return ReplayedTree(**tree | {"tau_low": low or tau, "tau_high": high or tau} | counts | bounds | keys)

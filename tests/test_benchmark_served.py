@@ -128,7 +128,9 @@ def ask(project: Path, **changes: Any) -> None:
 def replayed(tree: str) -> dict[str, Any]:
     steps, topk, tokens = map(int, tree[1:].split("_"))
     return next(
-        t for t in replay_records.read_replay("e003") if (t["steps"], t["topk"], t["tokens"]) == (steps, topk, tokens)
+        t
+        for t in replay_records.read_replay("e003")
+        if (t["num_steps"], t["topk"], t["num_draft_tokens"]) == (steps, topk, tokens)
     )
 
 

@@ -123,7 +123,7 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> N
         assert replay_records.find_replayed_tau(replay_records.read_replay("theirs"), cell) == cell.metrics.tau
     time_trees.main("theirs")
     timed = timing_grid.read_timing_grid("theirs", "tiny")["grid"]
-    assert max(row["steps"] for row in timed) == draft.config.num_drafts
+    assert max(row["num_steps"] for row in timed) == draft.config.num_drafts
 
 
 def test_a_tree_deeper_than_an_imported_block(project: Path) -> None:  # noqa: F811

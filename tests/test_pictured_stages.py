@@ -326,7 +326,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
                 benchmark.main("eval", "e003", tree)
             cell = json.loads(Path(f"results/cells/eval-e003-{tree}.json").read_text())
             assert cell["metrics"]["identical_share"] == 1.0
-            (known,) = replayed.filter(steps=steps, topk=topk, tokens=tokens).to_dicts()
+            (known,) = replayed.filter(num_steps=steps, topk=topk, num_draft_tokens=tokens).to_dicts()
             assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
             assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's

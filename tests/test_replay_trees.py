@@ -116,7 +116,9 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
             benchmark.main(workload, "e003", tree)
             found = torch_records.read_torch_cell(workload, "e003", tree)
             (row,) = (
-                r for r in rows if f"t{r['steps']}_{r['topk']}_{r['tokens']}" == tree and r["temperature"] == heat
+                r
+                for r in rows
+                if f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}" == tree and r["temperature"] == heat
             )
             accepted, cycles = (sum(answer[k] for answer in found["prompts"]) for k in ("accepted", "cycles"))
             assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5

@@ -446,7 +446,7 @@ def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
 def test_a_replayed_tree_outside_the_timing_grid_has_no_speedup(
     half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timed = [point for point in costs.grid() if point["steps"] <= 6]
+    timed = [point for point in costs.grid() if point["num_steps"] <= 6]
     timing_grid.write_timing_grid(costs.made_up(model=half_measured.target.model, points=timed))
     report.main()
     rows = {row["tree"]: row for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"}

@@ -54,7 +54,7 @@ def test_replay_equals_live_decoding_as_integers(small_run: Path) -> None:
     """Cells decode every prompt of the eval split here, so accepted drafts and cycles must be replay's own."""
     rows = table(small_run / "results/replay/e003.csv")
     assert [r["temperature"] for r in rows] == ["0.0"] * (len(rows) // 2) + ["0.7"] * (len(rows) // 2)
-    replayed = {(r["steps"], r["topk"], r["tokens"]): r for r in rows if r["temperature"] == "0.0"}
+    replayed = {(r["num_steps"], r["topk"], r["num_draft_tokens"]): r for r in rows if r["temperature"] == "0.0"}
     for name in SMALL["benchmark"]["trees"]:
         cell = json.loads((small_run / f"results/cells/eval-e003-{name}.json").read_text())
         live = (sum(p["cycles"] for p in cell["prompts"]), sum(p["accepted"] for p in cell["prompts"]))

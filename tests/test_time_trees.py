@@ -47,16 +47,14 @@ def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.Capture
     time_trees.main("e000")
     found = timing_grid.read_timing_grid("e000", "tiny")
     trees = schema.load_params().time_trees.list_trees()
-    assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
+    assert [(r["num_steps"], r["topk"], r["num_draft_tokens"]) for r in found["grid"]] == [
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
     assert all(r["batch"] == 1 and r["cycle_s"] > 0 and r["error"] >= 0 and r["samples"] == 6 for r in found["grid"])
     assert [p["samples"] for p in found["plain"]] == [6] and found["plain"][0]["step_s"] > 0
     assert found.fit == cost_fit.fit_cost_model(found.grid)
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
-    recorded = {"num_steps": "steps", "num_draft_tokens": "tokens"}
-    grid = {recorded.get(key, key): value for key, value in GRID.items()}
-    assert found["settings"] == grid | {"dtype": "float32", "semantics": "sglang"}
+    assert found["settings"] == GRID | {"dtype": "float32", "tree_scoring": "sglang"}
     assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)
     assert capsys.readouterr().out.startswith("10 trees in ")
 

@@ -1,6 +1,6 @@
 """The sections that list trees: replay_trees, time_trees."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -96,9 +96,3 @@ class TimeTrees(TreeGrid):
                 "out of time_trees.checkpoints"
             )
         return trees
-
-    def list_settings(self) -> dict[str, Any]:
-        """Return the settings by the names that timing files record: the grid's lists as `steps` and `tokens`."""
-        recorded_names = {"num_steps": "steps", "num_draft_tokens": "tokens"}
-        settings = self.model_dump(exclude={"checkpoints"})
-        return {recorded_names.get(key, key): value for key, value in settings.items()}

@@ -102,7 +102,7 @@ def _choose_trees(
     """Yield the best chain that engines run, and the best tree of topk > 1 within each budget of tokens, with its kind."""
     kinds = {"chain": [tree for tree in trees if tree.topk == 1 and family.is_served(tree.shape)]}
     for budget in budgets:
-        wide = [tree for tree in trees if tree.topk > 1 and tree.tokens <= budget]
+        wide = [tree for tree in trees if tree.topk > 1 and tree.num_draft_tokens <= budget]
         kinds[f"tree of at most {budget} tokens"] = wide
     for kind, some in kinds.items():
         if some:
@@ -116,11 +116,11 @@ def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: 
     told: list[PlotPoint] = []
     for (name, trees), style in zip(replays.items(), cycle_styles(), strict=False):
         front, family = find_front(trees), families[name]
-        axes.plot([t.tokens for t in front], [t.tau for t in front], **style, markerfacecolor="none",
+        axes.plot([t.num_draft_tokens for t in front], [t.tau for t in front], **style, markerfacecolor="none",
                   label=f"{name}, {family.name}")  # fmt: skip
         served = [tree for tree in front if family.is_served(tree.shape)]
         filled = {"color": style["color"], "marker": style["marker"], "linestyle": "none"}
-        axes.plot([t.tokens for t in served], [t.tau for t in served], **filled)
+        axes.plot([t.num_draft_tokens for t in served], [t.tau for t in served], **filled)
         told += [tell_tree(t, f", {name}, {family.name}: {family.list_engines(t.shape)}") for t in front]
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     return told

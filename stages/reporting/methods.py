@@ -120,7 +120,7 @@ def describe_guesses(method: str, settings: Mapping[str, Any]) -> str:
         return f"{settings['longest']}- to {settings['shortest']}-grams, {settings['length']} tokens"
     if method == "lookahead":
         return f"W {settings['window']}, N {settings['level']}, G {settings['guesses']}"
-    return f"static, {settings['nodes']} nodes, {settings['steps']} deep"
+    return f"static, {settings['nodes']} nodes, {settings['num_steps']} deep"
 
 
 # The terminal

@@ -74,11 +74,11 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
         points = [t for t in best if t.topk == topk]
         marks_only = style | {"linestyle": "none", "markersize": 3}
-        axes.plot([t.tokens for t in points], [t.tau for t in points], **marks_only, label=f"topk {topk}")
+        axes.plot([t.num_draft_tokens for t in points], [t.tau for t in points], **marks_only, label=f"topk {topk}")
     front = find_front(trees)
-    axes.plot([t.tokens for t in front], [t.tau for t in front], color=INK_COLOUR, linewidth=0.9, zorder=1)
+    axes.plot([t.num_draft_tokens for t in front], [t.tau for t in front], color=INK_COLOUR, linewidth=0.9, zorder=1)
     ring = {"markersize": 8, "markerfacecolor": "none", "color": INK_COLOUR, "linestyle": "none"}
-    axes.plot([t.tokens for t in chosen], [t.tau for t in chosen], "o", **ring)
+    axes.plot([t.num_draft_tokens for t in chosen], [t.tau for t in chosen], "o", **ring)
     top, low = max(t.tau for t in trees), min(t.tau for t in best)
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
@@ -92,9 +92,12 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
     styles = dict(zip(sorted({line.replayed.topk for line in lines}), cycle_styles(), strict=False))
     if fastest := _select_fastest(line.predicted for line in lines if line.predicted):
-        xs, ys = [row.tokens for row in fastest], [row.speedup for row in fastest]
+        xs, ys = [row.num_draft_tokens for row in fastest], [row.speedup for row in fastest]
         axes.plot(xs, ys, color=INK_COLOUR, linewidth=0.9, linestyle=":", label="fastest predicted")
-        told += [_tell_speedup(row.tokens, row.shape, row.speedup, row.low, row.high, "predicted") for row in fastest]
+        told += [
+            _tell_speedup(row.num_draft_tokens, row.shape, row.speedup, row.low, row.high, "predicted")
+            for row in fastest
+        ]
     for place, row in zip(_spread_places(rows), rows, strict=True):
         assert row.speedup is not None, "build_overview selects rows with a speedup"
         colour = styles[row.topk]["color"] if row.topk in styles else INK_COLOUR
@@ -116,8 +119,8 @@ def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
     """
     fastest: dict[int, PredictedSpeedup] = {}
     for row in rows:
-        if row.tokens not in fastest or row.speedup > fastest[row.tokens].speedup:
-            fastest[row.tokens] = row
+        if row.num_draft_tokens not in fastest or row.speedup > fastest[row.num_draft_tokens].speedup:
+            fastest[row.num_draft_tokens] = row
     ordered = [fastest[tokens] for tokens in sorted(fastest)]
     speeds = [row.speedup for row in ordered]
     tops = zip(accumulate(speeds, max), reversed(list(accumulate(reversed(speeds), max))), strict=True)

@@ -178,16 +178,16 @@ def cycle_styles() -> Iterator[dict[str, str]]:
 def tell_tree(tree: ReplayedTree, more: str = "") -> PlotPoint:
     """Return the point of a tree in a plot of tau against num_draft_tokens; `more` is added to its text."""
     interval = "" if tree.tau_low is None or tree.tau_high is None else f" ({tree.tau_low:.2f}-{tree.tau_high:.2f})"
-    return PlotPoint(tree.tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{more}")
+    return PlotPoint(tree.num_draft_tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{more}")
 
 
 def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> list[PlotPoint]:
     """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
     told: list[PlotPoint] = []
     for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
-        points = [t for t in trees if t.topk == topk and steps in (None, t.steps)]
-        tokens = sorted({t.tokens for t in points})
-        best = [max((t for t in points if t.tokens == count), key=lambda t: t.tau) for count in tokens]
+        points = [t for t in trees if t.topk == topk and steps in (None, t.num_steps)]
+        tokens = sorted({t.num_draft_tokens for t in points})
+        best = [max((t for t in points if t.num_draft_tokens == count), key=lambda t: t.tau) for count in tokens]
         if points:
             axes.plot(tokens, [t.tau for t in best], **style, label=f"topk {topk}")
             told += map(tell_tree, best)

@@ -105,14 +105,14 @@ class Heatmap:
 
 def choose_budgets(trees: list[ReplayedTree]) -> list[int]:
     """Return the published budgets that the grid has, else its largest."""
-    grid = {tree.tokens for tree in trees if tree.topk > 1} or {tree.tokens for tree in trees}
+    grid = {tree.num_draft_tokens for tree in trees if tree.topk > 1} or {tree.num_draft_tokens for tree in trees}
     return sorted(grid & PUBLISHED_BUDGETS) or [max(grid)]
 
 
 def build_heatmap(trees: list[ReplayedTree], budget: int) -> Heatmap:
     """Return tau by num_steps and topk, each at as many draft tokens of `budget` as it can use."""
-    fitting = sorted((t for t in trees if t.tokens <= budget), key=lambda t: t.tokens)
-    best = {(tree.steps, tree.topk): tree for tree in fitting}
+    fitting = sorted((t for t in trees if t.num_draft_tokens <= budget), key=lambda t: t.num_draft_tokens)
+    best = {(tree.num_steps, tree.topk): tree for tree in fitting}
     taus = [tree.tau for tree in best.values()]
     return Heatmap(budget, sorted({s for s, _ in best}), sorted({k for _, k in best}), best, min(taus), max(taus))
 
@@ -147,7 +147,7 @@ def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedT
 def find_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
     """Return the trees whose tau no tree of as few or fewer draft tokens reaches, by width."""
     found: list[ReplayedTree] = []
-    for tree in sorted(trees, key=lambda t: (t.tokens, -t.tau)):
+    for tree in sorted(trees, key=lambda t: (t.num_draft_tokens, -t.tau)):
         if not found or tree.tau > found[-1].tau:
             found.append(tree)
     return found
@@ -157,10 +157,10 @@ def thin_front(front: list[ReplayedTree]) -> list[ReplayedTree]:
     """Return at most MAX_NAMED_TREES of the front, as far apart in width as possible, the widest among them."""
     if len(front) <= MAX_NAMED_TREES:
         return front
-    gap = (front[-1].tokens - front[0].tokens) / (MAX_NAMED_TREES - 1)
+    gap = (front[-1].num_draft_tokens - front[0].num_draft_tokens) / (MAX_NAMED_TREES - 1)
     chosen = [front[-1]]
     for tree in reversed(front[:-1]):
-        if chosen[-1].tokens - tree.tokens >= gap:
+        if chosen[-1].num_draft_tokens - tree.num_draft_tokens >= gap:
             chosen.append(tree)
     return chosen[::-1]
 
@@ -169,7 +169,7 @@ def select_best_steps(trees: list[ReplayedTree]) -> list[ReplayedTree]:
     """Return the tree with the highest tau for each topk and num_draft_tokens."""
     best: dict[tuple[int, int], ReplayedTree] = {}
     for tree in trees:
-        key = tree.topk, tree.tokens
+        key = tree.topk, tree.num_draft_tokens
         if key not in best or tree.tau > best[key].tau:
             best[key] = tree
     return list(best.values())
@@ -181,7 +181,7 @@ def choose_steps(trees: list[ReplayedTree], names: list[str]) -> int:
     Only num_steps that were replayed with a topk above 1 count; where the named trees have none of them, the largest is
     taken.
     """
-    replayed = {t.steps for t in trees if t.topk > 1} or {t.steps for t in trees}
+    replayed = {t.num_steps for t in trees if t.topk > 1} or {t.num_steps for t in trees}
     named = Counter(steps for steps in (TreeShape.parse(name).num_steps for name in names) if steps in replayed)
     return named.most_common(1)[0][0] if named else max(replayed)
 

@@ -35,7 +35,7 @@ def fit_cost_model(grid: Sequence[CycleTime]) -> CostModel:
 def _list_candidate_models(grid: Sequence[CycleTime]) -> list[tuple[tuple[str, ...], int | None]]:
     """Return (terms, knee) to try, the simplest first, since `min` takes the first of equals."""
     bent = TREE_TERMS.index("beyond")
-    rows = sorted({point.tokens * point.batch for point in grid})[1:-1]
+    rows = sorted({point.num_draft_tokens * point.batch for point in grid})[1:-1]
     knees = rows[:: -(-len(rows) // MAX_KNEES) or 1]
     of_trees = [*((TREE_TERMS[:count], None) for count in range(1, bent + 1)), *((TREE_TERMS, knee) for knee in knees)]
     if len({point.topk > 1 for point in grid}) == 2:

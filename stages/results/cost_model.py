@@ -1,10 +1,10 @@
 """The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 4.
 
-    cycle(steps, topk, tokens, batch) = cycle                         fixed: launches, the weights read once
+    cycle(tree, batch)                = cycle                         fixed: launches, the weights read once
                                       + tree        · (topk > 1)     building and masking a tree, which a chain does without
-                                      + draft step  · steps          a draft's forward, however few rows
+                                      + draft step  · num_steps      a draft's forward, however few rows
                                       + draft row   · rows of drafting beyond each step's first
-                                      + verify row  · tokens · batch
+                                      + verify row  · num_draft_tokens · batch
                                       + beyond      · rows of verifying beyond the knee, where computing outlasts reading
                                       + sequence    · batch          what each sequence costs: its keys and values, sampling
                                       + prefill     · passes that read prompts of other requests meanwhile

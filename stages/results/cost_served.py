@@ -100,7 +100,7 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
             f"{tree.name}, concurrency {point.concurrency}: the engine reported no cycles, expected those of each request; "
             "vLLM reports them from 0.30 on"
         )
-    shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens}
+    shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
     count = point.acceptance.cycles if point.acceptance else sum(r.cycles or 0 for r in _list_answered(point))
     times = _summarise_times("cycle_s", cycles) | {"arrivals": count_arrivals(point, count)}
     return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | times)

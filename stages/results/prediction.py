@@ -23,7 +23,7 @@ from stages.results.timing_grid import PlainStepTime, TimingGrid
 from stages.runtime import atomic
 
 LAUNCH_FILE = Path("results/launch.json")
-REPLAY_COLUMNS = ("steps", "topk", "tokens", "tau_low", "tau_high", "draft_sampling")
+REPLAY_COLUMNS = ("num_steps", "topk", "num_draft_tokens", "tau_low", "tau_high", "draft_sampling")
 LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
 
 
@@ -37,9 +37,9 @@ class PredictedSpeedup(TableRow):
     max_new_tokens: int | None
     temperature: float
     checkpoint: str
-    steps: int
+    num_steps: int
     topk: int
-    tokens: int
+    num_draft_tokens: int
     concurrency: int
     tau: float
     tau_low: float | None
@@ -52,7 +52,7 @@ class PredictedSpeedup(TableRow):
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.steps, self.topk, self.tokens)
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
     @property
     def is_faster(self) -> bool:
@@ -181,7 +181,7 @@ def index_torch_predictions(
 
 def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
     """Return the smallest and largest timed value of each axis."""
-    axes = {axis: [point[axis] for point in cost.grid] for axis in ("steps", "topk", "tokens", "batch")}
+    axes = {axis: [point[axis] for point in cost.grid] for axis in ("num_steps", "topk", "num_draft_tokens", "batch")}
     return {axis: (min(values), max(values)) for axis, values in axes.items()}
 
 

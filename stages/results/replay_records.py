@@ -21,9 +21,9 @@ class ReplayedTree(Record):
     """A tree on a checkpoint's eval answers of one temperature."""
 
     checkpoint: str
-    steps: int
+    num_steps: int
     topk: int
-    tokens: int
+    num_draft_tokens: int
     tau: float
     tau_low: float | None  # None if one conversation was replayed, as `tau_high`
     tau_high: float | None
@@ -40,7 +40,7 @@ class ReplayedTree(Record):
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.steps, self.topk, self.tokens)
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
 
 class Sampling(Protocol):

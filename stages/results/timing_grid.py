@@ -35,9 +35,9 @@ class PlainStepTime(Record):
 class CycleTime(Record):
     """A cycle: drafting, verifying and all between."""
 
-    steps: int
+    num_steps: int
     topk: int
-    tokens: int
+    num_draft_tokens: int
     batch: int
     cycle_s: float
     error: float | None
@@ -46,7 +46,7 @@ class CycleTime(Record):
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.steps, self.topk, self.tokens)
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
 
 class TimingGrid(Record):
@@ -61,7 +61,7 @@ class TimingGrid(Record):
     target: list[str | None] | None  # model, revision, digest of its config
     settings: dict[
         str, Any
-    ]  # what else changes times: dtype, semantics, context (tokens before the first cycle), repeats
+    ]  # what else changes times: dtype, tree_scoring, context (tokens before the first cycle), repeats
     plain: Annotated[list[PlainStepTime], MinLen(1)]
     grid: Annotated[list[CycleTime], MinLen(1)]
     other_lengths: list[CycleTime] = Field(default_factory=list)  # of serving_costs: fitted together with the grid

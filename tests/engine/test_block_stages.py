@@ -174,7 +174,7 @@ def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
     shallow = [tree for tree in trees if tree.num_steps <= draft.config.num_drafts]
     assert TreeShape(draft.config.num_drafts, 1, draft.config.num_drafts + 1) in shallow
     assert len(shallow) < len(trees)
-    assert [(r["steps"], r["topk"], r["tokens"]) for r in found["grid"]] == [
+    assert [(r["num_steps"], r["topk"], r["num_draft_tokens"]) for r in found["grid"]] == [
         (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
     ]
     assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())

@@ -188,46 +188,46 @@ def test_mix(gpu: Any) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize("tree_scoring", ["sglang", "eagle"])
 @pytest.mark.parametrize(("size", "topk"), [(5, 3), (1100, 10), (3000, 1)])
-def test_best(gpu: Any, size: int, topk: int, semantics: str) -> None:
+def test_best(gpu: Any, size: int, topk: int, tree_scoring: str) -> None:
     """Logits of a few values only, so that most are ties; among them infinities, and scores of either sign."""
     logits = (draw(4, size) * 2).round()
     logits[2, 1] = -torch.inf
-    chances, ids = gpu.select_topk(logits, topk, semantics)
-    expected, places = plain.select_topk(logits, topk, semantics)
+    chances, ids = gpu.select_topk(logits, topk, tree_scoring)
+    expected, places = plain.select_topk(logits, topk, tree_scoring)
     torch.testing.assert_close(chances, expected)
     assert torch.equal(ids, places)
 
 
-@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
-def test_best_of_few_finite_logits(gpu: Any, semantics: str) -> None:
+@pytest.mark.parametrize("tree_scoring", ["sglang", "eagle"])
+def test_best_of_few_finite_logits(gpu: Any, tree_scoring: str) -> None:
     """Bug: a part of the vocabulary without a finite logit, as a candidate selector leaves most, made every score NaN."""
     logits = torch.full((3, 5000), -torch.inf, device=DEVICE)
     logits[:, [4, 1030, 4999]] = draw(3, 3)
-    for mine, theirs in zip(*(k.select_topk(logits, 3, semantics) for k in (gpu, plain)), strict=True):
+    for mine, theirs in zip(*(k.select_topk(logits, 3, tree_scoring) for k in (gpu, plain)), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize("tree_scoring", ["sglang", "eagle"])
 @pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_a_block_is_expanded_alike(gpu: Any, method: str, prompts: int, semantics: str) -> None:
+def test_a_block_is_expanded_alike(gpu: Any, method: str, prompts: int, tree_scoring: str) -> None:
     draft, found = make(method).to(DEVICE), []
     states, anchors = draw(prompts, 5, 64), torch.arange(prompts, device=DEVICE)
     logits = draw(prompts, 5, draft.config.vocab_size, seed=1)
     for kernels in (gpu, plain):
         expansion = FusedBlockExpansion(draft, anchors.device)
         expansion.kernels = kernels
-        found.append(expansion.expand(logits, states, anchors, 4, semantics))
+        found.append(expansion.expand(logits, states, anchors, 4, tree_scoring))
     torch.testing.assert_close(found[0].scores, found[1].scores)
     assert torch.equal(found[0].tokens, found[1].tokens) and torch.equal(found[0].parents, found[1].parents)
 
 
-@pytest.mark.parametrize("semantics", ["sglang", "eagle"])
+@pytest.mark.parametrize("tree_scoring", ["sglang", "eagle"])
 @pytest.mark.parametrize("topk", [1, 3, 10])
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
+def test_join(gpu: Any, prompts: int, topk: int, tree_scoring: str) -> None:
     """Two steps of beams, with ties among the products."""
     steps, found = 4, []
     for k in (gpu, plain):
@@ -240,9 +240,9 @@ def test_join(gpu: Any, prompts: int, topk: int, semantics: str) -> None:
         beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):
-            chances, ids = plain.select_topk((draw(prompts * topk, 30, seed=step) * 2).round(), topk, semantics)
+            chances, ids = plain.select_topk((draw(prompts * topk, 30, seed=step) * 2).round(), topk, tree_scoring)
             beam, numbers, sees, tokens, slots = k.extend_beam(
-                step, beam, numbers, sees, chances, ids, d2t, candidates, semantics
+                step, beam, numbers, sees, chances, ids, d2t, candidates, tree_scoring
             )
             got += [beam, numbers, sees.clone(), tokens, slots]
         found.append([*got, candidates.scores, candidates.tokens, candidates.parents])

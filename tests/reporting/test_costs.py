@@ -78,7 +78,9 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: sc
     within = [t for t in trees if t.num_steps <= 10 and t.topk <= 4 and t.num_draft_tokens <= 64]
     assert len(rows) == len(within) * len(project.replay_trees.checkpoints) > 300
     for row in rows[::37]:
-        tree = TreeShape(num_steps=int(row["steps"]), topk=int(row["topk"]), num_draft_tokens=int(row["tokens"]))
+        tree = TreeShape(
+            num_steps=int(row["num_steps"]), topk=int(row["topk"]), num_draft_tokens=int(row["num_draft_tokens"])
+        )
         by_hand = replayed(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
         assert float(row["speedup"]) == pytest.approx(by_hand)
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
@@ -91,7 +93,7 @@ def test_trees_that_were_left_out_are_counted_on_the_page(project: schema.Params
     far = sum(t.num_steps > 6 for t in trees)
     page = words(report.PAGE_FILE.read_text())
     assert (
-        f"torch engine: {far} of {len(trees)} trees of e009 lie outside what was timed (steps 1 to 6, topk 1 to 4"
+        f"torch engine: {far} of {len(trees)} trees of e009 lie outside what was timed (num_steps 1 to 6, topk 1 to 4"
         in page
     )
 
@@ -105,11 +107,11 @@ def test_the_flags_are_those_a_server_is_started_with(
     assert [(row["engine"], row["timed_on"]) for row in launch] == [("sglang", "torch"), ("vllm", "torch")]
     config = timing_grid.read_timing_grid("e000", project.target.model).draft
     for row in launch:
-        shape = row["steps"], row["topk"], row["tokens"]
+        shape = row["num_steps"], row["topk"], row["num_draft_tokens"]
         draft = engine_flags.ServedDraft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
         assert row["enable"] and row["flags"] == engine_flags.build_speculation_flags(row["engine"], draft, config)
         assert engine_flags.explain_unsupported(row["engine"], *shape, config) is None
-    mine = [row for row in table(PredictedSpeedup.TABLE) if int(row["tokens"]) > int(row["steps"])]
+    mine = [row for row in table(PredictedSpeedup.TABLE) if int(row["num_draft_tokens"]) > int(row["num_steps"])]
     assert launch[0]["speedup"] == max(float(row["speedup"]) for row in mine)
     assert launch[1]["speedup"] == max(float(row["speedup"]) for row in mine if row["topk"] == "1")
     report.main("--launch")
@@ -158,7 +160,9 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params
     timing_grid.write_timing_grid(costs.made_up("theirs", points=costs.grid(truth=costs.TRUTH | {"step": 1e-3})))
     report.main()
     chain = {
-        row["checkpoint"]: row for row in table(PredictedSpeedup.TABLE) if row["steps"] == "8" and row["topk"] == "1"
+        row["checkpoint"]: row
+        for row in table(PredictedSpeedup.TABLE)
+        if row["num_steps"] == "8" and row["topk"] == "1"
     }
     assert (
         float(chain["theirs"]["C"]) > 1.2 * float(chain["e009"]["C"]) == pytest.approx(1.2 * float(chain["e003"]["C"]))
@@ -206,13 +210,18 @@ def test_simulated_costs_say_which_tree_to_launch_at_each_concurrency(
         ("load", "100", cap) for cap in ("1", "8", "32")
     }
     for row in rows[::23]:
-        tree, cap = TreeShape(int(row["steps"]), int(row["topk"]), int(row["tokens"])), int(row["concurrency"])
+        tree, cap = (
+            TreeShape(int(row["num_steps"]), int(row["topk"]), int(row["num_draft_tokens"])),
+            int(row["concurrency"]),
+        )
         by_hand = replayed(tree.name, row["checkpoint"]) * plain_s(cap) / costs.seconds(tree, cap, DEAR_TOKENS)
         assert float(row["speedup"]) == pytest.approx(by_hand)
     mine = [row for row in prediction.read_launch() if row.engine == "sglang"]
     for row in mine:
         at = [
-            float(r["speedup"]) for r in rows if int(r["concurrency"]) == row.concurrency and r["tokens"] > r["steps"]
+            float(r["speedup"])
+            for r in rows
+            if int(r["concurrency"]) == row.concurrency and r["num_draft_tokens"] > r["num_steps"]
         ]
         assert row.timed_on == "sglang" and row.speedup == pytest.approx(max(at))
     assert [(row.concurrency, row.enable) for row in mine] == [(1, True), (8, True), (32, False)]
@@ -299,9 +308,10 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
     ]
     rows = [row for row in table(PredictedSpeedup.TABLE) if row["engine"] == "sglang"]
     assert {row["concurrency"] for row in rows} == {"1", "8", "64"}
-    assert {(int(row["steps"]) >= 3, int(row["tokens"]) >= 4, int(row["tokens"]) <= 32) for row in rows} == {
-        (True,) * 3
-    }
+    assert {
+        (int(row["num_steps"]) >= 3, int(row["num_draft_tokens"]) >= 4, int(row["num_draft_tokens"]) <= 32)
+        for row in rows
+    } == {(True,) * 3}
     assert {row["checkpoint"] for row in rows} == {"e003", "e009"}  # of the same shapes, so of the same cost
     assert "vllm: not by costs of their own" in capsys.readouterr().out
     said = words(report.PAGE_FILE.read_text())

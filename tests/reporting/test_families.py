@@ -42,11 +42,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     Path(f"results/train/{NAME}.json").write_text(json.dumps(trained | {"checkpoint": NAME, "from": "e000"}))
     rows = []
     for row in replay_records.read_replay("e009"):
-        if row.steps <= NUM_DRAFTS:
+        if row.num_steps <= NUM_DRAFTS:
             better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
             rows.append(row.model_copy(update=better))
     if all(row.shape != CHAIN for row in rows):
-        rows.append(rows[0].model_copy(update={"steps": CHAIN.num_steps, "topk": 1, "tokens": CHAIN.num_draft_tokens}))
+        rows.append(
+            rows[0].model_copy(
+                update={"num_steps": CHAIN.num_steps, "topk": 1, "num_draft_tokens": CHAIN.num_draft_tokens}
+            )
+        )
     ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
     replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
     return schema.load_params()
@@ -169,7 +173,7 @@ def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.P
 
 def test_replays_that_share_no_tree_are_shown_without_a_duel(project: schema.Params) -> None:
     rows = [row for row in replay_records.read_replay(NAME) if row.shape == CHAIN]
-    far = [row.model_copy(update={"steps": 31, "tokens": 32}) for row in rows]
+    far = [row.model_copy(update={"num_steps": 31, "num_draft_tokens": 32}) for row in rows]
     ReplayedTree.write_csv(replay_records.locate_replay(NAME), far)
     report.main()
     assert "Families side by side" in report.PAGE_FILE.read_text()

@@ -283,7 +283,7 @@ def test_all_trees_are_filtered_by_words_and_bounds(open_page: Open) -> None:
     assert shown.count() == len(trees)
     for wanted, kept in {
         "topk=2 tau>3": [t for t in trees if t.topk == 2 and float(f"{t.tau:.2f}") > 3],
-        "num_draft_tokens<=16 num_steps>=5": [t for t in trees if t.tokens <= 16 and t.steps >= 5],
+        "num_draft_tokens<=16 num_steps>=5": [t for t in trees if t.num_draft_tokens <= 16 and t.num_steps >= 5],
         "8_2_": [t for t in trees if "8_2_" in t.shape.name],
     }.items():
         field.fill(wanted)
@@ -340,7 +340,7 @@ def test_a_point_tells_its_numbers_to_the_pointer_and_to_the_keyboard(open_page:
     page = open_page(1920)
     plot, tip = page.locator(".picture .plot").first, page.locator(".tip")
     assert not tip.is_visible()
-    widest = max(read_trees(), key=lambda tree: (tree.tokens, tree.tau))
+    widest = max(read_trees(), key=lambda tree: (tree.num_draft_tokens, tree.tau))
     text = f"{widest.shape.name[1:]}: tau {widest.tau:.2f} ({widest.tau_low:.2f}-{widest.tau_high:.2f})"
     place = plot.locator(f"circle[aria-label='{text}']").bounding_box()
     page.mouse.move(place["x"] + place["width"] / 2 + 3, place["y"] + place["height"] / 2)

@@ -12,11 +12,13 @@ from stages.results.replay_records import ReplayedTree
 
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
     known = {"checkpoint": "e009", "temperature": 0.0, "tau_low": tau - 0.5, "tau_high": tau + 0.5}
-    return ReplayedTree.model_construct(steps=steps, topk=topk, tokens=tokens, tau=tau, **known)
+    return ReplayedTree.model_construct(num_steps=steps, topk=topk, num_draft_tokens=tokens, tau=tau, **known)
 
 
 def guess(tokens: int, speedup: float, steps: int = 5) -> PredictedSpeedup:
-    return PredictedSpeedup.model_construct(steps=steps, topk=2, tokens=tokens, speedup=speedup, low=None, high=None)
+    return PredictedSpeedup.model_construct(
+        num_steps=steps, topk=2, num_draft_tokens=tokens, speedup=speedup, low=None, high=None
+    )
 
 
 def row(name: str, tokens: int, speedup: float, source: str = "measured") -> BenchmarkRow:

@@ -13,7 +13,9 @@ from stages.results.replay_records import ReplayedTree, TreeBucket
 
 
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
-    return ReplayedTree.model_construct(steps=steps, topk=topk, tokens=tokens, tau=tau, tau_low=None, tau_high=None)
+    return ReplayedTree.model_construct(
+        num_steps=steps, topk=topk, num_draft_tokens=tokens, tau=tau, tau_low=None, tau_high=None
+    )
 
 
 def some_trees(seed: int) -> list[ReplayedTree]:
@@ -38,17 +40,19 @@ def lines(draw: Any, *arguments: Any) -> dict[str, list[tuple[float, float]]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_front_is_what_nothing_as_narrow_equals(seed: int) -> None:
     some = some_trees(seed)
-    beaten = [any(o["tokens"] <= t["tokens"] and o["tau"] > t["tau"] for o in some) for t in some]
-    equalled = [any(o["tokens"] < t["tokens"] and o["tau"] == t["tau"] for o in some) for t in some]
-    kept = {(t["tokens"], t["tau"]) for t, b, e in zip(some, beaten, equalled, strict=True) if not b and not e}
+    beaten = [any(o["num_draft_tokens"] <= t["num_draft_tokens"] and o["tau"] > t["tau"] for o in some) for t in some]
+    equalled = [any(o["num_draft_tokens"] < t["num_draft_tokens"] and o["tau"] == t["tau"] for o in some) for t in some]
+    kept = {
+        (t["num_draft_tokens"], t["tau"]) for t, b, e in zip(some, beaten, equalled, strict=True) if not b and not e
+    }
     found = trees.find_front(some)
-    assert sorted(kept) == [(t["tokens"], t["tau"]) for t in found]
+    assert sorted(kept) == [(t["num_draft_tokens"], t["tau"]) for t in found]
 
 
 def test_of_a_long_front_some_are_named_and_the_last_always() -> None:
     wide = [tree(8, 2, tokens, tokens / 10) for tokens in range(2, 65)]
     named = trees.thin_front(wide)
-    assert 4 <= len(named) <= trees.MAX_NAMED_TREES and named[-1]["tokens"] == 64
+    assert 4 <= len(named) <= trees.MAX_NAMED_TREES and named[-1]["num_draft_tokens"] == 64
     assert trees.thin_front(wide[:5]) == wide[:5]
 
 

@@ -18,9 +18,9 @@ from tests.torch_cells import timed_cell
 
 def predict(speedup: float, low: float | None, high: float | None, **changes: Any) -> PredictedSpeedup:
     values: dict[str, Any] = {
-        "engine": "torch", "workload": None, "max_new_tokens": None, "temperature": 0.0, "checkpoint": "e009", "steps": 6,
-        "topk": 4, "tokens": 32, "concurrency": 1, "tau": 4.0, "tau_low": 3.9, "tau_high": 4.1, "C": 2.5, "speedup": speedup,
-        "low": low, "high": high,
+        "engine": "torch", "workload": None, "max_new_tokens": None, "temperature": 0.0, "checkpoint": "e009", "num_steps": 6,
+        "topk": 4, "num_draft_tokens": 32, "concurrency": 1, "tau": 4.0, "tau_low": 3.9, "tau_high": 4.1, "C": 2.5,
+        "speedup": speedup, "low": low, "high": high,
     }  # fmt: skip
     return PredictedSpeedup.model_validate(values | changes)
 
@@ -229,7 +229,7 @@ def test_predictions_hold_for_replayed_prompts_only() -> None:
 
 
 def test_an_engine_that_cannot_run_the_fastest_tree_has_its_own() -> None:
-    fast, chain = predict(1.6, 1.2, 2.1), predict(1.3, 1.1, 1.5, topk=1, tokens=7)
+    fast, chain = predict(1.6, 1.2, 2.1), predict(1.3, 1.1, 1.5, topk=1, num_draft_tokens=7)
     found = give([fast, chain], launch=[advise(fast), advise(chain, "vllm")])
     assert found.more == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at concurrency 1",)
 
@@ -305,7 +305,7 @@ BLOCKS = {"e009": EAGLE3, "b003": DraftFamily("DSpark", 7)}
 
 def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     """By prediction, by measurement or both: what is left of the others is advised."""
-    wide = {"checkpoint": "b003", "steps": 4, "topk": 2, "tokens": 9}
+    wide = {"checkpoint": "b003", "num_steps": 4, "topk": 2, "num_draft_tokens": 9}
     rows = [predict(2.5, 2.2, 2.8, **wide), predict(1.3, 1.1, 1.5)]
     found = give(rows, launch=[], families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.more == ()

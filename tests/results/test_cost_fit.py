@@ -77,7 +77,7 @@ def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
     """Up to 64 rows a verify pass costs what its weights cost to read, beyond it each row more."""
     points = costs.grid(batches=(1, 4, 16), truth=costs.TRUTH | {"token": 0.0})
     for point in points:
-        point.cycle_s += 0.04e-3 * max(0, point.tokens * point.batch - 64)
+        point.cycle_s += 0.04e-3 * max(0, point.num_draft_tokens * point.batch - 64)
     found = cost_fit.fit_cost_model(points)
     assert found.knee == 64 and found.seconds["beyond"] == pytest.approx(0.04e-3)
     unseen = TreeShape.parse("t6_2_20")
@@ -88,7 +88,7 @@ def test_no_term_is_negative() -> None:
     """Wide trees that were timed faster than narrow ones, by accident: the fit doesn't promise less for more."""
     points = costs.grid()
     for point in points:
-        point.cycle_s *= 1 - 0.004 * point.tokens
+        point.cycle_s *= 1 - 0.004 * point.num_draft_tokens
     assert min(cost_fit.fit_cost_model(points).seconds.values()) >= 0
 
 
@@ -107,7 +107,8 @@ def test_what_vllm_measured_is_predicted_from_the_other_lengths() -> None:
     implied = {2: 1.44, 3: 1.61, 4: 1.76, 5: 1.94, 6: 2.06, 7: 2.15}
     speedup = {2: 1.637, 3: 1.729, 4: 1.746, 5: 1.712, 6: 1.683, 7: 1.648}
     points = [
-        CycleTime(steps=k, topk=1, tokens=k + 1, batch=1, cycle_s=c, error=0.0, samples=1) for k, c in implied.items()
+        CycleTime(num_steps=k, topk=1, num_draft_tokens=k + 1, batch=1, cycle_s=c, error=0.0, samples=1)
+        for k, c in implied.items()
     ]
     found = cost_fit.fit_cost_model(points)
     assert found.error_max < 0.045

@@ -61,7 +61,7 @@ def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -
     for cell in (chain, tree, other):
         for taken in cell["points"]:
             shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"], taken["concurrency"]
-            (row,) = (r for r in found.grid if (r.steps, r.topk, r.tokens, r.batch) == shape)
+            (row,) = (r for r in found.grid if (r.num_steps, r.topk, r.num_draft_tokens, r.batch) == shape)
             assert row.cycle_s == pytest.approx(by_hand(taken["requests"], "cycles")) and row.samples == 2
     for taken, row in zip(plain["points"], found.plain, strict=True):
         assert row.step_s == pytest.approx(by_hand(taken["requests"], "output_tokens", 1))

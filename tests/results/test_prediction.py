@@ -59,7 +59,7 @@ def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and
 def test_nothing_is_extrapolated() -> None:
     trees = [replay(name, 4.0) for name in ("t11_2_16", "t10_5_16", "t10_4_65", "t10_4_64", "t1_1_2")]
     found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
-    assert [(r.steps, r.topk, r.tokens) for r in found] == [(10, 4, 64), (1, 1, 2)]
+    assert [(r.num_steps, r.topk, r.num_draft_tokens) for r in found] == [(10, 4, 64), (1, 1, 2)]
     assert prediction.count_outside_grid(costs.made_up(), trees) == 3
 
 
@@ -101,20 +101,30 @@ def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
 def guess(name: str, speedup: float, low: float, **keys: object) -> PredictedSpeedup:
     tree = TreeShape.parse(name)
     row = {"engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": "e009", "concurrency": 1}
-    shape = {"steps": tree.num_steps, "topk": tree.topk, "tokens": tree.num_draft_tokens, "temperature": 0.0}
+    shape = {
+        "num_steps": tree.num_steps,
+        "topk": tree.topk,
+        "num_draft_tokens": tree.num_draft_tokens,
+        "temperature": 0.0,
+    }
     figures = {"tau": 4.0, "tau_low": None, "tau_high": None, "C": 2.0, "speedup": speedup}
     return PredictedSpeedup(**row | shape | figures | {"low": low, "high": speedup + 0.1} | keys)
 
 
 def chains_on_vllm(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
-    return None if engine == "vllm" and row.topk > 1 else EngineLaunch(["--tree", f"{row.steps}_{row.topk}"], "9.1")
+    return None if engine == "vllm" and row.topk > 1 else EngineLaunch(["--tree", f"{row.num_steps}_{row.topk}"], "9.1")
 
 
 def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     rows = [guess("t5_3_12", 1.9, 1.7), guess("t3_1_4", 1.4, 1.2), guess("t2_1_3", 1.3, 1.1)]
     sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
-    assert (sglang["engine"], sglang["steps"], sglang["topk"], sglang["flags"]) == ("sglang", 5, 3, ["--tree", "5_3"])
-    assert (vllm["engine"], vllm["steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
+    assert (sglang["engine"], sglang["num_steps"], sglang["topk"], sglang["flags"]) == (
+        "sglang",
+        5,
+        3,
+        ["--tree", "5_3"],
+    )
+    assert (vllm["engine"], vllm["num_steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
     assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
     assert sglang["timed_on"] == vllm["timed_on"] == "torch"
 
@@ -135,7 +145,7 @@ def test_each_concurrency_has_its_own_line_by_the_engines_own_costs_where_there_
         guess("t3_1_4", 0.9, 0.8, concurrency=64, **own),
     ]
     found = prediction.choose_launches(rows, chains_on_vllm)
-    told = [(r["engine"], r["timed_on"], r["concurrency"], r["steps"], r["enable"]) for r in found]
+    told = [(r["engine"], r["timed_on"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
     assert told == [
         ("sglang", "sglang", 1, 8, True),
         ("sglang", "sglang", 64, 3, False),
