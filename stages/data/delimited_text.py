@@ -4,6 +4,7 @@ The first line names the columns. Fields that hold the delimiter, a quote or a l
 csv writers do it. Not polars' and pyarrow's readers: neither names the line of a broken record.
 """
 
+import contextlib
 import csv
 import re
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 import polars as pl
+
+from stages.data import json_lines
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t", ".tab": "\t"}  # of .csv the one that splits the header into most columns
 MAX_FIELD_CHARACTERS = 1 << 26  # beyond it a quote is missing, and the field would reach to the end of the file
@@ -30,11 +33,13 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
     rows: list[list[str]] = []
     size = 0
     yield pl.DataFrame(schema=schema)
-    for start, record in _read_records(reader, path, line_before):
+    records = _read_records(reader, path, line_before)
+    for count, (start, record) in enumerate(records, 1):
         if len(record) != len(header):
             raise ValueError(
                 f"{path}, line {start}: expected {len(header)} fields, as the header has columns, found {len(record)}: "
-                f"{_shorten(record)}; {_advise_fields(len(record) < len(header))}"
+                f"{_shorten(record)}{_describe_others(records, len(header), start, count)}; "
+                f"{_advise_fields(len(record) < len(header))}"
             )
         rows.append(record)
         size += sum(map(len, record))
@@ -43,6 +48,22 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
             rows, size = [], 0
     if rows:
         yield pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _describe_others(records: Iterator[tuple[int, list[str]]], num_fields: int, first: int, count: int) -> str:
+    """Return which of the records behind the first broken one are broken too; an empty string where none is.
+
+    `count` records were read up to it. The rest of the file is read, up to a record that is none.
+    """
+    numbers = [first]
+    with contextlib.suppress(ValueError):
+        for start, record in records:
+            count += 1
+            if len(record) != num_fields:
+                numbers.append(start)
+    if len(numbers) == 1:
+        return ""
+    return f"; {json_lines.describe_numbers(numbers, count, 'records have another number of fields, on lines')}"
 
 
 def _advise_fields(is_short: bool) -> str:
