@@ -212,7 +212,7 @@ class CandidateSelector(nn.Module):
 
 
 class Shortlist(NamedTuple):
-    """What the drafts of slots are chosen from."""
+    """The choice of slots' drafts: the whole vocabulary, or a selector's candidates."""
 
     logits: Tensor  # [..., V] of the slots' own, or [..., C] of a selector's candidates
     ids: Tensor | None  # [..., C] of the candidates, ascending; None: the whole vocabulary

@@ -19,9 +19,8 @@ class FusedBlockExpansion:
 
     def __init__(self, draft: BlockDraft, device: torch.device):
         self.draft, self.kernels = draft, select_kernels(device)
-        self.same_ids = torch.zeros(
-            draft.config.vocab_size, dtype=torch.int64, device=device
-        )  # draft ids are the target's
+        # Its d2t: draft ids are the target's.
+        self.no_offsets = torch.zeros(draft.config.vocab_size, dtype=torch.int64, device=device)
 
     def expand(
         self,
@@ -53,7 +52,7 @@ class FusedBlockExpansion:
         for step in range(1, num_steps):
             scores, ids = score(step, tokens)
             beam, numbers, _, tokens, _ = k.extend_beam(
-                step, beam, numbers, no_mask, scores, ids, self.same_ids, found, tree_scoring
+                step, beam, numbers, no_mask, scores, ids, self.no_offsets, found, tree_scoring
             )
         return found
 
