@@ -219,7 +219,7 @@ def _replay_trees(item: str) -> str:
     with (RESULTS / f"replay/{item}.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if float(row["temperature"]) == 0]
     best = max(rows, key=lambda row: float(row["tau"]))
-    tree = f"t{best['steps']}_{best['topk']}_{best['tokens']}"
+    tree = f"t{best['num_steps']}_{best['topk']}_{best['num_draft_tokens']}"
     return f"tau {float(best['tau']):.2f} on eval by {tree}, the highest of {len(rows)} trees"
 
 
