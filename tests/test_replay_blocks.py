@@ -144,7 +144,9 @@ def count_in(memory_gib: float) -> list[float]:
     edit_params(Path(), {"replay_trees": {"memory_gib": memory_gib}})
     replay_trees.main(NAME)
     rows = replay_records.read_replay(NAME)
-    return [count for row in rows for count in (row.steps, row.topk, row.tokens, row.accepted, row.cycles)]
+    return [
+        count for row in rows for count in (row.num_steps, row.topk, row.num_draft_tokens, row.accepted, row.cycles)
+    ]
 
 
 @every_method

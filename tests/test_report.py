@@ -412,7 +412,8 @@ def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
         *(("e003", tree, "replayed") for tree in trees),
     ]
     predicted = {
-        (r["checkpoint"], f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}"): r for r in _lines(PredictedSpeedup.TABLE)
+        (r["checkpoint"], f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}"): r
+        for r in _lines(PredictedSpeedup.TABLE)
     }
     replayed_trees = {tree.shape.name: tree for tree in replay_records.read_replay("e003")}
     for row in rows[len(trees) :]:

@@ -50,7 +50,7 @@ def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
 
     A busy machine hands over an answer's first tokens late, by a cycle or two of eight, which shortens what is left.
     """
-    return [(0.75 * (0.001 * cycle.steps + 0.0002 * cycle.tokens), cycle.cycle_s) for cycle in grid.grid]
+    return [(0.75 * (0.001 * cycle.num_steps + 0.0002 * cycle.num_draft_tokens), cycle.cycle_s) for cycle in grid.grid]
 
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
