@@ -6,7 +6,6 @@ docs/methods.md defines the columns.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stages.reporting.benchmark_table import DOUBTED_MARK, DOUBTED_NOTE
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
@@ -95,7 +94,7 @@ def _build_method_row(cell: MethodCell, trained: Mapping[str, TrainingReport]) -
     return MethodRow(
         **cell.model_dump(include={"row", "method", "checkpoint", "workload", "parameters", "engine"}),
         **cell.metrics.model_dump(exclude={"prefill_latency_s", "e2e_latency_s"}),
-        tree=describe_guesses(cell.method, cell.settings),
+        tree=describe_guesses(cell),
         weights_bytes=cell.memory.weights,
         state_bytes=cell.memory.state,
         needs_training="yes" if needs_training else "no",
@@ -112,15 +111,16 @@ def sum_training_seconds(checkpoint: str | None, trained: Mapping[str, TrainingR
     return seconds
 
 
-def describe_guesses(method: str, settings: Mapping[str, Any]) -> str:
+def describe_guesses(cell: MethodCell) -> str:
     """Return what a method proposes in a cycle, in a few words."""
+    settings = cell.settings
     if "tree" in settings:
         return settings["tree"]
-    if method == "ngram":
+    if cell.method == "ngram":
         return f"{settings['longest']}- to {settings['shortest']}-grams, {settings['length']} tokens"
-    if method == "lookahead":
+    if cell.method == "lookahead":
         return f"W {settings['window']}, N {settings['level']}, G {settings['guesses']}"
-    return f"static, {settings['nodes']} nodes, {settings['num_steps']} deep"
+    return f"static, {settings['nodes']} nodes, {cell.num_steps} deep"
 
 
 # The terminal

@@ -28,6 +28,7 @@ class MethodCell(Cell):
     row: str
     method: str
     settings: dict[str, Any]
+    num_steps: int  # the most drafts that a cycle accepts
     metrics: MethodMetrics
     histogram: list[int]
     repeats: list[RepeatSpeeds] = Field(default_factory=list)  # empty in cells measured before methods were repeated

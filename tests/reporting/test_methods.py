@@ -39,7 +39,7 @@ def made_up_row(
     }  # fmt: skip
     return {
         "row": row, "method": settings["method"], "checkpoint": draft, "workload": "eval", "engine": "torch",
-        "settings": {k: v for k, v in settings.items() if k not in ("method", "checkpoint")} | {"num_steps": 4},
+        "settings": {k: v for k, v in settings.items() if k not in ("method", "checkpoint")}, "num_steps": 4,
         "definitions": torch_records.DEFINITIONS, "temperature": 0.0, "top_p": 1.0, "top_k": None, "metrics": metrics,
         "histogram": [1, 2],
         "prompts": [dict.fromkeys(method_records.METHOD_PROMPT_COLUMNS, 0) | {"id": "q", "finish_reason": "stop"}],

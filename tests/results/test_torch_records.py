@@ -108,6 +108,16 @@ def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
         method_records.read_method_cell("ngram", "benchmark_methods_baseline@ngram")
 
 
+def test_a_cell_of_a_method_without_num_steps_is_refused_by_name() -> None:
+    """Bug: older cells have it among their settings as `steps`, and the report ended with a KeyError."""
+    keys = dict.fromkeys(method_records.MethodCell.list_keys()) | {"definitions": torch_records.DEFINITIONS}
+    atomic.write_json(method_records.locate_method_cell("heads"), {k: v for k, v in keys.items() if k != "num_steps"})
+    with pytest.raises(
+        ValueError, match=r"method-heads\.json lacks \['num_steps'\].*: dvc repro -f -s benchmark_methods@heads$"
+    ):
+        method_records.read_method_cell("heads", "benchmark_methods@heads")
+
+
 def test_every_metric_is_defined_in_the_docs_and_of_their_version() -> None:
     """A number without a definition is worth nothing; rivals' tables differ in what tau counts."""
     text = (ROOT / "docs" / "metrics.md").read_text()
