@@ -137,13 +137,14 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
         if scenario == "dense" and args.hidden == 4096 and args.method == "eagle3":
             flop = DENSE_FLOP + (TARGET_FLOP if args.online else 0)
             found["mfu"] = [round(r * flop / PEAK / group.world, 3) for r in rates]
-    if steps := [seconds for epoch in run.list_step_seconds()[1:] for seconds in epoch]:
-        per_step = sum(store.lengths) * len(run.log) / run.step
-        found["steady_tokens_per_s"] = round(
-            per_step * len(steps) / sum(steps)
-        )  # without waits for an epoch's first packs
+    step_seconds = run.list_step_seconds()
+    if steps := [
+        seconds for epoch in step_seconds[1:] for seconds in epoch
+    ]:  # without waits for an epoch's first packs
+        tokens_per_step = sum(store.lengths) * len(run.log) / run.step
+        found["steady_tokens_per_s"] = round(tokens_per_step * len(steps) / sum(steps))
     if isinstance(run.objective, CountedObjective):
-        found |= describe_work(run, store, run.list_step_seconds(), PEAK)
+        found |= describe_work(run, store, step_seconds, PEAK)
     print(json.dumps(found), flush=True)
     if args.profile:
         profile(run, store, tqdm(disable=True))
