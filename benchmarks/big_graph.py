@@ -50,6 +50,7 @@ from ruamel.yaml import YAML
 from benchmarks import engine_kit, random_target
 from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, PLANS, copy_project, run, serve_cells
 from pipeline import processes
+from stages.runtime import atomic
 from stages.telemetry.gpu_energy import pynvml
 from stages.telemetry.stage_log import LOG_FILE
 
@@ -243,7 +244,8 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
     }  # fmt: skip
     if o.costs:
         edit_cost_params(p, o)
-    yaml.dump(p, folder / "params.yaml")
+    with atomic.write_file(folder / "params.yaml") as path:  # another plan may be running in the same folder
+        yaml.dump(p, path)
 
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:

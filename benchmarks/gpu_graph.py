@@ -28,6 +28,7 @@ from ruamel.yaml import YAML
 
 from benchmarks import engine_kit
 from pipeline import processes
+from stages.runtime import atomic
 
 COPIED = (
     ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/nothing", "data/prompt_sets", "data/raw",
@@ -72,8 +73,8 @@ HOT: Workloads = {  # sampled as the replayed answers are; SGLang draws drafts o
 }
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
-    "few": {"num_prompts": 16, "repeats": 2, "concurrency": AT_ONCE[:2], "warmup": 8},
-    "many": {"num_prompts": 284, "repeats": 2, "concurrency": AT_ONCE[2:], "warmup": 128},
+    "few": {"num_prompts": 16, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
+    "many": {"num_prompts": 284, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
 }
 LIVE_TREES, COST_TREES = "t3_1_4 t5_4_16 t8_2_16", "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
@@ -226,7 +227,8 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         "command": engine_kit.DOUBLE if small else [],
         "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],
     }
-    yaml.dump(p, folder / "params.yaml")
+    with atomic.write_file(folder / "params.yaml") as path:  # another plan may be running in the same folder
+        yaml.dump(p, path)
 
 
 def run(folder: Path, *words: str, shown: int = 12) -> int:

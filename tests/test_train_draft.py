@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.params.draft_sections import TrainDraft
+from stages.runtime import free_port
 from stages.training.packs import plan_epoch, share_packs
 from tests.conftest import SMALL, edit_params
 
@@ -241,10 +241,7 @@ def test_segments_of_a_falling_rate_are_one_under_the_same_horizon(project: Path
 
 def finish_as_ranks(project: Path) -> dict:
     """As torchrun starts two processes; the test of online training has the stage start its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": free_port.HOST, "MASTER_PORT": str(free_port.find_free_port())}
     ranks = [start(project, **group, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "".join(outputs)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -20,6 +19,7 @@ from ruamel.yaml import YAML
 
 from pipeline import dvc_graph, workspaces
 from pipeline.remote import dvc_remote, prefect_worker
+from stages.runtime import free_port
 from tests.pipeline.conftest import IGNORED, Project, by_dvc, give_params
 
 KEYS = {"AWS_ACCESS_KEY_ID": "ours", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -30,9 +30,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An S3 of this machine, with a bucket -> its address."""
     pytest.importorskip("dvc_s3", reason="pip install -e '.[s3]' to test a remote on S3")
     pytest.importorskip("moto", reason="pip install 'moto[server]' to test a remote on S3")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port.find_free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     log = tmp_path_factory.mktemp("s3") / "moto.log"
     with log.open("wb") as file:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from pipeline import password, processes, serve
+from stages.runtime import free_port
 from tests.conftest import gone
 
 REPO = Path(__file__).resolve().parents[2]
@@ -41,9 +42,7 @@ class Server:
     def __init__(self, project: Any, home: str) -> None:
         self.project = project
         self.home = home
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port.find_free_port()
         self.log = project.root / "serve.log"
         self.start()
 

@@ -1,7 +1,6 @@
 """Stages made on a Ray cluster of two nodes on this machine, each with a checkout of its own."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from stages.runtime.free_port import find_free_port
 from tests.conftest import gone
 from tests.pipeline.test_flows import wait_for
 from tests.pipeline.test_prefect_workers import CELLS, Wide, edit
@@ -19,17 +19,11 @@ pytest.importorskip("ray", reason="pip install -e '.[ray]' to test a Ray cluster
 NODES = ("one", "two")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
     root = tmp_path_factory.mktemp("rayed")
     started = Wide(root)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{find_free_port()}"
     edit(started.project, runner="ray", ray_address=address)
     started.project.commit()
     nodes = []
