@@ -13,7 +13,7 @@ Engines and DVC on machines without a package registry: benchmarks/gpu_graph.py.
 The waits, in seconds: `dvc` before (from the command to the start of the stage's process: DVC's imports, the graph, the hashes
 of dependencies) and after it (hashing and linking of outputs); then of the process itself, as logs/stages.jsonl has them
 (stages/telemetry/waits.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
-the process could run, counted from its start. `GiB` is the most memory in use on the first GPU, by anybody.
+the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
 `--costs`: instead of one served pair the grids of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees,
 whose speedups benchmarks/serving_costs.py compares with the predictions; short prompts and answers, four epochs.
@@ -51,7 +51,7 @@ from benchmarks import engine_kit, random_target
 from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, PLANS, copy_project, run, serve_cells
 from pipeline import processes
 from stages.runtime import atomic
-from stages.telemetry.gpu_energy import pynvml
+from stages.telemetry.gpu_energy import list_visible_cards, pynvml
 from stages.telemetry.stage_log import LOG_FILE
 
 CHECKPOINT, TREE, TARGET, RAW = "e001", "t5_4_16", "big-target", "data/raw/big"
@@ -87,7 +87,7 @@ class StageCost:
 
 
 class GpuMemoryPeak:
-    """The most memory in use on the first GPU inside a `with` block, looked at ten times a second."""
+    """The most memory in use on the first visible GPU inside a `with` block, looked at ten times a second."""
 
     def __init__(self) -> None:
         self.gib: float | None = None
@@ -96,7 +96,6 @@ class GpuMemoryPeak:
 
     def __enter__(self) -> "GpuMemoryPeak":
         if torch.cuda.is_available() and pynvml:
-            pynvml.nvmlInit()
             self._thread.start()
         return self
 
@@ -104,7 +103,7 @@ class GpuMemoryPeak:
         self._ended.set()
 
     def _watch(self) -> None:
-        card = pynvml.nvmlDeviceGetHandleByIndex(0)
+        card = list_visible_cards()[0]
         while not self._ended.wait(0.1):
             self.gib = max(self.gib or 0.0, pynvml.nvmlDeviceGetMemoryInfo(card).used / 2**30)
 
@@ -147,7 +146,7 @@ def parse_words() -> argparse.Namespace:
     o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
     o.cells = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
     if o.costs:
-        o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens, o.dtype = 400, 284, 120, 128, 4096, "bfloat16"
+        o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens, o.dtype = 256, 256, 120, 128, 4096, "bfloat16"
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5

@@ -74,7 +74,7 @@ HOT: Workloads = {  # sampled as the replayed answers are; SGLang draws drafts o
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
     "few": {"num_prompts": 16, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
-    "many": {"num_prompts": 284, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
+    "many": {"num_prompts": 256, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
 }
 LIVE_TREES, COST_TREES = "t3_1_4 t5_4_16 t8_2_16", "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters

@@ -138,9 +138,8 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
             flop = DENSE_FLOP + (TARGET_FLOP if args.online else 0)
             found["mfu"] = [round(r * flop / PEAK / group.world, 3) for r in rates]
     step_seconds = run.list_step_seconds()
-    if steps := [
-        seconds for epoch in step_seconds[1:] for seconds in epoch
-    ]:  # without waits for an epoch's first packs
+    steps = [seconds for epoch in step_seconds[1:] for seconds in epoch]  # without waits for an epoch's first packs
+    if steps:
         tokens_per_step = sum(store.lengths) * len(run.log) / run.step
         found["steady_tokens_per_s"] = round(tokens_per_step * len(steps) / sum(steps))
     if isinstance(run.objective, CountedObjective):

@@ -53,7 +53,7 @@ def read_tables(text: TextIO, path: Path, kind: str, chunk_bytes: int, chunk_row
 def _describe_others(records: Iterator[tuple[int, list[str]]], num_fields: int, first: int, count: int) -> str:
     """Return which of the records behind the first broken one are broken too; an empty string where none is.
 
-    `count` records were read up to it. The rest of the file is read, up to a record that is none.
+    `count` records were read up to it. The rest of the file is read, until the parser fails.
     """
     numbers = [first]
     with contextlib.suppress(ValueError):

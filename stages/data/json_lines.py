@@ -78,12 +78,17 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
     return row
 
 
+def is_blank(line: bytes | str) -> bool:
+    """Return whether a line is no row: as in CSV, many files end in an empty one."""
+    return not line.strip()
+
+
 def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
-    """Return all lines of a file that are no JSON objects; blank ones are no rows."""
+    """Return all lines of a file that are no JSON objects."""
     numbers, total = [], 0
     for line in lines:
         total += 1
-        if not line.strip():
+        if is_blank(line):
             continue
         try:
             parse_row(line)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import polars as pl
 
-from stages.data import column_names, readers, row_cleaning
+from stages.data import column_names, json_lines, readers, row_cleaning
 from stages.data.readers import ArrowRows, RawChunk
 from stages.data.row_cleaning import WAITING_IMAGES_FOLDER
 from stages.params.checks import check_raw_exists
@@ -92,7 +92,7 @@ def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
         for place in range(len(chunk.rows)):
             if frame is not None:
                 yield replace(chunk, first_row=chunk.first_row + place, rows=ArrowRows.from_frame(frame[place]))
-            elif chunk.rows[place].strip():  # type: ignore[index]
+            elif not json_lines.is_blank(chunk.rows[place]):  # type: ignore[index]
                 yield replace(chunk, first_row=chunk.first_row + place, rows=chunk.rows[place : place + 1])  # type: ignore[index]
 
 

@@ -60,19 +60,20 @@ def read_prompt_set(
             raise ValueError(f"{source}, {unit} {number + 1}: {taken}")
         problems.append(problem)
     if malformed:
-        number, first_error = next(iter(malformed.items()))
-        named, them = "", "it"
-        if len(malformed) > 1:
-            named, them = (
-                f"; {json_lines.describe_numbers([*malformed], total, f'{unit}s are not of the format')}",
-                "them",
-            )
-        raise ValueError(
-            f"{source}, {unit} {number}: {first_error}{named}; mend {them}, or correct the set's format ({set_format})"
-        )
+        message = _describe_malformed(malformed, total, unit)
+        raise ValueError(f"{source}, {message}, or correct the set's format ({set_format})")
     if not problems:
         raise ValueError(f"{source}: expected rows of format {set_format}, found none; give another file or dataset")
     return problems
+
+
+def _describe_malformed(malformed: dict[int, MalformedRowError], total: int, unit: str) -> str:
+    """Return the first malformed row with its reason, the numbers of all, of `total` lines or rows, and to mend them."""
+    number, error = next(iter(malformed.items()))
+    if len(malformed) == 1:
+        return f"{unit} {number}: {error}; mend it"
+    numbers = json_lines.describe_numbers([*malformed], total, f"{unit}s are not of the format")
+    return f"{unit} {number}: {error}; {numbers}; mend them"
 
 
 def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[int, dict[str, Any] | None]]:

@@ -186,7 +186,7 @@ def _parse_lines(chunk: RawChunk) -> Iterator[tuple[int, dict[str, Any] | None]]
     assert not isinstance(chunk.rows, ArrowRows), chunk.source
     lines: list[Any] = [*chunk.rows]
     for number, line in enumerate(lines, chunk.first_row):
-        if not line.strip():  # no row, as in CSV: many files end in one
+        if json_lines.is_blank(line):
             continue
         try:
             yield number, json_lines.parse_row(line)

@@ -197,8 +197,7 @@ class CandidateSelector(nn.Module):
         """Return logits [..., V], -inf but for candidates, after `previous` [...]; logits and states [..., H] may broadcast."""
         own, candidates = self.list_candidates(logits)
         scores = self.score_candidates(own, candidates, states, previous)
-        whole = scores.new_full((*scores.shape[:-1], logits.shape[-1]), -torch.inf)
-        return whole.scatter(-1, candidates.expand(scores.shape), scores)
+        return Shortlist(logits, candidates).spread(scores, logits.shape[-1], -torch.inf)
 
     def list_candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best C of a slot's own logits [..., V] and their ids, by ascending id, as ties are broken."""
@@ -224,6 +223,13 @@ class Shortlist(NamedTuple):
     def get_tokens(self, places: Tensor) -> Tensor:
         """Return the tokens at places [..., K] of the shortlist, whose dimensions may broadcast."""
         return places if self.ids is None else self.ids.expand(*places.shape[:-1], -1).gather(-1, places)
+
+    def spread(self, values: Tensor, vocab_size: int, rest: float) -> Tensor:
+        """Return [..., V] of values [..., V] or [..., C] of the shortlist, and `rest` for tokens that are not in it."""
+        if self.ids is None:
+            return values
+        whole = values.new_full((*values.shape[:-1], vocab_size), rest)
+        return whole.scatter(-1, self.ids.expand(values.shape), values)
 
 
 class ConfidenceHead(nn.Module):

@@ -166,10 +166,7 @@ class BlockProposer(Proposer):
             distributions.append(compute_probabilities(scores, temperature))
             drawn = draw_tokens(distributions[-1], uniforms[:, slot])
             tokens.append(own.get_tokens(drawn[:, None])[:, 0])
-        drawn_from = stack(distributions, 1)
-        if shortlist.ids is not None:
-            drawn_from = drawn_from.new_zeros(logits.shape).scatter(-1, shortlist.ids, drawn_from)
-        return stack(tokens[1:], 1), drawn_from
+        return stack(tokens[1:], 1), shortlist.spread(stack(distributions, 1), logits.shape[-1], 0.0)
 
     def _build_chain(self, tokens: Tensor, probabilities: Tensor | None = None) -> trees.DraftTree:
         """Return the trees of chains with tokens [B, M-1]; probabilities [B, M-1, V]: what they were drawn from."""

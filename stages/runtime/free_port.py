@@ -19,8 +19,8 @@ MAX_TRIES = 1_000
 def find_free_port(taken: Container[int] = ()) -> int:
     """Return a free port of the loopback address below the ephemeral range and not in `taken`.
 
-    `taken` are those of processes that will listen, but do not yet. Where the ephemeral range leaves no ports below it, or none
-    of those tried is free, the port is one that the kernel gives.
+    `taken` are those of processes that will listen, but do not yet. Where no port below the ephemeral range is found, the kernel
+    chooses one inside it.
     """
     candidates = range(FIRST_PORT, read_first_ephemeral())
     generator = random.SystemRandom()  # processes seeded alike must not find the same port

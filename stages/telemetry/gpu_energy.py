@@ -14,7 +14,7 @@ class EnergyMeter:
 
     def __init__(self, which: list[int] | None) -> None:
         """`which` are indices into CUDA_VISIBLE_DEVICES; None: all of them."""
-        cards = _list_visible_cards() if pynvml and which != [] else []
+        cards = list_visible_cards() if pynvml and which != [] else []
         self._cards = cards if which is None else [cards[place] for place in which if place < len(cards)]
         self._before = self._read_millijoules()
 
@@ -33,7 +33,7 @@ class EnergyMeter:
             return None
 
 
-def _list_visible_cards() -> list[Any]:
+def list_visible_cards() -> list[Any]:
     """Return NVML's handles of the visible GPUs in CUDA's order, which is NVML's if all GPUs are of one kind."""
     found: list[Any] = []
     try:

@@ -45,20 +45,15 @@ def expand_block(
     as M - 1 <= 2 K + 1; with more nodes, one that is not among its level's best K has no children, as in EAGLE's trees.
     """
     scoring = draft_tree.TREE_SCORINGS[tree_scoring]
-
     shortlist = draft.build_shortlist(logits)
 
     def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and ids [N, M, K] of the successors of tokens [N, M]."""
+        """Return scores and ids [N, M, K] of the successors of tokens [N, M]; independent slots are scored once for all M."""
         own = shortlist.at((slice(None), slot, None))
-        logits = draft.condition_shortlist(
-            own, states[:, slot, None], tokens
-        )  # [N, M, V]; of independent slots [N, 1, V]
+        logits = draft.condition_shortlist(own, states[:, slot, None], tokens)  # [N, M or 1, V]
         best, places = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
         shape = -1, tokens.shape[1], -1
-        return best.expand(shape), own.get_tokens(places).expand(
-            shape
-        )  # independent slots are scored once for all parents
+        return best.expand(shape), own.get_tokens(places).expand(shape)
 
     scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
     beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)
