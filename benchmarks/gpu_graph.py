@@ -139,6 +139,7 @@ PLANS = {
     "dense": DENSE,
     "dense-scenarios": replace(DENSE, trees="t5_4_16", workloads=SCENARIOS),
     "dense-sweep": replace(DENSE, trees="t5_4_16", workloads=SWEEP),
+    "dense-sweep256": replace(DENSE, trees="t5_4_16", workloads={"sweep256": SWEEP["sweep256"]}),
     "dense-costs": replace(
         DENSE,
         trees=LIVE_TREES,

@@ -70,11 +70,11 @@ SMALL = {
 LONG = [
     "test_train_draft", "test_prefect_workers", "test_browser", "test_serving_costs", "test_flows", "test_reruns",
     "test_sample_target", "test_benchmark_served", "test_batch_decode", "test_sampling", "test_prepare_prompts",
-    "test_lossless", "test_report", "test_dvc_graph", "test_run", "test_extract_hiddens", "test_params", "test_load_generator",
-    "test_benchmark_loads", "test_security", "test_decode", "test_printed_taus", "test_import_draft", "test_dvc_remote",
-    "test_replay", "test_in_a_browser", "test_methods", "test_workspaces", "test_costs", "test_benchmark", "test_recipes",
-    "test_bad_input", "test_pictured_stages", "test_replay_blocks", "test_format", "test_sharing", "test_multimodal_forward",
-    "test_feature_layers", "test_weather_maps", "test_grade",
+    "test_lossless", "test_dvc_graph", "test_run", "test_extract_hiddens", "test_load_generator", "test_benchmark_loads",
+    "test_security", "test_decode", "test_printed_taus", "test_import_draft", "test_dvc_remote", "test_replay",
+    "test_in_a_browser", "test_methods", "test_workspaces", "test_costs", "test_values", "test_page", "test_benchmark",
+    "test_recipes", "test_bad_input", "test_pictured_stages", "test_replay_blocks", "test_format", "test_sharing",
+    "test_multimodal_forward", "test_feature_layers", "test_weather_maps", "test_grade",
 ]  # fmt: skip
 
 

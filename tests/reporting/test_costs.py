@@ -25,10 +25,19 @@ from stages.results.prediction import PredictedSpeedup
 from stages.serving import engine_flags
 from tests import costs
 from tests.conftest import EVAL, edit_params
+from tests.reporting.made_up_results import (
+    ELSEWHERE,
+    PICTURE,
+    PLOTS,
+    made_up_project,
+    make_up_import,
+    make_up_spent,
+    replayed,
+    words,
+)
 from tests.results.test_cost_served import plain_s, torch_cell
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
-from tests.test_report import ELSEWHERE, PICTURE, PLOTS, made_up_project, make_up_import, make_up_spent, replayed, words
 
 Row = dict[str, Any]
 CHAINS = ("t3_1_4", "t5_1_6", "t8_1_9")

@@ -19,7 +19,7 @@ from stages.serving import engine_flags
 from tests import costs
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
-from tests.test_report import made_up_project, words
+from tests.reporting.made_up_results import made_up_project, words
 from tests.torch_cells import timed_cell
 
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}

@@ -21,7 +21,7 @@ from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records
 from stages.results.replay_records import ReplayedTree
 from tests.conftest import EVAL, ROOT
-from tests.test_report import made_up_inside, made_up_project, make_up_served, serve
+from tests.reporting.made_up_results import made_up_inside, made_up_project, make_up_served, serve
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on the PATH: nothing to lay the page out with")

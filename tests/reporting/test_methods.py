@@ -16,7 +16,7 @@ from stages.results.served_table import ServedRow, ServedTableLine
 from stages.results.torch_records import CellMetrics, StoppingRecord, TorchCell
 from stages.results.training_records import TrainingReport
 from tests.conftest import edit_params
-from tests.test_report import made_up_project, make_up_spent
+from tests.reporting.made_up_results import made_up_project, make_up_spent
 
 TRAINED = {
     name: TrainingReport.model_validate({"from": parent, "seconds": seconds, "epochs": [], "weights": ""})

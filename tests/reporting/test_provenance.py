@@ -16,13 +16,8 @@ from stages.results import torch_records
 from stages.results.torch_records import Cell
 from stages.telemetry import stage_log
 from tests.conftest import EVAL
-from tests.test_report import TREES, made_up_project, make_up_served, make_up_spent, serve, words
+from tests.reporting.made_up_results import TREES, make_up_served, make_up_spent, serve, words
 from tests.test_sharing import git
-
-
-@pytest.fixture
-def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
-    return made_up_project(tmp_path, monkeypatch)
 
 
 def run(seconds: float, joules: float | None, *gpus: str) -> stage_log.StageRun:

@@ -1,0 +1,45 @@
+# Steps of a GPU session whose machine is given back after 30 s without a call: source it in a detached driver.
+#
+#   mkdir -p /tmp/res; . benchmarks/gpu_steps.sh
+#   step NAME SECONDS COMMAND...   run a command with a limit; its output is /tmp/res/NAME.log, its status a line of order.txt
+#   keep NAME FOLDER PATH...       add files of FOLDER to the results as NAME.tar.xz
+#   wait_for FILE                  wait until a later call has brought a kit or a graph
+#   watch SECONDS                  stay in a call, and bring all results back in $OUT at its end
+#
+# A driver: `setsid nohup bash DRIVER.sh`, one for each GPU, with CUDA_VISIBLE_DEVICES and a TMPDIR of its own: the turns in
+# which servers are measured (stages/serving/measuring_turn.py) are kept by locks in TMPDIR.
+
+RESULTS=/tmp/res
+
+step() {
+  local name=$1 limit=$2 began=$SECONDS
+  shift 2
+  echo "$(date +%T) $name begins" >>$RESULTS/order.txt
+  timeout -k 5 "$limit" "$@" >"$RESULTS/$name.log" 2>&1
+  local status=$?
+  echo "$(date +%T) $name: status $status, $((SECONDS - began)) s" >>$RESULTS/order.txt
+  return $status
+}
+
+keep() {
+  local name=$1 folder=$2
+  shift 2
+  (cd "$folder" && tar -cf - --ignore-failed-read "$@" 2>/dev/null | xz -T4 -6 >"$RESULTS/$name.tar.xz.part" && mv "$RESULTS/$name.tar.xz.part" "$RESULTS/$name.tar.xz")
+}
+
+wait_for() {
+  until [ -e "$1" ]; do sleep 0.5; done
+}
+
+collect() {
+  # Cells and grids of projects that are still at work, in case no later call comes.
+  tar -cJf $RESULTS/partial.tar.xz --ignore-failed-read /tmp/*/results/cells /tmp/*/results/cost 2>/dev/null
+  tar -C /tmp -cf - --exclude='*.part' res | xz -T4 -2 >"$OUT/results.tar.xz"
+}
+
+watch() {
+  local until=$((SECONDS + $1))
+  while [ $SECONDS -lt $until ] && ! [ -e $RESULTS/ended0 -a -e $RESULTS/ended1 ]; do sleep 2; done
+  collect
+  cat $RESULTS/order.txt
+}

@@ -1,0 +1,140 @@
+"""Checkpoints that can be trained, imported, replayed and measured, and chains of segments of one draft."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.params import schema
+from tests.params.params_edits import MEASURED, READ, SECOND, edited, problems
+
+PUBLISHED = "{model: AngelSlim/Qwen3-8B_eagle3, revision: null, rope_theta: null}"
+NO_NAME = "expected a name (a letter, then letters, digits and _), found"
+BAD_CHECKPOINTS = [
+    (SECOND, "8_2_16: {from: e003, epochs: 6}", f"train_draft.checkpoints.8216: {NO_NAME} 8216; YAML reads 8_2_16 as"),
+    (SECOND, "'009': {from: e003, epochs: 6}", f"train_draft.checkpoints.009: {NO_NAME} '009'"),
+    (SECOND, "e-9: {from: e003, epochs: 6}", f"train_draft.checkpoints.e-9: {NO_NAME} 'e-9'"),
+    (SECOND, "e009: {from: 3, epochs: 6}", f"train_draft.checkpoints.e009.from: {NO_NAME} 3; YAML reads"),
+    (SECOND, "e009: {from: e010, epochs: 6}",
+     "train_draft: checkpoints.e009.from is 'e010', expected one of e000, e003, e009"),
+    (SECOND, "e009: {from: e009, epochs: 6}",
+     "train_draft: checkpoints e009 -> e009 form a cycle; start one from e000"),
+    ("e003: {from: e000,", "e003: {from: e009,",
+     "train_draft: checkpoints e003 -> e009 -> e003 form a cycle; start one from e000"),
+    ("[e000]           # []", "[] # []",
+     "init_draft.checkpoints is [] and train_draft.checkpoints has e003, e009, expected [e000], which they start from"),
+    ("[e000]           # []", "[e001] # []", "init_draft.checkpoints.0: expected 'e000', found 'e001'"),
+    ("train_rows: 220", "train_rows: 0",
+     "sample_target.train_rows is 0 and init_draft.checkpoints [e000], whose vocabulary and training need training rows"),
+    (SECOND, "e000: {from: e003, epochs: 6}",
+     "train_draft: checkpoints.e000 is made by init_draft; choose another name"),
+    (MEASURED, "[e003, e003]\n  trees", "benchmark.checkpoints: e003 is listed twice; list each name once"),
+    (MEASURED, "[e003, 9]\n  trees", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
+    (MEASURED, "[e003, e010]\n  trees",
+     "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
+    ("[e003, e009]", "[e003, e010]", "replay_trees.checkpoints: 'e010' is not trained, expected some of e003, e009"),
+    ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
+    ("trace_trees: [t8_1_9,", "trace_trees: [t10_2_32,", "replay_trees.trace_trees: t10_2_32 is listed twice"),
+    ("trace_trees: [t8_1_9,", "trace_trees: [t3_2_16,", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
+    ("[e000]           # e000", "[e001] # e000",
+     "time_trees.checkpoints: 'e001' is no checkpoint, expected some of e000, e003, e009"),
+    ("[e000]           # e000", "[e000, e000] # e000", "time_trees.checkpoints: e000 is listed twice"),
+    ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ",
+     "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
+    ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
+    ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
+    ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
+    ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
+    ("sliding_window: null ", "sliding_window: 9 ",
+     "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
+    ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null while from"),
+    ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
+    ("min_tau: 6.0", "min_tau: 8.5",
+     "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts commits at most 8 tokens per"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "start"), BAD_CHECKPOINTS, ids=[row[1] for row in BAD_CHECKPOINTS])
+def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, start: str) -> None:
+    edited((old, new))
+    (line,) = problems()
+    assert line.startswith(start), line
+
+
+def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
+    edited(
+        (SECOND, "e012: {from: e009, epochs: 3}\n    e009: {from: e003, epochs: 6}\n    other: {from: e003, epochs: 1}")
+    )
+    assert list(schema.load_params().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
+
+
+BLOCKS = """e009: {from: e003, epochs: 6}
+    flash: {from: e000, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 64}
+    more: {from: flash, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 32, decay: 3.0}
+    spark: {from: e000, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}
+    spark2: {from: spark, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}"""
+MORE, SPARK2 = BLOCKS.split("\n")[2].strip(), BLOCKS.split("\n")[4].strip()
+
+
+def test_segments_of_a_block_draft_may_differ_in_what_is_learned() -> None:
+    edited((SECOND, BLOCKS))
+    found = schema.load_params().train_draft.checkpoints
+    assert [(found[n].other_method, found[n].is_only_compared) for n in ("more", "spark2")] == [
+        ("dflash", False), ("dspark", False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("segment", "old", "new", "start"),
+    [
+        (MORE, "layers: 2", "layers: 3",
+         "checkpoints.more.layers is 3, but 2 in flash, which it starts from; expected one draft: write layers: 2, or start it"),
+        (MORE, "block_size: 8", "block_size: 9", "checkpoints.more.block_size is 9, but 8 in flash"),
+        (MORE, "anchors: 32", "anchors: 32, feature_layers: [1, 2]",
+         "checkpoints.more.feature_layers is [1, 2], but null in flash"),
+        (MORE, "anchors: 32", "anchors: 32, mask_token_id: 0", "checkpoints.more.mask_token_id is 0, but null in flash"),
+        (SPARK2, "markov_rank: 32", "markov_rank: 16", "checkpoints.spark2.markov_rank is 16, but 32 in spark"),
+        (SPARK2, "from: spark", "from: flash", "checkpoints.spark2 is of dspark and starts from flash, which is of dflash"),
+        (SPARK2, "from: spark", "from: e003", "checkpoints.spark2 is of dspark and starts from e003, which is of eagle3"),
+    ],
+)  # fmt: skip
+def test_segments_of_a_chain_are_of_one_block_draft(segment: str, old: str, new: str, start: str) -> None:
+    edited((SECOND, BLOCKS.replace(segment, segment.replace(old, new))))
+    assert [line for line in problems() if line.startswith(f"train_draft: {start}")], problems()
+
+
+def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
+    edited(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
+    (line,) = problems()
+    assert line.startswith("init_draft: qk_norm is true and sliding_window is 64, expected one of the two")
+
+
+def test_a_published_draft_may_be_replayed_and_measured() -> None:
+    imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
+    edited(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
+    p = schema.load_params()
+    assert p.get_making_stage("theirs") == "import_draft@theirs" and p.get_making_stage("e003") == "train_draft@e003"
+
+
+def test_the_reachable_min_tau_is_accepted() -> None:
+    edited(("min_tau: 6.0", "min_tau: 8"))
+    assert schema.load_params().check_overfit.min_tau == 8
+
+
+def test_drafts_of_one_chain_have_the_same_shapes() -> None:
+    block = {"epochs": 1, "method": "dflash", "layers": 2, "block_size": 5, "anchors": 8}
+    segments = {
+        "e001": {"from": "e000", "epochs": 1}, "e002": {"from": "e001", "epochs": 1}, "b001": {"from": "e000", **block},
+        "b002": {"from": "b001", **block}, "b003": {"from": "b002", **block}, "w001": {"from": "e000", **block, "block_size": 9},
+    }  # fmt: skip
+    theirs = {"model": "someone/theirs", "revision": None, "rope_theta": None}
+    whole = copy.deepcopy(READ)
+    whole["train_draft"]["checkpoints"] |= segments
+    whole["import_draft"]["checkpoints"] = {"theirs": theirs, "others": theirs}
+    Path("params.yaml").write_text(json.dumps(whole))
+    p = schema.load_params()
+    groups = [{"e000", "e001", "e002"}, {"b001", "b002", "b003"}, {"w001"}, {"theirs"}, {"others"}]
+    for group in groups:
+        for one in group:
+            assert {other for some in groups for other in some if p.have_same_shapes(one, other)} == group

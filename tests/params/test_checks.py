@@ -1,0 +1,142 @@
+"""Checks before any stage: folders, raw data, GPUs and vocabularies that params.yaml names, and the command that runs them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.params import checks, gpus, schema
+from tests.conftest import ROOT
+from tests.params.params_edits import edited, refusal, set_value
+
+
+@pytest.mark.parametrize(
+    "model", ["/nowhere/qwen", "./qwen", "../qwen", "~/qwen", "qwen", "our/models/qwen", "-/qwen", "our/qwen/"]
+)
+def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -> None:
+    """Bug: it was looked for on Hugging Face, after fix_data had run, and the message was about the network."""
+    set_value(("target", "model"), model)
+    with pytest.raises(ValueError, match=rf"^params\.yaml: target\.model is {model}, expected a folder, found none"):
+        checks.check_target(schema.load_params())
+
+
+def test_a_misspelt_target_folder_is_told_from_a_hugging_face_id_by_what_is_watched() -> None:
+    Path("models/my_target").mkdir(parents=True)
+    edited(("model: builtin/weather-tiny ", "model: models/my_traget "), ("watch: data/nothing ", "watch: models "))
+    with pytest.raises(ValueError, match=r"models/my_traget, .* found none there \(did you mean models/my_target\?\)"):
+        checks.check_target(schema.load_params())
+    edited(("model: builtin/weather-tiny ", "model: models/my_traget "))
+    checks.check_target(schema.load_params())  # may be an id
+    edited(("model: builtin/weather-tiny ", "model: models/my_target "), ("watch: data/nothing ", "watch: models "))
+    checks.check_target(schema.load_params())
+    edited(("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models "))
+    checks.check_target(schema.load_params())
+
+
+def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `device: cuda` on a machine without CUDA ended in a traceback of torch, after the data had been made."""
+    set_value(("target", "device"), "cuda")
+    monkeypatch.setattr(gpus, "GPU_DEVICES", ("/nowhere/*",))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"target\.device is cuda, expected a GPU, found none .*; set target\.device: cpu"
+    ):
+        checks.check_target(schema.load_params())
+    for runner in ("workers", "ray"):  # other hosts may have one
+        set_value(("target", "device"), "cuda")
+        other = schema.load_params()
+        checks.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    checks.check_target(schema.load_params())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+        checks.check_target(schema.load_params())
+
+
+def test_a_missing_raw_file_is_named_before_any_work() -> None:
+    p = schema.load_params()
+    with pytest.raises(
+        ValueError, match=r"^params\.yaml: fix_data\.raw is data/raw/weather_toon\.jsonl, .*; give a file or"
+    ):
+        checks.check_raw_exists(p)
+    Path(p.fix_data.raw).mkdir(parents=True)
+    checks.check_raw_exists(p)
+    Path(p.fix_data.raw).rmdir()
+    Path(p.fix_data.raw).touch()
+    checks.check_raw_exists(p)
+
+
+def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
+    edited(("eval_file: null", "eval_file: test.jsonl"))
+    Path("data/raw").mkdir(parents=True)
+    raw, test = Path("data/raw/weather_toon.jsonl"), Path("data/raw/test.jsonl")
+    raw.touch()
+    test.touch()  # beside the raw file, where DVC would not see it change
+    with pytest.raises(ValueError, match=r"fix_data\.eval_file is test\.jsonl, expected a file in the folder"):
+        checks.check_raw_exists(schema.load_params())
+    edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl"))
+    p = schema.load_params()
+    checks.check_raw_exists(p)
+    assert p.fix_data.eval_path() == test
+    edited(("eval_file: null", "eval_file: weather_toon.jsonl"))
+    p = schema.load_params()
+    checks.check_raw_exists(p)
+    assert p.fix_data.eval_path() == raw
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
+    p = schema.load_params()
+    assert p.init_draft.draft_vocab_size == 320
+    checks.check_draft_vocab(p, 320)
+    with pytest.raises(
+        ValueError, match=r"^params\.yaml: init_draft\.draft_vocab_size is 320, but .* has 319 tokens; use at most 319"
+    ):
+        checks.check_draft_vocab(p, 319)
+    edited(("draft_vocab_size: 320", "draft_vocab_size: null"))
+    checks.check_draft_vocab(schema.load_params(), 1)
+
+
+NOTHING = "data/nothing"
+
+
+def test_a_local_folder_that_dvc_does_not_watch_is_refused_and_an_id_needs_no_watch(tmp_path: Path) -> None:
+    """Bug: DVC knew a local folder's name only, so other weights in it reran nothing."""
+    draft = tmp_path / "drafts/one"
+    draft.mkdir(parents=True)
+    for model, watch in ((None, NOTHING), ("someone/draft", NOTHING), (draft, draft), (draft, tmp_path / "drafts")):
+        checks.check_watched(
+            "import_draft.checkpoints.one.model", model and str(model), "import_draft.watch", str(watch)
+        )
+    for watch in (NOTHING, str(tmp_path / "dra"), str(draft / "below")):
+        with pytest.raises(ValueError, match=r"expected import_draft\.watch to be that folder or one around it"):
+            checks.check_watched("import_draft.checkpoints.one.model", str(draft), "import_draft.watch", watch)
+
+
+def command(home: Path) -> subprocess.CompletedProcess:
+    """`python -m stages.params.checks`, as `make run` calls it before anything starts."""
+    return subprocess.run(
+        [sys.executable, "-m", "stages.params.checks"],
+        cwd=home,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_says_what_it_checked(home: Path) -> None:
+    Path("data/raw").mkdir(parents=True)
+    Path("data/raw/weather_toon.jsonl").touch()
+    done = command(home)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == "params.yaml is valid: target builtin/weather-tiny, 2 checkpoints, 8 cells\n"
+
+
+def test_the_command_refuses_with_the_message_and_no_traceback(home: Path) -> None:
+    done = command(home)  # the raw file is not there
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("aerie: params.yaml: fix_data.raw is")
+    edited(("num_threads:", "num_thread:"))
+    done = command(home)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr == f"aerie: {refusal()}\n"
+    assert "target.num_thread: unknown key" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,138 @@
+"""Missing, unknown, misspelt and earlier keys of params.yaml are named, all in one message."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.params import schema
+from stages.params.error_messages import OLD_KEYS
+from stages.params.spelling import suggest_name
+from tests.params.params_edits import LEAVES, READ, REAL, edited, problems, set_value
+
+every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
+
+
+@every_key
+def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
+    set_value(place, ...)
+    assert problems() == [
+        f"{'.'.join(place)}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
+    ]
+
+
+def test_a_workload_that_lacks_nearly_all_keys_is_one_line_that_says_where_they_are() -> None:
+    """Bug: nineteen lines, each of which sent its reader to a file that has no such workload."""
+    set_value(("benchmark", "workloads", "mine"), {"prompts": "eval"})
+    (line,) = problems()
+    assert line.startswith("benchmark.workloads.mine lacks ") and "num_prompts" in line
+    assert line.endswith("give that an anchor (eval: &eval), and write mine: {<<: *eval, ...} with what differs")
+
+
+NAMED_BY_USER = {
+    ("train_draft", "checkpoints"),
+    ("benchmark", "workloads"),
+    ("prepare_prompts", "sets"),
+    ("schedule", "stages"),
+}
+SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(place))} - NAMED_BY_USER)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: ".".join(section) or "top")
+def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -> None:
+    set_value((*section, "zebra"), "green")
+    inside = READ
+    for part in section:
+        inside = inside[part]
+    key, known = ".".join([*section, "zebra"]), ", ".join(inside)
+    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"]
+
+
+def test_a_misspelt_key_is_one_line_with_the_missing_one() -> None:
+    """Bug: two lines for one mistake, of which one said to write the key and the other to leave it out.
+
+    Of a misspelt section DVC would drop the stage without a word.
+    """
+    edited(
+        ("train_draft:", "trian_draft:"),
+        ("min_tau:", "min_tua:"),
+        ("concurrency: 1 ", "colour: green\n      concurency: 1 "),
+        ("device: cpu", "# device: cpu"),
+    )
+    found = problems()
+    assert [line for line in found if "rename" in line] == [
+        "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?); rename it",
+        "benchmark.workloads.eval.concurency: unknown key, and concurrency is missing (did you mean concurrency?); rename it",
+        "trian_draft: unknown key, and train_draft is missing (did you mean train_draft?); rename it",
+    ]
+    assert [line.split(";")[0] for line in found if "rename" not in line] == [
+        "target.device: missing",
+        "benchmark.workloads.eval.colour: unknown key",
+    ]
+
+
+def test_two_misspellings_of_one_key_are_not_both_renamed() -> None:
+    edited(("  min_tau: 6.0", "  min_tua: 6.0\n  min_atu: 6.0"))
+    assert [line.split(";")[0] for line in problems()] == [
+        "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)",
+        "check_overfit.min_atu: unknown key (did you mean min_tau?)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "nearest"),
+    [("lerning_rate", "learning_rate"), ("e0009", "e009"), ("t8_2_61", ""), ("e010", ""), ("colour", "")],
+)
+def test_the_nearest_name_is_suggested_and_none_with_another_number(found: str, nearest: str) -> None:
+    known = ["learning_rate", "warmup_steps", "e003", "e009", "t8_2_16"]
+    assert suggest_name(found, known) == (f" (did you mean {nearest}?)" if nearest else "")
+
+
+def test_a_misspelt_key_gets_the_nearest_known_one() -> None:
+    set_value(("train_draft", "lerning_rate"), 0.1)
+    assert problems()[0].startswith(
+        "train_draft.lerning_rate: unknown key (did you mean learning_rate?); known keys are"
+    )
+
+
+def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
+    Path("params.yaml").write_text(REAL + "\n5: x\n")
+    assert problems()[0].startswith("5: expected a name (a letter, then letters, digits and _), found 5; YAML reads")
+
+
+def test_every_problem_is_told_at_once() -> None:
+    edited(("seed: 7", "seed: -7"), ("dtype: float32 ", "dtype: float8 "), ("max_chars:", "max_char:"))
+    assert [line.split(":")[0] for line in problems()] == [
+        "target.dtype", "prepare_target.seed", "fix_data.max_char",
+    ]  # fmt: skip
+
+
+def with_old_key(old: str, new: str) -> dict[str, Any]:
+    """The committed file's sections with one key as an earlier version named it; `*` is the workload eval."""
+    sections: dict[str, Any] = YAML(typ="safe").load(REAL)
+    *above, key = new.replace("*", "eval").split(".")
+    place = sections
+    for part in above:
+        place = place[part]
+    place[old.rpartition(".")[2]] = place.pop(key)
+    return sections
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_KEYS.items())
+def test_an_old_key_is_named_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
+    """In params.yaml and in a recipe; else the one is an unknown key, and the other a missing one."""
+    sections = with_old_key(old, new)
+    line = f"{old} is now {new}; rename the key".replace("*", "eval")
+    for name, read in (("params.yaml", schema.load_params), ("recipe.yaml", schema.read_recipe)):
+        with (tmp_path / name).open("w") as file:
+            YAML(typ="safe").dump(sections, file)
+        with pytest.raises(ValueError, match="of an earlier version") as error:
+            read(tmp_path / name)
+        assert str(error.value) == f"{tmp_path / name} has 1 key(s) of an earlier version:\n  {line}"
+
+
+def test_every_new_key_exists_and_no_old_one() -> None:
+    known = {".".join(place).replace(".eval.", ".*.") for place in LEAVES} | {"benchmark_methods.with_draft"}
+    known |= {"benchmark_methods.without_draft"}
+    assert set(OLD_KEYS.values()) <= known and not set(OLD_KEYS) & known

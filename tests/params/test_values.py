@@ -1,0 +1,257 @@
+"""Values of params.yaml that are refused: the message has the key, what is expected and what is found."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.params import schema
+from tests.params.params_edits import LEAVES, MEASURED, NUMBERS, REAL, edited, problems, refusal, set_value
+
+# May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
+ZERO = {
+    "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
+    "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.start", "benchmark.workloads.eval.seed",
+    "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
+    "schedule.retry_pause_s",
+}  # fmt: skip
+every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
+
+UNTIL = ("benchmark", "workloads", "eval", "until")
+MAPPINGS = {UNTIL, ("fix_data", "columns")}  # null or a mapping
+
+
+@pytest.mark.parametrize("place", [place for place in LEAVES if place not in MAPPINGS], ids=".".join)
+def test_a_mapping_is_no_value_of_any_other_key(place: tuple[str, ...]) -> None:
+    set_value(place, {"a": 1})
+    (line,) = problems()
+    assert line.startswith(".".join(place) + ": expected ") and "found {'a': 1}" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ({"a": 1}, ".a: unknown key; known keys are half_width, most_repeats"),
+        ({"half_width": 0.05}, ".most_repeats: missing"),
+        ({"half_width": 0, "most_repeats": 8}, ".half_width: expected greater than 0"),
+        ({"half_width": 0.05, "most_repeats": 2}, ".most_repeats: expected "),
+        (0.05, ": expected "),
+    ],
+)
+def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any, found: str) -> None:
+    set_value(UNTIL, value)
+    assert any(line.startswith(".".join(UNTIL) + found) for line in problems()), problems()
+
+
+def set_values(values: dict[tuple[str, ...], Any]) -> None:
+    """As `set_value`, of several keys at once."""
+    whole = YAML(typ="safe").load(REAL)
+    for place, value in values.items():
+        section = whole
+        for part in place[:-1]:
+            section = section[part]
+        section[place[-1]] = value
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+
+
+def test_the_budget_is_no_less_than_the_fewest_repeats() -> None:
+    set_values({UNTIL: {"half_width": 0.05, "most_repeats": 4}, (*UNTIL[:-1], "repeats"): 5})
+    assert problems() == ["benchmark.workloads.eval: until.most_repeats is 4, expected at least repeats, 5, the fewest"]
+
+
+def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
+    until: dict[tuple[str, ...], Any] = {UNTIL: {"half_width": 0.05, "most_repeats": 8}}
+    set_values(until)
+    assert schema.load_params().benchmark.workloads["eval"].fewest_repeats == 3
+    until[("benchmark_served", "workloads")] = ["eval"]
+    set_values(until)
+    assert "expected benchmark_served.interleave: true" in refusal()
+    set_values(until | {("benchmark_served", "interleave"): True})
+    schema.load_params()
+
+
+@every_number
+@pytest.mark.parametrize("value", ["1", True, None, [1]], ids=["text", "true", "null", "list"])
+def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
+    """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
+    may_be_null = {
+        "fix_data.max_dropped_share",
+        "sample_target.train_rows",
+        "sample_target.eval_rows",
+        "init_draft.draft_vocab_size",
+        "benchmark.workloads.eval.num_prompts",
+        "benchmark.workloads.eval.concurrency",
+    }
+    set_value(place, value)
+    if value is None and ".".join(place) in may_be_null:
+        schema.load_params()
+        return
+    if value == [1] and place[:2] == ("benchmark", "workloads") and place[-1] in ("max_new_tokens", "concurrency"):
+        schema.load_params()  # a list is a sweep
+        return
+    (line,) = problems()
+    if value == [1] and ".".join(place) == "sample_target.temperature":  # a list is a mixture
+        assert line == "sample_target.temperature.0: expected a section with temperature, weight, found 1"
+        return
+    assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected .+, found {re.escape(repr(value))}", line)
+
+
+@every_number
+def test_nothing_is_negative(place: tuple[str, ...]) -> None:
+    set_value(place, -1)
+    (line,) = problems()
+    assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found -1", line)
+
+
+@every_number
+def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) -> None:
+    set_value(place, 0)
+    if ".".join(place) in ZERO or place[-1] == "gpus":
+        schema.load_params()
+    elif place == ("sample_target", "train_rows"):  # which means something where nothing is trained
+        assert problems()[0].startswith("sample_target.train_rows is 0 and init_draft.checkpoints [e000]")
+    elif place[-1] == "length_range":  # which means something of random lengths only
+        assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
+    else:
+        (line,) = problems()
+        assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found 0", line)
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
+def test_no_number_is_infinite(number: str) -> None:
+    """Bug: a learning rate of .inf was greater than 0 and so accepted."""
+    for key in ("learning_rate: 0.03", "grad_clip: 0.5", "temperature: 0.7", "min_tau: 6.0"):
+        edited((key, f"{key.split(':')[0]}: {number}"))
+        (line,) = problems()
+        assert "expected a finite number, found " in line
+
+
+@pytest.mark.parametrize(
+    ("mixture", "line"),
+    [
+        ([], "sample_target.temperature: expected at least 1 item, found []"),
+        (
+            [{"temperature": 1.0}],
+            "sample_target.temperature.0.weight: missing; the code holds no defaults, so write it",
+        ),
+        (
+            [{"temperature": -1, "weight": 1}],
+            "sample_target.temperature.0.temperature: expected greater than or equal to 0",
+        ),
+        ([{"temperature": 1, "weight": 0}], "sample_target.temperature.0.weight: expected greater than 0, found 0"),
+        (
+            [{"temperature": 1, "weight": 1, "top_p": 1}],
+            "sample_target.temperature.0.top_p: unknown key; known keys are temperature, weight. Correct the spelling",
+        ),
+    ],
+)
+def test_a_mixture_that_is_none_is_named(mixture: list[Any], line: str) -> None:
+    set_value(("sample_target", "temperature"), mixture)
+    (found,) = problems()
+    assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "of_eval"),
+    [
+        (0, 0.0),
+        (0.7, 0.7),
+        ([{"temperature": 0, "weight": 9}, {"temperature": 0.3, "weight": 1}, {"temperature": 0.6, "weight": 1}], 0.3),
+        ([{"temperature": 0.3, "weight": 1}, {"temperature": 0.6, "weight": 2}], 0.6),
+        ([{"temperature": 0, "weight": 1}], 0.0),
+    ],
+)
+def test_eval_is_at_one_temperature(temperature: Any, of_eval: float) -> None:
+    set_value(("sample_target", "temperature"), temperature)
+    assert schema.load_params().sample_target.eval_temperature == of_eval
+
+
+BAD_VALUES = [
+    ("num_threads: 2", "num_threads: 2.0", "target.num_threads: expected a valid integer, found 2.0"),
+    ("dtype: float32 ", "dtype: float8 ", "target.dtype: expected 'float32', 'bfloat16' or 'float16', found 'float8'"),
+    ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
+    ("feature_layers: null", "feature_layers: []", "target.feature_layers: expected at least 1 item, found []"),
+    ("feature_layers: null", "feature_layers: [4, 2, 3]",
+     ("target.feature_layers: is [4, 2, 3], expected ids in increasing order, each once: features are stored in the order of "
+      "the target's blocks, and a draft's weights follow it; write [2, 3, 4]")),
+    ("feature_layers: null", "feature_layers: [2, 2, 4, 5]",
+     ("target.feature_layers: is [2, 2, 4, 5], expected ids in increasing order, each once: features are stored in the order of "
+      "the target's blocks, and a draft's weights follow it; write [2, 4, 5]")),
+    ("feature_layers: null          # the three", "feature_layers: [2, 3, 4, 5]  # the three",
+     "init_draft.feature_layers: expected at most 3 items, found [2, 3, 4, 5]"),
+    ("feature_layers: null          # the three", "feature_layers: [2, 4, 3]  # the three",
+     ("init_draft.feature_layers: is [2, 4, 3], expected ids in increasing order, each once: features are stored in the order of "
+      "the target's blocks, and a draft's weights follow it; write [2, 3, 4]")),
+    ("feature_layers: null", "feature_layers: [0, 1, 2]", "target.feature_layers.0: expected greater than 0, found 0"),
+    ("trust_remote_code: false", "trust_remote_code: 'no'",
+     "target.trust_remote_code: expected a valid boolean, found 'no'"),
+    ("learning_rate: 0.03", "learning_rate: '3e-2'",
+     "prepare_target.learning_rate: expected a valid number, found '3e-2'"),
+    ("eval_share: 0.15", "eval_share: 1", "fix_data.eval_share: expected less than 1, found 1"),
+    ("top_p: 1.0", "top_p: 1.1", "sample_target.top_p: expected less than or equal to 1, found 1.1"),
+    ("min_tau: 6.0", "min_tau: 0.9", "check_overfit.min_tau: expected greater than or equal to 1, found 0.9"),
+    ("num_draft_tokens: [4,", "num_draft_tokens: [1,",
+     "replay_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    ("tree_scoring: sglang          # how", "tree_scoring: vllm  # how",
+     "replay_trees.tree_scoring: expected 'sglang' or 'eagle', found 'vllm'"),
+    ("num_draft_tokens: [2, 4,", "num_draft_tokens: [1, 4,",
+     "time_trees.num_draft_tokens.0: expected greater than or equal to 2, found 1"),
+    (MEASURED, "e003\n  trees", "benchmark.checkpoints: expected a valid list, found 'e003'"),
+    (MEASURED, "[]\n  trees", "benchmark.checkpoints: expected at least 1 item, found []"),
+    ("title: weather-tiny", "title: ''", "report.title: expected at least 1 character, found ''"),
+    (REAL[REAL.index("  title: weather-tiny") : REAL.index("\nschedule:")], "",
+     "report: expected a section with title, output_dir, model_id, analysis, found None"),
+    ("tables: data/tables/weather.yaml", "tables: ../weather.yaml",
+     ("fix_data.tables: is ../weather.yaml, expected a YAML file in data/tables/, which DVC tracks, as "
+      "data/tables/weather.yaml; put it there, or set it to null to accept any table")),
+    ("output_dir: results/answers", "output_dir: results/cells",
+     "report.output_dir: is results/cells, which stages write; name another folder in results/, as results/answers"),
+    ("e009: {from: e003, epochs: 6}", "e009: e003",
+     "train_draft.checkpoints.e009: expected a section with from, epochs, found 'e003'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "line"), BAD_VALUES, ids=[row[1] for row in BAD_VALUES])
+def test_what_was_expected_and_found(old: str, new: str, line: str) -> None:
+    edited((old, new))
+    assert problems() == [line]
+
+
+def test_text_that_yaml_reads_as_a_number_is_told_so() -> None:
+    edited(("model: builtin/weather-tiny", "model: 5"))
+    (line,) = problems()
+    assert line.startswith("target.model: expected text, found 5; ") and "put text in quotes" in line
+
+
+def test_an_exponent_without_a_point_is_a_number() -> None:
+    """PyYAML, by YAML 1.1, reads text; DVC and we read YAML 1.2."""
+    edited(("learning_rate: 0.03", "learning_rate: 3e-2"))
+    assert schema.load_params().prepare_target.learning_rate == 0.03
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("eval_rows: null", "eval_rows: 100", "fix_data: eval_rows is 100, expected null while eval_file is null"),
+        ("min_chars: 1 ", "min_chars: 9000 ", "fix_data: min_chars 9000 is above max_chars 8000; lower it"),
+        (
+            "near_duplicate_threshold: null",
+            "near_duplicate_threshold: 0.2",
+            "fix_data.near_duplicate_threshold: expected",
+        ),
+    ],
+)
+def test_keys_of_fix_data_that_disagree(old: str, new: str, message: str) -> None:
+    edited((old, new))
+    assert problems()[0].startswith(message)
+
+
+def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
+    """Bug: the pattern for one server stood at both, so the list that docs/sampling.md shows was refused."""
+    set_value(("sample_target", "server", "base_urls"), ["http://gpu1:8000", "http://gpu2:6000-6007"])
+    assert schema.load_params().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
+    set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
+    assert "benchmark_served.server.base_urls.baseline: expected text matching" in refusal()

@@ -1,0 +1,144 @@
+"""Workloads and prompt sets: loads, sweeps and GPUs that can be asked for, and those that are refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.params import schema
+from tests.conftest import ROOT
+from tests.params.params_edits import REAL, edited, problems, set_value
+
+
+def workload(**changes: Any) -> dict[str, Any]:
+    return {**YAML(typ="safe").load(REAL)["benchmark"]["workloads"]["eval"], **changes}
+
+
+RANDOM = {"prompts": "random", "input_tokens": 512, "concurrency": 64, "length_range": 0.5}
+BAD_WORKLOADS = [
+    ({"prompts": "mtbench"}, "benchmark.workloads.chat.prompts is 'mtbench' (did you mean mt_bench?), expected"),
+    ({"grade": True}, "benchmark.workloads.chat.grade is true with prompts: eval, expected a set of format gsm8k, humaneval"),
+    ({"prompts": "alpaca", "grade": True}, "benchmark.workloads.chat.grade is true with prompts: alpaca, expected a set of"),
+    ({"input_tokens": 5}, "benchmark.workloads.chat: input_tokens is 5 with prompts: eval, expected a number for random"),
+    ({**RANDOM, "input_tokens": None}, "benchmark.workloads.chat: input_tokens is None with prompts: random"),
+    ({**RANDOM, "num_prompts": None}, "benchmark.workloads.chat: num_prompts is null with prompts: random, expected a number"),
+    ({"start": 4, "stop": 4}, "benchmark.workloads.chat: stop is 4, expected more than start, 4"),
+    ({"request_rate": "slow"}, "benchmark.workloads.chat.request_rate: expected 'inf', found 'slow'"),
+    ({"request_rate": 0}, "benchmark.workloads.chat.request_rate: expected greater than 0, found 0"),
+    ({"concurrency": [1, 0]}, "benchmark.workloads.chat.concurrency.1: expected greater than 0, found 0"),
+    ({"max_new_tokens": []}, "benchmark.workloads.chat.max_new_tokens: expected at least 1 item, found []"),
+    ({"turns": "second"}, "benchmark.workloads.chat.turns: expected 'first' or 'all', found 'second'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "start"), BAD_WORKLOADS, ids=[row[1][24:60] for row in BAD_WORKLOADS])
+def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -> None:
+    set_value(("benchmark", "workloads", "chat"), workload(**changes))
+    (line,) = problems()
+    assert line.startswith(start), line
+
+
+def test_the_torch_engine_waits_for_no_arrivals() -> None:
+    set_value(("benchmark", "workloads", "eval"), workload(request_rate=8.0))
+    (line,) = problems()
+    assert line.startswith("benchmark: torch_workloads: workload eval has request_rate 8.0 (expected inf)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [
+        ({}, True), ({"concurrency": 2}, False), ({"concurrency": [1]}, False), ({"concurrency": None}, False),
+        ({"max_new_tokens": [10, 20]}, False), ({"ignore_eos": True}, False), ({**RANDOM, "concurrency": 1}, False),
+    ],
+)  # fmt: skip
+def test_one_prompt_at_a_time_has_cells_of_its_own(changes: dict[str, Any], alone: bool) -> None:
+    set_value(("benchmark", "workloads", "eval"), workload(**changes))
+    assert schema.load_params().benchmark.workloads["eval"].is_sequential == alone
+
+
+def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
+    two = ("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ")
+    edited(*two, ("device: cpu ", "device: cuda "))
+    assert schema.load_params().benchmark.processes == 3
+    edited(*two)
+    (line,) = problems()
+    assert line.startswith(
+        "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: a target is divided over GPUs only"
+    )
+    edited(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
+    (line,) = problems()
+    assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4, the GPUs")
+
+
+def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
+    changes = {"max_new_tokens": [10, 128], "concurrency": [1, 4], "request_rate": "inf"}
+    set_value(("benchmark", "workloads", "sweep"), workload(**changes))
+    found = schema.load_params().benchmark.workloads
+    assert found["sweep"].list_loads() == [(10, 1), (10, 4), (128, 1), (128, 4)]
+    assert found["eval"].list_loads() == [(200, 1)] and found["eval"].requests_per_second == float("inf")
+
+
+def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:
+    text = (ROOT / "docs/workloads.md").read_text(encoding="utf-8")
+    sets, scenarios, sweep = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    given = YAML(typ="safe").load(scenarios.replace("benchmark_served:", sweep + "benchmark_served:"))
+    whole = YAML(typ="safe").load(REAL)
+    whole["prepare_prompts"]["sets"] |= YAML(typ="safe").load(sets)["prepare_prompts"]["sets"]
+    whole["benchmark"]["workloads"] |= given["benchmark"]["workloads"]
+    whole["benchmark_served"] |= given["benchmark_served"]
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+    found = schema.load_params().benchmark.workloads
+    # Seed 002, 2.2: prompts, input and output lengths, requests a second, under way at once.
+    assert {
+        name: (w.num_prompts, w.input_tokens, w.list_loads(), w.requests_per_second)
+        for name, w in found.items()
+        if name != "eval"
+    } == {
+        "code_gen": (128, 512, [(1024, 64)], float("inf")),
+        "chat": (128, 256, [(256, 32)], 8.0),
+        "completion": (256, 1024, [(128, 128)], float("inf")),
+        "when_not": (512, 256, [(n, 2**c) for n in (10, 20, 128, 1024) for c in range(9)], float("inf")),
+    }
+
+
+FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revision": None, "format": "gsm8k"}
+BAD_SETS = [
+    (
+        "math",
+        {"split": "test"},
+        "from is the file data/prompt_sets/a.jsonl, expected name, split and revision to be null",
+    ),
+    (
+        "math",
+        {"from": "elsewhere/a.jsonl"},
+        "from is elsewhere/a.jsonl, expected a file or folder in data/prompt_sets/",
+    ),
+    (
+        "math",
+        {"from": "data/prompt_sets/../a.json"},
+        "from is data/prompt_sets/../a.json, expected a file or folder in",
+    ),
+    ("math", {"from": "./gsm8k", "split": "test"}, "from is ./gsm8k, expected a file or folder in data/prompt_sets/"),
+    ("math", {"from": "/sets/gsm8k", "split": "test"}, "or a dataset's id (owner/name); put it there"),
+    ("math", {"from": "openai/gsm8k"}, "from is the dataset openai/gsm8k, expected split to say which part of it"),
+    ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
+    ("eval", {}, "sets.eval: eval and random are reserved; choose another name"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "says"), BAD_SETS, ids=[row[2][:40] for row in BAD_SETS])
+def test_a_prompt_set_that_can_not_be_read(name: str, changes: dict[str, Any], says: str) -> None:
+    set_value(("prepare_prompts", "sets", name), {**FILE, **changes})
+    (line,) = problems()
+    assert line.startswith("prepare_prompts") and says in line
+
+
+def test_a_dataset_of_the_hub_has_a_configuration_a_split_and_a_commit() -> None:
+    hub = {"from": "openai/gsm8k", "name": "main", "split": "test", "revision": "a" * 40, "format": "gsm8k"}
+    set_value(("prepare_prompts", "sets", "gsm8k"), hub)
+    found = schema.load_params().prepare_prompts.sets
+    assert not found["gsm8k"].is_file and found["gsm8k"].can_be_graded
+    assert found["alpaca"].is_file and not found["alpaca"].can_be_graded

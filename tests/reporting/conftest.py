@@ -1,0 +1,24 @@
+"""Made-up projects to be in, for the tests of report."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.params import schema
+from stages.results import torch_records
+from tests.conftest import ROOT
+from tests.reporting.made_up_results import made_up_project
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
+    return made_up_project(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def half_measured(made_up: schema.Params) -> schema.Params:
+    """The project with the repository's own params.yaml: e009 has cells, e003 was replayed only."""
+    Path("params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    for place in torch_records.CELLS_FOLDER.glob("*-e003-*"):
+        place.unlink()
+    return schema.load_params()

@@ -1,0 +1,168 @@
+"""The report page: it needs no network, escapes what users wrote, and shows what the stages reported."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages import report
+from stages.params import schema
+from stages.results import replay_records, torch_records
+from stages.results.replay_records import TreeBucket
+from stages.runtime import atomic
+from tests import made_once
+from tests.conftest import ROOT
+from tests.reporting.made_up_results import (
+    ELSEWHERE,
+    INSIDE,
+    PICTURE,
+    PLOTS,
+    _made_up_report,
+    made_up_inside,
+    make_up_import,
+)
+
+
+def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) -> None:
+    """Bug: the page showed check_overfit.min_tau as required, which is scaled, and at 1.0 called an unlearned row learnt."""
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "the draft reached tau 7.60 in 120 steps (at least 5.71 is required)." in page
+    place = Path("results/train/e000.overfit.json")
+    atomic.write_json(place, json.loads(place.read_text()) | {"min_tau": 1.0, "required_tau": 1.0, "tau": 1.02})
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "reached tau 1.02 in 120 steps (check_overfit.min_tau is 1.0: nothing was required, so" in page
+    blocks = {"dflash9": {"tau": 7.25, "perfect_tau": 8.0, "required_tau": 6.0}}
+    atomic.write_json(place, json.loads(place.read_text()) | {"block_drafts": blocks})
+    report.main()
+    page = " ".join(report.PAGE_FILE.read_text().split())
+    assert "The block draft of dflash9 reached 7.25 of 8.00 (6.00 is required)." in page
+
+
+def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
+    """An answer may hold any text: a page that ran it as HTML would show another mask, or worse."""
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert "<strong>q7.0</strong>: 3 of 12 tokens, a whole answer" in page
+    assert (
+        '<pre class="masked" tabindex="0" role="region" aria-label="Training row q7.0">'
+        "<span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>"
+        "<mark>&lt;i&gt;yes&lt;/i&gt;\n&lt;/mark&gt;</mark></pre>"
+    ) in page
+
+
+def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: schema.Params) -> None:
+    """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
+    for checkpoint in made_up.benchmark.checkpoints:
+        for tree in made_up.benchmark.trees:
+            c = torch_records.read_torch_cell("eval", checkpoint, tree).model_dump()
+            torch_records.write_torch_cell(c | {"histogram": [0] * len(c["histogram"])})
+    report.main()
+    assert '<div class="bars">' not in report.PAGE_FILE.read_text()
+
+
+def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert not re.search(ELSEWHERE, page) and page.count("<script") == 1
+    assert page.count(PICTURE) == PLOTS
+    assert "#0101" not in page
+    for word in ("Tree_structure", "prefill_latency (s)", "spec_accept_rate (%)", "e2e_latency (s)", "compress ratio"):
+        assert word in re.sub(r"<[^>]+>", "", page)
+
+
+def test_the_page_is_the_same_twice(made_up: schema.Params) -> None:
+    report.main()
+    first = report.PAGE_FILE.read_bytes()
+    made_once.forget()
+    report.main()
+    assert report.PAGE_FILE.read_bytes() == first
+
+
+def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
+    place = Path("results/fix_report.json")
+    fixed = json.loads(place.read_text())
+    fixed["examples"] = {"fence": {"before": "<b>hot</b>", "after": "hot"}}
+    atomic.write_json(place, fixed)
+    report.main()
+    assert "&lt;b&gt;hot" in report.PAGE_FILE.read_text()
+
+
+def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
+    atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"rows_out": 250})
+    report.main()
+    assert "10 unaccounted for" in report.PAGE_FILE.read_text()
+    assert json.loads(report.METRICS_FILE.read_text())["rows_unaccounted"] == 10
+    assert "warning: 10 rows" in capsys.readouterr().out
+
+
+def test_the_page_says_which_files_the_sampled_rows_are_from(made_up: schema.Params) -> None:
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert "part-19&lt;b&gt;.jsonl</td><td>11</td><td>2</td>" in page and "part-20" not in page
+    assert "2 more files, in results/sample_report.json" in page and "eval.jsonl</td><td>42</td><td>0</td>" in page
+
+
+def test_one_checkpoint_alone_has_no_duel(made_up: schema.Params) -> None:
+    text = (
+        Path("params.yaml")
+        .read_text()
+        .replace("    e009: {from: e003, epochs: 6}\n", "")
+        .replace("[e003, e009]", "[e003]")
+        .replace("[e009]", "[e003]")
+    )
+    Path("params.yaml").write_text(text)
+    report.main()
+    assert report.PAGE_FILE.read_text().count(PICTURE) == PLOTS - 1
+
+
+def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: schema.Params) -> None:
+    report.main()
+    assert "Inside some trees" not in report.PAGE_FILE.read_text()
+    for name in made_up.replay_trees.checkpoints:
+        buckets = made_up_inside(name, made_up.replay_trees.traced_trees())
+        TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert page.count(PICTURE) == PLOTS + INSIDE and "#0303" not in page
+    said = re.sub(r"(\s|<[^>]+>)+", " ", page)
+    assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
+
+
+def test_the_advice_starts_without_the_heavy_libraries() -> None:
+    code = "import sys, stages.report; print(*{'matplotlib', 'jinja2', 'polars', 'torch', 'numpy'} & set(sys.modules))"
+    heavy = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert heavy.stdout.split() == []
+
+
+def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params) -> None:
+    """Drafts that were all imported: no loss, no accuracy, and their cells and replays all the same."""
+    for kind in ("e003", "e009"):
+        Path(f"results/train/{kind}.json").unlink()
+    for tree in made_up.benchmark.trees:
+        torch_records.write_torch_cell(
+            torch_records.read_torch_cell("eval", "e009", tree).model_dump() | {"checkpoint": "theirs"}
+        )
+    for kind in (".csv", ".inside.csv"):
+        text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
+        atomic.write_text(Path(f"results/replay/theirs{kind}"), text)
+    whole = YAML(typ="safe").load(Path("params.yaml").read_text())
+    whole["train_draft"]["checkpoints"] = {}
+    whole["import_draft"]["checkpoints"] = {"theirs": {"model": "someone/theirs", "revision": None, "rope_theta": None}}
+    for section in ("replay_trees", "benchmark", "benchmark_served"):
+        whole[section]["checkpoints"] = ["theirs"]
+    make_up_import("theirs")
+    with Path("params.yaml").open("w") as file:
+        YAML(typ="safe").dump(whole, file)
+    report.main()
+    page = Path("results/report/index.html").read_text()
+    assert (
+        "someone/theirs, imported" in page
+        and "Loss per epoch" not in page
+        and "Drafts accepted in a verify cycle" in page
+    )

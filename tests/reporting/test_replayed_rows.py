@@ -1,0 +1,141 @@
+"""Checkpoints without cells: rows of replayed tau and predicted speedup, where the replay has the workload's answers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from stages import report
+from stages.params import schema
+from stages.params.tree_shape import TreeShape
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.results import replay_records, timing_grid
+from stages.results.prediction import PredictedSpeedup
+from stages.results.replay_records import ReplayedTree
+from tests import costs
+from tests.conftest import EVAL, edit_params
+from tests.reporting.made_up_results import Row, _lines, make_up_spent, replayed, words
+
+
+@pytest.mark.parametrize(("draft_sampling", "less"), [("greedy", 0.5), ("sampled", 0.25)])
+def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_have(
+    half_measured: schema.Params, draft_sampling: str, less: float
+) -> None:
+    """A chain has a replay of each kind on the same answers, and one tau beside the cells'."""
+    cold = [tree for tree in replay_records.read_replay("e003") if tree.shape.name == "t8_1_9"]
+    hot = {"temperature": 0.7, "top_p": 1.0}
+    kinds = [hot | {"tau": cold[0].tau - 0.5}, hot | {"tau": cold[0].tau - 0.25, "draft_sampling": "sampled"}]
+    place = replay_records.locate_replay("e003")
+    ReplayedTree.write_csv(place, [*cold, *(cold[0].model_copy(update=kind) for kind in kinds)])
+    workload = half_measured.benchmark.workloads["eval"].model_copy(update={"temperature": 0.7})
+    changes = {"draft_sampling": draft_sampling, "workloads": {"eval": workload}}
+    p = half_measured.model_copy(update={"benchmark": half_measured.benchmark.model_copy(update=changes)})
+    report.write_report(p)
+    (row,) = (r for r in BenchmarkRow.read_table() if r.checkpoint == "e003")
+    (guess,) = (r for r in PredictedSpeedup.read_table() if (r.checkpoint, r.engine) == ("e003", "torch"))
+    for found in (row, guess):
+        assert (found.tau, found.draft_sampling) == (pytest.approx(cold[0].tau - less), draft_sampling)
+    assert row.speedup == guess.speedup and guess.temperature == 0.7
+
+
+def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
+    half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main()
+    rows = _lines(BenchmarkRow.TABLE)
+    trees = half_measured.benchmark.trees
+    assert [(r["checkpoint"], r["tree"], r["source"]) for r in rows] == [
+        *(("e009", tree, "measured") for tree in trees),
+        *(("e003", tree, "replayed") for tree in trees),
+    ]
+    predicted = {
+        (r["checkpoint"], f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}"): r
+        for r in _lines(PredictedSpeedup.TABLE)
+    }
+    replayed_trees = {tree.shape.name: tree for tree in replay_records.read_replay("e003")}
+    for row in rows[len(trees) :]:
+        guess, tree = predicted["e003", row["tree"]], replayed_trees[row["tree"]]
+        assert float(row["tau"]) == float(row["replay_tau"]) == tree.tau
+        assert (float(row["tau_low"]), float(row["tau_high"])) == (tree.tau_low, tree.tau_high)
+        assert float(row["accept_rate"]) == tree.accept_rate
+        assert [row[name] for name in ("speedup", "speedup_low", "speedup_high")] == [
+            guess[name] for name in ("speedup", "low", "high")
+        ]
+        timed = "prefill_latency_s", "e2e_latency_s", "output_tok_s", "identical_share"
+        assert {row[name] for name in timed} == {""} and row["engine"] == "torch"
+    found = json.loads(report.METRICS_FILE.read_text())
+    assert found["cells"] == len(trees) and "best_by_tau" not in found["checkpoints"]["e003"]
+    printed = capsys.readouterr().out
+    first, last = rows[0], rows[-1]
+    assert re.search(rf"^8_1_9 \(8_1_8\) +\d.* {float(first['tau']):.2f} .*100$", printed, re.MULTILINE)
+    assert re.search(
+        rf"^10_3_32 \* +– .* – .* {float(last['tau']):.2f} ± 0.10 +{float(last['speedup']):.2f}x \(.*–$",
+        printed,
+        re.MULTILINE,
+    )
+    assert printed.count("* not measured: tau replayed over the eval split") == 1
+    assert printed.count("tokens/s, the median of the measured rows") == 1
+    assert Path("results/report/table.txt").read_text() == printed
+    said = words(report.PAGE_FILE.read_text())
+    assert "replayed · eval, not measured: tau of the whole eval split, predicted speedup" in said
+    assert said.count("A table tagged “replayed” has no cells") == 1
+
+
+def test_a_replayed_tree_outside_the_timing_grid_has_no_speedup(
+    half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = [point for point in costs.grid() if point["num_steps"] <= 6]
+    timing_grid.write_timing_grid(costs.made_up(model=half_measured.target.model, points=timed))
+    report.main()
+    rows = {row["tree"]: row for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"}
+    assert {tree for tree, row in rows.items() if not row["speedup"]} == {
+        tree for tree in half_measured.benchmark.trees if TreeShape.parse(tree).num_steps > 6
+    }
+    assert re.search(r"^10_3_32 \* .* ± 0.10 +– +–$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_tree_that_was_not_replayed_has_no_line(half_measured: schema.Params) -> None:
+    edit_params(Path(), {"replay_trees": {"topk": [1, 2]}})
+    few = [tree for tree in replay_records.read_replay("e003") if tree.topk <= 2]
+    ReplayedTree.write_csv(replay_records.locate_replay("e003"), few)
+    report.main()
+    rows = [row["tree"] for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"]
+    assert rows == [tree for tree in half_measured.benchmark.trees if TreeShape.parse(tree).topk <= 2]
+
+
+@pytest.mark.parametrize(
+    ("workload", "taken"),
+    [
+        ({}, "cold"),
+        ({"temperature": 0.7, "top_p": 0.9}, "hot"),
+        ({"temperature": 0.7, "top_p": 1.0}, None),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, None),
+        ({"prompts": "gsm8k"}, None),
+        ({"ignore_eos": True}, None),
+        ({"concurrency": 8}, None),
+    ],
+)
+def test_only_what_replay_has_answers_of_is_in_the_table(
+    half_measured: schema.Params, workload: Row, taken: str | None
+) -> None:
+    """Other prompts, text beyond the end, and answers drawn otherwise have no replay; loads have a table of their own."""
+    known = replay_records.read_replay("e003")
+    hot = [tree.model_copy(update={"tau": tree.tau - 0.5, "temperature": 0.7, "top_p": 0.9}) for tree in known]
+    ReplayedTree.write_csv(replay_records.locate_replay("e003"), [*known, *hot])
+    edit_params(
+        Path(),
+        {
+            "benchmark": {
+                "workloads": {"eval": EVAL, "other": {**EVAL, **workload}}, "torch_workloads": ["other"],
+                "checkpoints": ["e009"], "trees": ["t8_2_16"],
+            }
+        },
+    )  # fmt: skip
+    make_up_spent("prepare_prompts-other")
+    p = schema.load_params()
+    replays = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
+    rows = report._build_replayed_rows(p, replays, [])
+    cold = replayed("t8_2_16", "e003")
+    expected = {"cold": [cold], "hot": [cold - 0.5], None: []}[taken]
+    assert [(row.workload, row.checkpoint, row.tau) for row in rows] == [("other", "e003", tau) for tau in expected]

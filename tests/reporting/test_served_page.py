@@ -1,0 +1,192 @@
+"""Served cells on the page and in the tables: beside plain decoding, replays and loads of the torch engine."""
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stages import report
+from stages.params import schema
+from stages.reporting.benchmark_table import BenchmarkRow
+from stages.results import served_records, torch_records
+from stages.results.served_table import ServedRow
+from tests.conftest import EVAL
+from tests.reporting.made_up_results import (
+    ELSEWHERE,
+    PICTURE,
+    PLOTS,
+    TREES,
+    Row,
+    _lines,
+    make_up_served,
+    replayed,
+    serve,
+    words,
+)
+from tests.served_cells import FINGERPRINT, point, sweep
+from tests.served_cells import made_up as served_cell
+
+
+def test_without_served_workloads_nothing_of_them_is_shown(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main()
+    assert ServedRow.TABLE.read_text() == ",".join(ServedRow.list_keys()) + "\n"
+    assert "served" not in json.loads(report.METRICS_FILE.read_text()) and "served by" not in capsys.readouterr().out
+    for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
+        assert heading not in report.PAGE_FILE.read_text()
+
+
+def test_served_cells_stand_beside_plain_decoding_and_replays(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
+    make_up_served("code")
+    report.main()
+    chain, baseline_row, other = sorted(_lines(ServedRow.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
+    assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
+    assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
+    page = report.PAGE_FILE.read_text()
+    said = words(page)
+    assert f"{float(chain['speedup']):.2f}×" in said and f"{replayed('t5_1_6'):.2f} × 1.00" in said
+    assert "unsupported: topk above 1 isn&#39;t built there" in said and f"{replayed('t8_2_16'):.2f}" in said
+    assert 'class="off"' not in page
+    for part in (
+        "Memory",
+        "Right answers",
+        "The engine's own figures",
+        "spec_accept_length",
+        "Warnings",
+        "launch_server",
+    ):
+        assert part in said
+    assert "&lt;b&gt;hot" in page and "<b>hot" not in page
+    assert "When not to speculate" not in page
+    assert re.search(r"^5_1_6 \(5_1_5\) +200 x 64 ", capsys.readouterr().out, re.MULTILINE)
+    assert not re.search(ELSEWHERE, page) and page.count("<script") == 1
+    found = json.loads(report.METRICS_FILE.read_text())["served"]
+    assert (found["points"], found["plain_points"], found["unsupported"], found["off_replay"]) == (1, 1, 1, 0)
+    assert found["best_by_speedup"]["speedup"] == float(chain["speedup"])
+
+
+def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: schema.Params) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
+    make_up_served("code", off=0.7)
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert page.count('<tr class="off">') == 1
+    assert f"is 0.70 of the replayed {replayed('t5_1_6'):.2f}. A replay accepts exactly what this draft" in words(page)
+    assert json.loads(report.METRICS_FILE.read_text())["served"]["off_replay"] == 1
+
+
+@pytest.mark.parametrize("others", [{"prompts": "gsm8k"}, {"ignore_eos": True}, {"temperature": 0.7}])
+def test_what_was_not_replayed_is_not_held_against_it(made_up: schema.Params, others: Row) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3} | others})
+    make_up_served("code", off=0.7, **{k: v for k, v in others.items() if k == "temperature"})
+    report.main()
+    assert 'class="off"' not in report.PAGE_FILE.read_text()
+    assert "off_replay" in (found := json.loads(report.METRICS_FILE.read_text())["served"]) and found["off_replay"] == 0
+
+
+def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up: schema.Params) -> None:
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
+    make_up_served("code", fingerprint=FINGERPRINT | {"gpu": "NVIDIA H100"})
+    report.main()
+    said = words(report.PAGE_FILE.read_text())
+    assert "not compared: the baseline differs in gpu (NVIDIA H100 against NVIDIA H200)" in said
+    assert json.loads(report.METRICS_FILE.read_text())["served"]["best_by_speedup"] is None
+
+
+def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
+    serve({"sweep": {**EVAL, "max_new_tokens": [16, 64], "concurrency": [1, 16, 64], "repeats": 2}})
+    served_records.write_served_cell(
+        served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2))
+    )
+    pace = {1: 0.01, 16: 0.0135, 64: 0.04}
+    for tree, gain in zip(TREES, (1.0, 1.2), strict=True):
+        points = sweep([16, 64], [1, 16, 64], lambda tokens, cap, gain=gain: pace[cap] / gain, repeats=2, tau=2.9)
+        served_records.write_served_cell(served_cell("sweep", "e009", tree, points))
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    said = words(page)
+    assert (
+        page.count(PICTURE) == PLOTS + 3 + 1 + 3
+    )  # of each tree and of the best of both; predicted against measured; latencies
+    assert "Slower than plain decoding at 2 of 6 loads (tokens × concurrency): 16 x 64, 64 x 64." in said
+    at = re.search(
+        r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
+    )
+    rows = {
+        r["concurrency"]: float(r["speedup"])
+        for r in _lines(ServedRow.TABLE)
+        if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
+    }
+    by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
+    assert at and float(at[1]) == pytest.approx(by_hand, rel=0.005)
+    assert 'class="slower"' in page and "#0101" not in page
+
+
+def test_the_torch_engines_loads_stand_beside_served_ones(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One workload by both engines: a table of each, each beside its own plain decoding, and each its own break-even."""
+    serve(
+        {"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch_workloads=["eval", "code"], checkpoints=["e009"]
+    )
+    served_records.write_served_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
+    for tree in ("t5_1_6", "t8_2_16"):
+        tau = replayed(tree)
+        served_records.write_served_cell(
+            served_cell("code", "e009", tree, [point(200, 8, 0.01, tau, tree), point(200, 64, 0.015, tau, tree)])
+        )
+    p = schema.load_params()
+    for tree in p.benchmark.trees:
+        tau = replayed(tree)
+        ours = [point(200, 8, 0.01, tau, tree), point(200, 64, 0.03, tau, tree)]
+        plain = [point(200, 8, 0.02), point(200, 64, 0.02)]
+        found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
+        assert served_records.write_served_cell(found) == torch_records.locate_torch_cell("code", "e009", tree)
+    report.main()
+    printed = capsys.readouterr().out
+    assert (
+        "code, checkpoint e009, served by sglang" in printed and "code, checkpoint e009, by the torch engine" in printed
+    )
+    rows = [row for row in ServedRow.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
+    speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
+    assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
+    assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
+    assert min(speedups["sglang", "t8_2_16", cap] for cap in (8.0, 64.0)) > 1
+    assert {row["replay_agrees"] for row in rows} == {"yes"}
+    page = words(report.PAGE_FILE.read_text())
+    assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
+    assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
+    assert {row["workload"] for row in csv.DictReader(BenchmarkRow.TABLE.open())} == {"eval"}
+    costs_of = {
+        row["engine"] for row in json.loads(Path("results/launch.json").read_text())["costs"] if row["workload"]
+    }
+    assert "torch" not in costs_of  # loads of the torch engine say nothing of a server's cycles
+
+
+def test_without_torch_cells_the_report_shows_what_was_served(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(torch_records.CELLS_FOLDER)
+    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
+    make_up_served("code")
+    report.main()
+    assert _lines(BenchmarkRow.TABLE) == []
+    printed = capsys.readouterr().out
+    assert printed.startswith("Launch t5_1_6 with e009: ") and "(sglang, code, 200 tokens)" in printed.splitlines()[0]
+    assert "\n\ncode, checkpoint e009, served by sglang\nTree_structure" in printed
+    assert report.TABLE_FILE.read_text() == printed
+    page = report.PAGE_FILE.read_text()
+    assert (
+        'id="served"' in page
+        and ">Which tree</h2>" in page
+        and ">Results</h2>" not in page
+        and "verify cycle</h3>" not in page
+    )
+    assert json.loads(report.METRICS_FILE.read_text())["identical_share_min"] is None
