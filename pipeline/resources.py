@@ -8,12 +8,12 @@ import fcntl
 import os
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from stages.params.schedule import StageResources
+from stages.runtime.user_folder import open_user_folder
 
 
 @dataclass
@@ -37,8 +37,7 @@ class ResourcePool:
 
     def __init__(self, slots: int, gpus: list[str], folder: Path | None = None) -> None:
         self.slots, self.gpus = slots, gpus
-        self._folder = folder or Path(tempfile.gettempdir()) / f"aerie-{os.getuid()}"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = folder or open_user_folder()
         self._gate: TextIO | None = None
 
     def check_request(self, stage: str, needs: StageResources) -> None:

@@ -240,11 +240,6 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
             server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
         )
     monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
-    first, other = free_port.find_free_port(), free_port.find_free_port()
-    free = iter([first, *([first] if together else []), other])  # named twice while nothing listens there
-    monkeypatch.setattr(
-        measured_server, "find_free_port", lambda taken: next(port for port in free if port not in taken)
-    )
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")

@@ -127,7 +127,7 @@ def _open_group(
         _check_memory(plan, [one for _, one in started], before[: plan.setup.tp])
     running: dict[str, server.ServerProcess] = {}
     for log, one in started:
-        running[one.config_name] = _prepare_process(plan, one, log, {process.port for process in running.values()})
+        running[one.config_name] = _prepare_process(plan, one, log)
     if running:
         with measuring_turn.start_server():
             stack.enter_context(ServerGroup([*running.values()]))
@@ -153,14 +153,12 @@ def _needs_vision_patch(plan: ServerPlan, measured: MeasuredServer) -> bool:
     return plan.vision_patch and measured.draft is not None
 
 
-def _prepare_process(
-    plan: ServerPlan, measured: MeasuredServer, log: Path, taken_ports: set[int]
-) -> server.ServerProcess:
+def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> server.ServerProcess:
     """Return the process of a server that is to be started. Raises ValueError if it would simulate acceptance unasked."""
     setup, name = plan.setup, measured.config_name
     if plan.base_urls:
         print(f"note: {plan.section}.base_urls has no {name}; starting one", flush=True)
-    port = find_free_port(taken_ports)
+    port = find_free_port()
     version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
     measured.command = [*command, *measured.speculation_flags]

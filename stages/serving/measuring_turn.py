@@ -9,32 +9,26 @@ Alone, a stage has nothing to wait for.
 """
 
 import fcntl
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from stages.runtime.user_folder import open_user_folder
 
 POLL_S = 0.1
-
-
-def _get_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"aerie-{os.getuid()}"
 
 
 @contextmanager
 def _hold(name: str, kind: int) -> Iterator[None]:
     """Hold a lock, as soon as others let it go."""
-    _get_folder().mkdir(mode=0o700, exist_ok=True)
-    with (_get_folder() / f"{name}.lock").open("a") as file:
+    with (open_user_folder() / f"{name}.lock").open("a") as file:
         fcntl.flock(file, kind)
         yield
 
 
 def _is_free(name: str) -> bool:
     """Return whether the lock is free."""
-    with (_get_folder() / f"{name}.lock").open("a") as file:
+    with (open_user_folder() / f"{name}.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,7 +38,9 @@ def _is_free(name: str) -> bool:
 
 def has_other_servers() -> bool:
     """Return whether another stage has a server that starts, or that waits for its measurement or is being measured."""
-    return any((_get_folder() / f"{name}.lock").exists() and not _is_free(name) for name in ("starting", "measuring"))
+    return any(
+        (open_user_folder() / f"{name}.lock").exists() and not _is_free(name) for name in ("starting", "measuring")
+    )
 
 
 @contextmanager

@@ -37,10 +37,9 @@ def plan_replicas(
     `device` may name one GPU, such as cuda:1, which then has the only server.
     """
     groups = [None] if device == "cpu" else group_gpus(list_gpus(device), count_gpus_per_server(launch_args))
-    servers, ports = [], set[int]()
+    servers = []
     for number, gpus in enumerate(groups):
-        port = find_free_port(ports)
-        ports.add(port)
+        port = find_free_port()
         kind = device.partition(":")[0]  # the only GPU it sees is its first
         line = build_server_command(engine, folder, port, dtype, kind, trust_remote_code) + list(launch_args)
         log = logs / (f"{engine}_server.log" if len(groups) == 1 else f"{engine}_server_{number}.log")

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from stages.runtime.free_port import HOST
+from stages.runtime.free_port import HOST, find_free_port
 from stages.serving import server_guard
 from stages.telemetry import waits
 
@@ -226,14 +226,19 @@ def build_server_command(
     """Return the command line of `engine`, from its own environment if that exists or else the PATH, for the target in `folder`.
 
     The flags keep SGLang and vLLM from taking top_k, top_p and penalties from the model's generation_config.json, which would
-    change the distribution of the answers.
+    change the distribution of the answers. SGLang's processes meet on a port of their own, which it would take from the kernel
+    and bind a minute later: of eleven servers that started at once, one found it in use.
     """
+    first: list[str]
+    own: dict[str, Any]
     first, own = {
         "transformers": ([sys.executable, "-m", "transformers.cli.transformers", "serve"], {"--device": device}),
         "sglang": ([locate_program("sglang"), "serve", "--model-path"], {"--sampling-defaults": "openai"}),
         "vllm": ([locate_program("vllm"), "serve"], {"--generation-config": "vllm"}),
     }[engine]
-    flags = {"--host": HOST, "--port": port, "--dtype": dtype, **own, "--trust-remote-code": trust_remote_code}
+    meeting = find_free_port() if engine == "sglang" else None
+    flags = {"--host": HOST, "--port": port, "--nccl-port": meeting, "--dtype": dtype, **own}
+    flags["--trust-remote-code"] = trust_remote_code
     return [*first, folder, *format_flags(flags)]
 
 

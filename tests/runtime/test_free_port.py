@@ -1,6 +1,9 @@
 """A port for a child that binds it minutes later."""
 
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +20,43 @@ def test_no_outgoing_connection_takes_it() -> None:
         assert free_port.FIRST_PORT <= free_port.find_free_port() < first
 
 
-def test_it_is_free_and_not_one_of_those_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def three_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]:
+    """Three ports are all there is, and the first is in use."""
     with socket.socket() as holder:
         holder.bind((free_port.HOST, 0))
-        held = holder.getsockname()[1]
-        monkeypatch.setattr(free_port, "FIRST_PORT", held)
+        first = holder.getsockname()[1]
+        monkeypatch.setattr(free_port, "FIRST_PORT", first)
         monkeypatch.setattr(free_port, "EPHEMERAL_RANGE", tmp_path / "range")
-        (tmp_path / "range").write_text(f"{held + 3}\t60999\n")  # three candidates: one in use, one taken
-        assert free_port.find_free_port({held + 1}) not in {held, held + 1}
+        (tmp_path / "range").write_text(f"{first + 3}\t60999\n")
+        yield [first, first + 1, first + 2]
+
+
+def test_it_is_free_and_was_not_found_before(three_candidates: list[int]) -> None:
+    found = [free_port.find_free_port() for _ in range(4)]
+    assert len(set(found)) == 4 and three_candidates[0] not in found
+    assert set(found) & set(three_candidates) <= set(three_candidates[1:])
+
+
+FINDS = """
+import sys
+from pathlib import Path
+from stages.runtime import free_port
+free_port.FIRST_PORT, free_port.EPHEMERAL_RANGE = int(sys.argv[1]), Path(sys.argv[2])
+print(free_port.find_free_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_another_process_does_not_find_it_until_this_one_ends(three_candidates: list[int], tmp_path: Path) -> None:
+    """Bug: stages that start servers at once each chose among free ports; a server binds its own a minute later."""
+    line = [sys.executable, "-c", FINDS, str(three_candidates[0]), str(tmp_path / "range")]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout
+        theirs = int(other.stdout.readline())
+        assert theirs not in {free_port.find_free_port() for _ in range(3)}
+        other.communicate("")
+    assert free_port._reserve(theirs)
 
 
 @pytest.mark.parametrize("found", ["1024\t65535\n", "nonsense", None])

@@ -46,7 +46,7 @@ def test_servers_start_together_and_are_measured_one_at_a_time(tmp_path: Path, m
 
 
 def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring_turn, "_get_folder", lambda: tmp_path)
+    monkeypatch.setattr(measuring_turn, "open_user_folder", lambda: tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path.parent))
     with measuring_turn.measure_server():
         assert not measuring_turn._is_free("measuring")

@@ -208,6 +208,17 @@ def test_every_command_stays_on_loopback_and_off_the_models_own_settings(engine:
     assert engine == "transformers" or defaults[engine] in words[words.index("--trust-remote-code") - 1]
 
 
+def test_sglang_servers_that_start_at_once_meet_on_ports_of_their_own() -> None:
+    """Bug: SGLang took the port of torch.distributed from the ephemeral range and bound it a minute later: EADDRINUSE."""
+    ports = []
+    for _ in range(20):
+        words = server.build_server_command(
+            "sglang", "/models/t", free_port.find_free_port(), "bfloat16", "cuda", False
+        )
+        ports += [int(words[words.index(flag) + 1]) for flag in ("--port", "--nccl-port")]
+    assert len(set(ports)) == 40 and max(ports) < free_port.read_first_ephemeral()
+
+
 # Says its threads, serves, and ends itself as often as its file has lines less than asked for.
 FALLS = """
 import http.server, os, sys

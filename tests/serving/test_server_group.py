@@ -29,7 +29,7 @@ def test_servers_are_told_to_end_before_any_has_ended(tmp_path: Path) -> None:
     """Bug: seven SGLang servers of a grid ended one after the other, 50 s on an H200."""
     servers: list[server.ServerProcess] = []
     for _ in range(3):
-        port = free_port.find_free_port({one.port for one in servers})
+        port = free_port.find_free_port()
         line = [sys.executable, "-c", WAITS_FOR_OTHERS, str(port), str(tmp_path)]
         servers.append(server.ServerProcess("sglang", line, port, tmp_path / f"log-{port}", 60, settle_s=5.0))
     with ServerGroup(servers) as group:
