@@ -16,7 +16,8 @@ of dependencies) and after it (hashing and linking of outputs); then of the proc
 the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
 `--costs`: instead of one served pair the grids of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees,
-whose speedups benchmarks/serving_costs.py compares with the predictions; short prompts and answers, four epochs.
+whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the embedded one, widened to the shape
+(benchmarks/widened_target.py), on the embedded data: answers of a random one all have one length, and each draft is accepted.
 
 Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden states 25, drafts with optimizer states 13.
 
@@ -40,15 +41,16 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from ruamel.yaml import YAML
 
-from benchmarks import engine_kit, random_target
-from benchmarks.gpu_graph import COST_TREES, LIVE, LIVE_TREES, PLANS, copy_project, run, serve_cells
+from benchmarks import engine_kit, random_target, widened_target
+from benchmarks.gpu_graph import Workloads, copy_project, run, serve_cells
 from pipeline import processes
 from stages.runtime import atomic
 from stages.telemetry.gpu_energy import list_visible_cards, pynvml
@@ -60,10 +62,21 @@ PARTS = (
     f"train_draft@{CHECKPOINT}", f"replay_trees@{CHECKPOINT}", "prepare_prompts@eval", "benchmark_served_baseline@eval",
     f"benchmark_served@eval-{CHECKPOINT}-{TREE}",
 )  # fmt: skip
+AT_ONCE = [1, 8, 32, 128]
+LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
+    "few": {"num_prompts": 40, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
+    "many": {"num_prompts": 512, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
+}
+LIVE_TREES, COST_TREES = "t3_1_4 t5_4_16 t8_2_16", "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], *(f"prepare_prompts@{name}" for name in LIVE))
-COST_CELLS = replace(PLANS["dense-costs"], checkpoints=CHECKPOINT).list_stages()
+COST_CELLS = (  # the grids first, which start the most servers
+    *(f"serving_costs@{name}" for name in LIVE),
+    *(f"benchmark_served_baseline@{name}" for name in LIVE),
+    *(f"benchmark_served@{name}-{CHECKPOINT}-{tree}" for name, tree in product(LIVE, LIVE_TREES.split())),
+)
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
-COST_CONTEXT = 2048  # tokens of a prompt and its answer, at most, of --costs
+COST_CONTEXT = 2048  # tokens of a prompt and its answer, at most, of --costs: the positions of its target
+COST_ANSWER = 200  # tokens at most, of which the embedded target's answers have half
 LONG_ANSWER = 256  # tokens of the long eval row's answer
 
 
@@ -146,10 +159,12 @@ def parse_words() -> argparse.Namespace:
     o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
     o.cells = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
     if o.costs:
-        o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens, o.dtype = 256, 256, 120, 128, 4096, "bfloat16"
+        o.rows, o.eval_rows, o.longest, o.batch_tokens, o.dtype = 600, 512, COST_ANSWER, 4096, "bfloat16"
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5
+    if o.small and o.costs:
+        o.shape, o.rows, o.eval_rows = "small", 60, 20
     return o
 
 
@@ -161,15 +176,18 @@ def make_project(folder: Path, o: argparse.Namespace) -> None:
     begun = time.perf_counter()
     copy_project(folder, Path())
     engine_kit.write_launchers(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if o.small else torch.bfloat16
     if o.target:
         shutil.copytree(o.target, folder / TARGET, copy_function=os.link)
+    elif o.costs:
+        widened_target.write_target(folder / TARGET, o.shape, device, dtype)
     else:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.float32 if o.small else torch.bfloat16
         random_target.write_target(folder / TARGET, o.shape, o.mean_answer, device, dtype)
-        torch.cuda.empty_cache()
-    random_target.write_conversations(folder / RAW / "train.jsonl", list_train_lengths(o), seed=1)
-    random_target.write_conversations(folder / RAW / "eval.jsonl", list_eval_lengths(o), seed=2)
+    torch.cuda.empty_cache()
+    if not o.costs:
+        random_target.write_conversations(folder / RAW / "train.jsonl", list_train_lengths(o), seed=1)
+        random_target.write_conversations(folder / RAW / "eval.jsonl", list_eval_lengths(o), seed=2)
     size = sum(file.stat().st_size for file in (folder / TARGET).iterdir()) / 1e9
     print(f"{folder}: target of {size:.1f} GB and conversations in {time.perf_counter() - begun:.0f} s", flush=True)
 
@@ -193,7 +211,7 @@ def list_eval_lengths(o: argparse.Namespace) -> Iterator[tuple[int, int]]:
 
 def draw_question(rng: random.Random, o: argparse.Namespace) -> int:
     """Return a question's characters: lognormal, 140 on average, a few of thousands."""
-    return max(30, min(120 if o.small else 400 if o.costs else 7000, round(rng.lognormvariate(4.1, 1.3))))
+    return max(30, min(120 if o.small else 7000, round(rng.lognormvariate(4.1, 1.3))))
 
 
 def edit_params(folder: Path, o: argparse.Namespace) -> None:
@@ -206,9 +224,10 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
         "model": TARGET, "watch": TARGET, "dtype": dtype, "device": "cpu" if o.small else "cuda",
         "num_threads": 2 if o.small else 8,
     }  # fmt: skip
-    p["fix_data"] |= {
-        "raw": RAW, "eval_file": "eval.jsonl", "answers": "text", "tables": None, "max_chars": 4 * (o.long_row or 8000),
-    }  # fmt: skip
+    if not o.costs:
+        p["fix_data"] |= {
+            "raw": RAW, "eval_file": "eval.jsonl", "answers": "text", "tables": None, "max_chars": 4 * (o.long_row or 8000),
+        }  # fmt: skip
     p["sample_target"] |= {
         "backend": "keep" if o.long_row else "transformers" if o.small else "server", "train_rows": None, "eval_rows": None,
         "temperature": 0.0 if o.long_row else 1.0, "max_new_tokens": LONG_ANSWER if o.long_row else o.longest,
@@ -224,8 +243,8 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
     # Nothing is demanded of a draft of a random target after so few steps.
     p["check_overfit"] |= {"steps": o.overfit_steps, "learning_rate": 3e-4, "min_tau": 1.0}
     p["train_draft"] |= {
-        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 4 if o.costs else 1}}, "dtype": dtype,
-        "learning_rate": 3e-3 if o.small else 1e-3 if o.costs else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
+        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 8 if o.costs else 1}}, "dtype": dtype,
+        "learning_rate": 3e-3 if o.small else 5e-4 if o.costs else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
     }  # fmt: skip
     p["replay_trees"] |= {
         "checkpoints": [CHECKPOINT], "num_steps": [1, 5], "topk": [1, 4], "num_draft_tokens": [4, 16],
@@ -249,12 +268,15 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     """Replace the served pair by the grids of serving_costs and their live cells."""
-    # Greedy answers end by length, and are replayed at one temperature; few and short ones need no server.
-    p["sample_target"] |= {"backend": "transformers", "temperature": 0.0, "batch_size": 256}
+    # Greedy answers are replayed at one temperature; few and short ones need no server.
+    p["fix_data"]["eval_share"] = 0.4
+    p["sample_target"] |= {
+        "backend": "transformers", "temperature": 0.0, "batch_size": 256, "train_rows": o.rows, "eval_rows": o.eval_rows,
+    }  # fmt: skip
     p["replay_trees"] |= {"num_steps": [3, 5, 8], "topk": [1, 2, 4], "num_draft_tokens": [4, 16], "trace_trees": []}
     eval_load = p["benchmark"]["workloads"]["eval"]
-    length = {"max_new_tokens": 20 if o.small else o.longest, "ignore_eos": False}
-    few = {"num_prompts": 3, "warmup": 1} if o.small else {}
+    length = {"max_new_tokens": o.longest, "ignore_eos": False}
+    few = {"num_prompts": 8, "warmup": 1} if o.small else {}
     p["benchmark"]["workloads"] = {name: {**eval_load, **length, **keys, **few} for name, keys in LIVE.items()}
     p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": COST_TREES.split()}
     p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split()}

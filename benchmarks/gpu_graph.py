@@ -71,12 +71,6 @@ ONCE: Workloads = {"eval_once": {"num_prompts": None, "repeats": 1, "concurrency
 HOT: Workloads = {  # sampled as the replayed answers are; SGLang draws drafts of DSpark, and takes the likeliest of DFlash
     "eval_hot": {"num_prompts": None, "repeats": 4, "concurrency": 32, "warmup": 32, "temperature": 0.7, "top_p": 1.0}
 }
-AT_ONCE = [1, 8, 32, 128]
-LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
-    "few": {"num_prompts": 16, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
-    "many": {"num_prompts": 256, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
-}
-LIVE_TREES, COST_TREES = "t3_1_4 t5_4_16 t8_2_16", "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COUNTED: Workloads = {"counted": {"num_prompts": 60, "warmup": 0}}  # vLLM below 0.30 counts by its counters
 IN_TURNS: Workloads = {"in_turns": {"num_prompts": 10, "repeats": 5, "warmup": 1}}
 BLOCK = {
@@ -114,20 +108,16 @@ class Plan:
     workloads: Workloads
     checkpoints: str = "e009"
     interleave: bool = False
-    cost_trees: str = (
-        ""  # of serving_costs, whose predictions benchmarks/serving_costs.py compares with the served cells
-    )
     eval_rows: int = 60  # of sample_target
     block_drafts: bool = False  # whether the graph trains CHECKPOINTS
 
     def list_stages(self) -> list[str]:
-        """Return the served cells as DVC names them, the grid first, which starts one server after the other, then baselines."""
+        """Return the served cells as DVC names them, baselines first."""
         cells = [
             f"benchmark_served@{name}-{checkpoint}-{tree}"
             for name, checkpoint, tree in product(self.workloads, self.checkpoints.split(), self.trees.split())
         ]
-        costs = [f"serving_costs@{name}" for name in self.workloads] if self.cost_trees else []
-        return [*costs, *(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
+        return [*(f"benchmark_served_baseline@{name}" for name in self.workloads), *cells]
 
 
 DENSE = Plan(
@@ -140,13 +130,6 @@ PLANS = {
     "dense-scenarios": replace(DENSE, trees="t5_4_16", workloads=SCENARIOS),
     "dense-sweep": replace(DENSE, trees="t5_4_16", workloads=SWEEP),
     "dense-sweep256": replace(DENSE, trees="t5_4_16", workloads={"sweep256": SWEEP["sweep256"]}),
-    "dense-costs": replace(
-        DENSE,
-        trees=LIVE_TREES,
-        workloads=LIVE,
-        checkpoints="e003 e009",
-        cost_trees=COST_TREES,
-    ),
     "moe": MOE,
     "moe-scenarios": replace(MOE, trees="t5_4_16", workloads=SCENARIOS),
     "vl": VL,
@@ -201,7 +184,7 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
     p["time_trees"] |= {"num_steps": [1, 5, 10], "topk": [1, 4], "num_draft_tokens": [4, 16, 32], "repeats": 2}
     workloads = {name: {**first, **keys} for name, keys in plan.workloads.items()}
     if small:
-        few = {"num_prompts": 3, "repeats": 2 if plan.cost_trees else 1, "warmup": 1, "max_new_tokens": 20}
+        few = {"num_prompts": 3, "repeats": 1, "warmup": 1, "max_new_tokens": 20}
         workloads = {name: {**w, **few, "input_tokens": w["input_tokens"] and 20} for name, w in workloads.items()}
     p["benchmark"] |= {
         "workloads": {"eval": first, **workloads},
@@ -216,14 +199,9 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         "trees": plan.trees.split(),
         "interleave": plan.interleave,
     }
-    p["serving_costs"] |= {
-        "workloads": list(workloads) if served and plan.cost_trees else [],
-        "checkpoint": "e009",
-        "trees": plan.cost_trees.split() or p["serving_costs"]["trees"],
-    }
     # Servers that start at once see each other's memory come and go: the cache has a size, not a share.
     p["benchmark_served"]["server"] |= {
-        "mem_fraction": 0.12 if plan.cost_trees else 0.5,  # seven servers of a grid at once, beside those of cells
+        "mem_fraction": 0.5,
         "max_total_tokens": 50_000 if plan.workloads in (EVAL, ONCE, COUNTED, IN_TURNS, HOT) else 400_000,
         "command": engine_kit.DOUBLE if small else [],
         "launch_args": [] if small else engine_kit.KIT_FLAGS[plan.engine],

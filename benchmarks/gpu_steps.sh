@@ -4,12 +4,15 @@
 #   step NAME SECONDS COMMAND...   run a command with a limit; its output is /tmp/res/NAME.log, its status a line of order.txt
 #   keep NAME FOLDER PATH...       add files of FOLDER to the results as NAME.tar.xz
 #   wait_for FILE                  wait until a later call has brought a kit or a graph
-#   watch SECONDS                  stay in a call, and bring all results back in $OUT at its end
+#   watch SECONDS                  stay in a call, and bring all results back in $OUT at its end; returns at once without a driver
 #
-# A driver: `setsid nohup bash DRIVER.sh`, one for each GPU, with CUDA_VISIBLE_DEVICES and a TMPDIR of its own: the turns in
+# What travels in a call has 64 MiB: `du -sb --exclude=.git --exclude=.venv . FOLDERS` before the first. The calls of a session are
+# issued together, so one that is refused must end those after it at once.
+#
+# A driver, one for each GPU, is started by benchmarks/gpu_setup.sh; it sets CUDA_VISIBLE_DEVICES and a TMPDIR of its own: the turns in
 # which servers are measured (stages/serving/measuring_turn.py) are kept by locks in TMPDIR.
 
-RESULTS=/tmp/res
+RESULTS=${RESULTS:-/tmp/res}
 
 step() {
   local name=$1 limit=$2 began=$SECONDS
@@ -39,6 +42,10 @@ collect() {
 
 watch() {
   local until=$((SECONDS + $1))
+  if ! [ -e $RESULTS/order.txt ]; then
+    echo "no driver has begun here: $RESULTS/order.txt is missing; give the machine back" >&2
+    return 1
+  fi
   while [ $SECONDS -lt $until ] && ! [ -e $RESULTS/ended0 -a -e $RESULTS/ended1 ]; do sleep 2; done
   collect
   cat $RESULTS/order.txt

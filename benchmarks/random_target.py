@@ -26,6 +26,7 @@ SHAPES = {
     "8b": (4096, 12288, 36, 32, 8, 128, 151936),  # Qwen3-8B
     "1b": (2048, 6144, 28, 16, 8, 128, 151936),  # Qwen3-1.7B, its head untied
     "tiny": (64, 128, 7, 4, 2, 16, 640),
+    "small": (256, 512, 9, 8, 4, 64, 640),  # the smallest that benchmarks/widened_target.py fills
 }
 POSITIONS = 163_840
 COMMON_TOKENS, COMMON_SHARE = 16, 0.9

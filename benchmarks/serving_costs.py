@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving_costs [PROJECT] [--checkpoint e009]
 
-PROJECT has run `benchmark_served` and `serving_costs` on the same workloads and one machine, as plan dense-costs of
-benchmarks/gpu_graph.py and `benchmarks/big_graph.py --costs` do. For each served cell and concurrency: the speedup of decoding as
+PROJECT has run `benchmark_served` and `serving_costs` on the same workloads and one machine, as
+`benchmarks/big_graph.py --costs` does. For each served cell and concurrency: the speedup of decoding as
 measured, and as predicted from replay's tau and the grid's costs. Then, for each load, whether the served tree that is
 predicted to be the fastest is the fastest, or within 3% of it. Cells of trees outside the grid, or of another machine, are left
 out and named. Asked: predictions within 10%.
