@@ -90,6 +90,7 @@ def engine(flags: argparse.Namespace) -> Any:
             Path(flags.speculative_draft_model_path).parent, "its stage"
         )
         draft = Eagle3Draft.from_checkpoint(config, tensors).requires_grad_(False)
+        layers = eagle3_checkpoint.read_feature_layers(config, made.num_layers)
     model = loading.load_target(flags.model_path, "float32", "cpu", False)
     return Engine(model, made.eos_token_ids, layers, draft)
 
@@ -151,9 +152,12 @@ class Double:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def work() -> None:
-            for step in self.steps(ids, most, pictures):
-                loop.call_soon_threadsafe(queue.put_nowait, step)
-            loop.call_soon_threadsafe(queue.put_nowait, None)
+            try:
+                for step in self.steps(ids, most, pictures):
+                    loop.call_soon_threadsafe(queue.put_nowait, step)
+                loop.call_soon_threadsafe(queue.put_nowait, None)
+            except Exception as error:  # the request fails of it, and the next one is answered
+                loop.call_soon_threadsafe(queue.put_nowait, error)
 
         async with self.turn:
             threading.Thread(target=work, daemon=True).start()
@@ -161,6 +165,8 @@ class Double:
             histogram = [0] * (self.flags.depth + 1)
             step, first = await queue.get(), True
             while step is not None:
+                if isinstance(step, Exception):
+                    raise step
                 said += step.tokens
                 if not first and self.speculates:
                     histogram[step.num_accepted] += 1
