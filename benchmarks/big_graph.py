@@ -243,7 +243,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
     # Nothing is demanded of a draft of a random target after so few steps.
     p["check_overfit"] |= {"steps": o.overfit_steps, "learning_rate": 3e-4, "min_tau": 1.0}
     p["train_draft"] |= {
-        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 8 if o.costs else 1}}, "dtype": dtype,
+        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 16 if o.costs else 1}}, "dtype": dtype,
         "learning_rate": 3e-3 if o.small else 5e-4 if o.costs else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
     }  # fmt: skip
     p["replay_trees"] |= {

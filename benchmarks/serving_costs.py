@@ -15,11 +15,8 @@ import os
 from collections import defaultdict
 
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
-from stages.results import cost_measured, prediction, replay_records, served_table, timing_grid
-from stages.results.replay_records import ReplayedTree
-from stages.results.served_table import ServedTableLine
-from stages.results.timing_grid import TimingGrid
+from stages.results import cost_measured, replay_records, served_table, timing_grid
+from stages.results.cost_measured import ComparedPrediction
 
 CLOSE_ENOUGH = 1.03
 
@@ -31,56 +28,46 @@ def main(checkpoint: str | None = None) -> None:
         grid for name in p.serving_costs.workloads for grid in timing_grid.read_serving_costs(name, p.target.model)
     ]
     replays = {checkpoint: replay_records.read_replay(checkpoint)}
-    temperature = grids[0].settings["temperature"]
-    taus = {tree.shape: tree for tree in replay_records.select_temperature(replays[checkpoint], temperature)}
     served = p.benchmark_served
     cells = served_table.read_served_cells(served.workloads, [checkpoint], served.trees)
-    found: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
-    left_out: list[str] = []
-    print(f"{'tree':10}{'at once':>8}{'C':>8}{'predicted':>11}{'speedup':>9}{'predicted':>11}{'95%':>14}{'off by':>9}")
-    for line in served_table.join_lines(cells, replays, served.workloads):
-        grid = next((each for each in grids if is_of_load(each, line)), None)
-        plain = grid and next((step for step in grid.plain if step.batch == line.row.concurrency), None)
-        measured = cost_measured.measure_served_line(line)
-        if not measured or not grid or not plain:
-            continue
-        shape, load = line.cell.shape, f"{line.row.workload}, {plain.batch} at once"
-        if reason := explain_left_out(grid, line, taus):
-            left_out.append(f"left out: {shape.name}, {load}: {reason}")
-            continue
-        guess = prediction.predict_speedup(taus[shape], grid.fit, plain)
-        span = f"{guess.low:.2f}-{guess.high:.2f}" if guess.low and guess.high else "none"
-        found[load].append((shape.name, measured.speedup, guess.speedup))
-        print(
-            f"{shape.name:10}{plain.batch:8}{measured.C:8.2f}{guess.C:11.2f}{measured.speedup:9.2f}{guess.speedup:11.2f}"
-            f"{span:>14}{guess.speedup / measured.speedup - 1:9.1%}"
-        )
-    print(*left_out, sep="\n", end="\n" if left_out else "")
-    if not found:
+    lines = list(served_table.join_lines(cells, replays, served.workloads))
+    compared, found = cost_measured.compare_simulated_lines(grids, lines, replays, p.have_same_shapes)
+    if not compared:
         raise ValueError("no served cell can be compared, expected some of the grids' loads; run: dvc repro")
-    errors = [abs(math.log(guess / measured)) for rows in found.values() for _, measured, guess in rows]
+    print_comparisons(compared)
+    for line in lines:
+        if line.row.checkpoint and id(line) not in found:
+            differs = [timing_grid.list_hardware_differences(grid.hardware, line.cell.hardware) for grid in grids]
+            why = next(("; ".join(some) for some in differs if some), "outside the grids, or not replayed")
+            print(f"left out: {line.row.tree}, {line.row.workload}, {line.row.concurrency} at once: {why}")
+    errors = [abs(math.log(each.predicted.speedup / each.measured.speedup)) for each in compared]
     within = sum(error <= math.log(1.1) for error in errors)
     print(f"within 10%: {within} of {len(errors)}; at worst {math.expm1(max(errors)):.1%}")
-    for load, rows in found.items():
-        best, chosen = max(rows, key=lambda row: row[1]), max(rows, key=lambda row: row[2])
-        verdict = "the fastest" if best == chosen else f"{best[1] / chosen[1] - 1:.1%} behind {best[0]}"
-        right = "right" if best[1] <= CLOSE_ENOUGH * chosen[1] else "wrong"
-        print(f"{load}: chosen {chosen[0]}, {verdict}: {right}")
+    print_choices(compared)
 
 
-def is_of_load(grid: TimingGrid, line: ServedTableLine) -> bool:
-    row = line.row
-    return (grid.engine, grid.workload, grid.max_new_tokens) == (row.engine, row.workload, row.max_new_tokens)
+def print_comparisons(compared: list[ComparedPrediction]) -> None:
+    print(f"{'tree':10}{'at once':>8}{'C':>8}{'predicted':>11}{'speedup':>9}{'predicted':>11}{'95%':>14}{'off by':>9}")
+    for each in compared:
+        guess, measured = each.predicted, each.measured
+        span = f"{guess.low:.2f}-{guess.high:.2f}" if guess.low and guess.high else "none"
+        print(
+            f"{each.tree:10}{each.concurrency:8}{measured.C:8.2f}{guess.C:11.2f}{measured.speedup:9.2f}{guess.speedup:11.2f}"
+            f"{span:>14}{guess.speedup / measured.speedup - 1:9.1%}"
+        )
 
 
-def explain_left_out(grid: TimingGrid, line: ServedTableLine, taus: dict[TreeShape, ReplayedTree]) -> str:
-    """Return why the line can't be predicted; empty where it can."""
-    shape, batch = line.cell.shape, line.row.concurrency or 0
-    if differs := timing_grid.list_hardware_differences(grid.hardware, line.cell.hardware):
-        return "; ".join(differs)
-    if shape not in taus:
-        return "not replayed"
-    return "" if prediction.is_inside_grid(prediction.get_grid_bounds(grid), shape, batch) else "outside the grid"
+def print_choices(compared: list[ComparedPrediction]) -> None:
+    """Print, for each load, how the tree that is predicted to be the fastest compares with the fastest."""
+    loads: dict[str, list[ComparedPrediction]] = defaultdict(list)
+    for each in compared:
+        loads[f"{each.workload}, {each.concurrency} at once"].append(each)
+    for load, some in loads.items():
+        best = max(some, key=lambda each: each.measured.speedup)
+        chosen = max(some, key=lambda each: each.predicted.speedup)
+        behind = best.measured.speedup / chosen.measured.speedup
+        verdict = "the fastest" if best is chosen else f"{behind - 1:.1%} behind {best.tree}"
+        print(f"{load}: chosen {chosen.tree}, {verdict}: {'right' if behind <= CLOSE_ENOUGH else 'wrong'}")
 
 
 if __name__ == "__main__":
