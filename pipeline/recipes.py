@@ -224,5 +224,7 @@ def _lay_out_value(value: Any) -> Any:
 
 
 def _describe_value(value: Any) -> str:
-    """Return a mapping's names, any other value as text."""
+    """Return a mapping's names, any other value as params.yaml has it."""
+    if value is None:
+        return "null"
     return ", ".join(value) if isinstance(value, dict) and value else str(value)

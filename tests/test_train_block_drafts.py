@@ -367,7 +367,10 @@ def test_a_mask_token_that_texts_use_is_refused(wanted: int | None, tokenizer: A
     ("keys", "message"),
     [
         ({"mask_token_id": 40}, r"params\.yaml: train_draft\.checkpoints\.dflash1: mask_token_id is 40, the token"),
-        ({"feature_layers": [1, 5]}, r"params\.yaml: train_draft\.checkpoints\.dflash1: target_layer_ids end with 4"),
+        (
+            {"feature_layers": [1, 5]},
+            r"params\.yaml: train_draft\.checkpoints\.dflash1: the draft reads feature layer 5, expected at most ",
+        ),
         (
             {"block_size": 3000},
             r"blocks of rows of 42 tokens reach position 3042, expected at most e000's max_position",

@@ -32,9 +32,11 @@ def check_raw_exists(params: Params) -> None:
 
 
 def check_params(params: Params) -> None:
-    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders and GPUs."""
+    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders, GPUs and feature layers."""
     check_raw_exists(params)
     check_target(params)
+    if params.target.feature_layers is not None:
+        check_segment_layers(params, params.target.feature_layers)
 
 
 def check_target(params: Params) -> None:

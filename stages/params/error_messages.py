@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
+from pydantic import Tag
+
 from stages.params.section import Section
 from stages.params.spelling import find_nearest, suggest_name
 
@@ -109,13 +111,16 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
     if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
-        known = _known_keys(place[:-1], whole)
+        known = _known_keys(error["loc"][:-1], whole)
         nearest = suggest_name(place[-1], known)
-        return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}. Correct the spelling, or leave the key out"
+        above = [place[:depth] for depth in range(1, len(place) - 1) if place[-1] in _known_keys(place[:depth], whole)]
+        shared = f"; {'.'.join([*above[-1], place[-1]])} holds for all" if above else ""
+        advice = "Correct the spelling, or leave the key out"
+        return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}{shared}. {advice}"
     if kind == "missing":
         return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
     if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with {', '.join(_known_keys(place, whole))}, {found}"
+        return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], whole))}, {found}"
     if not isinstance(error["input"], str):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
@@ -135,15 +140,30 @@ def explain_yaml(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
 
 
-def _known_keys(place: list[str], whole: type[Section]) -> list[str]:
-    """Return the keys of the section at `place` of `whole`, as written in the file."""
+def _known_keys(location: Sequence[str | int], whole: type[Section]) -> list[str]:
+    """Return the keys of the section at a location of `whole`, as written in the file; in a union, of the member named."""
     model: Any = whole
-    for part in place:
+    members: dict[str, type[Section]] = {}
+    for part in map(str, location):
+        if part in UNION_TAGS:
+            model = members.get(part, model)
+            continue
         field = model.model_fields.get(part)
         annotation = field.annotation if field else model
+        members = dict(_list_members(annotation)) if field else members
         inner = _sections_in(annotation)
         model = inner[0] if inner else annotation if isinstance(annotation, type) else model
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _list_members(annotation: Any) -> Iterator[tuple[str, type[Section]]]:
+    """Yield the tag and the class of each section in an annotation's unions."""
+    kinds = get_args(annotation)
+    for tag in kinds[1:]:
+        if isinstance(tag, Tag) and isinstance(kinds[0], type) and issubclass(kinds[0], Section):
+            yield tag.tag, kinds[0]
+    for kind in kinds:
+        yield from _list_members(kind)
 
 
 def _sections_in(annotation: Any) -> list[type[Section]]:

@@ -46,7 +46,7 @@ Families = Mapping[str, DraftFamily]  # by checkpoint
 
 @dataclass(frozen=True)
 class FamilyLine:
-    """A checkpoint's best tree of one kind."""
+    """A checkpoint's best tree of one kind: the fastest of those with a prediction, else the one with the highest tau."""
 
     checkpoint: str
     family: DraftFamily
@@ -85,9 +85,8 @@ def build_families_page(
     guesses = index_torch_predictions(predicted)
     lines = []
     for name, trees in replays.items():
-        for kind, tree in _choose_trees(trees, families[name], choose_budgets(_flatten(replays))):
-            guess = guesses.get((tree.temperature, name, tree.shape))
-            lines.append(FamilyLine(name, families[name], kind, tree, guess))
+        for kind, some in _group_trees(trees, families[name], choose_budgets(_flatten(replays))):
+            lines.append(_choose_line(name, families[name], kind, some, guesses))
     draw: DrawPlot = partial(draw_fronts, replays=replays, families=families)
     return FamiliesPage(lines, render_svg(draw, "tau against num_draft_tokens, by family"))
 
@@ -96,17 +95,27 @@ def _flatten(replays: Mapping[str, list[ReplayedTree]]) -> list[ReplayedTree]:
     return [tree for trees in replays.values() for tree in trees]
 
 
-def _choose_trees(
+def _group_trees(
     trees: list[ReplayedTree], family: DraftFamily, budgets: list[int]
-) -> Iterable[tuple[str, ReplayedTree]]:
-    """Yield the best chain that engines run, and the best tree of topk > 1 within each budget of tokens, with its kind."""
+) -> Iterable[tuple[str, list[ReplayedTree]]]:
+    """Yield the chains that engines run, and the trees of topk > 1 within each budget of tokens, with their kind."""
     kinds = {"chain": [tree for tree in trees if tree.topk == 1 and family.is_served(tree.shape)]}
     for budget in budgets:
         wide = [tree for tree in trees if tree.topk > 1 and tree.num_draft_tokens <= budget]
         kinds[f"tree of at most {budget} tokens"] = wide
-    for kind, some in kinds.items():
-        if some:
-            yield kind, max(some, key=lambda tree: tree.tau)
+    yield from ((kind, some) for kind, some in kinds.items() if some)
+
+
+def _choose_line(
+    name: str,
+    family: DraftFamily,
+    kind: str,
+    trees: list[ReplayedTree],
+    guesses: Mapping[tuple[float, str, TreeShape], PredictedSpeedup],
+) -> FamilyLine:
+    """Return the line of the fastest tree. EAGLE-3's depth is free, so that its tree of highest tau is seldom the fastest."""
+    lines = [FamilyLine(name, family, kind, tree, guesses.get((tree.temperature, name, tree.shape))) for tree in trees]
+    return max(lines, key=lambda line: (line.predicted.speedup if line.predicted else 0.0, line.tree.tau))
 
 
 def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: Families) -> list[PlotPoint]:

@@ -157,7 +157,7 @@ def build_verdict(
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
     warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
-    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(torch_only)]
+    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(torch_only, judged)]
     more += _summarise_methods(method_rows)
     more = [*([CONTRADICTED] if is_contradicted else []), *more]
     return Verdict(
@@ -330,15 +330,19 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
     return told
 
 
-def _describe_torch_only(cells: list[TorchCell]) -> list[str]:
-    """Return the fastest measured tree of those that no serving engine runs, if it is surely faster than plain decoding."""
+def _describe_torch_only(cells: list[TorchCell], served: list[TorchCell]) -> list[str]:
+    """Return the fastest measured tree of those that no serving engine runs, if faster than plain decoding and all others."""
     faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
     if not faster:
         return []
     top = max(faster, key=lambda cell: cell.metrics.speedup)
+    if any(cell.metrics.speedup >= top.metrics.speedup for cell in served):
+        return []
     speeds = top.metrics
     pick = SpeedupEvidence(top.tree, top.checkpoint, speeds.speedup, speeds.speedup_low, speeds.speedup_high)
-    return [f"In the torch engine only, since no serving engine runs this tree: {pick.name}, measured {pick}"]
+    return [
+        f"Faster in the torch engine, since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
+    ]
 
 
 def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:

@@ -144,7 +144,7 @@ def test_no_number_is_infinite(number: str) -> None:
         ([{"temperature": 1, "weight": 0}], "sample_target.temperature.0.weight: expected greater than 0, found 0"),
         (
             [{"temperature": 1, "weight": 1, "top_p": 1}],
-            "sample_target.temperature.0.top_p: unknown key; known keys are temperature, weight. Correct the spelling",
+            "sample_target.temperature.0.top_p: unknown key; known keys are temperature, weight; sample_target.top_p holds",
         ),
     ],
 )

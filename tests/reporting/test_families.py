@@ -155,7 +155,7 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     assert marks.pop("5_1_6") is False and all(marks.values()) and len(marks) > 5
     verdict = json.loads(Path("results/metrics.json").read_text())["verdict"]["text"]
     assert f"measured {CHAIN.name} with {NAME} 1.60x" in verdict and "t3_2_8" not in verdict
-    assert f"no serving engine runs this tree: t3_2_8 with {NAME}, measured 2.20x" in words(page)
+    assert f"no serving engine runs this tree with this draft: t3_2_8 with {NAME}, measured 2.20x" in words(page)
 
 
 def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:

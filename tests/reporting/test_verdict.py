@@ -316,9 +316,10 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     ]  # fmt: skip
     found = give(rows, cells, launch=launch, families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.checkpoint == "e009"
-    assert found.more == (
-        "In the torch engine only, since no serving engine runs this tree: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",
-    )
+    why = "since no serving engine runs this tree with this draft"
+    assert found.more == (f"Faster in the torch engine, {why}: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",)
+    slower = [*cells[:1], timed_cell("t7_1_8", 2.7, 2.5, 2.9, checkpoint="b003")]
+    assert give(cells=slower, families=BLOCKS).more == (), "bug: a slower tree was named beside the one to launch"
     alone = give(rows[:1], cells[:2], launch=[], families=BLOCKS)
     assert "Launch" not in alone.headline and alone.kind == "unknown"
     served = [serve(8, 1.9, 1.7, 2.1, engine="torch", checkpoint="b003", tree="t4_2_9")]
