@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stages.params import checks, gpus, schema
+from stages.params.draft_sections import BlockSegment
 from tests.conftest import ROOT
 from tests.params.params_edits import edited, refusal, set_value
 
@@ -32,6 +33,25 @@ def test_a_misspelt_target_folder_is_told_from_a_hugging_face_id_by_what_is_watc
     checks.check_target(schema.load_params())
     edited(("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models "))
     checks.check_target(schema.load_params())
+
+
+def test_a_block_drafts_layers_that_are_not_stored_are_refused_before_any_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug: they were found by check_overfit, after sampling and extraction."""
+    monkeypatch.chdir(ROOT)
+    params = schema.load_params()
+    block = {
+        "from": "e000", "epochs": 1, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64, "feature_layers": [1, 9],
+    }  # fmt: skip
+    segment = BlockSegment.model_validate(block)
+    training = params.train_draft.model_copy(update={"checkpoints": {**params.train_draft.checkpoints, "b": segment}})
+    target = params.target.model_copy(update={"feature_layers": [1, 2, 4]})
+    checks.check_params(params.model_copy(update={"train_draft": training}))  # null: the target's own are not known yet
+    with pytest.raises(
+        ValueError, match=r"checkpoints\.b\.feature_layers is \[1, 9\], expected some of target\.feature_layers"
+    ):
+        checks.check_params(params.model_copy(update={"train_draft": training, "target": target}))
 
 
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:

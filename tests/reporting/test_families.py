@@ -14,12 +14,14 @@ from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
 from stages.results import prediction, replay_records, timing_grid, torch_records
+from stages.results.prediction import PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.serving import engine_flags
 from tests import costs
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.reporting.made_up_results import made_up_project, words
+from tests.served_cells import replayed_tree
 from tests.torch_cells import timed_cell
 
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
@@ -72,6 +74,28 @@ def test_the_engines_of_a_tree_are_those_that_do_not_refuse_it(name: str) -> Non
         ]
         assert family.list_engines(tree) == (", ".join(running) or families.TORCH_ONLY), tree
         assert family.is_served(tree) == bool(running)
+
+
+def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted() -> None:
+    """Bug: EAGLE-3's chain of highest tau, its slowest, stood beside a block's only one: 1.01 instead of 1.31."""
+    taus = {"t3_1_4": 3.0, "t10_1_11": 4.0, "t5_4_16": 4.2, "t8_4_16": 4.4}
+    replays = {name: [replayed_tree(tree, tau, tau - 0.1, tau + 0.1) for tree, tau in taus.items()] for name in "ab"}
+    shapes = {tree: TreeShape.parse(tree) for tree in taus}
+    guesses = [
+        PredictedSpeedup(
+            engine="torch", workload=None, max_new_tokens=None, temperature=0.0, checkpoint="a", **vars(shapes[tree]),
+            concurrency=1, tau=taus[tree], tau_low=None, tau_high=None, C=taus[tree] / speedup, speedup=speedup, low=None,
+            high=None,
+        )
+        for tree, speedup in {"t3_1_4": 1.31, "t10_1_11": 1.01, "t5_4_16": 1.5, "t8_4_16": 1.2}.items()
+    ]  # fmt: skip
+    given = {"a": families.EAGLE3, "b": families.DraftFamily("DFlash", 10)}
+    page = families.build_families_page(replays, given, guesses)
+    assert page
+    chosen = {(line.checkpoint, line.kind): line.tree.shape.name for line in page.lines}
+    assert chosen["a", "chain"] == "t3_1_4" and chosen["b", "chain"] == "t10_1_11"
+    assert {chosen[place] for place in chosen if place[0] == "a" and place[1] != "chain"} == {"t5_4_16"}
+    assert {chosen[place] for place in chosen if place[0] == "b" and place[1] != "chain"} == {"t8_4_16"}, "by tau"
 
 
 def add_timing() -> None:

@@ -30,6 +30,13 @@ def test_plain_decoding_far_from_the_neighbours_and_the_timing_grid_is_told_with
     assert told.endswith("; again: aerie rerun benchmark@eval-e009-t5_1_6")
 
 
+def test_a_plain_step_far_from_several_grids_is_told_once_with_the_grid() -> None:
+    """Bug: with a grid for each draft the same remark stood there as often, without a name."""
+    cells = [timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *(timed_cell(tree) for tree in TREES[1:])]
+    (told,) = map(str, find_timing_remarks(cells, [], [], [costs.made_up("e000"), costs.made_up("b006")]))
+    assert told.count("a plain step of") == 1 and "time_trees' 2.40 with e000" in told
+
+
 def test_what_the_cells_own_interval_allows_is_no_remark() -> None:
     cells = [timed_cell(tree) for tree in TREES[1:]]
     assert say(timed_cell("t5_1_6", 1.74, 0.72, 3.53, step_s=1.4 * costs.PLAIN_S), *cells) == []
