@@ -9,14 +9,15 @@ of many; an engine that is asked the same prompts makes another. Prints tau of e
 import argparse
 import os
 import random
-from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean, stdev
 
-import polars as pl
 import torch
 
+from stages.data import conversations
 from stages.draft.loading import load_draft
 from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params import schema
@@ -24,6 +25,7 @@ from stages.params.tree_shape import TreeShape
 from stages.results import replay_records
 from stages.target import loading, manifest
 
+SAMPLED = Path("data/sampled/eval_t")
 SLOTS = 32  # answers decoded at once
 
 
@@ -41,7 +43,7 @@ def main() -> None:
     os.chdir(o.project)
     torch.set_num_threads(1)
     p, target = schema.load_params(), manifest.read_manifest()
-    rows = pl.read_parquet("data/sampled/eval_t/*.parquet", columns=["prompt_ids", "temperature", "top_p"])
+    rows = conversations.read_table(SAMPLED, conversations.SAMPLED_SCHEMA, "sample_target")
     temperature, top_p = rows["temperature"][0], rows["top_p"][0]
     folder = str(manifest.resolve_weights_folder(target))
     model = loading.load_target(folder, p.target.dtype, o.device, p.target.trust_remote_code)
@@ -58,7 +60,7 @@ def main() -> None:
             DecodeRequest(prompt.to_list(), p.sample_target.max_new_tokens, None, how)
             for prompt, how in zip(rows["prompt_ids"], hows, strict=True)
         ]
-        accepted = list(list_accepted(engine, asked, o.tree))
+        accepted = list_accepted(engine, asked, o.tree)
         taus.append(1 + fmean(accepted))
         print(f"draw {number}: {len(accepted)} cycles, tau {taus[-1]:.4f}", flush=True)
     sampling = "sampled" if o.sample_drafts else "greedy"
@@ -73,15 +75,14 @@ def main() -> None:
     )
 
 
-def list_accepted(engine: Engine, asked: list[DecodeRequest], tree: TreeShape) -> Iterator[int]:
-    """Yield the accepted drafts of every cycle. The first step of an answer is prefill's."""
-    has_begun = [False] * len(asked)
+def list_accepted(engine: Engine, asked: list[DecodeRequest], tree: TreeShape) -> list[int]:
+    """Return the accepted drafts of every cycle. The first step of an answer is prefill's."""
+    steps: list[list[DecodeStep]] = [[] for _ in asked]
     for updates in engine.decode_batch(asked, SLOTS, tree):
         for number, step in updates:
             if step is not None:
-                if has_begun[number]:
-                    yield step.num_accepted
-                has_begun[number] = True
+                steps[number].append(step)
+    return [step.num_accepted for some in steps for step in some[1:]]
 
 
 if __name__ == "__main__":

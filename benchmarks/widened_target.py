@@ -30,7 +30,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size",
 )  # fmt: skip
-TEXT_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
 
 def write_target(folder: Path, shape: str, device: str, dtype: torch.dtype, source: Path = SOURCE) -> None:

@@ -46,7 +46,7 @@ Families = Mapping[str, DraftFamily]  # by checkpoint
 
 @dataclass(frozen=True)
 class FamilyLine:
-    """A checkpoint's best tree of one kind: the fastest of those with a prediction, else the one with the highest tau."""
+    """A checkpoint's tree of one kind: that of the highest predicted speedup; without predictions that of the highest tau."""
 
     checkpoint: str
     family: DraftFamily

@@ -331,7 +331,7 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
 
 
 def _describe_torch_only(cells: list[TorchCell], served: list[TorchCell]) -> list[str]:
-    """Return the fastest measured tree of those that no serving engine runs, if faster than plain decoding and all others."""
+    """Return the fastest tree that no serving engine runs, where it beats plain decoding and every served tree."""
     faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
     if not faster:
         return []
