@@ -1,15 +1,22 @@
 """Compare EAGLE-3, DFlash, DFlash2 and DSpark on the embedded targets, trained for the same time, by several seeds.
 
     python -m benchmarks.families FOLDER [--targets weather-tiny weather-tiny-moe] [--seeds 5 6 7] [--device cpu] [--small]
+    python -m benchmarks.families FOLDER --device cuda --at-once 5 --parts prepare    # then each other part
 
 FOLDER gets a project for each target, a copy of this one's files; its stages run through DVC, so a second call goes on where the
 first stopped. In each project:
 
-1. Rows, hidden states, and a few epochs of every family, whose time says how many epochs of each take as long as BUDGET_EPOCHS
-   of EAGLE-3: CPU time of the process on a CPU, seconds on a GPU (logs/stages.jsonl).
-2. On the first seed every family is trained at each of `--rates`; its best by replayed tau of its own chain is kept.
-3. Each family at its rate by each seed, replayed over a wider grid of trees, at temperature 0 and that of the training answers.
-4. On the first seed the time of cycles (`time_trees`) and cells of the torch engine, one prompt at a time and several at once.
+1. `prepare`: rows, hidden states, and every family's draft through check_overfit.
+2. `calibrate`: a few epochs of every family, whose time says how many epochs of each take as long as BUDGET_EPOCHS of EAGLE-3:
+   CPU time of the process on a CPU (logs/stages.jsonl); on a GPU seconds, without the first epoch, which compiles.
+3. `train`: on the first seed every family is trained at each of `--rates`; its best by replayed tau of its own chain is kept.
+   Then each family at its rate by each seed, replayed over a wider grid of trees, at temperature 0 and that of the training
+   answers.
+4. `time`: on the first seed the time of cycles (`time_trees`) and cells of the torch engine, one prompt at a time and several
+   at once.
+
+`calibrate` and `time` need the machine for themselves. Epochs are fixed between them, so families may be trained side by side,
+`--at-once` of them, and both targets too.
 
 `learning_rate` and the seeds are of a whole params.yaml, so it is written anew for every rate and seed. With `--record DATE` the
 figures go to docs/results/DATE-families.csv, in place of those of the same targets; `python -m
@@ -20,15 +27,17 @@ import argparse
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from benchmarks import families_record, gpu_graph
 from pipeline import processes
-from stages.results import replay_records
+from stages.results import replay_records, timing_grid
 from stages.runtime import atomic
 from stages.telemetry import stage_log
 
@@ -38,6 +47,7 @@ BLOCK_LAYERS = [1, 2, 4, 5, 6]
 RATES = (0.001, 0.002, 0.004)
 BUDGET_EPOCHS = 9  # of EAGLE-3
 CALIBRATION_EPOCHS = 4
+PARTS = ("prepare", "calibrate", "train", "time")
 TOLERANCE = 0.1  # of a family's training time around EAGLE-3's
 DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 16}
 EPOCHS_FILE = Path("epochs.json")
@@ -95,7 +105,8 @@ class Settings:
     rates: Sequence[float] = RATES
     budget_epochs: int = BUDGET_EPOCHS
     is_small: bool = False
-    is_read_only: bool = False
+    parts: Sequence[str] = PARTS  # none: the figures are read
+    at_once: int = 1  # drafts trained side by side
 
     @property
     def is_on_gpu(self) -> bool:
@@ -142,66 +153,111 @@ def choose_rates(taus: Mapping[tuple[str, float], float]) -> dict[str, float]:
 
 
 def compare_target(project: Path, settings: Settings) -> list[families_record.FamilyFigure]:
-    """Make the project of one target, bring all of it up to date, and return its figures."""
+    """Make the project of one target, bring the parts of it up to date, and return its figures; none before the last part."""
     if not project.exists():
         gpu_graph.copy_project(project, Path())
         if gpu_graph.run(project, "pipeline", "use", settings.target, shown=1):
             raise SystemExit(f"{project} has no recipe {settings.target}")
     with contextlib.chdir(project), processes.preload_stages(99):
-        epochs = _read_epochs(project, settings)
-        first = settings.seeds[0]
-        for rate in settings.rates:
-            _make(project, settings, _plan_training(FAMILIES, first, rate, epochs))
-        found = {(f.name, rate): read_chain_tau(f, first, rate) for f in FAMILIES for rate in settings.rates}
+        if "prepare" in settings.parts:
+            _make(project, settings, _plan_trial(settings, stages=["check_overfit@e000"]))
+        if tuple(settings.parts) == ("prepare",):
+            return []
+        calibration = _calibrate(project, settings)
+        if not {"train", "time"} & set(settings.parts) and settings.parts:
+            return []
+        if "train" in settings.parts:
+            _train_families(project, settings, calibration.epochs)
+        found = _read_chain_taus(settings)
         rates = choose_rates(found)
         print(f"{settings.target}: tau of the chain by rate {found}, chosen {rates}", flush=True)
-        for seed in settings.seeds:
-            for rate, names in _group_by_rate(rates):
-                families = [BY_NAME[name] for name in names]
-                _make(project, settings, _plan_training(families, seed, rate, epochs, is_wide=True))
-            if seed == first:
-                for family in FAMILIES:
-                    _make(project, settings, _plan_timing(family, seed, rates[family.name], epochs))
-        drafts = [
-            families_record.ComparedDraft(f.name, seed, rates[f.name], f.name_checkpoint(seed, rates[f.name]), f.chain, f.cells)
-            for f in FAMILIES
-            for seed in settings.seeds
-        ]  # fmt: skip
-        _print_unequal(drafts, settings)
-        timed = {f.name: _name_timed(f, f.name_checkpoint(first, rates[f.name])) for f in FAMILIES}
-        searched = [
-            families_record.make_figure(settings.target, name, first, rate, "tau_by_rate", tau, tree=BY_NAME[name].chain)
-            for (name, rate), tau in found.items()
-        ]  # fmt: skip
-        return [*searched, *families_record.read_figures(settings.target, drafts, timed, epochs)]
+        if "time" in settings.parts:
+            for family in FAMILIES:
+                _make(
+                    project, settings, _plan_timing(family, settings.seeds[0], rates[family.name], calibration.epochs)
+                )
+        return _read_figures(settings, calibration, found)
 
 
-def _read_epochs(project: Path, settings: Settings) -> dict[str, int]:
-    """Return the epochs of each family, chosen once by the time that a few of each take."""
+@dataclass(frozen=True)
+class Calibration:
+    """How many epochs of each family take as long as BUDGET_EPOCHS of EAGLE-3, and the seconds of one; keys are families."""
+
+    seconds_per_epoch: Mapping[str, float]
+    epochs: Mapping[str, int]
+
+
+def _calibrate(project: Path, settings: Settings) -> Calibration:
+    """Return the calibration, made once: by the time that a few epochs of each family take, one family after another."""
     if not EPOCHS_FILE.exists():
         names = {family.name: f"trial_{family.name}" for family in FAMILIES}
-        count = 1 if settings.is_small else CALIBRATION_EPOCHS
-        segments = {names[family.name]: _fill_segment(family, count) for family in FAMILIES}
-        stages = [f"train_draft@{name}" for name in segments]
-        _make(project, settings, Run(settings.seeds[0], settings.rates[0], segments, stages=stages))
-        seconds = {family: read_training_seconds(name, settings.is_on_gpu) / count for family, name in names.items()}
+        _make(project, settings, _plan_trial(settings, [f"train_draft@{name}" for name in names.values()]))
+        seconds = {family: read_epoch_seconds(name, settings.is_on_gpu) for family, name in names.items()}
         chosen = choose_epochs(seconds, settings.budget_epochs * seconds["eagle3"])
         atomic.write_json(EPOCHS_FILE, {"seconds_per_epoch": seconds, "epochs": chosen})
-    epochs: dict[str, int] = atomic.read_json(EPOCHS_FILE, made_by="train_draft")["epochs"]
-    print(f"{settings.target}: epochs {epochs}", flush=True)
-    return epochs
+    calibration = Calibration(**atomic.read_json(EPOCHS_FILE, made_by="families --parts calibrate"))
+    print(f"{settings.target}: epochs {calibration.epochs}", flush=True)
+    return calibration
 
 
-def read_training_seconds(checkpoint: str, is_on_gpu: bool) -> float:
-    """Return the CPU time of the process that trained a checkpoint; on a GPU its seconds.
+def _train_families(project: Path, settings: Settings, epochs: Mapping[str, int]) -> None:
+    """Train every family at each rate by the first seed, then at its best rate by each seed."""
+    first, is_wide = settings.seeds[0], settings.at_once > 1  # side by side, many trees take no longer than a few
+    for rate in settings.rates:
+        _make(project, settings, _plan_training(FAMILIES, first, rate, epochs, is_wide))
+    for rate, names in _group_by_rate(choose_rates(_read_chain_taus(settings))):
+        for seed in settings.seeds:
+            _make(
+                project, settings, _plan_training([BY_NAME[name] for name in names], seed, rate, epochs, is_wide=True)
+            )
+
+
+def _read_chain_taus(settings: Settings) -> dict[tuple[str, float], float]:
+    """Return the replayed tau of each family's chain by (family, rate), of the first seed."""
+    first = settings.seeds[0]
+    return {(f.name, rate): read_chain_tau(f, first, rate) for f in FAMILIES for rate in settings.rates}
+
+
+def _read_figures(
+    settings: Settings, calibration: Calibration, found: Mapping[tuple[str, float], float]
+) -> list[families_record.FamilyFigure]:
+    """Return the figures of one target; none where cycles were not timed yet."""
+    first, rates = settings.seeds[0], choose_rates(found)
+    timed = {f.name: _name_timed(f, f.name_checkpoint(first, rates[f.name])) for f in FAMILIES}
+    if not all(timing_grid.locate_timing_grid("torch", name).exists() for name in timed.values()):
+        return []
+    drafts = [
+        families_record.ComparedDraft(f.name, seed, rates[f.name], f.name_checkpoint(seed, rates[f.name]), f.chain, f.cells)
+        for f in FAMILIES
+        for seed in settings.seeds
+    ]  # fmt: skip
+    _print_unequal(drafts, settings, calibration)
+    searched = [
+        families_record.make_figure(settings.target, name, first, rate, "tau_by_rate", tau, tree=BY_NAME[name].chain)
+        for (name, rate), tau in found.items()
+    ]  # fmt: skip
+    on_gpu = [
+        families_record.make_figure(settings.target, f.name, first, rates[f.name], "training_gpu_s", seconds)
+        for f in FAMILIES
+        if settings.is_on_gpu and (seconds := calibration.seconds_per_epoch[f.name] * calibration.epochs[f.name])
+    ]  # fmt: skip
+    return [*searched, *on_gpu, *families_record.read_figures(settings.target, drafts, timed, calibration.epochs)]
+
+
+def read_epoch_seconds(checkpoint: str, is_on_gpu: bool) -> float:
+    """Return the time of one epoch of a checkpoint: CPU time of its process; on a GPU the median of its epochs but the first.
 
     Raises ValueError where the log has no such run, since DVC restored its result or another version wrote the line.
     """
-    stage = f"train_draft@{checkpoint}"
-    runs = [run for run in stage_log.read_log() if run.stage == stage]
-    taken = (runs[-1].seconds if is_on_gpu else runs[-1].process_s) if runs else None
+    seconds = [epoch["seconds"] for epoch in families_record.read_training(checkpoint)["epochs"]]
+    return median(seconds[1:]) if is_on_gpu else read_process_seconds(checkpoint) / len(seconds)
+
+
+def read_process_seconds(checkpoint: str) -> float:
+    """Return the CPU time of the process that trained a checkpoint. Raises ValueError where the log has no such run."""
+    taken = families_record.find_process_seconds(checkpoint)
     if taken is None:
-        raise ValueError(f"{stage_log.LOG_FILE} has no time of {stage}, expected one; compare in a new FOLDER")
+        raise ValueError(f"{stage_log.LOG_FILE} has no time of train_draft@{checkpoint}; compare in a new FOLDER")
     return taken
 
 
@@ -212,10 +268,21 @@ def read_chain_tau(family: Family, seed: int, rate: float) -> float:
     return next(tree.tau for tree in trees if tree.shape.name == family.chain)
 
 
-def _print_unequal(drafts: Sequence[families_record.ComparedDraft], settings: Settings) -> None:
-    """Print the families whose training took more than TOLERANCE longer or shorter than EAGLE-3's."""
+def _print_unequal(
+    drafts: Sequence[families_record.ComparedDraft], settings: Settings, calibration: Calibration
+) -> None:
+    """Print the families whose training took more than TOLERANCE longer or shorter than EAGLE-3's.
+
+    On a GPU drafts may have been trained side by side: their time is then that of their epochs at the calibration.
+    """
     for seed in settings.seeds:
-        seconds = {d.family: read_training_seconds(d.checkpoint, settings.is_on_gpu) for d in drafts if d.seed == seed}
+        seconds = {
+            d.family: calibration.seconds_per_epoch[d.family] * calibration.epochs[d.family]
+            if settings.is_on_gpu
+            else read_process_seconds(d.checkpoint)
+            for d in drafts
+            if d.seed == seed
+        }
         for name, share in find_unequal(seconds).items():
             print(f"{settings.target}: seed {seed}: training {name} took {share:.2f} of EAGLE-3's time", flush=True)
 
@@ -232,6 +299,13 @@ def _group_by_rate(rates: Mapping[str, float]) -> Iterator[tuple[float, list[str
     for name, rate in rates.items():
         groups[rate].append(name)
     yield from sorted(groups.items())
+
+
+def _plan_trial(settings: Settings, stages: Sequence[str]) -> Run:
+    """Return a run of a few epochs of every family, from checkpoints trial_FAMILY."""
+    epochs = 2 if settings.is_small else CALIBRATION_EPOCHS
+    segments = {f"trial_{family.name}": _fill_segment(family, epochs) for family in FAMILIES}
+    return Run(settings.seeds[0], settings.rates[0], segments, stages=stages)
 
 
 def _plan_training(
@@ -255,10 +329,22 @@ def _plan_timing(family: Family, seed: int, rate: float, epochs: Mapping[str, in
 
 
 def _make(project: Path, settings: Settings, run: Run) -> None:
-    if settings.is_read_only:
-        return
+    """Bring the stages of a run up to date; drafts side by side once the calibration's gate has passed (check_overfit)."""
     edit_params(project, settings, run)
-    if gpu_graph.run(project, "pipeline.checked_dvc", "repro", *run.stages, shown=3):
+    if settings.at_once == 1 or not run.is_wide:
+        commands = [["pipeline.checked_dvc", "repro", *run.stages]]
+    elif run.timed:
+        prompts = [f"prepare_prompts@{workload}" for workload in WORKLOADS]
+        commands = [[*gpu_graph.REPRO, *prompts, *run.stages]]
+    else:
+        _repro(project, [*gpu_graph.REPRO, "init_draft@e000"])
+        commands = [[*gpu_graph.REPRO, f"train_draft@{name}", f"replay_trees@{name}"] for name in run.segments]
+    with ThreadPoolExecutor(settings.at_once) as pool:
+        list(pool.map(lambda command: _repro(project, command), commands))
+
+
+def _repro(project: Path, command: Sequence[str]) -> None:
+    if gpu_graph.run(project, *command, shown=3):
         raise SystemExit(f"{project}: a stage failed; its output is above. Mend it and run again: what is made is kept")
 
 
@@ -311,11 +397,17 @@ def main() -> None:
     )
     takes.add_argument("--device", default="cpu", help="of target.device: cpu, cuda or cuda:N")
     takes.add_argument("--small", action="store_true", help="few rows, one epoch and one rate: tries the script")
+    takes.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    takes.add_argument("--at-once", type=int, default=1, help="drafts trained side by side, on a GPU")
     takes.add_argument("--read", action="store_true", help="run nothing, read the figures that FOLDER holds")
     takes.add_argument("--record", metavar="DATE", help="write docs/results/DATE-families.csv")
     o = takes.parse_args()
+    if o.at_once > 1 and not (o.small or o.device.startswith("cuda")):
+        takes.error(
+            "--at-once: on a CPU the drafts that are trained side by side take each other's time; expected --device cuda"
+        )
     home = Path.cwd()
-    more: dict[str, Any] = {"rates": o.rates, "is_read_only": o.read}
+    more: dict[str, Any] = {"rates": o.rates, "parts": () if o.read else o.parts, "at_once": o.at_once}
     more |= {"rates": RATES[:1], "budget_epochs": 1, "is_small": True} if o.small else {}
     figures = [
         figure

@@ -128,14 +128,27 @@ Value = tuple[str, float, dict[str, Any]]  # measure, value, and the other colum
 
 def list_training_values(draft: ComparedDraft, epochs: int) -> Iterator[Value]:
     """Yield a checkpoint's epochs, time, tokens and size."""
-    report = atomic.read_json(Path(f"results/train/{draft.checkpoint}.json"), made_by=f"train_draft@{draft.checkpoint}")
+    report = read_training(draft.checkpoint)
     yield "epochs", epochs, {}
     yield "training_seconds", report["seconds"], {}
     yield "training_tokens", sum(epoch["tokens"] for epoch in report["epochs"]), {}
-    runs = [run for run in stage_log.read_log() if run.stage == f"train_draft@{draft.checkpoint}"]
-    if runs and runs[-1].process_s is not None:
-        yield "training_process_s", runs[-1].process_s, {}
+    if process_s := find_process_seconds(draft.checkpoint):
+        yield "training_process_s", process_s, {}
     yield "parameters", count_parameters(Path(f"drafts/{draft.checkpoint}/draft")), {}
+
+
+def read_training(checkpoint: str) -> dict[str, Any]:
+    """Return the report of a checkpoint's training."""
+    report: dict[str, Any] = atomic.read_json(
+        Path(f"results/train/{checkpoint}.json"), made_by=f"train_draft@{checkpoint}"
+    )
+    return report
+
+
+def find_process_seconds(checkpoint: str) -> float | None:
+    """Return the CPU time of the process that trained a checkpoint; None where the log has none."""
+    runs = [run for run in stage_log.read_log() if run.stage == f"train_draft@{checkpoint}"]
+    return runs[-1].process_s if runs else None
 
 
 def count_parameters(folder: Path) -> int:

@@ -74,7 +74,7 @@ def print_training(found: Selection) -> None:
     for family in FAMILIES:
         rates = {f.rate: f.value for f in found.find(family.name, "tau_by_rate")}
         kept = found.find(family.name, "epochs")[0]
-        seconds = found.find(family.name, "training_process_s") or found.find(family.name, "training_seconds")
+        seconds = found.find(family.name, "training_gpu_s") or found.find(family.name, "training_process_s")
         rows.append([
             family.title,
             f"{found.find(family.name, 'parameters')[0].value:,.0f}",
@@ -83,9 +83,8 @@ def print_training(found: Selection) -> None:
             f"{found.find(family.name, 'training_tokens')[0].value / 1e3:,.0f}",
             ", ".join(f"{rate:g}: {tau:.2f}{' (kept)' * (rate == kept.rate)}" for rate, tau in rates.items()),
         ])  # fmt: skip
-    print_table(
-        ["draft", "weights", "epochs", "training, CPU s", "tokens, thousands", "tau of the chain by rate"], rows
-    )
+    time = "training, GPU s" if found.find("eagle3", "training_gpu_s") else "training, CPU s"
+    print_table(["draft", "weights", "epochs", time, "tokens, thousands", "tau of the chain by rate"], rows)
 
 
 def print_tau(found: Selection) -> None:

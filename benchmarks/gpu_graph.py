@@ -144,6 +144,7 @@ for width, (checkpoints, chain) in WIDTHS.items():  # engines run the chain of a
         f"moe-{width}": replace(blocks, recipe=MOE.recipe, eval_rows=MOE.eval_rows),
         f"vllm-{width}": replace(blocks, engine="vllm", workloads=COUNTED),
         f"dense-{width}-hot": replace(blocks, workloads=HOT),
+        f"moe-{width}-hot": replace(blocks, recipe=MOE.recipe, eval_rows=MOE.eval_rows, workloads=HOT),
     }
 
 
