@@ -8,54 +8,24 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.draft import block_checkpoint
 from stages.params import schema
 from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
-from stages.results import prediction, replay_records, timing_grid, torch_records
+from stages.results import prediction, replay_records
 from stages.results.prediction import PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.serving import engine_flags
-from tests import costs
-from tests.conftest import edit_params
-from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
+from tests.reporting.made_up_block_draft import CHAIN, NAME, add_block_draft, add_timing, measure_block_trees
 from tests.reporting.made_up_results import made_up_project, words
 from tests.served_cells import replayed_tree
-from tests.torch_cells import timed_cell
 
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
-NAME, NUM_DRAFTS = "b006", 5
-CHAIN = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1)
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
-    """A made-up project, in which a block checkpoint is replayed too: its trees are better than EAGLE-3's of as many tokens."""
-    p = made_up_project(tmp_path, monkeypatch)
-    segment = {
-        "from": "e000", "epochs": 6, "method": "dspark", "layers": 2, "block_size": NUM_DRAFTS, "anchors": 64,
-        "markov_rank": 32,
-    }  # fmt: skip
-    segments = {name: one.model_dump(by_alias=True) for name, one in p.train_draft.checkpoints.items()}
-    edit_params(Path(), {"train_draft": {"checkpoints": segments | {NAME: segment}}})
-    edit_params(Path(), {"replay_trees": {"checkpoints": [*p.replay_trees.checkpoints, NAME]}})
-    trained = json.loads(Path("results/train/e009.json").read_text())
-    Path(f"results/train/{NAME}.json").write_text(json.dumps(trained | {"checkpoint": NAME, "from": "e000"}))
-    rows = []
-    for row in replay_records.read_replay("e009"):
-        if row.num_steps <= NUM_DRAFTS:
-            better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
-            rows.append(row.model_copy(update=better))
-    if all(row.shape != CHAIN for row in rows):
-        rows.append(
-            rows[0].model_copy(
-                update={"num_steps": CHAIN.num_steps, "topk": 1, "num_draft_tokens": CHAIN.num_draft_tokens}
-            )
-        )
-    ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
-    replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
-    return schema.load_params()
+    return add_block_draft(made_up_project(tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize("name", ["eagle3", *BLOCK_METHODS])
@@ -96,14 +66,6 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
     assert chosen["a", "chain"] == "t3_1_4" and chosen["b", "chain"] == "t10_1_11"
     assert {chosen[place] for place in chosen if place[0] == "a" and place[1] != "chain"} == {"t5_4_16"}
     assert {chosen[place] for place in chosen if place[0] == "b" and place[1] != "chain"} == {"t8_4_16"}, "by tau"
-
-
-def add_timing() -> None:
-    config = block_checkpoint.build_block_config(
-        random_block_draft(1, **METHOD_OPTIONS["dspark"], block_size=5)[0].config, 8
-    )
-    edit_params(Path(), {"time_trees": {"checkpoints": ["e000", NAME]}})
-    timing_grid.write_timing_grid(costs.made_up(NAME, draft=config))
 
 
 def read_table(page: str) -> list[list[str]]:
@@ -155,13 +117,7 @@ def test_families_stand_side_by_side_and_only_the_whole_chain_is_launched(
 def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit_params(Path(), {"benchmark": {"checkpoints": [NAME], "trees": [CHAIN.name, "t3_2_8"]}})
-    for workload in project.benchmark.torch_workloads:
-        for tree, speedup in ((CHAIN.name, 1.6), ("t3_2_8", 2.2)):
-            ends = speedup - 0.2, speedup + 0.2
-            torch_records.write_torch_cell(
-                timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).model_dump()
-            )
+    measure_block_trees(project)
     report.main()
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
     assert f"checkpoint {NAME} (DSpark)" in printed and "checkpoint e003\n" in printed
