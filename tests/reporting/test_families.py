@@ -68,8 +68,8 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
     assert {chosen[place] for place in chosen if place[0] == "b" and place[1] != "chain"} == {"t8_4_16"}, "by tau"
 
 
-def read_table(page: str) -> list[list[str]]:
-    part = page[page.index("Families side by side") :]
+def read_table(page: str, heading: str = "Families side by side") -> list[list[str]]:
+    part = page[page.index(heading) :]
     part = part[: part.index("</table>")]
     return [[words(cell).strip() for cell in re.split("</t[dh]>", row)] for row in part.split("<tr>")[2:]]
 
@@ -122,7 +122,10 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
     assert f"checkpoint {NAME} (DSpark)" in printed and "checkpoint e003\n" in printed
     assert re.search(r"^3_2_8 \+ ", printed, re.M) and re.search(r"^5_1_6 \(5_1_5\)  ", printed, re.M)
-    assert "+ torch engine only: neither SGLang (from 0.5.17 on) nor vLLM runs this tree" in printed
+    reason = (
+        "torch engine only: of a DSpark draft, SGLang and vLLM run the chain of the whole block alone, 5_1_6 (5_1_5)"
+    )
+    assert f"+ {reason}\n" in printed and printed.count("torch engine only") == 1 and f"{reason}." in words(page)
     results = page[page.index(f"Results of {NAME} on eval") :]
     told = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
     assert [("torch engine only" in row, row.split()[0][:5]) for row in told] == [(False, "5_1_6"), (True, "3_2_8")]
@@ -136,6 +139,42 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     verdict = json.loads(Path("results/metrics.json").read_text())["verdict"]["text"]
     assert f"measured {CHAIN.name} with {NAME} 1.60x" in verdict and "t3_2_8" not in verdict
     assert f"no serving engine runs this tree with this draft: t3_2_8 with {NAME}, measured 2.20x" in words(page)
+
+
+def test_predictions_are_of_every_timed_checkpoint_and_marked_where_no_engine_runs_the_tree(
+    project: schema.Params,
+) -> None:
+    """Bug: the table had the best checkpoint's trees alone, without a mark, and costs did not name their draft."""
+    add_timing()
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert page.count("The fastest predicted trees, torch engine, concurrency 1") == 2  # of a box and of its table
+    rows = read_table(page, "The fastest predicted trees")
+    assert {row[1] for row in rows} == {"e003", "e009", NAME} and len(rows) == 10
+    own = [row for row in PredictedSpeedup.read_table() if row.concurrency == 1 and row.checkpoint == NAME]
+    assert float(rows[0][4].rstrip("×")) == pytest.approx(max(row.speedup for row in own), abs=0.005)
+    for tree, checkpoint, *_ in rows:
+        shape = TreeShape.parse(f"t{tree.split()[0]}")
+        assert ("torch engine only" in tree) == (checkpoint == NAME and shape != CHAIN)
+    assert sum("torch engine only" in row[0] for row in rows) >= 5
+    said = words(page)
+    assert "torch engine with the draft of e000, 36 points" in said
+    assert f"torch engine with the draft of {NAME} (DSpark), 36 points" in said
+
+
+def test_a_tree_of_eagle3_that_no_engine_runs_has_its_own_reason() -> None:
+    """Bug: one sentence for all said that neither engine runs the tree, not which ones they run."""
+    chain, narrow = TreeShape(8, 1, 9), TreeShape(8, 2, 8)
+    reason = families.EAGLE3.explain_torch_only([chain, narrow])
+    assert (
+        reason
+        and "SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains" in reason
+    )
+    assert families.EAGLE3.explain_torch_only([chain]) is None
+    assert families.DraftFamily("DFlash", 8).explain_torch_only([chain]) is None
+    assert "the chain of the whole block alone, 7_1_8" in str(
+        families.DraftFamily("DFlash", 7).explain_torch_only([chain])
+    )
 
 
 def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:
