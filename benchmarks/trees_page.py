@@ -318,7 +318,7 @@ for it too, and one forward at every place gives every tree. `replay_trees` grow
 
 - `t{{m}}_1_{{m+1}}` is the chain of the first m drafts of a block.
 - Trees deeper than a block's drafts (block_size − 1 of DFlash and DFlash2, block_size of DSpark) are left out, of the grid and of
-  `trace_trees`. The chain of the whole block is replayed even if the grid lacks it.
+  `trace_trees`, where a note names them. The chain of the whole block is replayed even if the grid lacks it.
 - A tree of topk > 1 holds the best paths over the block: DFlash's slots are independent, so a path's probability is the
   product of its slots'; with DSpark's Markov head or DFlash2's selector a node's children depend on its own
   token. A topk above DFlash2's `selector_top_k` is refused. Whatever the tree, the draft costs

@@ -7,7 +7,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,14 @@ YOUR_TARGET = (
     "  your target    target.model in params.yaml: docs/guide.md; a whole way to a served draft: docs/walkthrough.md"
 )
 SERVED_TARGET = "  a server       benchmark_served.workloads: the same cells on SGLang or vLLM: docs/serving.md"
+SERVING_COSTS = (
+    "  its cycles     serving_costs.workloads: up to which concurrency to speculate, on that server: docs/cost.md"
+)
 A_RECIPE = "  a recipe       aerie use weather-tiny-vl, or another of recipes/: docs/recipes.md"
+BLOCK_DRAFTS_OF_YOUR_TARGET = (
+    "  block drafts   recipes/train-qwen3-8b-blocks-8gpu.yaml: for a target that engines serve: docs/training.md"
+)
+BLOCK_RECIPE = "  block drafts   aerie use weather-tiny-block, or another of recipes/: docs/recipes.md"
 OTHER_TREES = "  other trees    benchmark.trees: those that the page predicts to be faster: docs/trees.md"
 ALWAYS_NEXT = (
     "  the pages      make ui: every stage with its log, forms for sweeps: docs/scheduling.md",
@@ -74,7 +81,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         if not (verbose and reasons):  # the report stage has printed it
             yield from _read_results()
         if reasons:
-            yield from ["", *list_next_steps(params.fix_data.raw, params.target.model)]
+            yield from ["", *_choose_next_steps(params)]
             dvc_graph.explain_stale()  # seconds, here instead of in the next run, which then takes none
 
 
@@ -85,15 +92,58 @@ def _is_known_fresh() -> bool:
     return is_valid and freshness.read_fresh_stages() is not None
 
 
-def list_next_steps(raw: str, model: str) -> list[str]:
-    """Return the lines at the end of a run. Whose data and target are their own is not told to bring them."""
+def _choose_next_steps(params: "Params") -> list[str]:
+    """Return the lines at the end of a run of these parameters."""
+    from stages.params.draft_sections import BlockSegment  # pydantic, 0.2 s
+    from stages.params.tree_shape import TreeShape
+
+    segments = params.train_draft.checkpoints.values()
+    blocks = sorted({segment.num_drafts for segment in segments if isinstance(segment, BlockSegment)})
+    served = params.benchmark_served
+    return list_next_steps(
+        params.fix_data.raw,
+        params.target.model,
+        [TreeShape(depth, 1, depth + 1).name for depth in blocks],
+        served.trees if served.workloads else [],
+        bool(params.serving_costs.workloads),
+    )
+
+
+def list_next_steps(
+    raw: str,
+    model: str,
+    block_chains: Sequence[str] = (),
+    served_trees: Sequence[str] = (),
+    has_serving_costs: bool = False,
+) -> list[str]:
+    """Return the lines at the end of a run. Whose data and target are their own is not told to bring them.
+
+    Args:
+        raw: fix_data.raw.
+        model: target.model.
+        block_chains: the trees of the whole blocks that were trained; none without block drafts.
+        served_trees: the trees of served cells; none where nothing was served.
+        has_serving_costs: whether the cycles of a server were timed.
+    """
     has_own_data, has_own_target = raw not in EMBEDDED_DATA, not model.startswith("builtin/")
+    serving = [SERVED_TARGET] if not served_trees else [] if has_serving_costs else [SERVING_COSTS]
+    unserved = [tree for tree in block_chains if tree not in served_trees]
     return [
         WHAT_NEXT,
         MORE_DATA if has_own_data else YOUR_DATA,
-        SERVED_TARGET if has_own_target else YOUR_TARGET,
-        OTHER_TREES if has_own_data or has_own_target else A_RECIPE,
+        *(serving if has_own_target else [YOUR_TARGET]),
+        *(_advise_block_drafts(unserved, has_own_target) if unserved else []),
+        OTHER_TREES if has_own_data or has_own_target else A_RECIPE if block_chains else BLOCK_RECIPE,
         *ALWAYS_NEXT,
+    ]
+
+
+def _advise_block_drafts(chains: Sequence[str], has_own_target: bool) -> list[str]:
+    """Return the line on block drafts that were not served: by the chain of the whole block."""
+    if not has_own_target:
+        return [BLOCK_DRAFTS_OF_YOUR_TARGET]
+    return [
+        f"  block drafts   benchmark_served.trees: [{', '.join(chains)}], all that engines run of them: docs/trees.md"
     ]
 
 

@@ -160,7 +160,7 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
         _check_draft(name, sizes.vocab_size, sizes.hidden_size, made)
         _check_text_target(name, sizes, made)
         replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring)
-        traced = [tree for tree in traced if tree.num_steps <= sizes.num_drafts]
+        traced = _select_traced(name, traced, sizes.num_drafts)
         grid = settings.list_trees(sizes.num_drafts)
         return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)
     draft, config = load_eagle3_draft(p, name, p.target.device, dtype)
@@ -170,6 +170,16 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
     return ReplayedDraft(
         Eagle3Replay(draft, embedding, settings.tree_scoring), dtype, device, layers, *limits, grid, traced
     )
+
+
+def _select_traced(name: str, trees: list[TreeShape], num_drafts: int) -> list[TreeShape]:
+    """Return the trees that blocks of `num_drafts` drafts can grow, and print which others are left out."""
+    if deeper := [tree.name for tree in trees if tree.num_steps > num_drafts]:
+        print(
+            f"note: {name} has no statistics inside {', '.join(deeper)} (replay_trees.trace_trees), deeper than the "
+            f"{num_drafts} drafts of its block"
+        )
+    return [tree for tree in trees if tree.num_steps <= num_drafts]
 
 
 def _check_draft(name: str, vocab_size: int, hidden_size: int, made: manifest.TargetManifest) -> None:

@@ -190,10 +190,17 @@ def test_the_chain_that_engines_serve_is_replayed_though_the_grid_lacks_it(proje
 
 
 @every_method
-def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(project: Path, method: str) -> None:  # noqa: F811
-    write_block(method)
+def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(
+    project: Path,  # noqa: F811
+    method: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug: nothing said which trees were left out."""
+    num_drafts = write_block(method).config.num_drafts
     edit_params(Path(), {"replay_trees": {"trace_trees": ["t3_2_6", "t4_1_5", "t9_1_10"]}})
     replay_trees.main(NAME)
+    note = f"note: {NAME} has no statistics inside t9_1_10 (replay_trees.trace_trees), deeper than the {num_drafts} drafts of its"
+    assert capsys.readouterr().out.count(f"{note} block\n") == 1
     rows, buckets = read_rows(0.0), replay_records.read_tree_statistics(NAME)
     assert {bucket.tree for bucket in buckets} == {"t3_2_6", "t4_1_5"}
     for tree in (TreeShape(3, 2, 6), TreeShape(4, 1, 5)):

@@ -7,7 +7,7 @@ docs/metrics.md defines the columns. The first six of the terminal's table are t
 
 from collections.abc import Collection
 from pathlib import Path
-from statistics import median_low
+from statistics import median
 from typing import Literal
 
 from stages.params.tree_shape import TreeShape
@@ -30,7 +30,7 @@ from stages.results.torch_records import TorchCell, name_torch_stage
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"
-TORCH_ONLY_MARK, TORCH_ONLY_NOTE = " +", "+ torch engine only: neither SGLang (from 0.5.17 on) nor vLLM runs this tree"
+TORCH_ONLY_MARK = " +"
 DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top say"
 REPLAYED_NOTE = (
     "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
@@ -143,11 +143,11 @@ def format_benchmark_table(
         name = f" ({family.name})" if family.num_drafts else ""
         lines += [f"{workload}, checkpoint {checkpoint}{name}{mark}", *_align_benchmark_rows(group, family, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
-            lines.append(f"plain decoding: {median_low(plain_tok_s):.1f} tokens/s, the median of the measured rows")
+            lines.append(f"plain decoding: {median(plain_tok_s):.1f} tokens/s, the median of the measured rows")
         if any(row.stage in doubted for row in group):
             lines.append(DOUBTED_NOTE)
-        if not all(family.is_served(row.shape) for row in group):
-            lines.append(TORCH_ONLY_NOTE)
+        if reason := family.explain_torch_only(row.shape for row in group):
+            lines.append(f"{TORCH_ONLY_MARK.strip()} {reason}")
         lines += [*([REPLAYED_NOTE] if any(row.is_replayed for row in group) else []), ""]
     if any(row.topk == 1 for row in rows):
         lines[-1:] = [CHAIN_NOTE, ""]

@@ -184,7 +184,7 @@ class CostsPage:
     found: CostPrediction
     limits: list[str]  # up to which concurrency to speculate, a sentence for each load
     by_concurrency: list["ConcurrencyTable"]
-    tops: list[tuple[int, list[PredictedSpeedup]]]  # at each load: how many trees were predicted, and the fastest
+    tops: list[tuple[int, list[PredictedSpeedup]]]  # at each load: how many trees were predicted, and the first of them
     disagreeing: list[ComparedPrediction]  # beyond both intervals
     undecided: int  # cells that can't be compared for want of an interval
     error: "PredictionError | None"
@@ -217,13 +217,13 @@ class PredictionError:
     bias: float  # above 0: too high on the whole
 
 
-def build_costs_page(found: CostPrediction, best: str) -> CostsPage:
+def build_costs_page(found: CostPrediction) -> CostsPage:
     compared = found.compared
     return CostsPage(
         found,
         limits=[describe_limit(limit) for limit in prediction.find_limits(found.launch)],
-        by_concurrency=_build_concurrency_tables(found.rows, best),
-        tops=_select_top_trees(found.rows, best),
+        by_concurrency=_build_concurrency_tables(found.rows),
+        tops=_select_top_trees(found.rows),
         disagreeing=[row for row in compared if row.agrees is False],
         undecided=sum(row.agrees is None for row in compared),
         error=_summarise_prediction_error(compared) if compared else None,
@@ -235,26 +235,32 @@ def _draw_compared(compared: list[ComparedPrediction]) -> Any:
     return plots.render_svg(partial(draw_predictions, rows=compared), "Predicted against measured speedup")
 
 
-def _select_top_trees(rows: list[PredictedSpeedup], best: str) -> list[tuple[int, list[PredictedSpeedup]]]:
-    """Return the fastest trees of each load, of the best checkpoint where it has predictions there."""
-    groups = _group_predictions(rows, best, lambda row: (row.engine, row.load))
-    return [(len(shown), sorted(shown, key=lambda row: -row.speedup)[:MAX_TABLE_TREES]) for shown in groups]
+def _select_top_trees(rows: list[PredictedSpeedup]) -> list[tuple[int, list[PredictedSpeedup]]]:
+    """Return the fastest trees of each load."""
+    groups = _group_predictions(rows, lambda row: (row.engine, row.load))
+    return [(len(group), _take_first(sorted(group, key=lambda row: -row.speedup), MAX_TABLE_TREES)) for group in groups]
+
+
+def _take_first(ordered: list[PredictedSpeedup], count: int) -> list[PredictedSpeedup]:
+    """Return the first `count` rows, and the first of each checkpoint that none of these is of."""
+    firsts = {row.checkpoint: row for row in reversed(ordered)}
+    return [row for at, row in enumerate(ordered) if at < count or row is firsts[row.checkpoint]]
 
 
 def _group_predictions(
-    rows: list[PredictedSpeedup], best: str, load: Callable[[PredictedSpeedup], Any]
+    rows: list[PredictedSpeedup], load: Callable[[PredictedSpeedup], Any]
 ) -> list[list[PredictedSpeedup]]:
-    """Return the predictions of each load, those of the best checkpoint where it has some."""
+    """Return the predictions of each load."""
     groups: dict[Any, list[PredictedSpeedup]] = {}
     for row in rows:
         groups.setdefault(load(row), []).append(row)
-    return [[row for row in group if row.checkpoint == best] or group for group in groups.values()]
+    return list(groups.values())
 
 
-def _build_concurrency_tables(rows: list[PredictedSpeedup], best: str) -> list[ConcurrencyTable]:
-    """Return a table of each load with several concurrencies: the trees that are among the fastest at one of them."""
+def _build_concurrency_tables(rows: list[PredictedSpeedup]) -> list[ConcurrencyTable]:
+    """Return a table of each load with several concurrencies: trees that _take_first takes at one of them."""
     tables = []
-    for group in _group_predictions(rows, best, lambda row: (row.engine, row.load[:-1])):
+    for group in _group_predictions(rows, lambda row: (row.engine, row.load[:-1])):
         caps = sorted({row.concurrency for row in group})
         of_tree: dict[tuple[str, Any], dict[int, PredictedSpeedup]] = {}
         for row in group:
@@ -264,7 +270,7 @@ def _build_concurrency_tables(rows: list[PredictedSpeedup], best: str) -> list[C
             for cap in caps
         }
         few = max(2, MAX_TABLE_TREES // len(caps))
-        shown = dict.fromkeys((row.checkpoint, row.shape) for cap in caps for row in fastest[cap][:few])
+        shown = dict.fromkeys((row.checkpoint, row.shape) for cap in caps for row in _take_first(fastest[cap], few))
         if len(caps) > 1:
             lines = [(next(iter(of_tree[tree].values())), [of_tree[tree].get(cap) for cap in caps]) for tree in shown]
             tables.append(ConcurrencyTable(group[0], caps, lines, {id(fastest[cap][0]) for cap in caps}))

@@ -10,6 +10,7 @@ from typing import Any
 
 from stages.params.tree_shape import TreeShape
 from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, render_svg, tell_tree
+from stages.reporting.text import format_tree
 from stages.reporting.trees import choose_budgets, find_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions
 from stages.results.replay_records import ReplayedTree
@@ -38,6 +39,15 @@ class DraftFamily:
         if not self.is_served(tree):
             return TORCH_ONLY
         return "SGLang, vLLM" if tree.topk == 1 else "SGLang"
+
+    def explain_torch_only(self, trees: Iterable[TreeShape]) -> str | None:
+        """Return what serving engines run of this family, where they run not all of the trees; None where they do."""
+        if all(map(self.is_served, trees)):
+            return None
+        if self.num_drafts is None:
+            return f"{TORCH_ONLY}: SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains"
+        whole = format_tree(TreeShape(self.num_drafts, 1, self.num_drafts + 1).name)
+        return f"{TORCH_ONLY}: of a {self.name} draft, SGLang and vLLM run the chain of the whole block alone, {whole}"
 
 
 EAGLE3 = DraftFamily("EAGLE-3")

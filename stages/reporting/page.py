@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from stages.reporting import costs, families, latencies, methods, overview, plots, provenance, served, trees
@@ -75,7 +75,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         **_build_results(settings, found, shown),
         **_build_replays(settings, found, metrics, shown),
         **_build_data(found),
-        costs=costs.build_costs_page(found.predicted, best),
+        costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
         methods=methods.build_methods_page(found.methods, found.engines, found.verdict.doubted),
         took=provenance.summarise_stage_runs(found.stage_runs, [*found.cells, *ran]),
@@ -173,13 +173,22 @@ class ResultGroup:
         return f"{prompts} prompts{more}"
 
     @property
-    def typical(self) -> TorchCell:
-        """Return the cell with the median of plain decoding: a disturbed one is neither the fastest nor the slowest of all."""
-        return latencies.select_typical(self.cells)
+    def plain(self) -> "PlainDecoding":
+        """Return the medians of what the cells measured of plain decoding, which one disturbed cell does not move."""
+        prefills, answers = (
+            median(fmean(prompt[column] for prompt in cell.prompts) for cell in self.cells)
+            for column in ("baseline_prefill_latency_s", "baseline_e2e_latency_s")
+        )
+        return PlainDecoding(prefills, answers, median(cell.metrics.baseline_output_tok_s for cell in self.cells))
 
-    def average_plain(self, column: str) -> float:
-        """Return the mean over prompts of the median plain decoding."""
-        return fmean(prompt[column] for prompt in self.typical.prompts)
+
+@dataclass(frozen=True)
+class PlainDecoding:
+    """Plain decoding of the prompts of one table; latencies are means over prompts."""
+
+    prefill_latency_s: float
+    e2e_latency_s: float
+    output_tok_s: float
 
 
 def _group_results(found: ReportInputs) -> list[ResultGroup]:

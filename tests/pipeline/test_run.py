@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
 from stages.params import schema
 from stages.telemetry import unfinished
-from tests.conftest import gone
+from tests.conftest import EVAL, gone
 from tests.pipeline.conftest import REPO, Project, give_params
 
 RUN = [sys.executable, "-m", "pipeline", "run"]
@@ -274,6 +275,52 @@ def test_what_next_names_five_things_that_exist_and_suit(raw: str, model: str) -
     params = schema.load_params(REPO / "params.yaml").model_dump()
     for section, key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b(?!\w*/)", text.replace(".md", "").replace(".yaml", "")):
         assert key in params[section]
+
+
+def read_steps(**sections: Any) -> str:
+    """Return "What next" of the repository's parameters with some sections changed, and check that it names what exists."""
+    params = schema.load_params(REPO / "params.yaml").model_dump(by_alias=True)
+    for name, keys in sections.items():
+        params[name] |= keys
+    _, *lines = commands._choose_next_steps(schema.Params.model_validate(params))
+    text = "\n".join(lines)
+    named = re.findall(r"(?:docs|recipes)/[\w.-]+\.(?:md|yaml)", text)
+    assert named and all((REPO / name).is_file() for name in named)
+    recipe = re.search(r"aerie use ([\w-]+)", text)
+    assert recipe is None or (REPO / f"recipes/{recipe[1]}.yaml").is_file()
+    return text
+
+
+BLOCKS = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64}
+SEGMENTS = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}
+OWN_TARGET = {"model": "Qwen/Qwen3-8B"}
+
+
+def test_what_next_leads_to_block_drafts_and_from_them_to_a_server() -> None:
+    """Bug: nothing in it was about block drafts."""
+    blocks = {"checkpoints": SEGMENTS | {"b": BLOCKS}}
+    assert "aerie use weather-tiny-block," in read_steps()
+    tiny = read_steps(train_draft=blocks)
+    assert "aerie use weather-tiny-vl," in tiny and "block drafts   recipes/train-qwen3-8b-blocks-8gpu.yaml" in tiny
+    own = read_steps(train_draft=blocks, target=OWN_TARGET)
+    assert "block drafts   benchmark_served.trees: [t7_1_8]" in own and "weather-tiny" not in own
+    assert "block drafts" not in read_steps(target=OWN_TARGET)
+    served = {"workloads": ["eval"], "checkpoints": ["b"], "trees": ["t7_1_8"]}
+    assert "block drafts" not in read_steps(train_draft=blocks, target=OWN_TARGET, benchmark_served=served)
+
+
+def test_what_next_leads_to_served_cells_and_then_to_the_costs_of_that_server() -> None:
+    """Bug: who had served cells was told to serve the same ones."""
+    served, costs = {"workloads": ["eval"]}, {"workloads": ["load"]}
+    load = {"workloads": {"eval": EVAL, "load": {**EVAL, "concurrency": [1, 8], "repeats": 3}}}
+    steps = [
+        read_steps(target=OWN_TARGET),
+        read_steps(target=OWN_TARGET, benchmark_served=served),
+        read_steps(target=OWN_TARGET, benchmark=load, benchmark_served=served, serving_costs=costs),
+        read_steps(benchmark_served=served),
+    ]
+    told = [("benchmark_served.workloads" in text, "serving_costs.workloads" in text) for text in steps]
+    assert told == [(True, False), (False, True), (False, False), (False, False)]
 
 
 def test_what_next_knows_the_data_of_the_repository() -> None:

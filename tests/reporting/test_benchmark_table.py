@@ -13,6 +13,7 @@ from stages.params.tree_shape import TreeShape
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records, torch_records
 from stages.results.replay_records import ReplayedTree
+from tests.conftest import edit_params
 from tests.reporting.made_up_results import _lines, replayed
 
 
@@ -61,6 +62,25 @@ def test_a_speedup_by_cpu_time_stands_beside_that_by_wall_time(made_up: schema.P
     page = report.PAGE_FILE.read_text()
     assert page.count('<th scope="col">speedup, <br>CPU time</th>') >= 1
     assert f"<td>{2 * float(found[0]['speedup']):.2f}×</td>" in page
+
+
+def test_plain_decoding_is_the_median_of_two_cells_too(
+    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: of an even number of rows it was the slower middle one, and called the median."""
+    trees = made_up.benchmark.trees[:2]
+    edit_params(Path(), {"benchmark": {"checkpoints": ["e009"], "trees": trees}})
+    for tree, plain_tok_s, answer_s in zip(trees, (200.0, 300.0), (0.6, 0.4), strict=True):
+        found = torch_records.read_torch_cell("eval", "e009", tree).model_dump()
+        speeds = {"baseline_output_tok_s": plain_tok_s, "output_tok_s": plain_tok_s * found["metrics"]["speedup"]}
+        prompts = [row | {"baseline_e2e_latency_s": answer_s} for row in found["prompts"]]
+        torch_records.write_torch_cell(found | {"metrics": found["metrics"] | speeds, "prompts": prompts})
+    report.main()
+    assert "plain decoding: 250.0 tokens/s, the median of the measured rows" in capsys.readouterr().out
+    page = report.PAGE_FILE.read_text()
+    (line,) = re.findall(r'<tr class="soft last"><th scope="row">plain decoding</th>(.*)</tr>', page)
+    cells = re.findall("<td>(.*?)</td>", line)
+    assert (cells[0], cells[2], cells[6]) == ("0.021", "0.500", "250")
 
 
 def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: schema.Params) -> None:

@@ -324,7 +324,10 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
     assert {row["checkpoint"] for row in rows} == {"e003", "e009"}  # of the same shapes, so of the same cost
     assert "vllm: not by costs of their own" in capsys.readouterr().out
     said = words(report.PAGE_FILE.read_text())
-    assert "sglang engine, sweep, 200 tokens, 21 points:" in said and "Of 21 cells, predictions are" in said
+    assert (
+        "sglang engine, sweep, 200 tokens with the draft of e009, 21 points:" in said
+        and "Of 21 cells, predictions are" in said
+    )
 
 
 def test_too_few_served_cells_say_why_there_is_no_cost(project: schema.Params) -> None:

@@ -8,54 +8,24 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.draft import block_checkpoint
 from stages.params import schema
 from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
-from stages.results import prediction, replay_records, timing_grid, torch_records
+from stages.results import prediction, replay_records
 from stages.results.prediction import PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.serving import engine_flags
-from tests import costs
-from tests.conftest import edit_params
-from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
+from tests.reporting.made_up_block_draft import CHAIN, NAME, add_block_draft, add_timing, measure_block_trees
 from tests.reporting.made_up_results import made_up_project, words
 from tests.served_cells import replayed_tree
-from tests.torch_cells import timed_cell
 
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
-NAME, NUM_DRAFTS = "b006", 5
-CHAIN = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1)
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
-    """A made-up project, in which a block checkpoint is replayed too: its trees are better than EAGLE-3's of as many tokens."""
-    p = made_up_project(tmp_path, monkeypatch)
-    segment = {
-        "from": "e000", "epochs": 6, "method": "dspark", "layers": 2, "block_size": NUM_DRAFTS, "anchors": 64,
-        "markov_rank": 32,
-    }  # fmt: skip
-    segments = {name: one.model_dump(by_alias=True) for name, one in p.train_draft.checkpoints.items()}
-    edit_params(Path(), {"train_draft": {"checkpoints": segments | {NAME: segment}}})
-    edit_params(Path(), {"replay_trees": {"checkpoints": [*p.replay_trees.checkpoints, NAME]}})
-    trained = json.loads(Path("results/train/e009.json").read_text())
-    Path(f"results/train/{NAME}.json").write_text(json.dumps(trained | {"checkpoint": NAME, "from": "e000"}))
-    rows = []
-    for row in replay_records.read_replay("e009"):
-        if row.num_steps <= NUM_DRAFTS:
-            better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
-            rows.append(row.model_copy(update=better))
-    if all(row.shape != CHAIN for row in rows):
-        rows.append(
-            rows[0].model_copy(
-                update={"num_steps": CHAIN.num_steps, "topk": 1, "num_draft_tokens": CHAIN.num_draft_tokens}
-            )
-        )
-    ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
-    replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
-    return schema.load_params()
+    return add_block_draft(made_up_project(tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize("name", ["eagle3", *BLOCK_METHODS])
@@ -98,16 +68,8 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
     assert {chosen[place] for place in chosen if place[0] == "b" and place[1] != "chain"} == {"t8_4_16"}, "by tau"
 
 
-def add_timing() -> None:
-    config = block_checkpoint.build_block_config(
-        random_block_draft(1, **METHOD_OPTIONS["dspark"], block_size=5)[0].config, 8
-    )
-    edit_params(Path(), {"time_trees": {"checkpoints": ["e000", NAME]}})
-    timing_grid.write_timing_grid(costs.made_up(NAME, draft=config))
-
-
-def read_table(page: str) -> list[list[str]]:
-    part = page[page.index("Families side by side") :]
+def read_table(page: str, heading: str = "Families side by side") -> list[list[str]]:
+    part = page[page.index(heading) :]
     part = part[: part.index("</table>")]
     return [[words(cell).strip() for cell in re.split("</t[dh]>", row)] for row in part.split("<tr>")[2:]]
 
@@ -155,18 +117,15 @@ def test_families_stand_side_by_side_and_only_the_whole_chain_is_launched(
 def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     project: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit_params(Path(), {"benchmark": {"checkpoints": [NAME], "trees": [CHAIN.name, "t3_2_8"]}})
-    for workload in project.benchmark.torch_workloads:
-        for tree, speedup in ((CHAIN.name, 1.6), ("t3_2_8", 2.2)):
-            ends = speedup - 0.2, speedup + 0.2
-            torch_records.write_torch_cell(
-                timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).model_dump()
-            )
+    measure_block_trees(project)
     report.main()
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
     assert f"checkpoint {NAME} (DSpark)" in printed and "checkpoint e003\n" in printed
     assert re.search(r"^3_2_8 \+ ", printed, re.M) and re.search(r"^5_1_6 \(5_1_5\)  ", printed, re.M)
-    assert "+ torch engine only: neither SGLang (from 0.5.17 on) nor vLLM runs this tree" in printed
+    reason = (
+        "torch engine only: of a DSpark draft, SGLang and vLLM run the chain of the whole block alone, 5_1_6 (5_1_5)"
+    )
+    assert f"+ {reason}\n" in printed and printed.count("torch engine only") == 1 and f"{reason}." in words(page)
     results = page[page.index(f"Results of {NAME} on eval") :]
     told = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
     assert [("torch engine only" in row, row.split()[0][:5]) for row in told] == [(False, "5_1_6"), (True, "3_2_8")]
@@ -180,6 +139,42 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     verdict = json.loads(Path("results/metrics.json").read_text())["verdict"]["text"]
     assert f"measured {CHAIN.name} with {NAME} 1.60x" in verdict and "t3_2_8" not in verdict
     assert f"no serving engine runs this tree with this draft: t3_2_8 with {NAME}, measured 2.20x" in words(page)
+
+
+def test_predictions_are_of_every_timed_checkpoint_and_marked_where_no_engine_runs_the_tree(
+    project: schema.Params,
+) -> None:
+    """Bug: the table had the best checkpoint's trees alone, without a mark, and costs did not name their draft."""
+    add_timing()
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert page.count("The fastest predicted trees, torch engine, concurrency 1") == 2  # of a box and of its table
+    rows = read_table(page, "The fastest predicted trees")
+    assert {row[1] for row in rows} == {"e003", "e009", NAME} and len(rows) == 10
+    own = [row for row in PredictedSpeedup.read_table() if row.concurrency == 1 and row.checkpoint == NAME]
+    assert float(rows[0][4].rstrip("×")) == pytest.approx(max(row.speedup for row in own), abs=0.005)
+    for tree, checkpoint, *_ in rows:
+        shape = TreeShape.parse(f"t{tree.split()[0]}")
+        assert ("torch engine only" in tree) == (checkpoint == NAME and shape != CHAIN)
+    assert sum("torch engine only" in row[0] for row in rows) >= 5
+    said = words(page)
+    assert "torch engine with the draft of e000, 36 points" in said
+    assert f"torch engine with the draft of {NAME} (DSpark), 36 points" in said
+
+
+def test_a_tree_of_eagle3_that_no_engine_runs_has_its_own_reason() -> None:
+    """Bug: one sentence for all said that neither engine runs the tree, not which ones they run."""
+    chain, narrow = TreeShape(8, 1, 9), TreeShape(8, 2, 8)
+    reason = families.EAGLE3.explain_torch_only([chain, narrow])
+    assert (
+        reason
+        and "SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains" in reason
+    )
+    assert families.EAGLE3.explain_torch_only([chain]) is None
+    assert families.DraftFamily("DFlash", 8).explain_torch_only([chain]) is None
+    assert "the chain of the whole block alone, 7_1_8" in str(
+        families.DraftFamily("DFlash", 7).explain_torch_only([chain])
+    )
 
 
 def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:

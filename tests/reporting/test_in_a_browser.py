@@ -21,6 +21,7 @@ from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records
 from stages.results.replay_records import ReplayedTree
 from tests.conftest import EVAL, ROOT
+from tests.reporting.made_up_block_draft import add_block_draft, add_timing, measure_block_trees
 from tests.reporting.made_up_results import made_up_inside, made_up_project, make_up_served, serve
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -44,6 +45,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         make_up_served("code", off=0.7)
         report.main()
         yield report.PAGE_FILE.resolve()
+
+
+@pytest.fixture(scope="module")
+def block_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of a measured block draft, most of whose trees no serving engine runs; we stand where we stood before."""
+    with pytest.MonkeyPatch.context() as patch:
+        p = add_block_draft(made_up_project(tmp_path_factory.mktemp("blocks"), patch))
+        add_timing()
+        measure_block_trees(p)
+        report.main()
+        return report.PAGE_FILE.resolve()
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +107,28 @@ def test_no_table_is_cut_off_on_a_laptop(open_page: Open) -> None:
     """Bug: at 1280 px the last heads of the table of percentiles lay beyond its edge."""
     page = open_page(1280)
     page.evaluate(OPEN_ALL)
-    cut_off = """() => [...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth)
-        .map((box) => box.getAttribute('aria-label'))"""
-    assert page.locator("[aria-label^='Latencies: ']").count() >= 2 and page.evaluate(cut_off) == []
+    assert page.locator("[aria-label^='Latencies: ']").count() >= 2 and page.evaluate(CUT_OFF) == []
     page.add_style_tag(content=".wrapped th { white-space: nowrap !important; }")  # that the measure finds one
-    assert page.evaluate(cut_off) != []
+    assert page.evaluate(CUT_OFF) != []
+
+
+CUT_OFF = """() => [...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth)
+    .map((box) => box.getAttribute('aria-label'))"""
+
+
+def test_the_mark_of_a_tree_cuts_nothing_off(browser: Any, block_file: Path) -> None:
+    """Bug: "torch engine only" pushed the speedup out of a phone's view, and the last column out of the box at 1280 px."""
+    for width in (390, 1024, 1280):
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.goto(block_file.as_uri())
+        page.evaluate(OPEN_ALL)
+        assert page.locator(".results .tag:visible").count() and page.locator("th .tag:visible").count() > 20
+        # On a phone tables of many columns scroll; the main one shows three.
+        looked_at = "Results of " if width == 390 else ""
+        assert [name for name in page.evaluate(CUT_OFF) if name.startswith(looked_at)] == [], f"at {width} px"
+        page.add_style_tag(content=":is(th, .tag) { white-space: nowrap !important; }")  # that the measure finds one
+        assert any(name.startswith("Results of ") for name in page.evaluate(CUT_OFF)), f"at {width} px"
+        page.close()
 
 
 def test_a_wide_screen_shows_picture_and_table_at_once_and_the_rest_is_folded(open_page: Open) -> None:

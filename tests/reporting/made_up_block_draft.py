@@ -1,0 +1,65 @@
+"""A block draft beside the EAGLE-3 checkpoints of a made-up project, for the tests of report: replayed, timed, measured."""
+
+import json
+from pathlib import Path
+
+from stages.draft import block_checkpoint
+from stages.params import schema
+from stages.params.tree_shape import TreeShape
+from stages.results import replay_records, timing_grid, torch_records
+from stages.results.replay_records import ReplayedTree
+from tests import costs
+from tests.conftest import edit_params
+from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
+from tests.torch_cells import timed_cell
+
+NAME, NUM_DRAFTS = "b006", 5
+CHAIN = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1)
+MEASURED = {CHAIN.name: 1.6, "t3_2_8": 2.2}  # tree -> speedup
+
+
+def add_block_draft(p: schema.Params) -> schema.Params:
+    """Add a DSpark checkpoint with replays: its trees are better than EAGLE-3's of as many tokens."""
+    segment = {
+        "from": "e000", "epochs": 6, "method": "dspark", "layers": 2, "block_size": NUM_DRAFTS, "anchors": 64,
+        "markov_rank": 32,
+    }  # fmt: skip
+    segments = {name: one.model_dump(by_alias=True) for name, one in p.train_draft.checkpoints.items()}
+    edit_params(Path(), {"train_draft": {"checkpoints": segments | {NAME: segment}}})
+    edit_params(Path(), {"replay_trees": {"checkpoints": [*p.replay_trees.checkpoints, NAME]}})
+    trained = json.loads(Path("results/train/e009.json").read_text())
+    Path(f"results/train/{NAME}.json").write_text(json.dumps(trained | {"checkpoint": NAME, "from": "e000"}))
+    rows = []
+    for row in replay_records.read_replay("e009"):
+        if row.num_steps <= NUM_DRAFTS:
+            better = {"checkpoint": NAME, "tau": row.tau + 2, "tau_low": row.tau + 1.9, "tau_high": row.tau + 2.1}
+            rows.append(row.model_copy(update=better))
+    if all(row.shape != CHAIN for row in rows):
+        rows.append(
+            rows[0].model_copy(
+                update={"num_steps": CHAIN.num_steps, "topk": 1, "num_draft_tokens": CHAIN.num_draft_tokens}
+            )
+        )
+    ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
+    replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
+    return schema.load_params()
+
+
+def add_timing() -> None:
+    """Add a timing grid of the block draft."""
+    config = block_checkpoint.build_block_config(
+        random_block_draft(1, **METHOD_OPTIONS["dspark"], block_size=5)[0].config, 8
+    )
+    edit_params(Path(), {"time_trees": {"checkpoints": ["e000", NAME]}})
+    timing_grid.write_timing_grid(costs.made_up(NAME, draft=config))
+
+
+def measure_block_trees(p: schema.Params) -> None:
+    """Measure the block draft alone: its whole chain, and a tree that no engine runs and that is faster."""
+    edit_params(Path(), {"benchmark": {"checkpoints": [NAME], "trees": list(MEASURED)}})
+    for workload in p.benchmark.torch_workloads:
+        for tree, speedup in MEASURED.items():
+            ends = speedup - 0.2, speedup + 0.2
+            torch_records.write_torch_cell(
+                timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).model_dump()
+            )
