@@ -62,11 +62,14 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         yield from _read_results()
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
+    from stages.params.cell_trees import describe_left_out
 
     params = _check_params()
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
+        if reasons:
+            yield from describe_left_out(params.list_left_out_trees())
         yield from _describe_stale(reasons, stages)
         if reasons:
             with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
@@ -130,9 +133,10 @@ def list_stale() -> Iterator[str]:
         SystemExit: with 1, after the last line, if any stage is stale.
     """
     from pipeline import dvc_graph, versions
+    from stages.params.cell_trees import describe_left_out
 
     if not _is_known_fresh():
-        _check_params()
+        yield from describe_left_out(_check_params().list_left_out_trees())
     reasons = dvc_graph.explain_stale()
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})

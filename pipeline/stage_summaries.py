@@ -128,6 +128,7 @@ class ServedPoint(BaseModel):
 
 class ServedCell(BaseModel):
     status: str
+    reason: str | None = None
     points: list[ServedPoint]
     baseline_points: list[ServedPoint] = []
 
@@ -242,7 +243,7 @@ def _benchmark(item: str) -> str:
 def _summarise_served(path: Path) -> str:
     cell = _read(ServedCell, path)
     if not cell.points and not cell.baseline_points:
-        return cell.status
+        return f"{cell.status}: {cell.reason}" if cell.reason else cell.status
     if not cell.points:
         return f"plain decoding only, {len(cell.baseline_points)} load{'s' if len(cell.baseline_points) != 1 else ''}"
     loads = f"{len(cell.points)} load{'s' if len(cell.points) != 1 else ''}"
