@@ -102,11 +102,13 @@ def list_next_steps(raw: str, model: str) -> list[str]:
 
 def _check_params() -> "Params":
     """Check and return the whole params.yaml. Raises ValueError naming every wrong key, before any stage starts."""
+    from pipeline import target_checks
     from stages.params import checks, schema  # 0.2 s
 
     digest = freshness.digest_paths(CHECKED_PATHS)
     params = schema.load_params()
     checks.check_params(params)
+    target_checks.check_mask_tokens(params)
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from pipeline import dvc_graph, recipes, reproduce, requirements, resources
+from pipeline import dvc_graph, recipes, reproduce, requirements, resources, target_checks
 from pipeline.remote import dvc_remote
 from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
@@ -48,6 +48,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 fetched = (block.files if block else (), f"run: aerie fetch {recipe}")
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
+            target_checks.check_mask_tokens(params, file)
         except ValueError as error:
             yield Finding(name, str(error), False)
             yield requirements.check_disk(None)

@@ -6,9 +6,9 @@ import pytest
 
 from stages.params import schema
 from stages.params.cell_trees import describe_left_out
+from tests.conftest import EAGLE3
 from tests.params.params_edits import problems, set_values
 
-EAGLE3 = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}
 BLOCKS: dict[str, Any] = {
     "dflash": {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 8, "anchors": 8},
     "dspark": {
