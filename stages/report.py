@@ -18,7 +18,16 @@ from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.reporting import answer_files, benchmark_table, costs, methods, page, timing_noise, verdict
+from stages.reporting import (
+    answer_files,
+    benchmark_table,
+    costs,
+    methods,
+    older_engines,
+    page,
+    timing_noise,
+    verdict,
+)
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.families import EAGLE3, DraftFamily
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
@@ -70,8 +79,12 @@ STAGE_REPORTS = {
 
 def main(*arguments: str) -> None:
     if arguments == ("--launch",):
-        lines = costs.format_launch_table(prediction.read_launch())
-        print("\n".join(lines) or f"nothing is predicted; {PAGE_FILE} says why")
+        launch = prediction.read_launch()
+        lines = costs.format_launch_table(launch)
+        print(
+            "\n".join([*lines, *older_engines.describe_older_engines(launch)])
+            or f"nothing is predicted; {PAGE_FILE} says why"
+        )
         found = atomic.read_json(METRICS_FILE, "report")["verdict"] if lines else {}
         if found.get("contradicts_prediction"):
             print(f"{verdict.CONTRADICTED}: {found['text']}")
