@@ -1,4 +1,4 @@
-"""What to launch on an engine that is older than the advised draft needs, and how to get the newer one: `aerie launch`."""
+"""Name the best tree for an engine that is older than the advised draft needs, and how to get the newer: `aerie launch`."""
 
 import shlex
 from collections.abc import Iterable

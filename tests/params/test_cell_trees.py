@@ -1,4 +1,4 @@
-"""Trees of checkpoints of several families: one is left out where it can't run, a checkpoint without any is refused."""
+"""Trees that a draft or an engine can't run: one is left out for a checkpoint, a checkpoint without any is refused."""
 
 from typing import Any
 
