@@ -1,4 +1,4 @@
-"""A block segment's mask token is compared with the target's tokenizer before any stage runs, where the target is here."""
+"""Before any stage runs: mask tokens against the tokenizer of a target that is here already, and trees that are left out."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from pipeline import commands, doctor
+from pipeline import commands, doctor, dvc_graph
 from stages import prepare_target
 from stages.target import manifest
 from tests.conftest import EAGLE3, ROOT, edit_params
@@ -46,6 +46,23 @@ def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> 
     edit_params(home, {"target": {"model": "builtin/weather-tiny"}})
     (manifest.TARGET_FOLDER / "tokenizer.json").write_text("{")  # broken: prepare_target makes it anew
     commands._check_params()
+
+
+def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stale, run and doctor: the user need not open a cell to learn why it has no number."""
+    edit_params(home, {
+        "train_draft": {"checkpoints": EAGLE3 | {"block": BLOCK}},
+        "benchmark": {"checkpoints": ["e009", "block"], "trees": ["t7_1_8", "t8_2_16"]},
+    })  # fmt: skip
+    told = "left out of benchmark: t8_2_16 with block: it is deeper than the 7 drafts of a block"
+    monkeypatch.setattr(dvc_graph, "explain_stale", dict)
+    assert list(commands.list_stale()) == [told, commands.NOTHING_STALE]
+    assert told in [each.found for each in doctor.check_all()]
+    monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"report": ["new"]})
+    monkeypatch.setattr(dvc_graph, "list_stages", lambda: {"report": []})
+    lines = commands.run_graph()
+    assert [next(lines), next(lines)] == [told, "stale: report (new)"]
+    lines.close()  # before the first stage
 
 
 def test_a_mask_token_is_no_reason_to_start_a_process_where_none_is_named(
