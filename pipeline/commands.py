@@ -69,11 +69,14 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         yield from _read_results()
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
+    from stages.params.cell_trees import describe_left_out
 
     params = _check_params()
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
+        if reasons:
+            yield from describe_left_out(params.list_left_out_trees())
         yield from _describe_stale(reasons, stages)
         if reasons:
             with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
@@ -149,11 +152,13 @@ def _advise_block_drafts(chains: Sequence[str], has_own_target: bool) -> list[st
 
 def _check_params() -> "Params":
     """Check and return the whole params.yaml. Raises ValueError naming every wrong key, before any stage starts."""
+    from pipeline import target_checks
     from stages.params import checks, schema  # 0.2 s
 
     digest = freshness.digest_paths(CHECKED_PATHS)
     params = schema.load_params()
     checks.check_params(params)
+    target_checks.check_mask_tokens(params)
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 
@@ -180,9 +185,10 @@ def list_stale() -> Iterator[str]:
         SystemExit: with 1, after the last line, if any stage is stale.
     """
     from pipeline import dvc_graph, versions
+    from stages.params.cell_trees import describe_left_out
 
     if not _is_known_fresh():
-        _check_params()
+        yield from describe_left_out(_check_params().list_left_out_trees())
     reasons = dvc_graph.explain_stale()
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})

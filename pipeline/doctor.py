@@ -8,10 +8,11 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from pipeline import dvc_graph, recipes, reproduce, requirements, resources
+from pipeline import dvc_graph, recipes, reproduce, requirements, resources, target_checks
 from pipeline.remote import dvc_remote
 from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
+from stages.params.cell_trees import describe_left_out
 from stages.params.schema import load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 
@@ -47,11 +48,13 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 fetched = (block.files if block else (), f"run: aerie fetch {recipe}")
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
+            target_checks.check_mask_tokens(params, file)
         except ValueError as error:
             yield Finding(name, str(error), False)
             yield requirements.check_disk(None)
         else:
             yield Finding(name, f"valid, target {params.target.model}", True)
+            yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
             yield from check_files(params, *fetched)
             yield from _check_estimate(path, file)
     yield from _check_dvc()

@@ -95,6 +95,8 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     (pipeline/freshness.py). DVC does not look at what another process works on: then every stage asked about may be stale.
     Raises ValueError as `list_stages`.
     """
+    # Which of them the run-cache would restore is not told. Its key is a hash over the content of all inputs: unknown below a
+    # stale stage until that has run, and of the others DVC finds it only by hashing every changed input anew, as a run does.
     if names is None and freshness.read_fresh_stages() is not None:
         return {}
     try:

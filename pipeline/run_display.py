@@ -1,5 +1,6 @@
 """A run as a person sees it: a line for each stage that has ended, notes and warnings at once, the rest in logs/STAGE.log."""
 
+import re
 import sys
 import time
 from collections import Counter, deque
@@ -13,6 +14,7 @@ from pipeline.stage_summaries import summarise_stage
 
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed
+PROGRESS_INTERVAL_S = 30.0  # between lines on how far a stage is, where there is no terminal
 REFRESH_PER_S = 1  # of the bar; it must cost a timed stage nothing
 
 
@@ -29,7 +31,7 @@ class RunDisplay:
         self._log: TextIO | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._has_failed = self._concluded = False
-        self._since = 0.0
+        self._since = self._told = 0.0
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -58,6 +60,8 @@ class RunDisplay:
         if found := PROGRESS_PATTERN.search(line):
             if self._bar:
                 self._bar.update(self._bar.task_ids[0], description=f"{self._stage} {found['percent']}%")
+            else:
+                self._print_progress(line[: found.start()], found)
             if found["percent"] != "100":
                 return
         self._tail.append(line)
@@ -74,6 +78,13 @@ class RunDisplay:
             self._has_failed = True
         elif NOTICE.match(line):
             self._print(f"{self._stage}: {line}")
+
+    def _print_progress(self, what: str, found: re.Match[str]) -> None:
+        """Print how far the stage is, once in PROGRESS_INTERVAL_S: without a terminal there is no bar to look at."""
+        now = time.monotonic()
+        if found["percent"] != "100" and now - max(self._since, self._told) >= PROGRESS_INTERVAL_S:
+            self._told = now
+            self._print(f"{self._stage}: {what.strip(' :')} {found['percent']}%, {found['counts']}")
 
     def finish(self, status: int) -> None:
         """End the last stage; it is the one that failed if DVC failed, or was killed, and did not name others."""
@@ -103,7 +114,9 @@ class RunDisplay:
 
     def _print_outcome(self, how: str) -> None:
         """Print the line of a stage that went well, with what it made."""
-        self._print(f"{self._stage:<{self._width}} {how:>12}   {summarise_stage(str(self._stage))}".rstrip())
+        begin = f"{self._stage:<{self._width}} {how:>12}   "
+        summary = summarise_stage(str(self._stage)).replace("\n", "\n" + " " * len(begin))
+        self._print(f"{begin}{summary}".rstrip())
 
     def _open_log(self, stage: str) -> None:
         try:

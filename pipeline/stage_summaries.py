@@ -128,6 +128,7 @@ class ServedPoint(BaseModel):
 
 class ServedCell(BaseModel):
     status: str
+    reason: str | None = None
     points: list[ServedPoint]
     baseline_points: list[ServedPoint] = []
 
@@ -139,7 +140,7 @@ class RunMetrics(BaseModel):
 
 
 def summarise_stage(name: str) -> str:
-    """Return what the stage of dvc.yaml made last, in a few words; "" where nothing can be said."""
+    """Return what the stage of dvc.yaml made last, in a few words, a line for each of several drafts; "" for nothing to say."""
     stage, _, item = name.partition("@")
     try:
         return SUMMARIES[stage](item) if stage in SUMMARIES else ""
@@ -199,15 +200,18 @@ def _init_draft(item: str) -> str:
 
 
 def _check_overfit(item: str) -> str:
+    """Return a line for each draft, with its name where there are several."""
     report = _read(OverfitReport, RESULTS / f"train/{item}.overfit.json")
+    drafts = {item: report, **report.block_drafts}
+    told = {name: _summarise_row(draft) for name, draft in drafts.items()}
+    return "\n".join(f"{name}: {text}" for name, text in told.items()) if report.block_drafts else told[item]
+
+
+def _summarise_row(report: RowReport) -> str:
     reached = f"tau {report.tau:.2f} of {report.perfect_tau:.2f} on one row after {report.steps} steps"
     if report.min_tau == 1:
         return f"{reached}; nothing required, so it may have learnt nothing (check_overfit.min_tau is 1.0)"
-    told = [f"{reached}, at least {report.required_tau:.2f} required"]
-    blocks = report.block_drafts.items()
-    return "; ".join(
-        [*told, *(f"{name} {x.tau:.2f} of {x.perfect_tau:.2f}, {x.required_tau:.2f}" for name, x in blocks)]
-    )
+    return f"{reached}, at least {report.required_tau:.2f} required"
 
 
 def _train_draft(item: str) -> str:
@@ -242,7 +246,7 @@ def _benchmark(item: str) -> str:
 def _summarise_served(path: Path) -> str:
     cell = _read(ServedCell, path)
     if not cell.points and not cell.baseline_points:
-        return cell.status
+        return f"{cell.status}: {cell.reason}" if cell.reason else cell.status
     if not cell.points:
         return f"plain decoding only, {len(cell.baseline_points)} load{'s' if len(cell.baseline_points) != 1 else ''}"
     loads = f"{len(cell.points)} load{'s' if len(cell.points) != 1 else ''}"

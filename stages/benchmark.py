@@ -11,6 +11,8 @@ speculative decoding, alternating (results/served_records.py has the cell). With
 prompts and of the slots; the first process writes the cell.
 
 With `benchmark.mode: eagle` or `baseline` only one of the two decodings runs, in loads too, and the cell has no speedup.
+
+A tree that the draft can't grow, deeper than a block draft's block, gives a cell of status "unsupported", and nothing is loaded.
 """
 
 import itertools
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -38,7 +41,7 @@ from stages.results import load_points, metrics, served_records, stopping, torch
 from stages.results.draft_sampling import name_draft_sampling
 from stages.results.served_records import LoadPoint, LoadsMeasurement
 from stages.results.stopping import RepeatRule
-from stages.results.torch_records import PromptRow, StoppingRecord, TorchMeasurement
+from stages.results.torch_records import PromptRow, StageCost, StoppingRecord, TorchMeasurement
 from stages.runtime import distributed
 from stages.serving import engine_load, latency
 from stages.target import chat_template, manifest
@@ -63,6 +66,9 @@ class TorchAnswer:
 def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
     params = schema.load_params()
     processes = params.benchmark.processes
+    if reason := cell_context.explain_unsupported(checkpoint_name, TreeShape.parse(tree_name)):
+        _write_unsupported(params, workload_name, checkpoint_name, tree_name, reason)
+        return
     cell_context.check_gpus(params)
     try:
         launched = distributed.launch_ranks("benchmark", [workload_name, checkpoint_name, tree_name], processes)
@@ -101,12 +107,48 @@ def _run_cell(
     measured, summary = _measure_prompt_by_prompt(work) if one_by_one else _measure_in_loads(work)
     if not ranks.first:
         return
-    cell = {
+    took = StageCost(round(time.perf_counter() - started, 2), meter.names(), meter.joules())
+    names = workload_name, checkpoint_name, tree_name
+    cell = _build_cell(params, *names, measured, took, work.samples_drafts)
+    path = torch_records.write_torch_cell(cell) if one_by_one else served_records.write_served_cell(cell)
+    print(f"{tree_name} at {checkpoint_name}: {summary} -> {path}")
+
+
+def _write_unsupported(
+    params: schema.Params, workload_name: str, checkpoint_name: str, tree_name: str, reason: str
+) -> None:
+    """Write a cell that says why the draft can't grow the tree. It has the form of loads, of which there are none."""
+    measured = LoadsMeasurement(
+        status=served_records.UNSUPPORTED,
+        reason=reason,
+        fingerprint={},
+        server=served_records.ServerDescription(command=[], info={}),
+        memory=served_records.ServerMemory(**dict.fromkeys(served_records.ServerMemory.list_keys())),
+        points=[],
+        baseline_points=[],
+    )
+    names = workload_name, checkpoint_name, tree_name
+    cell = _build_cell(params, *names, measured, StageCost(0.0, [], None), samples_drafts=False)
+    path = served_records.write_served_cell(cell)
+    print(f"{tree_name} at {checkpoint_name}: {served_records.UNSUPPORTED}: {reason} -> {path}")
+
+
+def _build_cell(
+    params: schema.Params,
+    workload_name: str,
+    checkpoint_name: str,
+    tree_name: str,
+    measured: TorchMeasurement | LoadsMeasurement,
+    took: StageCost,
+    samples_drafts: bool,
+) -> dict[str, Any]:
+    workload = get_named(params.benchmark.workloads, workload_name, "benchmark.workloads")
+    return {
         "workload": workload_name,
         "checkpoint": checkpoint_name,
         "tree": tree_name,
-        **asdict(tree),
-        "draft_sampling": name_draft_sampling(work.samples_drafts),
+        **asdict(TreeShape.parse(tree_name)),
+        "draft_sampling": name_draft_sampling(samples_drafts),
         "engine": served_records.TORCH_ENGINE,
         "definitions": torch_records.DEFINITIONS,
         "temperature": workload.temperature,
@@ -115,13 +157,9 @@ def _run_cell(
         **measured.model_dump(),
         "hardware": _describe_hardware(params),
         "versions": torch_records.list_versions("torch", "transformers"),
-        "seconds": round(time.perf_counter() - started, 2),
         "seed": workload.seed,
-        "gpus": meter.names(),
-        "joules": meter.joules(),
+        **asdict(took),
     }
-    path = torch_records.write_torch_cell(cell) if one_by_one else served_records.write_served_cell(cell)
-    print(f"{tree_name} at {checkpoint_name}: {summary} -> {path}")
 
 
 def _describe_hardware(params: schema.Params) -> torch_records.Hardware:

@@ -9,7 +9,7 @@ engine can't run gives a cell of status "unsupported"; a server that would measu
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from stages.params import schema
@@ -17,7 +17,7 @@ from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
 from stages.results.draft_sampling import name_draft_sampling
 from stages.results.stopping import RepeatRule
-from stages.results.torch_records import StoppingRecord
+from stages.results.torch_records import StageCost, StoppingRecord
 from stages.served_cell import measured_loads, server_setup
 from stages.served_cell import requests as served_requests
 from stages.served_cell.measured_loads import OpenedServer
@@ -32,15 +32,6 @@ from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import Load, MeasuredServer
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """Time, GPUs and energy of a stage; the field names are keys of its cell."""
-
-    seconds: float
-    gpus: list[str]
-    joules: float | None
 
 
 def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> None:

@@ -99,6 +99,10 @@ def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
     run = _build_run(params, target_manifest, name)
     embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
     row, perfect_tau = _choose_row(params, target_manifest, run, name, head)
+    print(
+        f"{name}: learns row {row.id}, on which perfect guesses reach {perfect_tau:.2f} tokens per verify cycle",
+        flush=True,
+    )
     losses = _train_on_row(params, run, row, embedding, head, name)
     trainer_tau = run.compute_trainer_tau(row, embedding, head)
     del embedding, head  # the target may need their memory

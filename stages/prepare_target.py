@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
+from stages.draft import named_mask_tokens
 from stages.params import checks, schema
 from stages.runtime import atomic
 from stages.target import chat_template, config_facts, feature_layers, head_check, loading, manifest
@@ -52,7 +53,8 @@ def main() -> None:
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         own_layers = feature_layers.default_eagle3_feature_layers(target.num_layers)
         checks.check_feature_layers(p, target.feature_layers, own_layers)  # not first after hours of extraction
-        _check_chat_template(p, target, folder)
+        tokenizer = _load_checked_tokenizer(p, target, folder)
+        named_mask_tokens.check_named_mask_tokens(p, tokenizer, target)
         _check_tables(p, target, folder)
         manifest.write_manifest(folder, target)
     print(
@@ -182,8 +184,11 @@ def describe_target(
     )
 
 
-def _check_chat_template(p: schema.Params, target: TargetManifest, folder: Path) -> None:
-    """Raise ValueError for a target without a tokenizer or chat template that work: sampling would fail on it, much later."""
+def _load_checked_tokenizer(p: schema.Params, target: TargetManifest, folder: Path) -> Any:
+    """Return the target's tokenizer.
+
+    Raises ValueError for one without a chat template that works, or none at all: sampling would fail on it, much later.
+    """
     source, key = manifest.resolve_weights_folder(target, folder), f"params.yaml: target.model {target.model}"
     if not any(path for name in TOKENIZER_FILES for path in source.glob(name)):
         raise ValueError(
@@ -200,6 +205,7 @@ def _check_chat_template(p: schema.Params, target: TargetManifest, folder: Path)
         chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
     except jinja2.TemplateError as error:
         raise ValueError(f"{key}: its chat template can't render a question ({error}); {advice}") from None
+    return tokenizer
 
 
 def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> None:

@@ -10,6 +10,7 @@ are imported where they are used, since `--launch` must answer at once.
 import hashlib
 import json
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 from stages.params import schema
@@ -17,7 +18,16 @@ from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.reporting import answer_files, benchmark_table, costs, methods, page, timing_noise, verdict
+from stages.reporting import (
+    answer_files,
+    benchmark_table,
+    costs,
+    methods,
+    older_engines,
+    page,
+    timing_noise,
+    verdict,
+)
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.families import EAGLE3, DraftFamily
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
@@ -27,6 +37,7 @@ from stages.results import (
     method_records,
     prediction,
     replay_records,
+    served_records,
     served_table,
     timing_grid,
     torch_records,
@@ -68,8 +79,12 @@ STAGE_REPORTS = {
 
 def main(*arguments: str) -> None:
     if arguments == ("--launch",):
-        lines = costs.format_launch_table(prediction.read_launch())
-        print("\n".join(lines) or f"nothing is predicted; {PAGE_FILE} says why")
+        launch = prediction.read_launch()
+        lines = costs.format_launch_table(launch)
+        print(
+            "\n".join([*lines, *older_engines.describe_older_engines(launch)])
+            or f"nothing is predicted; {PAGE_FILE} says why"
+        )
         found = atomic.read_json(METRICS_FILE, "report")["verdict"] if lines else {}
         if found.get("contradicts_prediction"):
             print(f"{verdict.CONTRADICTED}: {found['text']}")
@@ -112,9 +127,13 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     """Return everything that the report shows; `replayed` has each checkpoint's trees at every temperature."""
     cells, loads = read_cells(p), _list_torch_workloads(p, alone=False)
     served = p.benchmark_served
+    left_out = [
+        served_records.read_served_cell(*names, TORCH_ENGINE) for names in _list_torch_cells(p, unsupported=True)
+    ]
     served_cells = [
         *served_table.read_served_cells(served.workloads, served.checkpoints, served.trees),
         *served_table.read_torch_loads(loads, p.benchmark.checkpoints, p.benchmark.trees),
+        *left_out,
     ]
     trained = {
         name: training_records.read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()
@@ -191,12 +210,13 @@ def _list_families(p: schema.Params, imported: dict[str, training_records.Import
 
 def read_cells(p: schema.Params) -> list[TorchCell]:
     """Return the torch engine's cells that params.yaml lists. Raises ValueError naming a broken one and the stage to run."""
-    return [
-        torch_records.read_torch_cell(workload, checkpoint, tree)
-        for workload in _list_torch_workloads(p, alone=True)
-        for checkpoint in p.benchmark.checkpoints
-        for tree in p.benchmark.trees
-    ]
+    return [torch_records.read_torch_cell(*names) for names in _list_torch_cells(p, unsupported=False)]
+
+
+def _list_torch_cells(p: schema.Params, unsupported: bool) -> list[tuple[str, str, str]]:
+    """Return workload, checkpoint and tree of cells that are decoded prompt by prompt, or of those that the draft can't grow."""
+    cells = product(_list_torch_workloads(p, alone=True), p.benchmark.checkpoints, p.benchmark.trees)
+    return [names for names in cells if served_records.is_unsupported_torch_cell(*names) == unsupported]
 
 
 def read_methods(p: schema.Params) -> list[MethodCell]:

@@ -19,6 +19,10 @@ from stages.telemetry import fork_server
 
 ROOT = Path(__file__).parent.parent
 
+EAGLE3 = {
+    "e003": {"from": "e000", "epochs": 3},
+    "e009": {"from": "e003", "epochs": 6},
+}  # train_draft.checkpoints of params.yaml
 EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["workloads"]["eval"]
 
 # Products this small gain nothing by a second thread, and where two tests run at once they lose a hundred times as much:

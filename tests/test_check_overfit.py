@@ -1,6 +1,7 @@
 """check_overfit: the row is decoded as in a benchmark, so that a mismatch of trainer and engine fails the gate."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import chdir
@@ -287,8 +288,15 @@ def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
     passed = Path("results/overfit_pass.json").read_bytes()
     assert set(json.loads(passed)) == {"passed", "row", "draft"}
     told = stage_summaries.summarise_stage("check_overfit@e000")
-    assert "at least 3." in told and f"; dflash {blocks['dflash']['tau']:.2f} of" in told and "; dspark " in told
-    capsys.readouterr()
+    drafts = [line.partition(": ") for line in told.splitlines()]  # Bug: one line with the drafts' numbers in a row
+    assert [name for name, _, _ in drafts] == ["e000", "dflash", "dspark", "dflash2"]
+    assert all(
+        re.fullmatch(r"tau .* of .* on one row after \d+ steps, at least \d\.\d\d required", text)
+        for *_, text in drafts
+    )
+    assert drafts[1][2].startswith(f"tau {blocks['dflash']['tau']:.2f} of 4.00 on one row")
+    said = capsys.readouterr().out
+    assert all(f"{name}: learns row " in said for name, _, _ in drafts)
     edit_params(
         with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"epochs": 9}}}}
     )

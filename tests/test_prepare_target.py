@@ -1,5 +1,6 @@
 """prepare_target: the template that takes the place of a target's own, and the tables that later stages read by name."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import (
 from stages import prepare_target
 from stages.target import chat_template, manifest
 from stages.toy import text_targets
-from tests.conftest import ROOT, edit_params
+from tests.conftest import EAGLE3, ROOT, edit_params
 from tests.target.multimodal_targets import KINDS, save
 
 SAID = [
@@ -255,6 +256,30 @@ def test_the_tables_of_every_kind_of_target_agree(
     said = capsys.readouterr()
     assert "not compared" not in said.out and "note" not in said.out
     assert "UNEXPECTED" not in said.err + said.out
+
+
+def test_a_mask_token_of_a_block_segment_is_refused_where_texts_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: check_overfit refused it, after sampling and extraction."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "data", tmp_path / "data")
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    block = {
+        "from": "e000",
+        "epochs": 1,
+        "method": "dflash",
+        "layers": 1,
+        "block_size": 8,
+        "anchors": 8,
+        "mask_token_id": 5,
+    }
+    edit_params(tmp_path, {"train_draft": {"checkpoints": EAGLE3 | {"block": block}}})
+    with pytest.raises(
+        ValueError, match=r"^params\.yaml: train_draft\.checkpoints\.block: mask_token_id is 5, the token"
+    ):
+        prepare_target.main()
+    assert not Path("artifacts/target").exists()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 import polars as pl
 import torch
 
+from stages.draft import block_checkpoint, checkpoint
 from stages.draft.loading import load_draft
 from stages.engine import memory_estimate, sampling
 from stages.engine.decode import Engine
@@ -15,9 +16,10 @@ from stages.engine.sampling import SamplingParams
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.tree_shape import TreeShape
-from stages.runtime import distributed
+from stages.runtime import atomic, distributed
 from stages.target import chat_template, loading, manifest, vision
 from stages.target.vision import ImagePatches
+from stages.trees.block_expansion import check_block_tree
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,25 @@ def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: p
     return chat_template.load_tokenizer(
         manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
     )
+
+
+def explain_unsupported(checkpoint_name: str, tree: TreeShape) -> str | None:
+    """Return why the checkpoint's draft can't grow the tree, by its config.json alone; None if it can, or is no block draft.
+
+    None too where config.json is missing or broken, which loading the draft names.
+    """
+    folder = checkpoint.locate_checkpoint(checkpoint_name)
+    if not block_checkpoint.is_block_draft(folder):
+        return None
+    try:
+        config = block_checkpoint.parse_block_config(atomic.read_json(folder / "draft" / "config.json", "train_draft"))
+    except ValueError:
+        return None
+    try:
+        check_block_tree(tree, config.vocab_size, config.num_drafts, config.selector_top_k)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def estimate_memory(work: TorchCellContext) -> MemoryEstimate:

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+from stages.params.cell_trees import describe_left_out
 from stages.params.draft_sections import BlockSegment
 from stages.params.gpus import may_have_gpu
 from stages.params.schema import UNWATCHED, Params, load_params
@@ -121,6 +122,8 @@ def main() -> None:
     cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
     cells += len(params.benchmark_methods.with_draft) + len(params.benchmark_methods.without_draft)
+    for line in describe_left_out(params.list_left_out_trees()):
+        print(line)
     print(
         f"{PARAMS_FILE} is valid: target {params.target.model}, {len(params.train_draft.checkpoints)} checkpoints, {cells} cells"
     )

@@ -19,6 +19,7 @@ from stages.params.section import (
     Text,
 )
 from stages.params.spelling import suggest_name
+from stages.params.tree_shape import TreeShape
 
 DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
 
@@ -141,6 +142,19 @@ class BlockSegment(Segment):
         return BLOCK_METHODS[self.method].count_drafts(self.block_size)
 
     @property
+    def most_topk(self) -> int | None:
+        """The most that a tree's topk may be; None: any."""
+        return None
+
+    def explain_ungrown(self, tree: TreeShape) -> str | None:
+        """Return why the draft can't grow a tree; None if it can."""
+        if tree.num_steps > self.num_drafts:
+            return f"it is deeper than the {self.num_drafts} drafts of a block"
+        if self.most_topk is not None and tree.topk > self.most_topk:
+            return f"its topk is above the {self.most_topk} candidates of the draft's selector (selector_top_k)"
+        return None
+
+    @property
     def sizes(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
 
@@ -160,6 +174,10 @@ class Dflash2Segment(BlockSegment):
     conv_group_size: Count  # channels that share a dynamic kernel
     selector_rank: Count
     selector_top_k: Count  # candidates of a slot, and the most that a tree's topk may be
+
+    @property
+    def most_topk(self) -> int | None:
+        return self.selector_top_k
 
     @property
     def sizes(self) -> dict[str, Any]:

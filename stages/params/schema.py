@@ -5,7 +5,6 @@ drops keys that are not strings, so a misspelt section would otherwise vanish fr
 its `deps`: DVC tracks the values, and the code holds no defaults.
 """
 
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.block_draft_methods import list_titles
+from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import BlockSegment, CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
@@ -214,20 +214,12 @@ class Params(Section):
             )
 
     def _check_block_trees(self) -> None:
-        """Raise ValueError for a tree that is named and deeper than a trained block, for too few shallow ones to time, and for
-        sampled drafts of another family.
+        """Raise ValueError for cells that no tree or checkpoint is left of, for too few shallow trees to time, and for sampled
+        drafts of another family.
         """
-        trained, timed = self.train_draft.checkpoints, self.time_trees
+        trained, timed, torch = self.train_draft.checkpoints, self.time_trees, self.benchmark
         blocks = {name: segment.num_drafts for name, segment in trained.items() if isinstance(segment, BlockSegment)}
-        served, torch = self.benchmark_served, self.benchmark
-        cells = [("benchmark", *pair) for pair in product(torch.checkpoints, torch.trees) if torch.torch_workloads]
-        cells += [("benchmark_served", *pair) for pair in product(served.checkpoints, served.trees) if served.workloads]
-        for key, name, tree in cells:
-            if name in blocks and TreeShape.parse(tree).num_steps > blocks[name]:
-                raise ValueError(
-                    f"{key}.trees: {tree} is deeper than the {blocks[name]} drafts of a block of {name}, expected num_steps of "
-                    f"at most {blocks[name]}; lower it, or raise train_draft.checkpoints.{name}.block_size"
-                )
+        check_cell_trees(torch, self.benchmark_served, trained)
         for name in torch.checkpoints if torch.samples_drafts else []:
             if name in trained and name not in blocks:
                 raise ValueError(
@@ -278,6 +270,10 @@ class Params(Section):
                         f"{key}.depth is {row.depth}, expected at most {deepest}, {what}: deeper guesses are not measured; "
                         "lower it"
                     )
+
+    def list_left_out_trees(self) -> list[LeftOutTree]:
+        """Return the trees of benchmark and benchmark_served that are left out for a checkpoint that they don't run with."""
+        return list(list_left_out_trees(self.benchmark, self.benchmark_served, self.train_draft.checkpoints))
 
     def get_method_row(self, name: str) -> MethodRow:
         """Return a row of the methods table. Raises ValueError with the names that exist."""

@@ -138,6 +138,8 @@ def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, CellRecord |
     if cells.engine == "torch":
         names = workload, str(checkpoint), str(tree)
         file = torch_records.locate_torch_cell(*names)
+        if served_records.is_unsupported_torch_cell(*names):
+            return file.stem, served_records.read_served_cell(*names, served_records.TORCH_ENGINE), None
         return file.stem, torch_records.read_torch_cell(*names) if file.exists() else None, None
     file = served_records.locate_served_cell(workload, checkpoint, tree)
     baseline_file = served_records.locate_served_cell(workload, None, None)

@@ -80,6 +80,9 @@ class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
 
     flags: list[str]  # none if speculation is not worth enabling
     min_version: str | None = None  # of the engine, that knows the draft; None: any
+    runner_up: "LaunchAdvice | None" = (
+        None  # the best that any version runs; None without min_version, or where there is none
+    )
 
 
 class SpeculationLimit(Record):
@@ -212,12 +215,23 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
         for load in dict.fromkeys(row.load for row in mine):
             runnable = [(row, how) for row in mine if row.load == load and (how := describe_launch(engine, row))]
             if runnable:
-                best, how = max(runnable, key=lambda pair: pair[0].preference)
-                enable = best.is_faster
-                how = how if enable else EngineLaunch([])
-                advice = {"engine": engine, "timed_on": timed_on, "enable": enable, **vars(how)}
-                found.append(LaunchAdvice.model_validate(best.model_dump() | advice))
+                advice = _choose_launch(engine, timed_on, runnable)
+                of_any = [pair for pair in runnable if pair[1].min_version is None]
+                if advice.min_version and of_any:
+                    advice = advice.model_copy(update={"runner_up": _choose_launch(engine, timed_on, of_any)})
+                found.append(advice)
     return found
+
+
+def _choose_launch(
+    engine: str, timed_on: str, runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]
+) -> LaunchAdvice:
+    """Return the preferred tree of one load; without flags where its speedup is not surely above 1."""
+    best, how = max(runnable, key=lambda pair: pair[0].preference)
+    enable = best.is_faster
+    how = how if enable else EngineLaunch([])
+    advice = {"engine": engine, "timed_on": timed_on, "enable": enable, **vars(how)}
+    return LaunchAdvice.model_validate(best.model_dump() | advice)
 
 
 def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:

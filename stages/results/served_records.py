@@ -145,6 +145,19 @@ def name_served_stage(workload: str, checkpoint: str | None, tree: str | None, e
     return f"benchmark_served@{workload}-{checkpoint}-{tree}" if checkpoint else f"benchmark_served_baseline@{workload}"
 
 
+def is_unsupported_torch_cell(workload: str, checkpoint: str, tree: str) -> bool:
+    """Return whether the torch engine's cell says that the draft can't grow the tree, of a workload in loads or prompt by prompt.
+
+    False where the cell is missing or broken, which reading it names.
+    """
+    names = workload, checkpoint, tree
+    try:
+        found = atomic.read_json(torch_records.locate_torch_cell(*names), torch_records.name_torch_stage(*names))
+    except atomic.Broken:
+        return False
+    return bool(found.get("status") == UNSUPPORTED)
+
+
 def write_served_cell(cell: Mapping[str, Any]) -> Path:
     """Write a cell, which must be a ServedCell, and return its path."""
     ServedCell.check(cell)

@@ -6,6 +6,7 @@ not by what lies in the folder: cells that were removed from params.yaml stay on
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -52,6 +53,15 @@ class Cell(Record):
             held = "-".join(cell[key] or "baseline" for key in names)
             raise atomic.Broken(f"{place} holds the cell {held}", atomic.rerun(stage))
         return cell
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Time, GPUs and energy of a stage; the field names are keys of its cell."""
+
+    seconds: float
+    gpus: list[str]
+    joules: float | None
 
 
 class TreeCell(Cell):

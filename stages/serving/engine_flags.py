@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params.block_draft_methods import ALGORITHMS, DFLASH2, DSPARK, BlockDraftMethod, find_block_method
+from stages.params.block_draft_methods import ALGORITHMS, DFLASH2, DSPARK, find_block_method
+from stages.params.served_trees import explain_unserved_tree
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
@@ -130,33 +131,15 @@ def samples_drafts(
     return "--speculative-use-rejection-sampling" in flags
 
 
-def _explain_unsupported_block(num_steps: int, topk: int, block_size: int, method: BlockDraftMethod) -> str | None:
-    """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
-    num_drafts = method.count_drafts(block_size)
-    if topk > 1:
-        return f"engines verify chains only of {method.title} drafts, this tree has topk {topk}: the torch engine alone runs it"
-    if num_steps != num_drafts:
-        return (
-            f"a block of this {method.title} draft has {num_drafts} drafts and this chain {num_steps}: told another width, an "
-            f"engine runs another block than was trained and replayed; take t{num_drafts}_1_{num_drafts + 1}"
-        )
-    return None
-
-
 def explain_unsupported(
     engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]
 ) -> str | None:
     """Return why an engine can't run a tree with a draft of that config.json; None if it can."""
-    if method := find_block_method(draft):
-        return _explain_unsupported_block(num_steps, topk, draft["block_size"], method)
-    if engine == "vllm" and topk > 1:
-        return f"vLLM drafts chains only, this tree has topk {topk}"
-    if engine == "sglang" and num_draft_tokens < num_steps + 1:
-        return (
-            f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {num_steps + 1}, found "
-            f"{num_draft_tokens}: its scheduler ends at start"
-        )
-    if engine == "sglang" and draft.get("model_type") == "qwen3":
+    method = find_block_method(draft)
+    block = (method, method.count_drafts(draft["block_size"])) if method else None
+    if reason := explain_unserved_tree(engine, num_steps, topk, num_draft_tokens, block):
+        return reason
+    if engine == "sglang" and method is None and draft.get("model_type") == "qwen3":
         return "SGLang's EAGLE-3 draft has no q/k norms, and this one does (init_draft.qk_norm)"
     return None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.stage_summaries import summarise_stage
 from stages import benchmark, prepare_prompts, time_trees
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
@@ -158,8 +159,15 @@ def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
     write_draft("dflash", block_size=3)
     name_checkpoint(project, "dflash")  # whose block_size says 4: a checkpoint written before params.yaml was edited
     prepare_prompts.main("eval")
-    with pytest.raises(ValueError, match="t3_1_4: num_steps is 3, expected at most 2, the drafts of a block"):
-        benchmark.main("eval", "block", "t3_1_4")
+    benchmark.main("eval", "block", "t3_1_4")
+    cell = served_records.read_served_cell("eval", "block", "t3_1_4", served_records.TORCH_ENGINE)
+    assert (cell.status, cell.points, cell.gpus) == (served_records.UNSUPPORTED, [], [])
+    reason = "t3_1_4: num_steps is 3, expected at most 2, the drafts of a block"
+    assert str(cell.reason).startswith(reason)
+    assert summarise_stage("benchmark@eval-block-t3_1_4").startswith(f"unsupported: {reason}")
+    assert served_records.is_unsupported_torch_cell("eval", "block", "t3_1_4")
+    benchmark.main("eval", "block", "t2_1_3")  # the draft's other trees run
+    assert torch_records.read_torch_cell("eval", "block", "t2_1_3").metrics.tau >= 1
 
 
 @two_methods
@@ -210,18 +218,20 @@ def test_a_block_draft_of_another_target(project: Path) -> None:
 
 @pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
 @two_methods
-def test_trees_deeper_than_a_trained_block_are_refused_before_anything_runs(
+def test_trees_deeper_than_every_trained_block_are_refused_before_anything_runs(
     project: Path, section: str, method: str
 ) -> None:
     """A block of 4 rows drafts 3 tokens by dflash, 4 by dspark."""
     name_checkpoint(project, method)
-    changes: dict[str, Any] = {"checkpoints": ["block"], "trees": ["t3_1_4", "t4_1_5"]}
+    deeper = "t4_1_5" if method == "dflash" else "t5_1_6"
+    fitting = "t3_1_4" if method == "dflash" else "t4_1_5"
+    changes: dict[str, Any] = {"checkpoints": ["block"], "trees": [fitting, deeper]}
     edit_params(project, {section: changes | ({"workloads": ["eval"]} if section == "benchmark_served" else {})})
-    if method == "dspark":
-        assert schema.load_params().train_draft.checkpoints["block"].other_method == "dspark"
-        return
+    takes = f"{fitting} alone" if section == "benchmark_served" else f"num_steps of at most {fitting[1]}"
     message = (
-        f"{section}.trees: t4_1_5 is deeper than the 3 drafts of a block of block, expected num_steps of at most 3"
+        rf"{section}\.trees: {deeper} can't run with any of {section}\.checkpoints, which take block {takes}; take"
     )
     with pytest.raises(ValueError, match=message):
         schema.load_params()
+    edit_params(project, {section: {"trees": [fitting]}})
+    assert schema.load_params().train_draft.checkpoints["block"].other_method == method

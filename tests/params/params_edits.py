@@ -30,13 +30,19 @@ def edited(*changes: tuple[str, str]) -> None:
 
 def set_value(place: tuple[str, ...], value: Any) -> None:
     """Set one key of params.yaml, or delete it where the value is `...`."""
+    set_values({place: value})
+
+
+def set_values(edits: dict[tuple[str, ...], Any]) -> None:
+    """Set keys of params.yaml, or delete those whose value is `...`."""
     whole = copy.deepcopy(READ)
-    section = whole
-    for part in place[:-1]:
-        section = section[part]
-    section[place[-1]] = value
-    if value is ...:
-        del section[place[-1]]
+    for place, value in edits.items():
+        section = whole
+        for part in place[:-1]:
+            section = section[part]
+        section[place[-1]] = value
+        if value is ...:
+            del section[place[-1]]
     Path("params.yaml").write_text(json.dumps(whole, sort_keys=True))  # JSON is YAML, and written in no time
 
 

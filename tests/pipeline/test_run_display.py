@@ -80,6 +80,34 @@ def test_the_log_has_all_that_the_stage_printed_and_of_a_bar_the_last_line() -> 
     assert not locate_log("train_draft@e003").exists()  # it printed nothing; the log of the run that made it stays
 
 
+def test_without_a_terminal_a_long_stage_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: check_overfit of five drafts printed nothing for as long as it took."""
+    now = [0.0]
+    monkeypatch.setattr(run_display.time, "monotonic", lambda: now[0])
+    with RunDisplay(STAGES) as display:
+        reader = DvcOutput(STAGES, display.begin, display.show)
+        reader("Running stage 'fix_data':")
+        for second in range(100):
+            now[0] = float(second)
+            reader(f"dflash: overfit row a.0:  {second}%|####5     | {second}/100 [00:10<00:12,  1.02step/s]")
+        reader("dflash: overfit row a.0: 100%|##########| 100/100 [00:20<00:00,  1.02step/s]")
+        display.finish(0)
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        f"fix_data: dflash: overfit row a.0 {at}%, {at}/100 [00:10<00:12,  1.02step/s]" for at in (30, 60, 90)
+    ]
+
+
+def test_a_summary_of_several_lines_is_indented(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_display, "summarise_stage", lambda _: "e000: one\ndflash: two")
+    show("Stage 'report' is cached - skipping run, checking out outputs")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("restored   e000: one") and second == " " * first.index("e000") + "dflash: two"
+
+
 FAILED = """\
 Running stage 'fix_data':
 > python -m stages.fix_data

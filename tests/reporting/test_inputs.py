@@ -81,6 +81,18 @@ def test_a_torch_cell_of_another_kind_is_named_with_what_to_run(made_up: schema.
         report.main()
 
 
+def test_a_tree_that_a_draft_can_not_grow_is_named_with_the_reason(made_up: schema.Params) -> None:
+    """Its cell of the torch engine has the form of loads, and no number."""
+    reason = "t8_1_9: num_steps is 8, expected at most 7, the drafts of a block"
+    served_records.write_served_cell(served_cell("eval", "e003", "t8_1_9", engine="torch", reason=reason))
+    report.main()
+    b = made_up.benchmark
+    assert len(_lines(BenchmarkRow.TABLE)) == len(b.workloads) * len(b.checkpoints) * len(b.trees) - 1
+    for made in (report.TABLE_FILE, report.PAGE_FILE):
+        assert f"unsupported: {reason}" in made.read_text()
+    assert not [each for each in Path(made_up.report.output_dir).iterdir() if "eval-e003-t8_1_9" in each.name]
+
+
 def test_cells_and_replays_that_params_do_not_list_are_ignored(made_up: schema.Params) -> None:
     stale = torch_records.read_torch_cell("eval", "e009", "t8_2_16").model_dump() | {
         "tree": "t9_2_16",

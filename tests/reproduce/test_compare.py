@@ -264,6 +264,15 @@ def test_what_an_engine_can_not_run_says_so() -> None:
     )
 
 
+def test_a_tree_that_the_draft_can_not_grow_says_so() -> None:
+    """A cell of the torch engine without a number has the form of loads."""
+    cannot = {"status": served_records.UNSUPPORTED, "reason": "deeper than a block", "points": []}
+    served_cell("mt_bench", "theirs", "t6_10_60", 1.0, engine="torch", **cannot)
+    sides, _ = sides_of("angelslim-qwen3-8b")
+    tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
+    assert tau.verdict == "not comparable" and tau.obstacles[-1] == "unsupported: deeper than a block"
+
+
 def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     torch_cell("mt_bench")
     name = "angelslim-qwen3-8b"

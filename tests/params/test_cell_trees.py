@@ -1,0 +1,119 @@
+"""Trees that a draft or an engine can't run: one is left out for a checkpoint, a checkpoint without any is refused."""
+
+from typing import Any
+
+import pytest
+
+from stages.params import schema
+from stages.params.cell_trees import describe_left_out
+from tests.conftest import EAGLE3
+from tests.params.params_edits import problems, set_values
+
+BLOCKS: dict[str, Any] = {
+    "dflash": {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 8, "anchors": 8},
+    "dspark": {
+        "from": "e000", "epochs": 1, "method": "dspark", "layers": 1, "block_size": 5, "anchors": 8, "markov_rank": 4,
+    },
+    "dflash2": {
+        "from": "e000", "epochs": 1, "method": "dflash2", "layers": 1, "block_size": 8, "anchors": 8, "conv_kernel_size": 2,
+        "conv_group_size": 16, "selector_rank": 4, "selector_top_k": 3,
+    },
+}  # fmt: skip
+ALL = ["e009", *BLOCKS]
+
+
+def name_cells(
+    torch: tuple[list[str], list[str]], served: tuple[list[str], list[str]] | None = None, **more: Any
+) -> None:
+    """Name checkpoints and trees of both sections; a section without is left as it is."""
+    edits: dict[tuple[str, ...], Any] = {
+        ("train_draft", "checkpoints"): EAGLE3 | BLOCKS,
+        ("benchmark", "checkpoints"): torch[0],
+        ("benchmark", "trees"): torch[1],
+    }
+    if served:
+        edits |= {
+            ("benchmark_served", "workloads"): ["eval"],
+            ("benchmark_served", "checkpoints"): served[0],
+            ("benchmark_served", "trees"): served[1],
+        }
+    set_values(edits | {("benchmark_served", key): value for key, value in more.items()})
+
+
+def left_out(section: str) -> set[tuple[str, str]]:
+    found = schema.load_params().list_left_out_trees()
+    return {(one.checkpoint, one.tree) for one in found if one.section == section}
+
+
+def test_a_tree_deeper_than_a_block_is_left_out_for_that_draft_alone() -> None:
+    """Bug: one block draft's depth refused EAGLE-3's trees, which share the list."""
+    name_cells((ALL, ["t8_2_16", "t7_1_8", "t5_4_16", "t3_1_4"]))
+    assert left_out("benchmark") == {
+        ("dflash", "t8_2_16"), ("dspark", "t8_2_16"), ("dflash2", "t8_2_16"), ("dspark", "t7_1_8"), ("dflash2", "t5_4_16"),
+    }  # fmt: skip
+    lines = describe_left_out(schema.load_params().list_left_out_trees())
+    assert "left out of benchmark: t8_2_16 with dflash, dflash2: it is deeper than the 7 drafts of a block" in lines
+    assert any(
+        line.startswith("left out of benchmark: t5_4_16 with dflash2: its topk is above the 3") for line in lines
+    )
+
+
+def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> None:
+    """Bug: the message named the first of several drafts."""
+    name_cells((ALL, ["t8_2_16", "t6_1_7"]))
+    (line,) = problems()
+    assert "benchmark.trees has t8_2_16, t6_1_7, of which none runs with dspark; expected one" in line
+    name_cells((ALL, ["t8_2_16"]))
+    (line,) = problems()
+    for takes in (
+        "dflash num_steps of at most 7,", "dspark num_steps of at most 5,",
+        "dflash2 num_steps of at most 7 and topk of at most 3;",
+    ):  # fmt: skip
+        assert takes in line
+    assert "e009 " not in line
+
+
+def test_a_tree_of_no_block_draft_is_refused() -> None:
+    name_cells(([*BLOCKS], ["t8_2_16", "t3_1_4"]))
+    (line,) = problems()
+    assert "benchmark.trees: t8_2_16 can't run with any of benchmark.checkpoints, which take dflash num_steps" in line
+
+
+def test_a_served_tree_that_no_engine_runs_with_a_block_draft_is_told_before_the_run() -> None:
+    """Bug: the cell's own log said it, after a run that started a server for its baseline."""
+    fine: tuple[list[str], list[str]] = (["e009"], ["t3_1_4"])
+    name_cells(fine, (["e009", "dflash", "dspark"], ["t7_1_8", "t5_1_6", "t3_2_6"]))
+    assert left_out("benchmark_served") == {
+        ("dflash", "t5_1_6"), ("dflash", "t3_2_6"), ("dspark", "t7_1_8"), ("dspark", "t3_2_6"),
+    }  # fmt: skip
+    assert left_out("benchmark") == set()
+    name_cells(fine, (["dflash"], ["t3_2_6", "t3_1_4"]))
+    (line,) = problems()
+    assert "benchmark_served.trees has t3_2_6, t3_1_4, of which none runs with dflash; expected" in line
+    assert "which take dflash t7_1_8 alone; add one, or take the checkpoint out" in line
+    name_cells(fine, (["dflash"], ["t3_2_6"]), workloads=[])  # nothing is served
+    assert left_out("benchmark_served") == set()
+
+
+def test_a_served_tree_of_eagle3_that_an_engine_lacks_is_left_out() -> None:
+    """Published tables have such rows, so a list may name them beside others."""
+    name_cells((["e009"], ["t3_1_4"]), (["e009"], ["t8_2_8", "t8_2_16"]))
+    assert left_out("benchmark_served") == {("e009", "t8_2_8")}
+    name_cells((["e009"], ["t3_1_4"]), (["e009"], ["t8_2_16"]), engine="vllm")
+    (line,) = problems()
+    assert "of which none runs with e009; expected one for each" in line and "take e009 chains;" in line
+
+
+@pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
+def test_an_imported_draft_is_judged_when_it_is_read(section: str) -> None:
+    """Its block's width is in its files, which a run fetches."""
+    theirs = {"theirs": {"model": "someone/draft", "revision": None, "rope_theta": None}}
+    set_values(
+        {
+            ("import_draft", "checkpoints"): theirs,
+            (section, "checkpoints"): ["theirs"],
+            (section, "trees"): ["t9_1_10"],
+            ("benchmark_served", "workloads"): ["eval"],
+        }
+    )
+    assert left_out(section) == set()

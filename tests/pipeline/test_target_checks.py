@@ -1,0 +1,73 @@
+"""Before any stage runs: mask tokens against the tokenizer of a target that is here already, and trees that are left out."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from pipeline import commands, doctor, dvc_graph
+from stages import prepare_target
+from stages.target import manifest
+from tests.conftest import EAGLE3, ROOT, edit_params
+
+BLOCK = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 8, "anchors": 8}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with params.yaml, raw data and the embedded target, as a run leaves them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copytree(ROOT / "data/raw", tmp_path / "data/raw")
+    shutil.copytree(ROOT / "data/targets/weather-tiny", manifest.TARGET_FOLDER)
+    config = AutoConfig.from_pretrained(manifest.TARGET_FOLDER)
+    made = prepare_target.describe_target("builtin/weather-tiny", None, config, manifest.TARGET_FOLDER, None)
+    manifest.write_manifest(manifest.TARGET_FOLDER, made)
+    return tmp_path
+
+
+def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> None:
+    """Bug: check_overfit found it, after sampling and extraction, where prepare_target's output was there already."""
+    size = manifest.read_manifest().vocab_size
+    segments = {"used": BLOCK | {"mask_token_id": 5}, "beyond": BLOCK | {"mask_token_id": size}, "auto": BLOCK}
+    edit_params(home, {"train_draft": {"checkpoints": EAGLE3 | segments}})
+    with pytest.raises(
+        ValueError, match=r"^params\.yaml: train_draft\.checkpoints\.used: mask_token_id is 5, the"
+    ) as error:
+        commands._check_params()
+    assert f"params.yaml: train_draft.checkpoints.beyond: mask_token_id is {size}, outside of" in str(error.value)
+    assert "expected one of the" in str(error.value) and "checkpoints.auto" not in str(error.value)
+    (found,) = [each for each in doctor.check_all() if each.subject == "params.yaml"]
+    assert found.ok is False and found.found == str(error.value)
+    edit_params(home, {"target": {"model": "someone/other"}})  # of another target, which is not here yet
+    commands._check_params()
+    edit_params(home, {"target": {"model": "builtin/weather-tiny"}})
+    (manifest.TARGET_FOLDER / "tokenizer.json").write_text("{")  # broken: prepare_target makes it anew
+    commands._check_params()
+
+
+def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stale, run and doctor: the user need not open a cell to learn why it has no number."""
+    edit_params(home, {
+        "train_draft": {"checkpoints": EAGLE3 | {"block": BLOCK}},
+        "benchmark": {"checkpoints": ["e009", "block"], "trees": ["t7_1_8", "t8_2_16"]},
+    })  # fmt: skip
+    told = "left out of benchmark: t8_2_16 with block: it is deeper than the 7 drafts of a block"
+    monkeypatch.setattr(dvc_graph, "explain_stale", dict)
+    assert list(commands.list_stale()) == [told, commands.NOTHING_STALE]
+    assert told in [each.found for each in doctor.check_all()]
+    monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"report": ["new"]})
+    monkeypatch.setattr(dvc_graph, "list_stages", lambda: {"report": []})
+    lines = commands.run_graph()
+    assert [next(lines), next(lines)] == [told, "stale: report (new)"]
+    lines.close()  # before the first stage
+
+
+def test_a_mask_token_is_no_reason_to_start_a_process_where_none_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_params(home, {"train_draft": {"checkpoints": EAGLE3 | {"auto": BLOCK}}})
+    monkeypatch.setattr("pipeline.target_checks.subprocess.run", lambda *_, **__: pytest.fail("a process was started"))
+    commands._check_params()

@@ -1,0 +1,88 @@
+"""`aerie launch` where the advised draft needs a newer engine than is installed: the best that runs, and how to get the newer."""
+
+from pathlib import Path
+
+import pytest
+
+from stages import report
+from stages.reporting.older_engines import describe_older_engines
+from stages.results import prediction
+from stages.results.prediction import EngineLaunch, LaunchAdvice, PredictedSpeedup
+from tests.results.test_prediction import guess
+
+NEWEST = "t7_1_8"  # of the draft that only the newer engine knows
+
+
+def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
+    if engine == "vllm":
+        return None
+    return EngineLaunch(["--tree", row.shape.name], "0.5.23" if row.shape.name == NEWEST else None)
+
+
+def choose(*others: PredictedSpeedup) -> list[LaunchAdvice]:
+    return prediction.choose_launches([guess(NEWEST, 2.1, 1.9, checkpoint="new"), *others], describe_launch)
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the lists of serving-env/, and no engine on the PATH."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Path("serving-env").mkdir()
+    Path("serving-env/sglang-0.5.23.txt").touch()
+    return tmp_path
+
+
+def install(version: str, folder: str = "sglang") -> None:
+    """Make an environment look as `make serving-env` leaves it."""
+    place = Path("serving-env") / folder
+    (place / "bin").mkdir(parents=True)
+    (place / f"lib/python3.12/site-packages/sglang-{version}.dist-info").mkdir(parents=True)
+    (place / "bin/sglang").touch()
+    (place / "bin/sglang").chmod(0o755)
+
+
+def test_the_runner_up_is_told_with_its_flags_and_the_way_to_the_newer_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bug: only the best was told, which the installed engine does not start."""
+    launch = choose(guess("t5_4_16", 1.6, 1.5), guess("t3_1_4", 1.4, 1.3))
+    assert [row.runner_up and row.runner_up.shape.name for row in launch] == ["t5_4_16"]
+    prediction.write_launch(launch, [])
+    Path("results/metrics.json").write_text('{"verdict": {}}')
+    report.main("--launch")
+    told = capsys.readouterr().out.splitlines()
+    first, flags, newer = told[-3:]
+    assert first.startswith(
+        "sglang before 0.5.23 does not know the draft new; the best that it runs at concurrency 1: 5_4_16 of"
+    )
+    assert first.endswith("of e009, predicted 1.60x (1.50-1.70)") and flags == "    --tree t5_4_16"
+    assert newer.startswith(
+        "to get sglang 0.5.23: make serving-env ENGINE=sglang-0.5.23, and benchmark_served.server.command: "
+    )
+    assert newer.endswith("[serving-env/sglang-0.5.23/bin/sglang, serve]")
+
+
+def test_what_is_installed_decides_whether_anything_is_told() -> None:
+    launch = choose(guess("t5_4_16", 1.6, 1.5))
+    install("0.5.17")
+    assert describe_older_engines(launch)[0].startswith("sglang 0.5.17, installed here, does not know the draft new;")
+    install("0.5.23", "sglang-0.5.23")
+    assert describe_older_engines(launch)[-1].startswith(
+        "sglang 0.5.23 is in serving-env/sglang-0.5.23: benchmark_served"
+    )
+    Path("serving-env/sglang/lib/python3.12/site-packages/sglang-0.5.17.dist-info").rename(
+        "serving-env/sglang/lib/python3.12/site-packages/sglang-0.5.24.dist-info"
+    )
+    assert describe_older_engines(launch) == []
+
+
+def test_a_runner_up_that_is_not_faster_and_none_at_all() -> None:
+    slow, alone = choose(guess("t5_4_16", 0.9, 0.8)), choose()
+    told = describe_older_engines(slow)
+    assert told[0].endswith("5_4_16 of e009, predicted 0.90x (0.80-1.00): leave speculation off") and len(told) == 2
+    assert describe_older_engines(alone)[0].endswith("at concurrency 1: no other draft is predicted")
+    Path("serving-env/sglang-0.5.23.txt").unlink()
+    assert describe_older_engines(alone)[-1] == "to launch the first, get sglang 0.5.23 or later"
+    any_version = prediction.choose_launches([guess("t5_4_16", 1.6, 1.5)], describe_launch)
+    assert describe_older_engines(any_version) == [] and any_version[0].runner_up is None
