@@ -97,19 +97,25 @@ def _run_child(args: argparse.Namespace) -> dict:
     for number, packs in enumerate(loader.load_steps(plan, 0)):
         loss = run.train_step(packs)[0, 0].item()  # waits for the device
         note(f"step {number}, {sum(len(pack.ids) for pack in packs)} tokens")
-    metrics = sys.modules.get("torch._dynamo.utils")
-    graphs = metrics.get_compilation_metrics() if metrics else []
-    found = [[g.co_name, g.compile_id, round((g.duration_us or 0) / 1e6, 2), bool(g.is_forward)] for g in graphs]
     return {
         "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
         "torch": torch.__version__,
         "flex_dynamic": args.flex_dynamic,
         "seconds": seconds,
         "loss": round(loss, 4),
+        **_describe_graphs(),
+    }
+
+
+def _describe_graphs() -> dict:
+    """Return what this process has compiled: how many graphs, how many of them again, and each with its seconds."""
+    metrics = sys.modules.get("torch._dynamo.utils")
+    graphs = metrics.get_compilation_metrics() if metrics else []
+    return {
         "graphs": len(graphs),
         "recompiled": sum(not str(g.compile_id).split("_")[0].endswith("/0") for g in graphs),
         "compile_s": metrics.calculate_time_spent().get("total_wall_time") if metrics else 0.0,
-        "each": found,
+        "each": [[g.co_name, g.compile_id, round((g.duration_us or 0) / 1e6, 2), bool(g.is_forward)] for g in graphs],
     }
 
 

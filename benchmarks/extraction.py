@@ -61,36 +61,42 @@ def main() -> None:
         dtype = format.DTYPES[name]
         size = shard_plan.StoredRowSize(len(LAYERS), H, dtype)
         folder = disk / f"aerie-extraction-{name}"
-        seconds = []
         for tokens in (4 * args.batch_tokens * world, args.tokens):  # the first warms up
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
             table = rows(tokens, args.real)
             work = shard_plan.plan_split("train", table, size, args.shard_mib << 20, folder)
-            if world > 1:
-                torch.distributed.barrier()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            extraction.extract_shards(work[rank::world], source, show=False)
-            torch.cuda.synchronize()
-            if world > 1:
-                torch.distributed.barrier()
-            seconds.append(time.perf_counter() - started)
+            seconds = time_extraction(work, source, rank, world)
         if rank:
             continue
         count = shard_plan.count_tokens(table)
         written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-        rate = count / seconds[-1]
+        rate = count / seconds
         found = {
             "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "folder": str(disk), "dtype": name,
             "compile": args.compile, "packed": packed, "real": args.real, "tokens": count, "shards": len(work),
-            "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds[-1], 2),
+            "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds, 2),
             "bytes_per_token": round(written / count, 2), "formula": size.token_bytes,
         }  # fmt: skip
         if not args.real and alone:
             found |= {"mfu": mfu(rate / world), "forward_alone_tokens_per_s": round(alone), "its_mfu": mfu(alone)}
         print(json.dumps(found), flush=True)
+
+
+def time_extraction(
+    work: list[shard_plan.ShardTask], source: sources.HiddenStatesSource, rank: int, world: int
+) -> float:
+    """Return the seconds in which all ranks write their shards."""
+    if world > 1:
+        torch.distributed.barrier()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    extraction.extract_shards(work[rank::world], source, show=False)
+    torch.cuda.synchronize()
+    if world > 1:
+        torch.distributed.barrier()
+    return time.perf_counter() - started
 
 
 def mfu(rate: float) -> float:

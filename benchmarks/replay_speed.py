@@ -81,19 +81,30 @@ def main() -> None:
     print(f"intervals of all: {time.perf_counter() - started:.2f} s")
 
     if o.device == "cuda":
-        flop, moved = floor(draft, nodes, float(rows[3].float().mean()))
-        limit = max(flop / PEAK[o.dtype], moved / BYTES)
-        print(
-            f"floor: {flop / 1e12:.1f} TFLOP, {moved / 1e9:.0f} GB: {limit:.2f} s; all took {seconds / limit:.1f} times that"
-        )
-    of_one = [t for t in trees if t.topk == min(4, topk)]
-    deepest = [t for t in of_one if t.num_steps == steps]
-    few = deepest[:: max(1, len(deepest) // 10)][:10]
-    times = [min(timed(draft, run, some)[0] for _ in range(2)) for some in (few, of_one)]
-    print(
-        f"cost of topk {of_one[0].topk}: {len(few)} structures {times[0]:.2f} s, {len(of_one)} structures {times[1]:.2f} s"
-    )
+        print_floor(draft, nodes, float(rows[3].float().mean()), o.dtype, seconds)
+    print_cost_of_structures(draft, run, [t for t in trees if t.topk == min(4, topk)])
     check(draft, embedding, rows, trees, found, o.checked, o.tree_scoring)
+
+
+def print_floor(draft: Eagle3Draft, nodes: int, tokens: float, dtype: str, seconds: float) -> None:
+    """Print what the distinct nodes alone would take at the card's peaks, and how many times that `seconds` are."""
+    flop, moved = floor(draft, nodes, tokens)
+    limit = max(flop / PEAK[dtype], moved / BYTES)
+    print(
+        f"floor: {flop / 1e12:.1f} TFLOP, {moved / 1e9:.0f} GB: {limit:.2f} s; all took {seconds / limit:.1f} times that"
+    )
+
+
+def print_cost_of_structures(
+    draft: Eagle3Draft, run: Callable[[Sequence[TreeShape]], ReplayOutput], trees: Sequence[TreeShape]
+) -> None:
+    """Print the seconds of ten of the deepest trees of one topk, and of all of them."""
+    deepest = [t for t in trees if t.num_steps == max(tree.num_steps for tree in trees)]
+    few = deepest[:: max(1, len(deepest) // 10)][:10]
+    times = [min(timed(draft, run, some)[0] for _ in range(2)) for some in (few, trees)]
+    print(
+        f"cost of topk {trees[0].topk}: {len(few)} structures {times[0]:.2f} s, {len(trees)} structures {times[1]:.2f} s"
+    )
 
 
 def grid(steps: int, topks: Sequence[int], tokens: Sequence[int]) -> list[TreeShape]:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving_costs [PROJECT] [--checkpoint e009]
 
-PROJECT has run `benchmark_served` and `serving_costs` on the same workloads and one machine, as
-`benchmarks/big_graph.py --costs` does. For each served cell and concurrency: the speedup of decoding as
-measured, and as predicted from replay's tau and the grid's costs. Then, for each load, whether the served tree that is
-predicted to be the fastest is the fastest, or within 3% of it. Cells of trees outside the grid, or of another machine, are left
-out and named. Asked: predictions within 10%.
+PROJECT has run `benchmark_served` and `serving_costs` on the same workloads and one machine, as `benchmarks/big_graph.py --costs`
+does. For each served cell and concurrency: the speedup of decoding as measured, and as predicted from replay's tau and the
+grid's costs. Then, for each load, whether the served tree that is predicted to be the fastest is the fastest, or within 3% of
+it. Cells that can't be compared are left out and named, each with its reason: outside the grid, not replayed, of another machine.
+Asked: predictions within 10%.
 """
 
 import argparse
@@ -37,8 +37,7 @@ def main(checkpoint: str | None = None) -> None:
     print_comparisons(compared)
     for line in lines:
         if line.row.checkpoint and id(line) not in found:
-            differs = [timing_grid.list_hardware_differences(grid.hardware, line.cell.hardware) for grid in grids]
-            why = next(("; ".join(some) for some in differs if some), "outside the grids, or not replayed")
+            why = cost_measured.explain_left_out(grids, line, replays, p.have_same_shapes)
             print(f"left out: {line.row.tree}, {line.row.workload}, {line.row.concurrency} at once: {why}")
     errors = [abs(math.log(each.predicted.speedup / each.measured.speedup)) for each in compared]
     within = sum(error <= math.log(1.1) for error in errors)

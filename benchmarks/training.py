@@ -92,7 +92,8 @@ def choose_sizes(args: argparse.Namespace, method: str) -> argparse.Namespace:
     return argparse.Namespace(**own | given | {"method": method})
 
 
-def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankContext) -> None:
+def _store_rows(args: argparse.Namespace, scenario: str, group: distributed.RankContext) -> Path:
+    """Return the folder of the scenario's hidden states, which the first rank writes where there is none."""
     kind = f"{scenario}{'-online' if args.online else ''}-{len(args.layer_ids)}"
     folder = Path(tempfile.gettempdir()) / f"aerie-training-{kind}-{args.hidden}-{args.vocab}-{args.tokens}"
     if group.first and not folder.exists():
@@ -103,6 +104,11 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
         half.rename(folder)
     while not folder.exists():
         time.sleep(0.5)
+    return folder
+
+
+def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankContext) -> None:
+    folder = _store_rows(args, scenario, group)
     args.batch_tokens = max(args.batch_tokens, 32768) if scenario == "long" else args.batch_tokens
     started, store, run = time.perf_counter(), HiddenStatesReader(folder), start(args, group)
     assert store.online == args.online

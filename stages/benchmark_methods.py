@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import polars as pl
 import torch
@@ -83,34 +84,15 @@ def main(name: str) -> None:
     answers, ended = stopping.decode_repeats(
         w, partial(_decode_repeat, work, workload_prompts.list_rows(prompts), p.target.device)
     )
-    rows = [answer.row for answer in answers]
-    method, slots = work.method, work.engine.slots.idle[0]
-    measured = metrics.compute_cell_metrics(rows, method.num_steps, method.num_draft_tokens, w.prompts)
+    measured = metrics.compute_cell_metrics(
+        [answer.row for answer in answers], work.method.num_steps, work.method.num_draft_tokens, w.prompts
+    )
     method_records.write_method_cell(
         {
-            "row": name,
-            "method": settings.method,
-            "checkpoint": getattr(settings, "checkpoint", None),
-            "settings": settings.model_dump(exclude={"method", "checkpoint"}),
-            "num_steps": method.num_steps,
-            "workload": workload,
-            "engine": "torch",
-            "definitions": torch_records.DEFINITIONS,
-            "temperature": w.temperature,
-            "top_p": w.top_p,
-            "top_k": w.top_k,
-            "metrics": measured.model_dump(include=set(method_records.METHOD_METRICS)),
-            "histogram": metrics.count_accepted_lengths([answer.accepted for answer in answers], method.num_steps),
-            "repeats": [speeds.model_dump() for speeds in metrics.summarise_repeats(rows, w.prompts)],
-            "prompts": [row.model_dump() for row in rows],
+            **_describe_row(p, name, work.method),
+            **_describe_answers(work, answers, measured),
             "stopping": ended.model_dump(),
-            "memory": {
-                "weights": method.weight_bytes,
-                "state": slots.proposers[method].count_state_bytes(slots),
-            },
-            "parameters": method.num_parameters,
-            "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
-            "model": p.target.model,
+            **_describe_models(p, work),
             "hardware": torch_records.describe_hardware(p.target.device, p.benchmark.num_threads),
             "versions": torch_records.list_versions("torch", "transformers"),
             "seconds": round(time.perf_counter() - started, 2),
@@ -238,6 +220,55 @@ def _decode_prompt(
         baseline_process_s=plain.process_s,
     )
     return MethodAnswer(row, [step.num_accepted for step in cycles])
+
+
+# Keys of the record, method_records.MethodCell
+
+
+def _describe_row(p: schema.Params, name: str, method: DraftingMethod) -> dict[str, Any]:
+    """Return what was measured: the row's settings, and where."""
+    settings = p.get_method_row(name)
+    return {
+        "row": name,
+        "method": settings.method,
+        "checkpoint": getattr(settings, "checkpoint", None),
+        "settings": settings.model_dump(exclude={"method", "checkpoint"}),
+        "num_steps": method.num_steps,
+        "workload": p.benchmark_methods.workload,
+        "engine": "torch",
+        "definitions": torch_records.DEFINITIONS,
+    }
+
+
+def _describe_answers(
+    work: MethodRunContext, answers: list[MethodAnswer], measured: torch_records.CellMetrics
+) -> dict[str, Any]:
+    """Return how the answers were sampled, what they measure, and a row for each."""
+    w, rows = work.workload, [answer.row for answer in answers]
+    accepted = [answer.accepted for answer in answers]
+    return {
+        "temperature": w.temperature,
+        "top_p": w.top_p,
+        "top_k": w.top_k,
+        "metrics": measured.model_dump(include=set(method_records.METHOD_METRICS)),
+        "histogram": metrics.count_accepted_lengths(accepted, work.method.num_steps),
+        "repeats": [speeds.model_dump() for speeds in metrics.summarise_repeats(rows, w.prompts)],
+        "prompts": [row.model_dump() for row in rows],
+    }
+
+
+def _describe_models(p: schema.Params, work: MethodRunContext) -> dict[str, Any]:
+    """Return the sizes of the method and of the target."""
+    method, slots = work.method, work.engine.slots.idle[0]
+    return {
+        "memory": {
+            "weights": method.weight_bytes,
+            "state": slots.proposers[method].count_state_bytes(slots),
+        },
+        "parameters": method.num_parameters,
+        "mixture": any(".experts." in key for key, _ in work.engine.model.named_parameters()),
+        "model": p.target.model,
+    }
 
 
 if __name__ == "__main__":

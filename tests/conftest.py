@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -73,12 +74,13 @@ SMALL = {
 # that wait for small_run. Another order is only slower.
 LONG = [
     "test_train_draft", "test_prefect_workers", "test_browser", "test_serving_costs", "test_flows", "test_reruns",
-    "test_sample_target", "test_benchmark_served", "test_batch_decode", "test_sampling", "test_prepare_prompts",
-    "test_lossless", "test_dvc_graph", "test_run", "test_extract_hiddens", "test_load_generator", "test_benchmark_loads",
+    "test_real_server", "test_benchmark_served", "test_interrupted_runs", "test_batch_decode", "test_sample_target",
+    "test_sampling", "test_prepare_prompts", "test_beside_the_baseline", "test_lossless",
+    "test_dvc_graph", "test_run", "test_extract_hiddens", "test_load_generator", "test_benchmark_loads",
     "test_security", "test_decode", "test_printed_taus", "test_import_draft", "test_dvc_remote", "test_replay",
     "test_in_a_browser", "test_methods", "test_workspaces", "test_costs", "test_values", "test_page", "test_benchmark",
-    "test_recipes", "test_bad_input", "test_pictured_stages", "test_replay_blocks", "test_format", "test_sharing",
-    "test_multimodal_forward", "test_feature_layers", "test_weather_maps", "test_grade",
+    "test_recipes", "test_bad_input", "test_pictured_stages", "test_replay_blocks", "test_format", "test_sandbox", "test_sharing",
+    "test_multimodal_forward", "test_feature_layers", "test_weather_maps", "test_verdicts",
 ]  # fmt: skip
 
 
@@ -173,27 +175,41 @@ def forked_stages(torch_server: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory, torch_server: str) -> Path:
-    """A copy of the project in which the whole graph has run, small. Read it; copy it before you change it.
+def make_for_all(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder `name` that `make` has filled, for all processes of this run; it is made by the first that asks.
 
-    Made by the first process that asks (xdist's have a common folder above their own); the others wait for it.
+    xdist's processes have a common folder above their own; the others wait for the first, and fail as it did.
     """
     base = tmp_path_factory.getbasetemp()
-    project = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "small_run"
-    with project.with_suffix(".lock").open("w") as lock:
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ended = project.with_suffix(".log")
+        ended = folder.with_suffix(".log")
         if not ended.exists():
-            project.mkdir()
-            edit_params(copy_project(project), SMALL)
-            opened = project.with_suffix(".opened")  # which files each stage opens: tests/opened/watch.py
-            opened.mkdir()
-            more = {"AERIE_OPENED": str(opened), "PYTHONPATH": str(ROOT / "tests" / "opened")}
-            done = dvc(project, "repro", **more, **{fork_server.ADDRESS_VARIABLE: torch_server})
-            ended.write_text("" if done.returncode == 0 else f"{done.stdout}\n{done.stderr}")
+            folder.mkdir()
+            try:
+                make(folder)
+            except BaseException:
+                ended.write_text(traceback.format_exc())
+                raise
+            ended.write_text("")
     assert not ended.read_text(), ended.read_text()
-    return project
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory, torch_server: str) -> Path:
+    """A copy of the project in which the whole graph has run, small. Read it; copy it before you change it."""
+
+    def make(project: Path) -> None:
+        edit_params(copy_project(project), SMALL)
+        opened = project.with_suffix(".opened")  # which files each stage opens: tests/opened/watch.py
+        opened.mkdir()
+        more = {"AERIE_OPENED": str(opened), "PYTHONPATH": str(ROOT / "tests" / "opened")}
+        done = dvc(project, "repro", **more, **{fork_server.ADDRESS_VARIABLE: torch_server})
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+    return make_for_all(tmp_path_factory, "small_run", make)
 
 
 @pytest.fixture

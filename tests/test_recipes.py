@@ -31,7 +31,7 @@ from stages.target import generation, loading, packed_forward, vision
 from stages.toy import text_targets
 from tests.conftest import ROOT, SMALL, copy_project, edit_params
 from tests.conftest import dvc as run_dvc
-from tests.test_reruns import Recorder, names, opened
+from tests.recorded_graph import Recorder, names, opened
 
 NAMES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
 BUILTIN = [name for name in NAMES if name.startswith("weather-tiny")]  # the others need a GPU and a download

@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from stages import fix_data, prepare_target, sample_target
 from stages.target import loading
 from tests.conftest import ROOT, copy_project, edit_params
+from tests.sample_target.sampled_project import answers, report, use
 from tests.serving.misbehaving_server import Fake, completion
 from tests.target.multimodal_targets import save
-from tests.test_sample_target import answers, report, use
 
 PAD = "<|image_pad|>"
 ROWS = {"train_rows": 12, "eval_rows": 4, "max_new_tokens": 6, "shard_size": 5, "batch_size": 3}

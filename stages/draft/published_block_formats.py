@@ -101,16 +101,24 @@ def read_published_block_draft(
         **heads,
     )
     _check_width(keys, parsed, notes)
+    config = _build_config(folder, parsed, manifest, tensors)
+    return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
+
+
+def _build_config(
+    folder: Path, parsed: BlockDraftConfig, manifest: TargetManifest, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return our config.json of a draft, whose tensors get one dtype. Raises ValueError for tensors of another model."""
     dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
     with _name_config(folder):
         config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
     if problem := block_checkpoint.find_block_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder} is no {method} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
+            f"{folder} is no {parsed.method} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
             "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft anew, or choose "
             "another"
         )
-    return PublishedDraft(config, tensors, {"method": method, "block_size": block_size}, notes)
+    return config
 
 
 def _refuse_mask_embedding(folder: Path) -> None:

@@ -128,35 +128,61 @@ def compare_simulated_lines(
 ) -> tuple[list[ComparedPrediction], set[int]]:
     """Return served points compared with what a grid of simulated acceptance predicts, and the ids of their lines.
 
-    No such point was fitted. Points of another machine, or outside the grid, are left out.
+    No such point was fitted. Points of another machine, or outside the grid, are left out: `explain_left_out` tells why.
     """
     made: list[ComparedPrediction] = []
     found_lines: set[int] = set()
     speculative = [line for line in lines if line.row.checkpoint]
     for timed in costs:
-        within = prediction.get_grid_bounds(timed)
         for line in speculative:
-            row, shape = line.row, line.cell.shape
-            plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
-            names = ("engine", "workload", "max_new_tokens")
-            if (
-                plain is None
-                or any(row[name] != timed[name] for name in names)
-                or timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware)
-                or not prediction.is_inside_grid(within, shape, plain.batch)
-                or not (row.checkpoint == timed.checkpoint or alike(timed.checkpoint, str(row.checkpoint)))
-            ):
-                continue
-            trees = select_temperature(
-                replays.get(str(row.checkpoint), []), timed.settings["temperature"], timed.draft_sampling
-            )
-            tree = next((tree for tree in trees if tree.shape == shape), None)
-            if tree and (found := measure_served_line(line)):
-                guess = prediction.predict_speedup(tree, timed.fit, plain)
-                labels = row.workload, row.checkpoint, row.tree, row.engine, row.concurrency, row.max_new_tokens
-                made.append(ComparedPrediction(*labels, guess, found))
+            if isinstance(compared := _compare_simulated_line(timed, line, replays, alike), ComparedPrediction):
+                made.append(compared)
                 found_lines.add(id(line))
     return made, found_lines
+
+
+def explain_left_out(
+    costs: Iterable[TimingGrid],
+    line: ServedTableLine,
+    replays: Mapping[str, list[ReplayedTree]],
+    alike: Callable[[str, str], bool],
+) -> str:
+    """Return why `compare_simulated_lines` leaves a line out: of each grid of its load the first condition that it fails."""
+    reasons = [_compare_simulated_line(timed, line, replays, alike) for timed in costs if _is_load_of_grid(line, timed)]
+    return "; ".join(dict.fromkeys(why for why in reasons if isinstance(why, str))) or "no grid of its load"
+
+
+def _is_load_of_grid(line: ServedTableLine, timed: TimingGrid) -> bool:
+    return all(line.row[name] == timed[name] for name in ("engine", "workload", "max_new_tokens"))
+
+
+def _compare_simulated_line(
+    timed: TimingGrid,
+    line: ServedTableLine,
+    replays: Mapping[str, list[ReplayedTree]],
+    alike: Callable[[str, str], bool],
+) -> ComparedPrediction | str:
+    """Return a served point compared with what a grid of simulated acceptance predicts, or why it can't be."""
+    row, shape = line.row, line.cell.shape
+    if not _is_load_of_grid(line, timed):
+        return "another load than the grid's"
+    if differs := timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware):
+        return "; ".join(differs)
+    if row.checkpoint != timed.checkpoint and not alike(timed.checkpoint, str(row.checkpoint)):
+        return f"of other shapes than the grid's draft, {timed.checkpoint}"
+    plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
+    if plain is None or not prediction.is_inside_grid(prediction.get_grid_bounds(timed), shape, plain.batch):
+        return "outside the grid"
+    replayed = replays.get(str(row.checkpoint), [])
+    trees = select_temperature(replayed, timed.settings["temperature"], timed.draft_sampling)
+    tree = next((tree for tree in trees if tree.shape == shape), None)
+    if tree is None:
+        return "not replayed"
+    if (found := measure_served_line(line)) is None:
+        return "no speedup was measured"
+    guess = prediction.predict_speedup(tree, timed.fit, plain)
+    labels = row.workload, row.checkpoint, row.tree, row.engine, row.concurrency, row.max_new_tokens
+    return ComparedPrediction(*labels, guess, found)
 
 
 def compare_served_lines(

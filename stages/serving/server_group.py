@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stages.serving.server import ServerProcess, read_log_tail
+from stages.serving.server import ServerProcess, read_log_tail, start_servers, stop_servers
 
 
 @dataclass
@@ -12,25 +12,11 @@ class ServerGroup:
     servers: list[ServerProcess]
 
     def __enter__(self) -> "ServerGroup":
-        try:
-            for server in self.servers:
-                server.start()
-            for server in self.servers:  # they load the weights side by side
-                server.await_start()
-        except BaseException:
-            self.close()
-            raise
+        start_servers(self.servers)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop all servers, side by side: SGLang 0.5.17 takes seven seconds to end."""
-        for server in self.servers:
-            server.ask_to_end()
-        for server in self.servers:
-            server.close()
+        stop_servers(self.servers)
 
     @property
     def base_urls(self) -> list[str]:

@@ -1,8 +1,4 @@
-"""Drafts are exchanged both ways: engines load what we write, and we read what other trainers write.
-
-`Sglang` and `Vllm` below are the loading rules of SGLang 0.5.17 and vLLM, written out from their llama_eagle3.py, and of
-vLLM's qwen3_eagle3.py: names and shapes that the model has, and what becomes of each tensor of the file.
-"""
+"""We read the drafts that other trainers write, in every spelling, and refuse what we cannot run."""
 
 import json
 import subprocess
@@ -14,222 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from stages.draft import eagle3_checkpoint, published_eagle3_formats, published_files
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
-from stages.runtime import atomic
-from stages.target.manifest import TargetManifest
-
-H, HEADS, KV, E, M, V, D, LAYERS = 8, 4, 2, 4, 20, 30, 5, 36
-SHAPE = {
-    "hidden_size": H, "intermediate_size": M, "num_attention_heads": HEADS, "num_key_value_heads": KV,
-    "head_dim": E, "vocab_size": V, "draft_vocab_size": D, "max_position_embeddings": 640, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-CHOSEN = [3, 4, 11, 12, 29]
-MADE = TargetManifest(
-    model="a/target", revision=None, modality="text", config_digest="", tokenizer_digest="", feature_layers=[2, 18, 33],
-    hidden_size=H, intermediate_size=M, num_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=E,
-    vocab_size=V, rms_norm_eps=1e-6, rope=ROPE, max_position_embeddings=640, tie_word_embeddings=False, eos_token_ids=[7],
-)  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
-    "eagle31": {"fc_norm": True, "norm_output": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "norm_before_residual": {"norm_before_residual": True},
-    "window": {"sliding_window": 64},
-    "qk_norm": {"qk_norm": True},
-    "qk_norm and eagle31": {"qk_norm": True, "fc_norm": True, "norm_output": True},
-}
-every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-EMBEDDING, HEAD = torch.randn(2, V, H, generator=torch.Generator().manual_seed(7))
-
-
-def export(
-    place: Path, options: dict[str, Any], layers: list[int] | None = None, rope: Any = None
-) -> dict[str, Tensor]:
-    """A draft of random weights as we write it, in place/draft; returns its tensors."""
-    config = eagle3_checkpoint.build_eagle3_config(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in eagle3_checkpoint.list_tensor_shapes(config).items()}
-    tensors["d2t"] = torch.tensor([token - place for place, token in enumerate(CHOSEN)])
-    tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
-    eagle3_checkpoint.write_eagle3_draft(place, config, tensors)
-    return tensors
-
-
-# --- what engines make of our export --------------------------------------------------------------------------------
-
-STACKED = (("qkv_proj", "q_proj"), ("qkv_proj", "k_proj"), ("qkv_proj", "v_proj"), ("gate_up_proj", "gate_proj"),
-           ("gate_up_proj", "up_proj"))  # fmt: skip
-
-
-def parameters(config: Any, qk_norm: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's parameters, but the embedding, which it shares with the target."""
-    h, layer = config.hidden_size, "model.layers.0."
-    q, kv = config.head_dim * config.num_attention_heads, config.head_dim * config.num_key_value_heads
-    made = {
-        "model.fc.weight": (h, 3 * h),
-        layer + "self_attn.qkv_proj.weight": (q + 2 * kv, 2 * h),
-        layer + "self_attn.o_proj.weight": (h, q),
-        layer + "mlp.gate_up_proj.weight": (2 * config.intermediate_size, h),
-        layer + "mlp.down_proj.weight": (h, config.intermediate_size),
-        "model.norm.weight": (h,),
-        "lm_head.weight": (config.draft_vocab_size, h),
-    }
-    made |= {f"{layer}{n}.weight": (h,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
-    if getattr(config, "fc_norm", False):
-        made |= {f"model.fc_norm.{i}.weight": (h,) for i in range(3)}
-    eagle = getattr(config, "eagle_config", None) or {}
-    if eagle.get("norm_before_fc", getattr(config, "norm_before_fc", False)):
-        made["model.input_norm.weight"] = (3 * h,)
-    if qk_norm:
-        made |= {f"{layer}self_attn.{n}.weight": (config.head_dim,) for n in ("q_norm", "k_norm")}
-    return made
-
-
-class Engine:
-    """Loads `folder`/draft: what each parameter was given, part by part, and what was left out."""
-
-    qk_norm = False
-
-    def __init__(self, folder: Path):
-        self.config = AutoConfig.from_pretrained(folder / "draft")
-        self.wanted = parameters(self.config, self.qk_norm)
-        self.given: dict[str, dict[str, Tensor]] = {}
-        self.ignored: list[str] = []
-        self.targets = torch.arange(self.config.draft_vocab_size)
-        for name, tensor in load_file(folder / "draft" / "model.safetensors").items():
-            self.load(name, tensor)
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        raise NotImplementedError
-
-    def place(self, name: str) -> tuple[str, str]:
-        """The parameter that a tensor is part of, and which part; "" where it is all of it."""
-        for stacked, part in STACKED:
-            if f".{part}" in name:
-                return name.replace(part, stacked), part
-        return name, ""
-
-    def check(self, tensors: dict[str, Tensor]) -> None:
-        """Every parameter whole, of the right shape, with our numbers in it; the maps as they should be."""
-        assert self.ignored == []
-        assert set(self.given) == set(self.wanted)
-        for name, shape in self.wanted.items():
-            parts = [(stacked, part) for stacked, part in STACKED if stacked in name] or [("", "")]
-            ours = name.removeprefix("model.").replace("layers.0.", "midlayer.")
-            loaded = torch.cat([self.given[name][part] for _, part in parts])
-            written = torch.cat([tensors[ours.replace(stacked, part) if part else ours] for stacked, part in parts])
-            assert len(self.given[name]) == len(parts) and tuple(loaded.shape) == shape, name
-            assert torch.equal(loaded, written), name
-        assert self.targets.tolist() == CHOSEN and self.targets.dtype == torch.int64
-
-
-class Sglang(Engine):
-    """Unknown names are left out without a word, missing ones stay random."""
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        for old, new in (("midlayer", "layers.0"), ("aux_norm_low", "fc_norm.0"), ("aux_norm_mid", "fc_norm.1"),
-                         ("aux_norm_high", "fc_norm.2")):  # fmt: skip
-            name = name.replace(old, new)
-        if "d2t" in name:
-            self.targets = tensor + torch.arange(tensor.shape[0])
-            return
-        if "t2d" in name:
-            return
-        name, part = self.place(name)
-        name = name if name in self.wanted else f"model.{name}"
-        if name in self.wanted:
-            self.given.setdefault(name, {})[part] = tensor
-        else:
-            self.ignored.append(name)
-
-    def captured(self) -> list[int]:
-        """The blocks whose entering residual stream feeds the draft."""
-        ids = (getattr(self.config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
-        return [i + 1 for i in ids] if ids else [2, LAYERS // 2, LAYERS - 3]
-
-
-class Vllm(Engine):
-    """Unknown names raise."""
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        if "t2d" in name:
-            return
-        if "d2t" in name:
-            assert tensor.shape == (self.config.draft_vocab_size,)
-            self.targets = torch.arange(self.config.draft_vocab_size) + tensor
-            return
-        if "lm_head" not in name:
-            name = "model." + name
-        name, part = self.place(name.replace("midlayer.", "layers.0."))
-        if name not in self.wanted:
-            raise KeyError(name)
-        self.given.setdefault(name, {})[part] = tensor
-
-    def captured(self) -> list[int]:
-        ids = getattr(self.config, "eagle_aux_hidden_state_layer_ids", None)
-        return list(ids) if ids else [2, LAYERS // 2, LAYERS - 3]
-
-    def window(self) -> int | None:
-        kinds = getattr(self.config, "layer_types", None)
-        return self.config.sliding_window if kinds and kinds[0] == "sliding_attention" else None
-
-
-class VllmQwen3(Vllm):
-    qk_norm = True
-
-
-@every_option
-def test_engines_load_what_we_write(tmp_path: Path, options: dict[str, Any]) -> None:
-    tensors = export(tmp_path, options)
-    engine = (VllmQwen3 if "qk_norm" in options else Vllm)(tmp_path)
-    engine.check(tensors)
-    for key in eagle3_checkpoint.NORM_OPTIONS:
-        assert bool(getattr(engine.config, key, False)) == (key in options)
-    assert engine.window() == options.get("sliding_window")
-    architecture = engine.config.architectures
-    if "qk_norm" in options:  # SGLang has no such class and stops; as a Llama it would have dropped the norms
-        assert architecture == ["Eagle3Qwen3ForCausalLM"] and engine.config.model_type == "qwen3"
-        as_llama = json.loads((tmp_path / "draft/config.json").read_text()) | {"model_type": "llama"}
-        atomic.write_json(tmp_path / "draft/config.json", as_llama)
-        assert sorted(n.split(".")[-2] for n in Sglang(tmp_path).ignored) == ["k_norm", "q_norm"]
-        return
-    assert architecture == ["LlamaForCausalLMEagle3"] and engine.config.model_type == "llama"
-    Sglang(tmp_path).check(tensors)
-
-
-@pytest.mark.parametrize("layers", [[2, 18, 33], [1, 17, 32], [3, 18, 35]], ids=str)
-def test_engines_capture_the_layers_we_trained_on(tmp_path: Path, layers: list[int]) -> None:
-    export(tmp_path, {}, layers)
-    assert Sglang(tmp_path).captured() == Vllm(tmp_path).captured() == layers
-
-
-def test_the_rules_above_notice_a_lost_and_an_unknown_tensor(tmp_path: Path) -> None:
-    """Otherwise the tests above could pass with anything."""
-    tensors = export(tmp_path, {"fc_norm": True})
-    file = tmp_path / "draft/model.safetensors"
-    file.unlink()
-    save_file({("extra" if n == "fc_norm.1.weight" else n): t for n, t in tensors.items()}, file, {"format": "pt"})
-    assert Sglang(tmp_path).ignored == ["model.extra"]
-    with pytest.raises(AssertionError):
-        Sglang(tmp_path).check(tensors)
-    with pytest.raises(KeyError, match=r"model\.extra"):
-        Vllm(tmp_path)
-
-
-# --- what we make of others' ----------------------------------------------------------------------------------------
+from tests.draft.eagle3_exports import (
+    CHOSEN,
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    LLAMA3,
+    MADE,
+    ROPE,
+    D,
+    H,
+    V,
+    every_option,
+    export,
+)
 
 Spelling = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
 
@@ -512,9 +311,3 @@ def test_an_id_that_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"no/such-folder/draft is no folder here, and Hugging Face gave no such draft"
     ):
         published_files.fetch_draft("no/such-folder/draft", None)
-
-
-def test_the_exported_file_is_one_that_transformers_opens(tmp_path: Path) -> None:
-    export(tmp_path, {})
-    with safe_open(tmp_path / "draft/model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}

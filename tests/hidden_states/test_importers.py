@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stages.hidden_states import format, importers, writer
-from tests.hidden_states.test_format import H, made_up, shards
+from tests.hidden_states.made_up_rows import H, made_up, shards
 
 
 def flip(folder: Path) -> None:

@@ -186,6 +186,30 @@ def compared(cell: Row, **keys: Any) -> tuple[list[cost_measured.ComparedPredict
     return cost_measured.compare_torch_cells({"e009": timed}, [TorchCell.model_construct(**cell | measured)], guesses)
 
 
+def test_a_served_line_that_no_simulated_grid_predicts_says_which_condition_it_fails() -> None:
+    """Bug: benchmarks/serving_costs.py gave one reason, "outside the grids, or not replayed", for both."""
+    cells = [baseline(), *(drafted(tree) for tree in ("t5_1_6", "t8_2_16", "t10_2_32"))]
+    every = {(line.row.tree, line.row.concurrency): line for line in lines(*cells) if line.row.checkpoint}
+    shapes = [TreeShape.parse(tree) for tree in ("t3_1_4", "t8_1_9", "t5_2_8", "t8_2_16")]
+    plain = [{"batch": cap, "step_s": plain_s(cap), "error": 0.005, "samples": 10} for cap in (1, 8)]
+    load = {"engine": "sglang", "workload": "eval", "max_new_tokens": TOKENS, "hardware": cells[0]["hardware"]}
+    settings = {"temperature": 0.0, "simulated_accept_length": 3.0}
+    timed = costs.made_up(points=costs.grid(shapes, (1, 8)), plain=plain, settings=settings, **load)
+    replays = {"e009": [tree for tree in REPLAYS["e009"] if tree.shape.name != "t8_2_16"]}
+
+    def explain(tree: str, at_once: int, alike: bool = True, **keys: Any) -> str:
+        grids = [timed.model_copy(update=keys)]
+        return cost_measured.explain_left_out(grids, every[tree, at_once], replays, lambda *_: alike)
+
+    _, predicted = cost_measured.compare_simulated_lines([timed], every.values(), replays, lambda *_: True)
+    assert predicted == {id(every["t5_1_6", cap]) for cap in (1, 8)}
+    assert explain("t8_2_16", 1) == "not replayed"
+    assert explain("t10_2_32", 1) == explain("t5_1_6", 32) == explain("t8_2_16", 32) == "outside the grid"
+    assert explain("t5_1_6", 1, hardware={"cpu": "another"}).startswith("cpu (another against Made-up CPU)")
+    assert explain("t5_1_6", 1, alike=False) == "of other shapes than the grid's draft, e000"
+    assert explain("t5_1_6", 1, workload="gsm8k") == "no grid of its load"
+
+
 def test_a_torch_cell_is_measured_without_its_prefill() -> None:
     cycle = costs.seconds(TreeShape.parse("t8_2_16"))
     ((row,), why) = compared(torch_cell("t8_2_16", 4.0, cycle))

@@ -1,7 +1,6 @@
 """The load generator against a server that streams at times we set."""
 
 import asyncio
-import gc
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +17,13 @@ import pytest
 from benchmarks import load_overhead
 from stages.runtime import free_port
 from stages.serving import latency, load_generator
-from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
+from stages.serving.load_generator import Arrivals, LoadRequest
+from tests.serving.loads import SCHEDULE, asks, run, sglang
 from tests.serving.misbehaving_server import Fake, Streamed
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
 
-
-@pytest.fixture(autouse=True)
-def few_objects() -> Iterator[None]:
-    """A load collects all garbage when it begins: a second of the objects that pytest and torch hold here."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 ROOT = Path(__file__).parents[2]
-AT_ONCE = Arrivals(math.inf, None, 0)
-
-
-def asks(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
-    known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
-    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
-    return [LoadRequest(id=str(number), **known) for number in range(count)]
-
-
-def run(url: str, wanted: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **how: Any) -> LoadResult:
-    settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
-    return asyncio.run(load_generator.run_load(url, "tiny", wanted, arrivals, **settings))
-
-
-def sglang(fake: Fake) -> Fake:
-    fake.pages |= {
-        "/flush_cache": b"Cache flushed.",
-        "/server_info": {"internal_states": [{"avg_spec_accept_length": 2.5}]},
-    }
-    return fake
-
-
-SCHEDULE = [(0.01, 1), (0.02, 3), (0.03, 1), (0.04, 4)]  # s after the request came, tokens
 
 
 @pytest.mark.parametrize(
@@ -236,112 +203,6 @@ def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
         fake.pages["/flush_cache"] = lambda: time.sleep(1.8) or b""
         found = run(fake.url, asks(1, [1]), request_timeout_s=1.2, engine="sglang")
     assert found.records[0].failure_reason is None
-
-
-def test_sglangs_histogram_becomes_our_counts() -> None:
-    """9 tokens: the prefill's, cycles of 3, 1 and 4, of which a bonus is cut: so the last accepted 4."""
-    said = {
-        "spec_accept_histogram": [1, 0, 1, 0, 1],
-        "spec_verify_ct": 3,
-        "spec_accept_length": 3.0,
-        "num_retractions": 0,
-    }
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta=said))) as fake:
-        found = run(fake.url, asks(2, [1]), engine="sglang")
-        chat = run(fake.url, asks(1), engine="sglang")
-    assert [r.counts for r in found.records] == [(3, 6, True, [1, 0, 1, 0, 1])] * 2
-    assert found.records[0].engine_meta["spec_accept_length"] == 3.0 and found.engine_figures == {
-        "avg_spec_accept_length": 2.5
-    }
-    assert not found.counting_errors and chat.records[0].counts is None  # in chat SGLang 0.5.17 is silent
-
-
-def test_sglangs_details_in_chat_are_read_where_it_says_them() -> None:
-    said = {"spec_tokens_details": {"spec_correct_drafts_histogram": [1, 0, 1, 0, 1], "spec_verify_ct": 3}}
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta=said))) as fake:
-        found = run(fake.url, asks(1), engine="sglang")
-    assert fake.bodies[0]["return_spec_tokens_details"] is True
-    assert found.records[0].counts == (3, 6, True, [1, 0, 1, 0, 1])
-
-
-def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
-        found = run(fake.url, asks(1, [1]), engine="sglang")
-    assert found.records[0].failure_reason is None and found.records[0].counts is None
-    assert len(found.counting_errors) == 1 and found.counting_errors[0].startswith(
-        "0: the engine's figures don't add up"
-    )
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))) as fake:
-        found = run(fake.url, asks(1, [1]), engine="sglang")
-    assert found.records[0].failure_reason == "aborted" and not found.counting_errors  # half an answer needn't add up
-
-
-def counters(drafts: int, accepted: int, reached: list[int]) -> bytes:
-    """What vLLM's /metrics says."""
-    known = {"drafts": drafts, "draft_tokens": 4 * drafts, "accepted_tokens": accepted}
-    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}.0' for name, value in known.items()]
-    for place, times in enumerate(reached):
-        labels = f'engine="0",position="{place}"'
-        lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {times}.0")
-    return "\n".join(lines).encode()
-
-
-def test_vllms_counters_are_those_of_the_load_alone() -> None:
-    """The warm-up's 10 cycles are not of it. The last step's come a moment after its answers, as vLLM's do."""
-    late = iter([counters(14, 14, [6, 4, 2, 2])])
-    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
-
-        def metrics() -> bytes:
-            if len(fake.bodies) == 1:
-                return counters(10, 7, [3, 2, 1, 1])
-            return next(late, counters(16, 20, [8, 6, 4, 2]))
-
-        fake.pages["/metrics"] = metrics
-        found = run(fake.url, asks(2, [1]), warmup=asks(1, [1]), engine="vllm")
-    assert found.counters == (6, 13, False, [1, 1, 1, 2, 1])
-    assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 6}
-    assert fake.bodies[0]["stream_options"]["continuous_usage_stats"] is True
-    assert fake.bodies[0]["return_token_ids"] is True
-
-
-def test_vllms_counters_tell_each_request_that_is_sent_alone() -> None:
-    """9 tokens each, and no reading of the counters in the load's time. The second's last cycle cuts its bonus and a draft."""
-    said = [counters(10, 7, [3, 2, 1, 1]), counters(13, 12, [5, 4, 2, 1]), counters(15, 20, [7, 6, 4, 3])]
-    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
-
-        def metrics() -> bytes:
-            time.sleep(0.3 if len(fake.bodies) == 1 else 0)
-            return said[min(len(fake.bodies), 2)]
-
-        fake.pages["/metrics"] = metrics
-        found = run(fake.url, asks(2, [1]), Arrivals(math.inf, 1, 0), engine="vllm")
-    assert [r.counts for r in found.records] == [(3, 5, True, [1, 0, 1, 1, 0]), (2, 7, True, [0, 0, 0, 0, 2])]
-    assert found.counters is None and not found.counting_errors
-    assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 5}
-    first, second = found.records
-    pause = (fake.arrived[1] - fake.arrived[0]) - (second.sent - first.sent)
-    assert pause > 0.25, "the reading is no time of the load"
-    assert first.ended <= second.sent <= second.events[0][0] <= second.ended
-
-
-def test_vllm_tells_each_request_itself() -> None:
-    """As 0.30 does where the server was started to; a load of several at once, too. One of the steps had no draft."""
-    said = {
-        "num_spec_steps": 3, "num_accepted_draft_tokens": 4, "num_draft_tokens": 15, "num_spec_tokens": 5,
-        "acceptance_histogram": [1, 0, 2, 0, 0, 0], "mean_acceptance_length": 2.333, "per_step_accepted": None,
-    }  # fmt: skip
-    with Fake(lambda *_: Streamed(SCHEDULE, metrics=said)) as fake:
-        fake.pages["/metrics"] = lambda: counters(10 + 3 * len(fake.bodies), 7, [3, 2, 1, 1])
-        found = run(fake.url, asks(3, [1]), warmup=asks(1, [1]), engine="vllm")
-    assert [r.counts for r in found.records] == [(4, 4, True, [2, 0, 2, 0, 0, 0])] * 3
-    assert found.counters is None and not found.counting_errors
-
-
-def test_counters_that_are_read_only_once_are_told() -> None:
-    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
-        fake.pages["/metrics"] = lambda: b"" if fake.bodies else counters(1, 1, [1])
-        found = run(fake.url, asks(1, [1]), engine="vllm")
-    assert found.counters is None and "not both times" in found.counting_errors[0]
 
 
 def test_requests_in_each_dialect() -> None:

@@ -17,7 +17,7 @@ from stages.served_cell import measured_loads, requests, server_setup, simulated
 from stages.serving import engine_versions, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
-from tests.test_benchmark_served import ask, forked_doubles, made, project  # noqa: F401 - fixtures
+from tests.served_cell.served_project import DOUBLE, ask, replayed
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
@@ -29,7 +29,7 @@ LOAD = {
 
 
 @pytest.fixture
-def load(project: Path) -> Path:  # noqa: F811
+def load(project: Path) -> Path:
     edit_params(
         project,
         {
@@ -152,7 +152,7 @@ def test_a_killed_run_goes_on_with_the_servers_that_are_left(
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
-    ask(load, command=[*serving_double(), "vllm", "serve"])
+    ask(load, command=[*DOUBLE, "vllm", "serve"])
     edit_params(
         load,
         {
@@ -170,12 +170,6 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
         "synthetic_acceptance_length": 2.0,
     }  # fmt: skip
     assert last == "--x"
-
-
-def serving_double() -> list[str]:
-    from tests.test_benchmark_served import DOUBLE
-
-    return DOUBLE
 
 
 def test_a_cell_is_never_measured_on_a_server_that_simulates(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +193,7 @@ def test_a_folder_may_be_called_synthetic() -> None:
 def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
     load: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask(load, command=[*serving_double(), "vllm", "serve"])
+    ask(load, command=[*DOUBLE, "vllm", "serve"])
     edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
     monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
     monkeypatch.setattr(measured_loads, "open_servers", None)
@@ -262,13 +256,12 @@ def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.Cap
         assert (
             guess == pytest.approx(tau_of("t5_1_6") / guess_c, rel=0.02, abs=0.006) and c > 0 and speedup > 0
         )  # printed so
-    assert printed.count("left out: t8_2_16, eval, ") == 2 and "outside the grid" in printed
+    told = [line for line in printed.splitlines() if line.startswith("left out: t8_2_16, eval, ")]
+    assert [line.rpartition(": ")[2] for line in told] == ["outside the grid"] * 2
     assert "eval, 1 at once: chosen t5_1_6, the fastest: right" in printed and "of 2; at worst" in printed
 
 
 def tau_of(tree: str) -> float:
-    from tests.test_benchmark_served import replayed
-
     return float(replayed(tree)["tau"])
 
 

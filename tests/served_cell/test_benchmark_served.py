@@ -1,18 +1,13 @@
 """benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (engine_double.py)."""
 
 import base64
-import contextlib
-import dataclasses
 import io
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,117 +16,23 @@ from typing import Any
 import psutil
 import pytest
 from PIL import Image
-from ruamel.yaml import YAML
 
 from stages import benchmark_served, prepare_prompts
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
 from stages.params.benchmark_sections import Workload
-from stages.results import replay_records, served_points, served_records
-from stages.runtime import atomic, free_port
-from stages.served_cell import measured_loads, server_setup
+from stages.results import served_records
+from stages.runtime import atomic
 from stages.served_cell import requests as served_requests
-from stages.serving import engine_flags, engine_versions, gpu_memory, load_generator, measured_server, server
+from stages.served_cell import server_setup
+from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
-from tests.conftest import EVAL, ROOT, edit_params, gone
-from tests.served_cells import records
+from tests.conftest import edit_params, gone
+from tests.served_cell.served_project import DOUBLE, LOAD, ask, replayed
 from tests.serving.engine_double import FORK_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
-DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
-LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
-
-
-@pytest.fixture(scope="module")
-def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
-    project = tmp_path_factory.mktemp("served")
-    for name in (
-        "artifacts",
-        "drafts/e003",
-        "data/prompts",
-        "data/prompt_sets",
-        "results/replay",
-        "stages",
-        "tests/serving",
-        "templates",
-    ):
-        shutil.copytree(small_run / name, project / name)
-    shutil.copytree(ROOT / "tests/serving", project / "tests/serving", dirs_exist_ok=True)
-    for name in ("params.yaml", "tests/conftest.py"):
-        shutil.copy(small_run / name, project / name)
-    return project
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked_doubles(torch_server: str) -> Iterator[None]:
-    """Servers fork, instead of importing torch for their first answer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FORK_VARIABLE, torch_server)
-        yield
-
-
-@pytest.fixture(scope="module")
-def running(made: Path, forked_doubles: None) -> Iterator[str]:
-    """The URL of a server of e003 and t5_1_6 that somebody else started."""
-    port = free_port.find_free_port()
-    line = [
-        *DOUBLE,
-        "serve",
-        "--model-path",
-        "artifacts/target",
-        "--port",
-        str(port),
-        "--speculative-algorithm",
-        "EAGLE3",
-    ]
-    line += ["--speculative-draft-model-path", str(made / "drafts/e003/draft"), "--speculative-num-steps", "5"]
-    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs-decode", "8"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
-        patch.setenv("PYTHONPATH", str(made))
-        with server.ServerProcess("sglang", line, port, made / "log", 60):
-            yield f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture
-def project(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """There, with settings of its own, and no cell."""
-    monkeypatch.chdir(made)
-    monkeypatch.setenv("PYTHONPATH", str(made))
-    shutil.copy(ROOT / "params.yaml", made)
-    shutil.rmtree(made / "results/cells", ignore_errors=True)
-    given = YAML(typ="safe").load((made / "params.yaml").read_text())["benchmark_served"]["server"]
-    edit_params(
-        made,
-        {
-            "target": {"num_threads": 1},
-            "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
-            "replay_trees": {"checkpoints": ["e003"]},
-            "benchmark": {"workloads": {"eval": LOAD}, "checkpoints": ["e003"]},
-            "benchmark_served": {
-                "workloads": ["eval"], "checkpoints": ["e003"], "trees": ["t5_1_6", "t8_2_16"],
-                "server": {**given, "command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
-            },
-        },
-    )  # fmt: skip
-    return made
-
-
-def ask(project: Path, **changes: Any) -> None:
-    """Change keys of benchmark_served.server."""
-    given = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
-    edit_params(project, {"benchmark_served": {"server": {**given, **changes}}})
-
-
-def replayed(tree: str) -> dict[str, Any]:
-    steps, topk, tokens = map(int, tree[1:].split("_"))
-    return next(
-        t
-        for t in replay_records.read_replay("e003")
-        if (t["num_steps"], t["topk"], t["num_draft_tokens"]) == (steps, topk, tokens)
-    )
 
 
 @pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
@@ -206,94 +107,6 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
     ):
         assert first["id"] == second["id"] == row["id"] and first["prompt_tokens"] == len(row["prompt_ids"])
         assert second["prompt_tokens"] > first["prompt_tokens"] + len(row["later"][0].split())
-
-
-@pytest.mark.long
-def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Four servers, one after the other."""
-    edit_params(
-        project,
-        {
-            "benchmark": {"workloads": {"eval": {**LOAD, "max_new_tokens": 10, "repeats": 2}}},
-            "benchmark_served": {"interleave": True},
-        },
-    )
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
-    assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
-    said = capfd.readouterr().out.splitlines()
-    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
-    measured = [line.partition(",")[0] for line in said if " of 2)" in line]
-    assert started == ["baseline", "e003-t5_1_6"], "both stay up"
-    assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_size(
-    together: bool, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that sizes its cache by the free memory that it finds would find what another is about to take."""
-    events: list[str] = []
-    for name in ("start", "await_start"):
-        original = getattr(server.ServerProcess, name)
-        monkeypatch.setattr(
-            server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
-        )
-    monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
-    workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
-    edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    assert events == (["start"] * 2 + ["await_start"] * 2 if together else ["start", "await_start"] * 2)
-    cell = served_records.read_served_cell("eval", "e003", "t5_1_6")
-    assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
-
-
-def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
-    """Bug: two servers of mem_fraction 0.5 asked for a GPU of which all is free, and a driver always uses some MiB."""
-    setup = dataclasses.replace(make_setup(), device="cuda", mem_fraction=0.5, max_total_tokens=100)
-    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    servers = [MeasuredServer("baseline"), MeasuredServer("drafts")]
-    assert plan.can_start_together() and plan.count_servers_at_once() == 2
-    measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
-    with pytest.raises(ValueError, match=r"another process holds 90\.0 GiB"):
-        measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
-
-
-def test_servers_that_load_at_once_are_not_counted_against_each_other() -> None:
-    """Bug: SGLang refuses to start if less than 1 - share of the free memory is left, also where other servers took it."""
-
-    def find_share(**keys: Any) -> str:
-        flags = dataclasses.replace(make_setup(), device="cuda", **keys).build_flags()
-        return flags[flags.index("--mem-fraction-static") + 1]
-
-    # Seven servers of 13.5 GiB on 140: the last of them to look finds 45 GiB.
-    assert 140 * (1 - float(find_share(mem_fraction=0.12, max_total_tokens=50_000))) < 45
-    assert find_share(mem_fraction=0.12, max_total_tokens=None) == "0.12"  # or the first would take all for its cache
-    assert find_share(mem_fraction=0.85, max_total_tokens=50_000) == "0.85"
-
-
-def test_two_servers_that_do_not_fit_are_started_for_each_turn(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    setup = dataclasses.replace(make_setup(), device="cuda")
-    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    assert plan.count_servers_at_once() == 1 and not plan.can_start_together()
-    half = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.5))
-    sized = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.1, max_total_tokens=9))
-    assert half.count_servers_at_once() == 2 and not half.can_start_together()
-    assert sized.count_servers_at_once() == 10 and sized.can_start_together()
-    assert dataclasses.replace(plan, base_urls={"baseline": "http://x"}).count_servers_at_once() == 2
-    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 1)
-    workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
-    edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
-    benchmark_served.main("eval", "e003", "t5_1_6")
-    said = capfd.readouterr().out.splitlines()
-    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
-    assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
-
-
-def make_setup() -> engine_flags.ServerSetup:
-    return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -450,49 +263,3 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
         Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in told["image_data"]
     ]
     assert shown == [(255, 0, 0), (0, 0, 255)]
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
-    together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
-    halves, order = iter([None, 0.2, 0.06, 0.04]), []
-
-    def measure(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
-        order.append((opened.server.config_name, numbers))
-
-    monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
-    opened = contextlib.contextmanager(
-        lambda work, plan, servers: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
-    )
-    monkeypatch.setattr(measured_loads, "open_servers", opened)
-    monkeypatch.setattr(measured_loads, "run_repeats", measure)
-    monkeypatch.setattr(
-        server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + together)
-    )
-    until = {"half_width": 0.05, "most_repeats": 8}
-    work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
-    ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))
-    assert ended and ended.model_dump() == {"repeats": 4, "rule": "half_width", "half_width": 0.04}
-    pairs = [("baseline", "drafts"), ("drafts", "baseline")] * 2
-    assert order == [(name, [number]) for number, pair in enumerate(pairs) for name in pair]
-
-
-def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> None:
-    def server(name: str, *paces: list[float]) -> MeasuredServer:
-        """One load each, whose repeats take so many seconds a token."""
-        made = MeasuredServer(name)
-        for cap, load in enumerate(paces, 1):
-            chance = random.Random(cap)
-            turns = [[SimpleNamespace(records=records(chance, 4, 50, cap, pace, 1))] for pace in load]
-            made.loads[200, cap] = turns  # type: ignore[assignment]
-        return made
-
-    even, uneven = [0.02, 0.02, 0.02], [0.01, 0.02, 0.03]
-    halves = [
-        served_points.measure_widest_half(server("drafts", *loads), server("baseline", *[even] * len(loads)))
-        for loads in ([even], [even, uneven])
-    ]
-    assert halves[0] is not None and halves[1] is not None and halves[0] < 0.1 < halves[1]
-    assert served_points.measure_widest_half(server("drafts", [0.01]), server("baseline", [0.02])) is None

@@ -1,0 +1,86 @@
+"""Raw files of every kind and folders of them, in one process or several: the same rows."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from stages import fix_data
+from stages.data import readers
+from tests.fix_data.raw_rows import outcome, pairs, row, set_lines, write_raw
+
+
+def test_a_folder_of_every_format_gives_the_same_as_one_file(home: Path) -> None:
+    """Four formats in four kinds of files: each is detected by its keys and counted."""
+    folder = Path("data/mixed")
+    folder.mkdir()
+    asked = pairs(160)
+
+    def turns(r: dict[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["answer"]}]
+
+    first, second, third, fourth = (asked[i : i + 40] for i in range(0, 160, 40))
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row(r["prompt"], r["answer"], system=None, id=r["id"])) + "\n" for r in first)
+    (folder / "b.json").write_text(json.dumps([{"messages": turns(r), "prompt_id": r["id"]} for r in second]))
+    pl.DataFrame([{"id": r["id"], "messages": turns(r)} for r in third]).write_parquet(folder / "c.parquet")
+    (folder / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in fourth))
+    set_lines(raw="data/mixed")
+    train, evaluation, report = outcome()
+    assert report["formats"] == {"messages": 40, "prompt_answer": 40, "sharegpt": 40, "ultrachat": 40}
+    kept = {i: m for table in (train, evaluation) for i, m in table.select("id", "messages").iter_rows()}
+    assert kept == {r["id"]: turns(r) for r in asked}
+    assert set(pl.concat([train, evaluation])["source"]) == {"a.jsonl.gz", "b.json", "c.parquet", "d.jsonl"}
+
+
+def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = pairs(300)
+    rows += [{**r, "id": "again"} for r in rows[::40]] + [{"prompt": "?"}] * 5
+    rows += [{**r, "answer": r["answer"][:-9] + "different"} for r in rows[5:300:30]]
+    write_raw(rows)
+    set_lines(near_duplicate_threshold="0.8")
+    outcomes = []
+    for size, processors in ((1 << 22, 2), (20_000, 2), (20_000, 1), (3_000, 1)):
+        monkeypatch.setattr(readers, "CHUNK_BYTES", size)
+        monkeypatch.setattr(fix_data.os, "sched_getaffinity", lambda _, n=processors: set(range(n)))
+        _, _, report = outcome()
+        assert report["dropped_reasons"]["duplicate"] == 8 and report["dropped_reasons"]["unknown_format"] == 5
+        timeless = {k: v for k, v in report.items() if k not in ("seconds", "rows_per_second")}
+        outcomes.append((fix_data.TRAIN_FILE.read_bytes(), fix_data.EVAL_FILE.read_bytes(), timeless))
+    assert all(other == outcomes[0] for other in outcomes[1:])
+    assert not fix_data.WAITING_FOLDER.exists()
+
+
+def test_a_spreadsheet_gives_the_rows_of_the_jsonl_with_the_same_columns(home: Path) -> None:
+    rows = pairs(60)
+    write_raw(rows)
+    set_lines()
+    wanted = outcome()
+    table = pl.DataFrame([{"id": r["id"], "Frage": r["prompt"], "Antwort": r["answer"]} for r in rows])
+    for path, write in (("data/a.csv", table.write_csv), ("data/a.parquet", table.write_parquet)):
+        write(path)
+        set_lines(raw=path, columns='{"prompt":"Frage","answer":"Antwort"}')
+        found = outcome()
+        for one, other in zip(wanted[:2], found[:2], strict=True):
+            assert one.drop("source").equals(other.drop("source"))
+        set_lines(columns="null")
+    assert found[2]["formats"] == {"prompt_answer": 60}
+
+
+def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through datasets.load_dataset, on a folder in place of an id; its images' bytes are refused."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
+    Path("talk").mkdir()
+    Path("talk/train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in pairs(60)))
+    Path("data/talk.hub.yaml").write_text("dataset: talk\nname: null\nsplit: train\nrevision: null\n")
+    set_lines(raw="data/talk.hub.yaml")
+    _, _, report = outcome()
+    assert report["clean"] == 60 and report["formats"] == {"prompt_answer": 60}
+    assert report["hub"]["talk.hub.yaml"] | {"split": "train", "rows": 60} == report["hub"]["talk.hub.yaml"]

@@ -1,0 +1,136 @@
+"""Images of rows: bytes become files, files are named by their content, and some are refused."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from stages import fix_data
+from stages.data import readers
+from tests.data.test_images import png_of
+from tests.fix_data.raw_rows import (
+    RAW,
+    outcome,
+    pairs,
+    set_lines,
+    write_raw,
+)
+
+
+def test_tools_reasoning_and_images_are_kept_with_the_messages(home: Path) -> None:
+    Path("data/raw/sky.png").touch()
+    special = {
+        "id": "special", "tools": [{"name": "f"}], "images": ["sky.png"],
+        "messages": [
+            {"role": "user", "content": "<image>?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": 1}], "reasoning_content": "hm"},
+            {"role": "tool", "content": "rain"},
+            {"role": "assistant", "content": "Rain."},
+        ],
+    }  # fmt: skip
+    write_raw([*pairs(40), special])
+    set_lines()
+    train, evaluation, _ = outcome()
+    (found,) = pl.concat([train, evaluation]).filter(pl.col("id") == "special").to_dicts()
+    assert (
+        found["images"] == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]
+        and found["tools"] == '[{"name": "f"}]'
+    )
+    assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
+    others = pl.concat([train, evaluation]).filter(pl.col("id") != "special")
+    assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4
+
+
+def png(n: int) -> bytes:
+    """Return the magic bytes of a PNG and a distinct tail; it is not decoded."""
+    return b"\x89PNG\r\n\x1a\n" + bytes([n]) * (n + 1)
+
+
+def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As structs in Parquet, as the Hub's datasets have them, and as data URLs; equal images are one file."""
+    monkeypatch.setattr(readers, "CHUNK_ROWS", 16)  # several processes
+    folder = Path("data/seen")
+    folder.mkdir()
+    (folder / "own.png").touch()
+    struct = [
+        {
+            "id": f"p{n}",
+            "prompt": f"<image>Picture {n}?",
+            "answer": "Rain.",
+            "image": {"bytes": png(n // 2), "path": "x.png"},
+        }
+        for n in range(60)
+    ]
+    struct[7]["image"] = {"bytes": b"BM and more", "path": "own.png"}
+    struct[8]["image"] = {"bytes": None, "path": "own.png"}
+    struct[9]["answer"] = " "  # dropped, so its image is no file: row 8, with the same image, has another
+    pl.DataFrame(struct).write_parquet(folder / "a.parquet")
+
+    def url(n: int) -> dict[str, Any]:
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(png(n)).decode()}"},
+        }
+
+    asked = [[url(n), {"type": "text", "text": f"Which {n}?"}, url(100)] for n in range(20, 40)]
+    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": "This."}]} for a in asked]
+    (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    set_lines(raw="data/seen")
+    train, evaluation, report = outcome()
+    assert report["dropped_reasons"] == {"empty_turn": 1, "image_bytes": 1} and report["rows_out"] == 78
+    kept = {
+        (s, r): i for t in (train, evaluation) for s, r, i in t.select("source", "source_row", "images").iter_rows()
+    }
+    own = kept.pop(("a.parquet", 8))
+    assert own == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]  # of an empty file
+    for (source, place), images in kept.items():
+        expected = [png(place // 2)] if source == "a.parquet" else [png(20 + place), png(100)]
+        assert [Path(image).read_bytes() for image in images] == expected
+        assert images == [f"data/fixed/images/{hashlib.sha256(data).hexdigest()}.png" for data in expected]
+    files = {path.as_posix() for path in fix_data.IMAGES_FOLDER.iterdir()}
+    assert files == {image for images in [own, *kept.values()] for image in images}
+    assert report["pictures_written"] == len(files) == 41  # 0 to 39 but for 4, and 100; and the file
+    set_lines(raw=str(RAW))
+    outcome()
+    assert fix_data.IMAGES_FOLDER.is_dir() and not list(fix_data.IMAGES_FOLDER.iterdir())  # the old ones are gone
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path) -> None:
+    """Bug: such an image, of half a megabyte, took 2.6 GB of memory in every later stage."""
+    folder = Path("data/seen")
+    folder.mkdir()
+    (folder / "own.png").write_bytes(png_of(13000, 13000))
+    rows = [
+        {"prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": {"bytes": png_of(9, n + 1), "path": None}}
+        for n in range(30)
+    ]
+    rows[4]["image"] = {"bytes": png_of(8193, 8192), "path": None}
+    rows[5]["image"] = {"bytes": None, "path": "own.png"}
+    pl.DataFrame(rows).write_parquet(folder / "a.parquet")
+    set_lines(raw="data/seen")
+    _, _, report = outcome()
+    assert report["dropped_reasons"] == {"image_too_large": 2} and report["rows_out"] == 28
+    assert report["pictures_written"] == 28
+
+
+def test_another_image_under_the_same_name_changes_the_rows(home: Path) -> None:
+    """Bug: rows held the user's path, so replacing an image on disk reran fix_data only, and later stages were stale."""
+    folder = Path("data/seen")
+    folder.mkdir()
+    rows = [{"id": f"p{n}", "prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": "sky.png"} for n in range(40)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    set_lines(raw="data/seen")
+    found = []
+    for data in (png(1), png(2), b"BM and more"):
+        (folder / "sky.png").write_bytes(data)
+        tables = outcome()[:2]
+        (image,) = {image for table in tables for images in table["images"] for image in images}
+        assert Path(image).read_bytes() == data
+        assert [file.as_posix() for file in fix_data.IMAGES_FOLDER.iterdir()] == [image]
+        found.append(image)
+    assert len(set(found)) == 3

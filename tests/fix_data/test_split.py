@@ -1,0 +1,150 @@
+"""Which rows are for training and which for evaluation, and which are dropped as like another."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from stages import fix_data
+from tests.fix_data.raw_rows import TABLE, outcome, pairs, questions, row, set_lines, set_params, write_raw
+
+
+def test_no_prompt_is_in_both_splits(home: Path) -> None:
+    """The prompts of a conversation are its prefixes up to a question: none may be in both splits."""
+
+    def prompts(table: pl.DataFrame) -> set[str]:
+        return {
+            json.dumps(messages[: place + 1])
+            for messages in table["messages"].to_list()
+            for place, message in enumerate(messages)
+            if message["role"] == "user"
+        }
+
+    # The same questions with other answers and other second turns, which alone would hash differently.
+    rows = questions(200)
+    twins = [
+        row(r["conversations"][1]["value"], TABLE, f"And the next 1 days? ({i})", TABLE) for i, r in enumerate(rows)
+    ]
+    write_raw([item for pair in zip(rows, twins, strict=True) for item in pair])
+    train, evaluation, report = outcome()
+    assert report["rows_out"] == 400 and not prompts(train) & prompts(evaluation)
+
+
+def test_adding_rows_moves_none_to_the_other_split(home: Path) -> None:
+    rows = questions(300)
+    write_raw(rows[100:200])
+    train, evaluation, _ = outcome()
+    write_raw([rows[0], *rows[250:], *reversed(rows[100:200]), *rows[200:250]])
+    later_train, later_evaluation, _ = outcome()
+    assert set(train["id"]) <= set(later_train["id"]) and set(evaluation["id"]) <= set(later_evaluation["id"])
+    assert later_evaluation.height > evaluation.height > 0
+
+
+def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
+    """The hash is repeated here, since changing it would move the rows of every user."""
+    write_raw(questions(100))
+    _, evaluation, _ = outcome()
+    expected = []
+    for n in range(100):
+        opening = f'[["system", "Weather desk."], ["user", "Forecast {n} for Oslo, 1 day."]]'
+        if int(hashlib.sha256(opening.encode()).hexdigest()[:16], 16) / 2**64 < 0.15:
+            expected.append(f"q{n}")
+    assert evaluation["id"].to_list() == expected
+
+
+@pytest.mark.parametrize(("share", "split", "change"), [("0.000001", "eval", "raise"), ("0.999999", "train", "lower")])
+def test_an_empty_split_names_the_key(home: Path, share: str, split: str, change: str) -> None:
+    write_raw(questions(20))
+    set_params(eval_share=share)
+    with pytest.raises(ValueError, match=f"fix_data.eval_share is .* the {split} split of 20 rows empty; {change} it"):
+        fix_data.main()
+    assert not fix_data.TRAIN_FILE.exists() and not fix_data.EVAL_FILE.exists()
+
+
+def altered(r: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a nearly equal conversation."""
+    return {**r, "answer": r["answer"][:200] + "#" + r["answer"][201:], **more}
+
+
+def test_the_first_of_near_duplicates_is_kept(home: Path) -> None:
+    rows = pairs(60)
+    write_raw([*rows, *(altered(r, id=f"near {r['id']}") for r in rows[:20])])
+    set_lines()
+    _, _, report = outcome()
+    assert report["rows_out"] == 80 and report["near_duplicates"] is None and report["overlap"]["near"] is None
+    set_lines(near_duplicate_threshold="0.8")
+    train, evaluation, report = outcome()
+    # The question, and so the split, is that of the first.
+    assert report["dropped_reasons"] == {"near_duplicate": 20} and report["near_duplicates"]["dropped"] == 20
+    assert not any(name.startswith("near") for name in [*train["id"], *evaluation["id"]])
+    assert all(0.8 <= e["likeness"] < 1 and e["first"] != e["second"] for e in report["near_duplicates"]["examples"])
+
+
+@pytest.mark.parametrize("policy", ["remove", "keep"])
+def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
+    """The questions differ by a letter, so the hash may assign the two to different splits: the eval row is kept."""
+    rows = pairs(100)
+    twins = [{**r, "id": f"near {r['id']}", "prompt": r["prompt"] + "!"} for r in rows]
+    write_raw([*rows, *twins])
+    set_lines()
+    train, evaluation, _ = outcome()
+    side = dict.fromkeys(train["id"], "train") | dict.fromkeys(evaluation["id"], "eval")
+    apart = sum(side[r["id"]] != side[f"near {r['id']}"] for r in rows)
+    assert apart > 5
+    set_lines(near_duplicate_threshold="0.8", eval_overlap=policy)
+    train, evaluation, report = outcome()
+    assert report["overlap"] == {"policy": policy, "exact": 0, "near": apart}
+    if policy == "remove":
+        assert report["dropped_reasons"] == {"near_duplicate": 100 - apart, "near_eval": apart}
+        assert report["rows_out"] == 100
+    else:
+        assert report["dropped_reasons"] == {"near_duplicate": 100 - apart} and report["rows_out"] == 100 + apart
+    assert set(evaluation["id"]) >= {r["id"] for r in rows if side[r["id"]] == "eval"}
+
+
+def test_the_first_rows_of_the_raw_file_for_evaluation(home: Path) -> None:
+    """The first rows are eval; the others are training rows, without those that open like an eval row."""
+    rows = pairs(120)
+    write_raw(
+        [*rows, {**rows[3], "id": "same"}, {**rows[4], "id": "asks the same", "answer": "Other."}, altered(rows[5])]
+    )
+    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate_threshold="0.8")
+    train, evaluation, report = outcome()
+    assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
+    assert train["id"].to_list() == [r["id"] for r in rows[30:]]
+    assert report["overlap"] == {"policy": "remove", "exact": 3, "near": 0}
+    assert report["dropped_reasons"] == {"in_eval": 3}
+
+
+@pytest.mark.parametrize("policy", ["remove", "keep"])
+def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Path, policy: str) -> None:
+    folder = Path("data/both")
+    folder.mkdir()
+    rows = pairs(90)
+    near = {**rows[3], "id": "near", "prompt": "Please: " + rows[3]["prompt"]}
+    for name, some in (("a_train.jsonl", [*rows[:10], near, *rows[30:]]), ("z_test.jsonl", [*rows[:30], rows[0]])):
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in some))
+    set_lines(raw="data/both", eval_file="z_test.jsonl", eval_overlap=policy, near_duplicate_threshold="0.8")
+    train, evaluation, report = outcome()
+    assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
+    assert (
+        report["rows_in"] == 102 and report["overlap"] == {"policy": policy, "exact": 10, "near": 1}
+    ) or policy == "keep"
+    if policy == "remove":
+        assert train["id"].to_list() == [r["id"] for r in rows[30:]]
+        assert report["dropped_reasons"] == {"duplicate": 1, "in_eval": 10, "near_eval": 1}
+    else:
+        assert report["overlap"]["exact"] == 10 and train.height >= 60
+    assert set(evaluation["source"]) == {"z_test.jsonl"}
+
+
+def test_an_eval_file_that_leaves_a_split_empty(home: Path) -> None:
+    write_raw(pairs(20))
+    set_lines(eval_file="weather_toon.jsonl")
+    with pytest.raises(
+        ValueError, match=r"eval_file weather_toon.jsonl \(eval_rows None\) leaves the train split of 20"
+    ):
+        fix_data.main()

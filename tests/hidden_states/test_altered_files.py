@@ -1,0 +1,154 @@
+"""Hidden states whose files are altered, or whose numbers are none, are refused by name."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from safetensors import safe_open
+
+from stages.hidden_states import reader, writer
+from tests.hidden_states.made_up_rows import assert_same, made_up, refused, shards
+
+
+def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
+    """One bit in every byte, header and numbers; only bits past the last token's mask mean nothing."""
+    rows = made_up((2, 3))
+    writer.write_rows(tmp_path, rows, torch.float32, 10**9)
+    place = shards(tmp_path)[0]
+    whole = place.read_bytes()
+    for byte in range(len(whole)):
+        spoilt = bytearray(whole)
+        spoilt[byte] ^= 1 << byte % 3
+        place.write_bytes(spoilt)
+        if byte == len(whole) - 1:  # tokens 0 to 4 have the mask's bits 7 to 3: a lower one means nothing
+            assert_same(list(reader.read_rows(tmp_path)), rows)
+        else:
+            assert str(place) in refused(tmp_path), f"byte {byte}"
+
+
+def test_the_row_with_the_flipped_bit_is_named(written: Path) -> None:
+    place = shards(written)[0]
+    spoilt = bytearray(place.read_bytes())
+    with safe_open(place, framework="pt") as shard:
+        first = shard.get_tensor("features")[0, 0].numpy().tobytes()
+    spoilt[spoilt.index(first)] ^= 1
+    place.write_bytes(spoilt)
+    assert f"{place}: row z.0 does not match its checksum" in refused(written)
+
+
+@pytest.mark.parametrize("left", [0, 7, 100, -1], ids=["nothing", "half a length", "half a header", "a byte short"])
+def test_a_cut_shard_is_refused(written: Path, left: int) -> None:
+    place = shards(written)[1]
+    place.write_bytes(place.read_bytes()[:left])
+    assert re.search(
+        r"shard-00001\.safetensors is missing or cut \(.+\); run: dvc repro -f -s extract_hiddens$", refused(written)
+    )
+
+
+def test_a_missing_shard_is_refused(written: Path) -> None:
+    shards(written)[1].unlink()
+    assert "shard-00001.safetensors is missing or cut" in refused(written)
+
+
+def test_swapped_shards_are_refused(written: Path) -> None:
+    first, second = shards(written)[:2]
+    whole = first.read_bytes()
+    shutil.copy(second, first)
+    second.write_bytes(whole)
+    assert "shard-00000.safetensors: row" in refused(written)
+
+
+def test_rows_of_whole_shards_come_before_the_broken_one_stops_the_read(written: Path) -> None:
+    """Checked as they are read, a shard at a time: nothing waits for the whole, and nothing broken gets out."""
+    shards(written)[1].unlink()
+    in_first = (
+        pl.read_parquet(written / "index.parquet").filter(pl.col("shard") == "shard-00000.safetensors")["id"].to_list()
+    )
+    rows, found = reader.read_rows(written), []
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing"):
+        found.extend(row.id for row in rows)  # keeps what came before the error
+    assert found == in_first == [row.id for row in made_up()][: len(in_first)] != []
+
+
+READS: list[Callable[[Path], object]] = [lambda folder: list(reader.read_rows(folder)), reader.digest_folder]
+by_every_reader = pytest.mark.parametrize("reads", READS, ids=["read", "digest"])
+
+
+@by_every_reader
+def test_a_missing_index_is_refused(written: Path, reads: Callable[[Path], object]) -> None:
+    """Bug: `digest`, which train_draft asks first, ended in a traceback."""
+    (written / "index.parquet").unlink()
+    with pytest.raises(ValueError, match=r"index\.parquet not found; run: dvc repro extract_hiddens$"):
+        reads(written)
+
+
+@by_every_reader
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_a_cut_index_is_refused(written: Path, reads: Callable[[Path], object], left: int) -> None:
+    place = written / "index.parquet"
+    place.write_bytes(place.read_bytes()[:left])
+    with pytest.raises(
+        ValueError, match=r"index\.parquet is not readable Parquet .*run: dvc repro -f -s extract_hiddens$"
+    ):
+        reads(written)
+
+
+@by_every_reader
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.drop("checksum"),
+        lambda index: index.with_columns(pl.col("offset").cast(pl.Int32)),
+        lambda index: index.with_columns(extra=1),
+        lambda index: index.select(reversed(index.columns)),
+    ],
+    ids=["a column less", "another type", "a column more", "another order"],
+)
+def test_an_index_of_another_version_is_refused(
+    written: Path, reads: Callable[[Path], object], change: Callable[[pl.DataFrame], pl.DataFrame]
+) -> None:
+    place = written / "index.parquet"
+    change(pl.read_parquet(place)).write_parquet(place)
+    with pytest.raises(
+        ValueError, match=r"index\.parquet has columns .*expected .*run: dvc repro -f -s extract_hiddens$"
+    ):
+        reads(written)
+
+
+def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> None:
+    """Bug: the checksum covered the tensors only; a flipped bit in prompt_length or the name was read as true."""
+    place = written / "index.parquet"
+    whole = pl.read_parquet(place)
+    for change in (
+        pl.col("id").str.replace("z", "a"),
+        pl.col("prompt_length") + 1,
+        pl.col("finish_reason").replace({"stop": "length"}),
+        pl.col("offset") + 1,
+        pl.col("length") - 1,
+    ):
+        whole.with_columns(change).write_parquet(place)
+        assert "does not match its checksum" in refused(written)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["features", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: float, dtype: torch.dtype) -> None:
+    rows = made_up()
+    getattr(rows[3], where)[4, 2] = number
+    writer.write_rows(tmp_path, rows, dtype, 10**9)
+    assert pl.read_parquet(tmp_path / "index.parquet")["finite"].to_list() == [True, True, True, False, True, True]
+    message = refused(tmp_path)
+    assert "row w.3 holds NaN or infinity, expected finite hidden states; set extract_hiddens.dtype" in message
+
+
+def test_a_number_too_large_for_float16_is_infinity_on_disk_and_refused(tmp_path: Path) -> None:
+    """Finite in the target, infinite after the cast: what was stored counts."""
+    rows = made_up()
+    rows[1].features[0, 0] = 70_000.0  # float16 ends at 65 504
+    writer.write_rows(tmp_path, rows, torch.float16, 10**9)
+    assert "row y.1 holds NaN or infinity" in refused(tmp_path)

@@ -1,0 +1,109 @@
+"""The real graph and the real DVC without the work: a recorder in place of the stages' commands."""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dvc.repo import Repo, lock_repo
+from fsspec.implementations.memory import MemoryFileSystem
+
+# Outputs that say less than all that their stage reads, and what they do depend on; tests/test_pictured_stages.py compares.
+TELLS_OF = {"results/overfit_pass.json": {"data/hiddens/train", "drafts/e000/draft"}}
+
+
+class Recorder:
+    """Stands in for the commands of the stages: notes who runs, writes what depends on all it was given."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.names: set[str] = set()  # of all stages
+
+    def __call__(self, stage: Any, dry: bool = False, run_env: Any = None) -> None:
+        self.ran.append(stage.addressing)
+        for out in map(str, stage.outs):
+            deps = [dep for dep in stage.deps if out not in TELLS_OF or str(dep) in TELLS_OF[out]]
+            path = Path(stage.wdir) / out
+            file = path if path.suffix else path / "part"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(self._digest(stage.cmd, deps) + out)
+
+    @staticmethod
+    def _digest(command: str, deps: list[Any]) -> str:
+        digest = hashlib.sha256(command.encode())
+        for dep in sorted(deps, key=str):
+            if hasattr(dep, "read_params"):
+                digest.update(json.dumps(dep.read_params(), sort_keys=True).encode())
+            else:
+                path = Path(dep.fs_path)
+                for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                    digest.update(b"" if file.is_dir() else file.name.encode() + file.read_bytes())
+        return digest.hexdigest()
+
+    def repro(self, root: Path, **how: bool) -> set[str]:
+        self.ran.clear()
+        with opened(root) as repo, lock_repo(repo):  # one index for both
+            repo.reproduce(**how)
+            self.names = {stage.addressing for stage in repo.index.stages}
+        MemoryFileSystem.store.clear()  # where DVC stages folders: it would look through those of all tests before
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+        assert len(self.ran) == len(set(self.ran))
+        return set(self.ran)
+
+
+@contextmanager
+def opened(root: Path) -> Iterator[Repo]:
+    """DVC, standing in `root`: it reads the dvc.yaml, and names the stages, of where it stands."""
+    with chdir(root), Repo() as repo:
+        yield repo
+
+
+def names(root: Path) -> set[str]:
+    with opened(root) as repo:
+        return {stage.addressing for stage in repo.index.stages}
+
+
+def parse_json_or_yaml(parse: Callable[..., Any], text: str, path: str) -> Any:
+    return json.loads(text) if text.startswith("{") else parse(text, path)
+
+
+def parsed_once(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Parse each text once, whichever copy of the project it is read in; `path` is only for errors."""
+
+    @lru_cache(maxsize=16)
+    def pickled(text: str) -> bytes:
+        return pickle.dumps(parse_json_or_yaml(parse, text, "a copy of the project"))
+
+    return lambda text, path, typ="safe": pickle.loads(pickled(text))
+
+
+def validated_once(validate: Callable[..., Any]) -> Callable[..., None]:
+    """Validate each text of dvc.yaml and dvc.lock once, likewise."""
+    seen: set[tuple[int, str]] = set()
+
+    def once(data: Any, schema: Any, text: str, **more: Any) -> None:
+        if (id(schema), text) not in seen:
+            validate(data, schema, text=text, **more)
+            seen.add((id(schema), text))
+
+    return once
+
+
+def hashed_once(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Hash each version of a dependency once: thirty stages have the same modules, each in its own copy of the project."""
+    seen: dict[tuple[str, int, int], tuple[Any, Any]] = {}
+
+    def once(odb: Any, path: str, fs: Any, *rest: Any, **how: Any) -> tuple[Any, Any, Any]:
+        if not path.endswith(".py"):
+            return build(odb, path, fs, *rest, **how)
+        found = Path(path).stat()
+        key = path.removeprefix(str(Path.cwd())), found.st_size, found.st_mtime_ns
+        if key not in seen:
+            seen[key] = build(odb, path, fs, *rest, **how)[1:]
+        return odb, *seen[key]
+
+    return once

@@ -1,0 +1,236 @@
+"""The table of tests/test_reruns.py: edits of a finished project, and the stages each wakes. docs/reruns.md says it in prose."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from stages.params.schema import load_params
+from tests.conftest import EVAL
+
+# Lists short enough for a test, and not what a user has made of params.yaml today.
+BASE = {
+    "fix_data": {"raw": "data/raw/rows.jsonl"},
+    "target": {"model": "local/mine", "watch": "local/mine"},
+    "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}},
+    "import_draft": {"checkpoints": {}},
+    "replay_trees": {"checkpoints": ["e003", "e009"]},
+    "benchmark": {
+        "workloads": {"eval": {**EVAL, "num_prompts": 12}},
+        "torch_workloads": ["eval"],
+        "checkpoints": ["e003", "e009"],
+        "trees": ["t5_2_8"],
+    },
+    "benchmark_served": {"workloads": ["eval"], "checkpoints": ["e009"], "trees": ["t5_1_6"]},
+}
+
+
+def sets(**sections: Any) -> Callable[[Path], None]:
+    """An edit of params.yaml: what is given, merged in; a function makes the new value from the old one."""
+
+    def merge(old: Any, new: Any) -> Any:
+        if isinstance(new, dict) and isinstance(old, dict):
+            return old | {key: merge(old.get(key), value) for key, value in new.items()}
+        return new(old) if callable(new) else new
+
+    def edit(root: Path) -> None:
+        yaml = YAML(typ="safe")
+        path = root / "params.yaml"
+        params = merge(yaml.load(path), sections)
+        yaml.dump(params, path)
+        load_params(path)
+
+    return edit
+
+
+def comments(name: str) -> Callable[[Path], None]:
+    """A comment added to a file."""
+
+    def edit(root: Path) -> None:
+        with (root / name).open("a", encoding="utf-8") as file:
+            file.write("# a remark\n")
+
+    return edit
+
+
+def adds_row(root: Path) -> None:
+    with (root / "data/raw/rows.jsonl").open("a") as file:
+        file.write("{}\n")
+
+
+def replaces_weights(root: Path) -> None:
+    """Other weights of the same size in a local folder, under the same name."""
+    (root / "local/mine/model.safetensors").write_text("others")
+
+
+def names_a_dataset(root: Path) -> None:
+    """A hub id is no path, so a small file names it, and that file is the dependency."""
+    (root / "data/raw/talk.hub.yaml").write_text("dataset: someone/talk\nname: null\nsplit: train\nrevision: null\n")
+    sets(fix_data={"raw": "data/raw/talk.hub.yaml"})(root)
+
+
+def adds(name: str) -> Callable[[list[str]], list[str]]:
+    return lambda names: [*names, name]
+
+
+@dataclass(frozen=True)
+class Row:
+    edit: str
+    by: Callable[[Path], None]
+    runs: str  # stages, * for any; "-" before those that stay asleep all the same
+    back: str | None = None  # what runs when the edit is undone; None: not tried here, to save as much time again
+
+
+PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None}}
+E012 = {"e012": {"from": "e009", "epochs": 3}}
+HEADS = {"heads": {"from": "e000", "epochs": 3, "method": "medusa", "heads": 4}}
+BLOCK = {
+    "dflash9": {"from": "e000", "epochs": 9, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64},
+}  # fmt: skip
+NGRAM = {"ngram": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}
+MEDUSA = {"medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 16}}
+RERUNS = [
+    Row(
+        "benchmark.trees: add t8_2_16",
+        sets(benchmark={"trees": adds("t8_2_16")}),
+        "benchmark@*-t8_2_16 report",
+        back="report",  # which depends on results/cells, and DVC leaves the cells of a stage that is gone in there
+    ),
+    Row(
+        "e012, from e009: in train_draft.checkpoints, replay_trees.checkpoints and benchmark.checkpoints",
+        sets(
+            train_draft={"checkpoints": E012},
+            replay_trees={"checkpoints": adds("e012")},
+            benchmark={"checkpoints": adds("e012")},
+        ),
+        "check_overfit@* train_draft@e012 replay_trees@e012 benchmark@*-e012-* report",
+        back="report",
+    ),
+    Row(
+        "a published draft: in import_draft.checkpoints, replay_trees.checkpoints and benchmark.checkpoints",
+        sets(
+            import_draft={"checkpoints": PUBLISHED},
+            replay_trees={"checkpoints": adds("theirs")},
+            benchmark={"checkpoints": adds("theirs")},
+        ),
+        "import_draft@theirs replay_trees@theirs benchmark@*-theirs-* report",
+        back="report",
+    ),
+    Row(
+        "Medusa's heads: in train_draft.checkpoints and benchmark_methods.with_draft",
+        sets(train_draft={"checkpoints": HEADS}, benchmark_methods={"with_draft": MEDUSA}),
+        "check_overfit@* train_draft@heads benchmark_methods@medusa report",
+    ),
+    Row(
+        "a block draft: in train_draft.checkpoints and replay_trees.checkpoints",
+        sets(train_draft={"checkpoints": BLOCK}, replay_trees={"checkpoints": adds("dflash9")}),
+        "check_overfit@* train_draft@dflash9 replay_trees@dflash9 report",
+    ),
+    Row(
+        "benchmark_methods.without_draft: prompt lookup",
+        sets(benchmark_methods={"without_draft": NGRAM}),
+        "benchmark_methods_baseline@ngram report",
+    ),
+    Row(
+        "init_draft.sliding_window",
+        sets(init_draft={"sliding_window": 2048}),
+        "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
+    ),
+    Row(
+        "draft_configs/theta_10000.json",
+        comments("draft_configs/theta_10000.json"),
+        "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
+    ),
+    Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit@* report", back=""),
+    Row(
+        "train_draft.learning_rate",
+        sets(train_draft={"learning_rate": lambda old: old / 2}),
+        "train_draft@* replay_trees@* benchmark@* benchmark_served@* report",
+        back="",
+    ),
+    Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
+    Row(
+        "replay_trees.trace_trees: another one",
+        sets(replay_trees={"trace_trees": adds("t2_2_4")}),
+        "replay_trees@* report",
+    ),
+    Row("time_trees.topk: another one", sets(time_trees={"topk": adds(7)}), "time_trees@* report"),
+    Row("time_trees.checkpoints: add e009", sets(time_trees={"checkpoints": adds("e009")}), "time_trees@e009 report"),
+    Row(
+        "benchmark.workloads: more prompts",
+        sets(benchmark={"workloads": {"eval": {"num_prompts": 13}}}),
+        "prepare_prompts@eval benchmark*@eval* report",
+    ),
+    Row(
+        "benchmark.workloads: longer answers, repeats",
+        sets(benchmark={"workloads": {"eval": {"max_new_tokens": 300, "repeats": 3}}}),
+        "benchmark*@eval* report",
+    ),
+    Row(
+        "benchmark.workloads: another one, in benchmark.torch_workloads too",
+        sets(benchmark={"workloads": {"chat": {**EVAL, "prompts": "mt_bench"}}, "torch_workloads": adds("chat")}),
+        "prepare_prompts@chat benchmark@chat-* report",
+        back="report",
+    ),
+    Row(
+        "data/prompt_sets/gsm8k.jsonl: a row",
+        comments("data/prompt_sets/gsm8k.jsonl"),
+        "prepare_prompts@* benchmark*@* report",
+    ),
+    Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
+    Row("report.title", sets(report={"title": "another"}), "report", back=""),
+    Row(
+        "sample_target.temperature",
+        sets(sample_target={"temperature": lambda old: old + 0.1}),
+        "* -fix_data -prepare_target",
+    ),
+    Row(
+        "extract_hiddens.processes",
+        sets(extract_hiddens={"processes": 8}),
+        "",
+    ),
+    Row(
+        "extract_hiddens.dtype",
+        sets(extract_hiddens={"dtype": "fp8"}),
+        "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
+    ),
+    Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
+    Row("data/tables/weather.yaml", comments("data/tables/weather.yaml"), "* -prepare_target"),
+    Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
+    Row("target.watch: other weights in a local folder", replaces_weights, "* -fix_data"),
+    Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
+    Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
+    Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
+    Row(
+        "stages/engine/decode.py: a comment",
+        comments("stages/engine/decode.py"),
+        "check_overfit@* time_trees@* benchmark@* report",
+    ),
+    Row(
+        "stages/trees/draft_tree.py: a comment",
+        comments("stages/trees/draft_tree.py"),
+        "check_overfit@* replay_trees@* time_trees@* benchmark@* report",
+        back="",
+    ),
+    Row(
+        "stages/target/packed_forward.py: a comment",
+        comments("stages/target/packed_forward.py"),
+        "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
+    ),
+    Row(
+        "benchmark_served.trees: add t8_2_16",
+        sets(benchmark_served={"trees": adds("t8_2_16")}),
+        "benchmark_served@*-t8_2_16 report",
+    ),
+    Row(
+        "stages/serving/engine_flags.py: a comment",
+        comments("stages/serving/engine_flags.py"),
+        "benchmark_served@* benchmark_served_baseline@* report",
+    ),
+    Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
+    Row("stages/params/schema.py: a comment", comments("stages/params/schema.py"), ""),
+    Row("stages/telemetry/gpu_energy.py: a comment", comments("stages/telemetry/gpu_energy.py"), ""),
+    Row("README.md", comments("README.md"), ""),
+]

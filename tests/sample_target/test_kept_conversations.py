@@ -1,0 +1,102 @@
+"""Tools, calls and thoughts of conversations as servers and prompts get them, and the data's own answers."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from transformers import AutoTokenizer
+
+from stages import sample_target
+from tests.sample_target.sampled_project import (
+    CALLED,
+    SPLITS,
+    TOOLS,
+    answers,
+    conversations_of,
+    report,
+    use,
+    with_tools,
+)
+from tests.serving.misbehaving_server import Fake, completion, echo
+
+
+def rendered(body: dict[str, Any], tokenizer: Any) -> list[int]:
+    """The prompt's ids as a server makes them: arguments parsed, then the template."""
+    messages = json.loads(json.dumps(body["messages"]))
+    for call in itertools.chain.from_iterable(m.get("tool_calls", ()) for m in messages):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    text = tokenizer.apply_chat_template(messages, tools=body["tools"], tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_tools_calls_and_thoughts_reach_the_server_and_the_prompt(project: Path) -> None:
+    """Prompts are compared id by id with those of a server that renders what it was sent."""
+    with_tools(thoughts=True)
+    tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi", body["model"], prompt_token_ids=rendered(body, tokenizer))
+
+    models = {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+    with Fake(reply, models=models) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny"}, train_rows=None, eval_rows=None)
+        sample_target.main()
+    assert all(body["tools"] == TOOLS and body["tool_choice"] == "none" for body in fake.bodies)
+    second = next(b["messages"] for b in fake.bodies if len(b["messages"]) == 3)
+    assert second[1] == {"role": "assistant", "content": "", "reasoning_content": "I look up", "tool_calls": [CALLED]}
+    assert second[2] == {"role": "tool", "content": "blue", "tool_call_id": "abc"}
+    text = tokenizer.decode(answers(project, "train")["prompt_ids"][1])
+    assert json.dumps(TOOLS[0])[:20] in text and '(I look up)<sky at="Oslo" b=[1, 2]>' in text
+    use(project, "keep", {"base_urls": [fake.url], "model": "tiny"}, train_rows=2, eval_rows=1)
+    with Fake(reply, models=models, port=fake.port):
+        sample_target.main()
+    kept = [tokenizer.decode(ids) for ids in answers(project, "train")["answer_ids"]]
+    assert kept == ['(I look up)<sky at="Oslo" b=[1, 2]><|im_end|>', "(so)it is blue<|im_end|>"]
+
+
+def test_rows_whose_tools_can_t_be_read_are_dropped(project: Path) -> None:
+    conversations_of(project, 6, 2)
+    table = pl.read_parquet("data/fixed/train.parquet")
+    bad = pl.Series("tools", ["a prose", *[None] * 5], dtype=pl.String)
+    table.with_columns(bad).write_parquet("data/fixed/train.parquet")
+    for backend in ("transformers", "keep", "server"):
+        with Fake(echo) as fake:
+            use(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=4)
+            sample_target.main()
+        assert report(project)["dropped"]["malformed_tools"] == 2
+        assert answers(project, "train").height == 6
+
+
+def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path) -> None:
+    before = {split: answers(project, split) for split in SPLITS}
+    use(project, "keep")
+    sample_target.main()
+    tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
+    fixed = pl.read_parquet("data/fixed/train.parquet").to_dicts()
+    said = {
+        f"{row['id']}.{n}": text
+        for row in fixed
+        for n, text in enumerate(m["content"] for m in row["messages"] if m["role"] == "assistant")
+    }
+    rows = answers(project, "train").to_dicts()
+    assert len(rows) == 6
+    for row, asked in zip(rows, before["train"].to_dicts(), strict=True):
+        assert tokenizer.decode(row["answer_ids"]) == f"{said[row['id']]}<|im_end|>"
+        assert (row["id"], row["prompt_ids"], row["finish_reason"]) == (asked["id"], asked["prompt_ids"], "stop")
+    assert answers(project, "eval").equals(before["eval"])
+    found = report(project)
+    assert found["token_ids"] == {"template": 6, "exact": 6}
+    assert found["temperatures"] == {"the data": 6} and found["shards"] == {"train": 2, "eval": 1, "eval_t": 1}
+
+
+def test_keep_names_the_row_whose_mask_is_wrong(project: Path) -> None:
+    rows = pl.read_parquet("data/fixed/train.parquet").head(2).to_dicts()
+    schema = pl.read_parquet("data/fixed/train.parquet").schema
+    rows[1]["messages"][-1]["content"] = ""
+    pl.DataFrame(rows, schema=schema).write_parquet("data/fixed/train.parquet")
+    use(project, "keep")
+    with pytest.raises(ValueError, match=rf"row {rows[1]['id']}\.0: its mask is all zero"):
+        sample_target.main()

@@ -1,0 +1,90 @@
+"""A project with what served cells need, and servers that decode, for every test of served cells."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.runtime import free_port
+from stages.serving import server
+from tests.conftest import ROOT, edit_params
+from tests.served_cell.served_project import DOUBLE, LOAD
+from tests.serving.engine_double import FORK_VARIABLE
+
+
+@pytest.fixture(scope="module")
+def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
+    project = tmp_path_factory.mktemp("served")
+    for name in (
+        "artifacts",
+        "drafts/e003",
+        "data/prompts",
+        "data/prompt_sets",
+        "results/replay",
+        "stages",
+        "tests/serving",
+        "templates",
+    ):
+        shutil.copytree(small_run / name, project / name)
+    shutil.copytree(ROOT / "tests/serving", project / "tests/serving", dirs_exist_ok=True)
+    for name in ("params.yaml", "tests/conftest.py"):
+        shutil.copy(small_run / name, project / name)
+    return project
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_doubles(torch_server: str) -> Iterator[None]:
+    """Servers fork, instead of importing torch for their first answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FORK_VARIABLE, torch_server)
+        yield
+
+
+@pytest.fixture(scope="module")
+def running(made: Path, forked_doubles: None) -> Iterator[str]:
+    """The URL of a server of e003 and t5_1_6 that somebody else started."""
+    port = free_port.find_free_port()
+    line = [
+        *DOUBLE,
+        "serve",
+        "--model-path",
+        "artifacts/target",
+        "--port",
+        str(port),
+        "--speculative-algorithm",
+        "EAGLE3",
+    ]
+    line += ["--speculative-draft-model-path", str(made / "drafts/e003/draft"), "--speculative-num-steps", "5"]
+    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs-decode", "8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        patch.setenv("PYTHONPATH", str(made))
+        with server.ServerProcess("sglang", line, port, made / "log", 60):
+            yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def project(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """There, with settings of its own, and no cell."""
+    monkeypatch.chdir(made)
+    monkeypatch.setenv("PYTHONPATH", str(made))
+    shutil.copy(ROOT / "params.yaml", made)
+    shutil.rmtree(made / "results/cells", ignore_errors=True)
+    given = YAML(typ="safe").load((made / "params.yaml").read_text())["benchmark_served"]["server"]
+    edit_params(
+        made,
+        {
+            "target": {"num_threads": 1},
+            "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
+            "replay_trees": {"checkpoints": ["e003"]},
+            "benchmark": {"workloads": {"eval": LOAD}, "checkpoints": ["e003"]},
+            "benchmark_served": {
+                "workloads": ["eval"], "checkpoints": ["e003"], "trees": ["t5_1_6", "t8_2_16"],
+                "server": {**given, "command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
+            },
+        },
+    )  # fmt: skip
+    return made

@@ -1,0 +1,28 @@
+"""Settings of served cells in tests, whose servers are the double of SGLang and vLLM (tests/serving/engine_double.py)."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from stages.results import replay_records
+from tests.conftest import EVAL, edit_params
+
+DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
+LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
+
+
+def ask(project: Path, **changes: Any) -> None:
+    """Change keys of benchmark_served.server."""
+    given = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
+    edit_params(project, {"benchmark_served": {"server": {**given, **changes}}})
+
+
+def replayed(tree: str) -> dict[str, Any]:
+    steps, topk, tokens = map(int, tree[1:].split("_"))
+    return next(
+        t
+        for t in replay_records.read_replay("e003")
+        if (t["num_steps"], t["topk"], t["num_draft_tokens"]) == (steps, topk, tokens)
+    )

@@ -1,0 +1,156 @@
+"""Servers that measure in turn with their baseline's: when they start, what fits a GPU, and when repeats end."""
+
+import contextlib
+import dataclasses
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages import benchmark_served
+from stages.params.benchmark_sections import Workload
+from stages.results import served_points, served_records
+from stages.served_cell import measured_loads, server_setup
+from stages.serving import engine_flags, gpu_memory, measured_server, server
+from stages.serving.measured_server import MeasuredServer
+from tests.conftest import EVAL, edit_params
+from tests.served_cell.served_project import LOAD
+from tests.served_cells import records
+
+pytestmark = pytest.mark.usefixtures("cheap_collections")
+
+
+@pytest.mark.long
+def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Four servers, one after the other."""
+    edit_params(
+        project,
+        {
+            "benchmark": {"workloads": {"eval": {**LOAD, "max_new_tokens": 10, "repeats": 2}}},
+            "benchmark_served": {"interleave": True},
+        },
+    )
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
+    said = capfd.readouterr().out.splitlines()
+    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
+    measured = [line.partition(",")[0] for line in said if " of 2)" in line]
+    assert started == ["baseline", "e003-t5_1_6"], "both stay up"
+    assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_size(
+    together: bool, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that sizes its cache by the free memory that it finds would find what another is about to take."""
+    events: list[str] = []
+    for name in ("start", "await_start"):
+        original = getattr(server.ServerProcess, name)
+        monkeypatch.setattr(
+            server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
+        )
+    monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
+    workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
+    edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    assert events == (["start"] * 2 + ["await_start"] * 2 if together else ["start", "await_start"] * 2)
+    cell = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
+
+
+def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
+    """Bug: two servers of mem_fraction 0.5 asked for a GPU of which all is free, and a driver always uses some MiB."""
+    setup = dataclasses.replace(make_setup(), device="cuda", mem_fraction=0.5, max_total_tokens=100)
+    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
+    servers = [MeasuredServer("baseline"), MeasuredServer("drafts")]
+    assert plan.can_start_together() and plan.count_servers_at_once() == 2
+    measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
+    with pytest.raises(ValueError, match=r"another process holds 90\.0 GiB"):
+        measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
+
+
+def test_servers_that_load_at_once_are_not_counted_against_each_other() -> None:
+    """Bug: SGLang refuses to start if less than 1 - share of the free memory is left, also where other servers took it."""
+
+    def find_share(**keys: Any) -> str:
+        flags = dataclasses.replace(make_setup(), device="cuda", **keys).build_flags()
+        return flags[flags.index("--mem-fraction-static") + 1]
+
+    # Seven servers of 13.5 GiB on 140: the last of them to look finds 45 GiB.
+    assert 140 * (1 - float(find_share(mem_fraction=0.12, max_total_tokens=50_000))) < 45
+    assert find_share(mem_fraction=0.12, max_total_tokens=None) == "0.12"  # or the first would take all for its cache
+    assert find_share(mem_fraction=0.85, max_total_tokens=50_000) == "0.85"
+
+
+def test_two_servers_that_do_not_fit_are_started_for_each_turn(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setup = dataclasses.replace(make_setup(), device="cuda")
+    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
+    assert plan.count_servers_at_once() == 1 and not plan.can_start_together()
+    half = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.5))
+    sized = dataclasses.replace(plan, setup=dataclasses.replace(setup, mem_fraction=0.1, max_total_tokens=9))
+    assert half.count_servers_at_once() == 2 and not half.can_start_together()
+    assert sized.count_servers_at_once() == 10 and sized.can_start_together()
+    assert dataclasses.replace(plan, base_urls={"baseline": "http://x"}).count_servers_at_once() == 2
+    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 1)
+    workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
+    edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    said = capfd.readouterr().out.splitlines()
+    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
+    assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
+
+
+def make_setup() -> engine_flags.ServerSetup:
+    return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
+    halves, order = iter([None, 0.2, 0.06, 0.04]), []
+
+    def measure(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
+        order.append((opened.server.config_name, numbers))
+
+    monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
+    opened = contextlib.contextmanager(
+        lambda work, plan, servers: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
+    )
+    monkeypatch.setattr(measured_loads, "open_servers", opened)
+    monkeypatch.setattr(measured_loads, "run_repeats", measure)
+    monkeypatch.setattr(
+        server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + together)
+    )
+    until = {"half_width": 0.05, "most_repeats": 8}
+    work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
+    ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))
+    assert ended and ended.model_dump() == {"repeats": 4, "rule": "half_width", "half_width": 0.04}
+    pairs = [("baseline", "drafts"), ("drafts", "baseline")] * 2
+    assert order == [(name, [number]) for number, pair in enumerate(pairs) for name in pair]
+
+
+def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> None:
+    def server(name: str, *paces: list[float]) -> MeasuredServer:
+        """One load each, whose repeats take so many seconds a token."""
+        made = MeasuredServer(name)
+        for cap, load in enumerate(paces, 1):
+            chance = random.Random(cap)
+            turns = [[SimpleNamespace(records=records(chance, 4, 50, cap, pace, 1))] for pace in load]
+            made.loads[200, cap] = turns  # type: ignore[assignment]
+        return made
+
+    even, uneven = [0.02, 0.02, 0.02], [0.01, 0.02, 0.03]
+    halves = [
+        served_points.measure_widest_half(server("drafts", *loads), server("baseline", *[even] * len(loads)))
+        for loads in ([even], [even, uneven])
+    ]
+    assert halves[0] is not None and halves[1] is not None and halves[0] < 0.1 < halves[1]
+    assert served_points.measure_widest_half(server("drafts", [0.01]), server("baseline", [0.02])) is None

@@ -1,0 +1,33 @@
+"""Loads of the load generator on a server that streams at times we set, for its tests."""
+
+import asyncio
+import math
+from typing import Any
+
+from stages.serving import load_generator
+from stages.serving.load_generator import Arrivals, LoadRequest, LoadResult
+from tests.serving.misbehaving_server import Fake
+
+AT_ONCE = Arrivals(math.inf, None, 0)
+
+
+def asks(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
+    known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
+    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
+    return [LoadRequest(id=str(number), **known) for number in range(count)]
+
+
+def run(url: str, wanted: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **how: Any) -> LoadResult:
+    settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
+    return asyncio.run(load_generator.run_load(url, "tiny", wanted, arrivals, **settings))
+
+
+def sglang(fake: Fake) -> Fake:
+    fake.pages |= {
+        "/flush_cache": b"Cache flushed.",
+        "/server_info": {"internal_states": [{"avg_spec_accept_length": 2.5}]},
+    }
+    return fake
+
+
+SCHEDULE = [(0.01, 1), (0.02, 3), (0.03, 1), (0.04, 4)]  # s after the request came, tokens
