@@ -12,7 +12,7 @@ from stages.results import cost_measured, interval, served_records, timing_grid
 from stages.results.method_records import MethodCell, name_method_stage
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import TimingGrid
-from stages.results.torch_records import StoppingRecord, TorchCell, name_torch_stage
+from stages.results.torch_records import Hardware, StoppingRecord, TorchCell, name_torch_stage
 
 FAR_PREFILL = 2.0  # times the neighbours' median
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
@@ -160,32 +160,71 @@ class GridComparison:
     confirmed: frozenset[str]  # stages whose step is the grid's; their neighbours have nothing to add
 
 
+@dataclass(frozen=True)
+class GridStep:
+    """The plain step that a timing grid was measured with. It has no draft: grids of a machine measure the same."""
+
+    checkpoint: str
+    step_s: float
+    margin: float  # half of its 95% interval, as a share
+
+    def is_allowed_by(self, cell: TimedCell, step_s: float) -> bool:
+        return cell.allows(self.step_s / step_s, self.margin)
+
+
 def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> GridComparison:
-    """Return the cells whose plain step is not the timing grid's; the grid itself where it is alone against most of them."""
+    """Return the cells whose plain step is not that of their machine's timing grids, and the grids that most cells contradict.
+
+    Each cell is compared once, with the grid of its machine that knows the plain step best: with the grid of each draft, one
+    doubtful grid would be enough for a remark.
+    """
     odd: list[OddTime] = []
     confirmed: set[str] = set()
+    for hardware, of_machine in _group_by_machine(grids):
+        mine = [cell for cell in cells if not timing_grid.list_hardware_differences(hardware, cell.hardware)]
+        steps = [(timed, timed.plain_step_s) for timed in map(time_torch_cell, mine) if timed.plain_step_s]
+        usual = median([step_s for _, step_s in steps] or [0.0])
+        trusted: list[GridStep] = []
+        for grid in of_machine:
+            off = [cell for cell, step_s in steps if not grid.is_allowed_by(cell, step_s)]
+            if len(steps) > 2 and 2 * len(off) > len(steps):
+                gap = _describe_gap(grid.step_s / usual)
+                text = (
+                    f"its plain step, {1000 * grid.step_s:.2f} ms, is {gap} that of most cells, {1000 * usual:.2f} ms"
+                )
+                odd.append((f"time_trees@{grid.checkpoint}", f"time_trees at {grid.checkpoint}", text))
+            else:
+                trusted.append(grid)
+        if not trusted:
+            continue
+        best = min(trusted, key=lambda grid: grid.margin)
+        for cell, step_s in steps:
+            if best.is_allowed_by(cell, step_s):
+                confirmed.add(cell.stage)
+                continue
+            gap, beside = _describe_gap(step_s / best.step_s), f"{1000 * best.step_s:.2f} with {best.checkpoint}"
+            text = f"a plain step of {1000 * step_s:.2f} ms is {gap} time_trees' {beside}"
+            odd.append((cell.stage, cell.label, text))
+    return GridComparison(odd, frozenset(confirmed))
+
+
+def _group_by_machine(grids: Iterable[TimingGrid]) -> list[tuple[Hardware, list[GridStep]]]:
+    """Return the plain steps of one prompt at a time by machine, without those whose error is unknown."""
+    found: list[tuple[Hardware, list[GridStep]]] = []
     for grid in grids:
         plain = next((step for step in grid.plain if step.batch == 1), None)
         margin = interval.compute_margin(plain.error, plain.samples) if plain else None
-        mine = [cell for cell in cells if not timing_grid.list_hardware_differences(grid.hardware, cell.hardware)]
-        steps = [(timed, timed.plain_step_s) for timed in map(time_torch_cell, mine) if timed.plain_step_s]
-        if plain is None or margin is None or not steps:
+        if plain is None or margin is None:
             continue
-        off = [(cell, step_s) for cell, step_s in steps if not cell.allows(plain.step_s / step_s, margin)]
-        if len(steps) > 2 and 2 * len(off) > len(steps):
-            usual = median(step_s for _, step_s in steps)
-            gap = _describe_gap(plain.step_s / usual)
-            text = f"its plain step, {1000 * plain.step_s:.2f} ms, is {gap} that of most cells, {1000 * usual:.2f} ms"
-            odd.append((f"time_trees@{grid.checkpoint}", f"time_trees at {grid.checkpoint}", text))
-            continue
-        for cell, step_s in off:
-            if all(cell.stage != stage for stage, _, _ in odd):  # said once, of the first grid
-                gap = _describe_gap(step_s / plain.step_s)
-                beside = f"{1000 * plain.step_s:.2f} with {grid.checkpoint}"
-                text = f"a plain step of {1000 * step_s:.2f} ms is {gap} time_trees' {beside}"
-                odd.append((cell.stage, cell.label, text))
-        confirmed |= {cell.stage for cell, _ in steps} - {cell.stage for cell, _ in off}
-    return GridComparison(odd, frozenset(confirmed))
+        same = (
+            steps for hardware, steps in found if not timing_grid.list_hardware_differences(hardware, grid.hardware)
+        )
+        steps = next(same, None)
+        if steps is None:
+            steps = []
+            found.append((grid.hardware, steps))
+        steps.append(GridStep(grid.checkpoint, plain.step_s, margin))
+    return found
 
 
 def _list_odd_times(cells: list[TorchCell], timed: list[TimedCell], grids: Iterable[TimingGrid]) -> Iterator[OddTime]:

@@ -37,6 +37,16 @@ def test_a_plain_step_far_from_several_grids_is_told_once_with_the_grid() -> Non
     assert told.count("a plain step of") == 1 and "time_trees' 2.40 with e000" in told
 
 
+def test_a_plain_step_is_compared_once_whatever_the_number_of_grids() -> None:
+    """Bug: it was compared with each draft's grid, though it has no draft, so that one doubtful grid was enough for a remark."""
+    slower = [{"batch": 1, "step_s": 1.25 * costs.PLAIN_S, "error": 0.02, "samples": 10}]
+    grids = [costs.made_up("e000"), costs.made_up("b006", plain=slower)]
+    for order in (grids, grids[::-1]):
+        assert find_timing_remarks([timed_cell("t5_1_6")], [], [], order) == []
+    (told,) = map(str, find_timing_remarks([timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S)], [], [], grids[::-1]))
+    assert told.startswith("t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40 with e000;")
+
+
 def test_what_the_cells_own_interval_allows_is_no_remark() -> None:
     cells = [timed_cell(tree) for tree in TREES[1:]]
     assert say(timed_cell("t5_1_6", 1.74, 0.72, 3.53, step_s=1.4 * costs.PLAIN_S), *cells) == []
