@@ -355,6 +355,9 @@ def edit_params(project: Path, settings: Settings, run: Run) -> None:
     names = list(run.segments)
     # One thread: two would wait for each other beside other programs, and count that as CPU time.
     p["target"] |= {"device": settings.device, "num_threads": 1, "feature_layers": STORED_LAYERS}
+    # As engines serve it; experts in float32 wait for the host on a GPU, and their pass is no CUDA graph.
+    dtype = "bfloat16" if settings.is_on_gpu else "float32"
+    p["target"]["dtype"] = p["extract_hiddens"]["dtype"] = dtype
     p["sample_target"] |= {"train_rows": 40, "eval_rows": 12} if is_small else {"train_rows": 220, "eval_rows": 150}
     p["init_draft"]["seed"] = run.seed  # of EAGLE-3's first weights; those of a block draft are by train_draft.seed
     p["check_overfit"] |= {"steps": 60, "min_tau": 1.0 if is_small else 1.5}  # 200 take longer than an epoch
