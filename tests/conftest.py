@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -150,7 +151,9 @@ def torch_server() -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = Path(folder) / "socket"
-        command = [sys.executable, "-m", "stages.telemetry.fork_server", str(address)]
+        # aiohttp: half a second of each of the engines' doubles.
+        start = "from stages.telemetry import fork_server as it; it.PRELOADED += ('aiohttp.web', 'pydantic.main'); it.main()"
+        command = [sys.executable, "-c", start, str(address)]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE) as server:
             while not address.exists():
@@ -169,16 +172,23 @@ def forked_stages(torch_server: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory, torch_server: str) -> Path:
-    """A copy of the project in which the whole graph has run, small. Read it; copy it before you change it.
+@contextmanager
+def share_path(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """A path that xdist's processes have in common, in the folder above their own, for the first of them to make something at.
 
-    Made by the first process that asks (xdist's have a common folder above their own); the others wait for it.
+    The others wait meanwhile.
     """
     base = tmp_path_factory.getbasetemp()
-    project = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "small_run"
-    with project.with_suffix(".lock").open("w") as lock:
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory, torch_server: str) -> Path:
+    """A copy of the project in which the whole graph has run, small. Read it; copy it before you change it."""
+    with share_path(tmp_path_factory, "small_run") as project:
         ended = project.with_suffix(".log")
         if not ended.exists():
             project.mkdir()
