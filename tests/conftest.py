@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -156,7 +157,9 @@ def torch_server() -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         address = Path(folder) / "socket"
-        command = [sys.executable, "-m", "stages.telemetry.fork_server", str(address)]
+        # aiohttp: half a second of each of the engines' doubles.
+        start = "from stages.telemetry import fork_server as it; it.PRELOADED += ('aiohttp.web', 'pydantic.main'); it.main()"
+        command = [sys.executable, "-c", start, str(address)]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE) as server:
             while not address.exists():
@@ -175,15 +178,22 @@ def forked_stages(torch_server: str) -> Iterator[None]:
         yield
 
 
-def make_for_all(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder `name` that `make` has filled, for all processes of this run; it is made by the first that asks.
+@contextmanager
+def share_path(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """A path that xdist's processes have in common, in the folder above their own, for the first of them to make something at.
 
-    xdist's processes have a common folder above their own; the others wait for the first, and fail as it did.
+    The others wait meanwhile.
     """
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    with folder.with_suffix(".lock").open("w") as lock:
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+
+
+def make_for_all(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder `name` that `make` has filled, for all processes of this run: made by the first; the others fail as it did."""
+    with share_path(tmp_path_factory, name) as folder:
         ended = folder.with_suffix(".log")
         if not ended.exists():
             folder.mkdir()

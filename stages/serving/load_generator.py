@@ -257,13 +257,18 @@ def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, b
 
 @contextlib.contextmanager
 def _suspend_garbage_collection() -> Iterator[None]:
-    """Suspend it, since a full collection of a stage's objects takes longer than a token."""
+    """Suspend it, since a full collection of a stage's objects takes longer than a token.
+
+    Objects that were frozen before stay so, as those of a fork (telemetry/fork_server.py): each later load would collect them.
+    """
+    is_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 async def _flush_cache(http: http_session.HttpSession, url: str) -> None:

@@ -139,14 +139,25 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+def ragged_requests(how: str) -> list[DecodeRequest]:
+    return [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(5)]
+
+
+@cache
+def slow_cycles(method: str, how: str, tree: TreeShape) -> list[list[tuple[list[int], int]]]:
+    """The slow cycles of `ragged_requests`, which are the same whichever way the engine runs."""
+    engine = engine_of(method)
+    return [slow(engine, *ask[:2], ask.sampling, tree.num_steps) for ask in ragged_requests(how)]
+
+
 @every_method
 @pytest.mark.parametrize("how", ["cool", "both"])
 def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, method: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
     engine = engine_of.__wrapped__(method)
-    asked = [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(5)]
+    asked = ragged_requests(how)
     for tree in (CHAIN, SHORT):
-        expected = [slow(engine, ask.prompt, ask.max_new_tokens, ask.sampling, tree.num_steps) for ask in asked]
+        expected = slow_cycles(method, how, tree)
         alone = [
             list(engine.decode_speculative(ask.prompt, ask.max_new_tokens, tree, None, ask.sampling)) for ask in asked
         ]

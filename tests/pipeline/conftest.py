@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import reproduce
+from tests.conftest import share_path
 
 REPO = Path(__file__).resolve().parents[2]
 os.environ["PYTHONPATH"] = str(REPO)  # what these tests start is this checkout's, whichever one is installed
@@ -145,6 +147,22 @@ def finished(project: Project, made_once: Path) -> Project:
     """The current directory, where all stages have run."""
     shutil.copytree(made_once, project.root, dirs_exist_ok=True)
     return project
+
+
+@pytest.fixture(scope="session")
+def prefect_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of Prefect without rows, to start a server on a copy of: a server makes its own in 13 s of a core.
+
+    That of test_flows makes its own, as a user's first one does.
+    """
+    with share_path(tmp_path_factory, "prefect.db") as database:
+        if not database.exists():
+            home = tmp_path_factory.mktemp("tables")
+            command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
+            environment = os.environ | {"PREFECT_HOME": str(home), "DO_NOT_TRACK": "1"}
+            subprocess.run(command, env=environment, check=True, capture_output=True)
+            shutil.copy(home / "prefect.db", database)
+    return database
 
 
 @pytest.fixture(scope="session")

@@ -60,9 +60,9 @@ def make_measured(root: Path) -> Project:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     project = make_measured(tmp_path_factory.mktemp("browsed"))
-    with run_server(project, tmp_path_factory.mktemp("prefect")) as started:
+    with run_server(project, tmp_path_factory.mktemp("prefect"), prefect_tables) as started:
         yield started
 
 

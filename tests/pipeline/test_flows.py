@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,9 +40,13 @@ def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
 class Server:
     """`python -m pipeline.serve` in a toy project, and its API."""
 
-    def __init__(self, project: Any, home: str) -> None:
+    def __init__(self, project: Any, home: str, tables: Path | None = None) -> None:
+        """Without the database `tables` (prefect_tables) the server makes its own."""
         self.project = project
         self.home = home
+        if tables:
+            Path(home).mkdir(mode=0o700, exist_ok=True)
+            shutil.copy(tables, home)
         self.port = free_port.find_free_port()
         self.log = project.root / "serve.log"
         self.start()
@@ -121,9 +126,9 @@ class Server:
 
 
 @contextmanager
-def run_server(project: Any, home: Path) -> Iterator[Server]:
+def run_server(project: Any, home: Path, tables: Path | None = None) -> Iterator[Server]:
     """Serve a project until the end of the block; its Prefect home is the folder `home`."""
-    started = Server(project, str(home))
+    started = Server(project, str(home), tables)
     try:
         wait_for(started.up, 600)
         yield started

@@ -51,7 +51,7 @@ if not (beside / "awake").exists():
 class Wide(Server):
     """A server, a project whose cells are sent, a remote, and workers with clones of the project."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, tables: Path) -> None:
         self.root = root
         project = Project(root / "project")
         (project.root / ".dvc").mkdir(parents=True)
@@ -72,7 +72,7 @@ class Wide(Server):
         project.git("init", "-q")
         project.commit()
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        super().__init__(project, str(root / "prefect"))
+        super().__init__(project, str(root / "prefect"), tables)
 
     def cell(self, project: Project, n: int, before: str = "") -> None:
         (project.root / f"cells/{n}.py").write_text(CELL.format(before=before))
@@ -161,8 +161,8 @@ def test_a_worker_in_a_shells_background_can_be_ended(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
-    started = Wide(tmp_path_factory.mktemp("wide"))
+def wide(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
+    started = Wide(tmp_path_factory.mktemp("wide"), prefect_tables)
     try:
         wait_for(started.up, 600)
         yield started

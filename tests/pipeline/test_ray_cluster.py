@@ -20,9 +20,9 @@ NODES = ("one", "two")
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
+def wide(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
     root = tmp_path_factory.mktemp("rayed")
-    started = Wide(root)
+    started = Wide(root, prefect_tables)
     address = f"127.0.0.1:{find_free_port()}"
     edit(started.project, runner="ray", ray_address=address)
     started.project.commit()

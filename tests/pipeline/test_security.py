@@ -24,9 +24,9 @@ EVENTS = "api/events/out"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     project = make_served(tmp_path_factory.mktemp("secured"))
-    with run_server(project, tmp_path_factory.mktemp("attacked")) as started:
+    with run_server(project, tmp_path_factory.mktemp("attacked"), prefect_tables) as started:
         yield started
 
 

@@ -21,11 +21,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
-from stages.serving.server_startup import sglang_vision_patch
-
 FORK_VARIABLE = "AERIE_TEST_FORK_SERVER"
+
+
+def fork() -> None:
+    """Go on in a fork of tests/conftest.py's process that has imported torch, if the tests name it."""
+    if address := os.environ.pop(FORK_VARIABLE, None):
+        from stages.telemetry import fork_server
+
+        fork_server.run_module_forked(address, "tests.serving.engine_double", sys.argv[1:])
+
+
+if __name__ == "__main__":  # before the imports, which take half a second
+    fork()
+
+from aiohttp import web  # noqa: E402
+
+from stages.serving.server_startup import sglang_vision_patch  # noqa: E402
+
 RECORDED = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
 
 
@@ -312,14 +325,5 @@ def main(words: list[str]) -> None:
     web.run_app(app, host="127.0.0.1", port=flags.port, print=None)
 
 
-def fork() -> None:
-    """Go on in a fork of tests/conftest.py's process that has imported torch, if the tests name it."""
-    if address := os.environ.pop(FORK_VARIABLE, None):
-        from stages.telemetry import fork_server
-
-        fork_server.run_module_forked(address, "tests.serving.engine_double", sys.argv[1:])
-
-
 if __name__ == "__main__":
-    fork()
     main(sys.argv[1:])
