@@ -192,7 +192,7 @@ def share_path(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[
 
 
 def make_for_all(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder `name` that `make` has filled, for all processes of this run: made by the first; the others fail as it did."""
+    """Return the folder `name` that `make` has filled, for all processes of this run; the others fail as the first did."""
     with share_path(tmp_path_factory, name) as folder:
         ended = folder.with_suffix(".log")
         if not ended.exists():
