@@ -6,8 +6,9 @@
 #   wait_for FILE                  wait until a later call has brought a kit or a graph
 #   watch SECONDS                  stay in a call, and bring all results back in $OUT at its end; returns at once without a driver
 #
-# What travels in a call has 64 MiB: `du -sb --exclude=.git --exclude=.venv . FOLDERS` before the first. The calls of a session are
-# issued together, so one that is refused must end those after it at once.
+# What travels in a call has 64 MiB, tar's headers with it: `git ls-files -z | tar --null -T - -cf - FOLDERS | wc -c` before the
+# first. A larger archive is cut (`split -b 26000000`), brought by two calls and joined by `cat`. The calls of a session are issued
+# together, so one that is refused must end those after it at once.
 #
 # A driver, one for each GPU, is started by benchmarks/gpu_setup.sh; it sets CUDA_VISIBLE_DEVICES and a TMPDIR of its own: the turns in
 # which servers are measured (stages/serving/measuring_turn.py) are kept by locks in TMPDIR.
