@@ -321,7 +321,7 @@ for it too, and one forward at every place gives every tree. `replay_trees` grow
   `trace_trees`, where a note names them. The chain of the whole block is replayed even if the grid lacks it.
 - A tree of topk > 1 holds the best paths over the block: DFlash's slots are independent, so a path's probability is the
   product of its slots'; with DSpark's Markov head or DFlash2's selector a node's children depend on its own
-  token. A topk above DFlash2's `selector_top_k` is refused. Whatever the tree, the draft costs
+  token. A topk above DFlash2's `selector_top_k` is refused here, and left out of cells. Whatever the tree, the draft costs
   one forward.
 
 SGLang and vLLM run **the chain of the whole block only**. Trees of topk > 1 run in the torch engine only, and the report marks
