@@ -161,10 +161,10 @@ def compare_target(project: Path, settings: Settings) -> list[families_record.Fa
     with contextlib.chdir(project), processes.preload_stages(99):
         if "prepare" in settings.parts:
             _make(project, settings, _plan_trial(settings, stages=["check_overfit@e000"]))
-        if tuple(settings.parts) == ("prepare",):
+        if set(settings.parts) == {"prepare"}:
             return []
         calibration = _calibrate(project, settings)
-        if not {"train", "time"} & set(settings.parts) and settings.parts:
+        if settings.parts and set(settings.parts) <= {"prepare", "calibrate"}:
             return []
         if "train" in settings.parts:
             _train_families(project, settings, calibration.epochs)

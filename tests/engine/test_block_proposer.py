@@ -137,7 +137,7 @@ def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[D
 
 
 def decode_asks(engine: Engine, tree: TreeShape, *by: str) -> list[list[DecodeStep]]:
-    """Each of `asks` alone; decoded once for a tree and an engine, which is told apart by `by`."""
+    """Return the steps of each of `asks`, decoded alone, once for a tree and an engine; `by` names the engine."""
     if (key := (tree, *by)) not in DECODED:
         DECODED[key] = [decode(engine, ask, tree) for ask in asks()]
     return DECODED[key]
