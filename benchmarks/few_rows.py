@@ -1,11 +1,11 @@
 """Time of matrix products and of the embedded target's pass by the number of rows, in float32: as cuBLAS does them, with the rows
-filled up to FILLED with zeros, and by the engine.
+filled up with zeros, and by the engine.
 
     python -m benchmarks.few_rows [--device cuda] [--dtype float32] [--width 128]
 
 On an H200 a pass of the embedded target in float32 took 1.2 ms longer with 5 to 16 rows than with 4 or 32
 (docs/results/2026-11-26-h200-families.md). Microseconds, of PRODUCTS products one after the other or of a whole pass, captured as
-one CUDA graph; on a CPU called one by one. The kernels of the slowest pass below FILLED rows follow, by time.
+one CUDA graph; on a CPU called one by one. The kernels of the slowest pass of fewer than FILLED_ROWS follow, by time.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from stages.engine.cuda_graphs import time_graph_replay
+from stages.engine.filled_products import FILLED_ROWS, multiply_filled
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
 from stages.engine.target_kernels import FusedDecoder
 from stages.target.loading import load_target
 from stages.toy import shipped_target
 
 ROWS = (1, 2, 4, 5, 8, 12, 16, 17, 24, 31, 32, 64)
-FILLED = 32
 PRODUCTS = 30  # as many as a pass of seven blocks has
 CONTEXT = 64  # cache rows of the pass before its own
 Product = Callable[..., Tensor]
@@ -48,7 +48,9 @@ def main() -> None:
         w = torch.randn(outputs, o.width, device=device, dtype=dtype)
         for rows in ROWS:
             x = torch.randn(rows, o.width, device=device, dtype=dtype)
-            plain, filled = (time_work(partial(multiply, x, w), device, PRODUCTS) for multiply in (F.linear, fill_rows))
+            plain, filled = (
+                time_work(partial(multiply, x, w), device, PRODUCTS) for multiply in (F.linear, multiply_filled)
+            )
             print(f"{rows:5}{outputs:9}{plain:9.2f}{filled:9.2f}", flush=True)
 
 
@@ -58,7 +60,7 @@ def print_passes(device: torch.device, dtype: str) -> None:
     model = load_target(str(shipped_target.FOLDER / shipped_target.NAME), dtype, str(device))
     decoder = FusedDecoder(model)
     cache = KVCache(probe_kv_shapes(model), CONTEXT + max(ROWS), model.dtype, device)
-    products: dict[str, Product | None] = {"engine": None, "cuBLAS": F.linear, "filled": fill_rows}
+    products: dict[str, Product | None] = {"engine": None, "cuBLAS": F.linear, "filled": multiply_filled}
     print(f"{'rows':>5}{''.join(f'{name:>9}' for name in products)}   microseconds a pass")
     times: dict[int, float] = {}
     for rows in ROWS:
@@ -69,7 +71,7 @@ def print_passes(device: torch.device, dtype: str) -> None:
                 found.append(time_work(work, device, 1))
         times[rows] = found[0]
         print(f"{rows:5}{''.join(f'{taken:9.1f}' for taken in found)}", flush=True)
-    slowest = max((rows for rows in ROWS if rows < FILLED), key=times.__getitem__)
+    slowest = max((rows for rows in ROWS if rows < FILLED_ROWS), key=times.__getitem__)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as profiled:
         run_pass(decoder, cache, slowest)
@@ -98,12 +100,6 @@ def use_product(kernels: Any, product: Product | None) -> Iterator[None]:
         yield
     finally:
         kernels.matmul, kernels.gated_matmul = before
-
-
-def fill_rows(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [M, K] times w [N, K], computed with FILLED rows where M is smaller."""
-    missing = max(0, FILLED - len(x))
-    return F.linear(F.pad(x, (0, 0, 0, missing)), w, bias)[: len(x)]
 
 
 def time_work(work: Callable[[], Tensor], device: torch.device, calls: int) -> float:

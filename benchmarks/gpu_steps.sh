@@ -37,7 +37,7 @@ wait_for() {
 
 collect() {
   # Cells and grids of projects that are still at work, in case no later call comes.
-  tar -cJf $RESULTS/partial.tar.xz --ignore-failed-read /tmp/*/results/cells /tmp/*/results/cost 2>/dev/null
+  tar -cJf $RESULTS/partial.tar.xz --ignore-failed-read /tmp/{*,*/*}/results/{cells,cost} 2>/dev/null
   tar -C /tmp -cf - --exclude='*.part' res | xz -T4 -2 >"$OUT/results.tar.xz"
 }
 
