@@ -234,7 +234,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
         "batch_size": 1 if o.long_row else 64,
     }  # fmt: skip
     sampling = {"launch": "sglang", "launch_args": [*kit, "--max-running-requests", "256"], "concurrency": 256}
-    p["sample_target"]["server"] |= {} if o.small else sampling
+    p["sample_target"]["server"] |= {} if o.small or o.long_row else sampling  # a few long answers need no server
     p["extract_hiddens"] |= {
         "dtype": o.dtype, "max_length": o.long_row or o.longest + 600, "longer_rows": "truncate",
         "batch_tokens": o.batch_tokens,

@@ -376,6 +376,7 @@ def edit_params(project: Path, settings: Settings, run: Run) -> None:
         "topk": [1, 2, 4],
         "num_draft_tokens": [8, 16, 32],
         "repeats": 1 if is_small else 3,
+        "cycles": 10 if settings.is_on_gpu else 2,
         "batches": [1, 8, 32],
     }
     plain = {**p["benchmark"]["workloads"].get("eval", {}), **p["benchmark"]["workloads"].get("one", {})}

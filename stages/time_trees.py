@@ -110,7 +110,7 @@ def _build_prompts(tokens: int, count: int, image_token: int | None) -> list[lis
 
 def _check_positions(s: TimeTrees, trees: list[TreeShape], positions: int) -> None:
     """Raises ValueError if the target has too few positions for the context and the timed cycles."""
-    lengths = {tree: _count_committed_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in trees}
+    lengths = {tree: _count_asked_tokens(tree, s.warmup + s.cycles) + tree.num_draft_tokens for tree in trees}
     longest = max(lengths, key=lengths.__getitem__)
     needed = s.context + lengths[longest]
     if needed > positions:
@@ -121,9 +121,12 @@ def _check_positions(s: TimeTrees, trees: list[TreeShape], positions: int) -> No
         )
 
 
-def _count_committed_tokens(tree: TreeShape, cycles: int) -> int:
-    """Return the most tokens that prefill and so many cycles commit."""
-    return 1 + cycles * (tree.num_steps + 1)
+def _count_asked_tokens(tree: TreeShape | None, cycles: int) -> int:
+    """Return one token more than prefill and so many cycles (without a tree plain steps) commit at most.
+
+    So no answer ends while it is timed: freeing its slot takes a GPU several kernels, for 32 slots longer than a plain step.
+    """
+    return 1 + cycles * (tree.num_steps + 1 if tree else 1) + 1
 
 
 def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) -> tuple[Engine, LoadedDraft]:
@@ -144,7 +147,7 @@ def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShap
 
 def _make_decoding(engine: Engine, prompts: list[list[int]], tree: TreeShape | None, cycles: int) -> StartDecoding:
     """Return a function that decodes all prompts at once, plainly without a tree."""
-    tokens = _count_committed_tokens(tree, cycles) if tree else 1 + cycles
+    tokens = _count_asked_tokens(tree, cycles)
     return partial(_decode_together, engine, [DecodeRequest(prompt, tokens) for prompt in prompts], tree)
 
 

@@ -125,6 +125,17 @@ def test_one_sequence_is_decoded_as_it_is_alone(project: Path) -> None:
         assert together == [[(0, *step)] for step in alone]
 
 
+def test_no_answer_ends_while_it_is_timed(project: Path) -> None:
+    """Freeing the slots of answers that end would be part of the last timed step: on a GPU several kernels for each of them."""
+    p = schema.load_params()
+    engine, _ = time_trees._build_engine(p, manifest.read_manifest(), "e000")
+    prompts = time_trees._build_prompts(16, 2, None)
+    for tree in (None, TreeShape.parse("t1_1_2")):
+        timed = time_trees._make_decoding(engine, prompts, tree, 3)()
+        list(itertools.islice(timed, 1 + 3))
+        assert [number for number, step in next(timed) if step and step.tokens] == [0, 1]
+
+
 def test_no_end_token_stops_the_clock(project: Path) -> None:
     """Where every token is an end token, all cycles are timed all the same."""
     place = Path("artifacts/target/target.json")
