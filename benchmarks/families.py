@@ -37,7 +37,8 @@ from ruamel.yaml import YAML
 
 from benchmarks import families_record, gpu_graph
 from pipeline import processes
-from stages.results import replay_records, timing_grid
+from stages.params.section import ROOT_CHECKPOINT
+from stages.results import replay_records, timing_grid, training_records
 from stages.runtime import atomic
 from stages.telemetry import stage_log
 
@@ -160,7 +161,7 @@ def compare_target(project: Path, settings: Settings) -> list[families_record.Fa
             raise SystemExit(f"{project} has no recipe {settings.target}")
     with contextlib.chdir(project), processes.preload_stages(99):
         if "prepare" in settings.parts:
-            _make(project, settings, _plan_trial(settings, stages=["check_overfit@e000"]))
+            _make(project, settings, _plan_trial(settings, stages=[f"check_overfit@{ROOT_CHECKPOINT}"]))
         if set(settings.parts) == {"prepare"}:
             return []
         calibration = _calibrate(project, settings)
@@ -249,7 +250,7 @@ def read_epoch_seconds(checkpoint: str, is_on_gpu: bool) -> float:
 
     Raises ValueError where the log has no such run, since DVC restored its result or another version wrote the line.
     """
-    seconds = [epoch["seconds"] for epoch in families_record.read_training(checkpoint)["epochs"]]
+    seconds = [epoch.seconds for epoch in training_records.read_training(checkpoint, ROOT_CHECKPOINT).epochs]
     return median(seconds[1:]) if is_on_gpu else read_process_seconds(checkpoint) / len(seconds)
 
 
@@ -291,7 +292,7 @@ def _print_unequal(
 
 
 def _fill_segment(family: Family, epochs: int) -> dict[str, Any]:
-    return {"from": "e000", "epochs": epochs, **family.segment}
+    return {"from": ROOT_CHECKPOINT, "epochs": epochs, **family.segment}
 
 
 def _group_by_rate(rates: Mapping[str, float]) -> Iterator[tuple[float, list[str]]]:
@@ -317,7 +318,7 @@ def _plan_training(
 
 def _name_timed(family: Family, checkpoint: str) -> str:
     """Return the checkpoint whose shapes are timed: e000 of EAGLE-3, as docs/cost.md has it."""
-    return checkpoint if family.segment else "e000"
+    return checkpoint if family.segment else ROOT_CHECKPOINT
 
 
 def _plan_timing(family: Family, seed: int, rate: float, epochs: Mapping[str, int]) -> Run:
@@ -337,7 +338,7 @@ def _make(project: Path, settings: Settings, run: Run) -> None:
         prompts = [f"prepare_prompts@{workload}" for workload in WORKLOADS]
         commands = [[*gpu_graph.REPRO, *prompts, *run.stages]]
     else:
-        _repro(project, [*gpu_graph.REPRO, "init_draft@e000"])
+        _repro(project, [*gpu_graph.REPRO, f"init_draft@{ROOT_CHECKPOINT}"])
         commands = [[*gpu_graph.REPRO, f"train_draft@{name}", f"replay_trees@{name}"] for name in run.segments]
     with ThreadPoolExecutor(settings.at_once) as pool:
         list(pool.map(lambda command: _repro(project, command), commands))
@@ -371,7 +372,7 @@ def edit_params(project: Path, settings: Settings, run: Run) -> None:
         "trace_trees": TRACED_TREES if run.is_wide else [],
     }
     p["time_trees"] |= {
-        "checkpoints": list(run.timed) or ["e000"],
+        "checkpoints": list(run.timed) or [ROOT_CHECKPOINT],
         "num_steps": [1, 3, 7, 8] if not is_small else [1, 3, 7],
         "topk": [1, 2, 4],
         "num_draft_tokens": [8, 16, 32],

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import safe_open
 
 from stages.data import conversations
+from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.results import (
     clusters,
@@ -23,11 +24,11 @@ from stages.results import (
     served_table,
     timing_grid,
     torch_records,
+    training_records,
 )
 from stages.results.record import Record
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.timing_grid import TimingGrid
-from stages.runtime import atomic
 from stages.target import manifest
 from stages.telemetry import stage_log
 from stages.trees import accept_length
@@ -59,7 +60,7 @@ class FamilyFigure(Record):
 
 @dataclass(frozen=True)
 class ComparedDraft:
-    """A checkpoint of the comparison."""
+    """A checkpoint of the comparison, which trains every draft from the root checkpoint."""
 
     family: str
     seed: int
@@ -128,21 +129,13 @@ Value = tuple[str, float, dict[str, Any]]  # measure, value, and the other colum
 
 def list_training_values(draft: ComparedDraft, epochs: int) -> Iterator[Value]:
     """Yield a checkpoint's epochs, time, tokens and size."""
-    report = read_training(draft.checkpoint)
+    report = training_records.read_training(draft.checkpoint, ROOT_CHECKPOINT)
     yield "epochs", epochs, {}
-    yield "training_seconds", report["seconds"], {}
-    yield "training_tokens", sum(epoch["tokens"] for epoch in report["epochs"]), {}
+    yield "training_seconds", report.seconds, {}
+    yield "training_tokens", sum(epoch.tokens for epoch in report.epochs), {}
     if process_s := find_process_seconds(draft.checkpoint):
         yield "training_process_s", process_s, {}
     yield "parameters", count_parameters(Path(f"drafts/{draft.checkpoint}/draft")), {}
-
-
-def read_training(checkpoint: str) -> dict[str, Any]:
-    """Return the report of a checkpoint's training."""
-    report: dict[str, Any] = atomic.read_json(
-        Path(f"results/train/{checkpoint}.json"), made_by=f"train_draft@{checkpoint}"
-    )
-    return report
 
 
 def find_process_seconds(checkpoint: str) -> float | None:

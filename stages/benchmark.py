@@ -18,33 +18,41 @@ A tree that the draft can't grow, deeper than a block draft's block, gives a cel
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
-from stages.engine import cell_context, timing
+from stages.engine import cell_context, question_turns, timing
 from stages.engine.cell_context import TorchCellContext
 from stages.engine.decode import DecodeStep
 from stages.engine.device_placement import measure_remaining_memory
 from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.question_turns import QuestionTurn
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
-from stages.results import load_points, metrics, served_records, stopping, torch_grades, torch_records
-from stages.results.draft_sampling import name_draft_sampling
+from stages.results import (
+    load_points,
+    metrics,
+    served_records,
+    stopping,
+    torch_cell_writer,
+    torch_grades,
+    torch_records,
+)
 from stages.results.served_records import LoadPoint, LoadsMeasurement
 from stages.results.stopping import RepeatRule
+from stages.results.torch_cell_writer import TorchCellSetup
 from stages.results.torch_records import PromptRow, StageCost, StoppingRecord, TorchMeasurement
 from stages.runtime import distributed
 from stages.serving import engine_load, latency
-from stages.target import chat_template, manifest
+from stages.target import manifest
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
@@ -67,7 +75,9 @@ def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
     params = schema.load_params()
     processes = params.benchmark.processes
     if reason := cell_context.explain_unsupported(checkpoint_name, TreeShape.parse(tree_name)):
-        _write_unsupported(params, workload_name, checkpoint_name, tree_name, reason)
+        setup = _describe_setup(params, workload_name, checkpoint_name, tree_name)
+        path = torch_cell_writer.write_unsupported(setup, reason)
+        print(f"{tree_name} at {checkpoint_name}: {served_records.UNSUPPORTED}: {reason} -> {path}")
         return
     cell_context.check_gpus(params)
     try:
@@ -108,69 +118,16 @@ def _run_cell(
     if not ranks.first:
         return
     took = StageCost(round(time.perf_counter() - started, 2), meter.names(), meter.joules())
-    names = workload_name, checkpoint_name, tree_name
-    cell = _build_cell(params, *names, measured, took, work.samples_drafts)
-    path = torch_records.write_torch_cell(cell) if one_by_one else served_records.write_served_cell(cell)
+    setup = _describe_setup(params, workload_name, checkpoint_name, tree_name)
+    path = torch_cell_writer.write_measured(setup, measured, took, work.samples_drafts)
     print(f"{tree_name} at {checkpoint_name}: {summary} -> {path}")
 
 
-def _write_unsupported(
-    params: schema.Params, workload_name: str, checkpoint_name: str, tree_name: str, reason: str
-) -> None:
-    """Write a cell that says why the draft can't grow the tree. It has the form of loads, of which there are none."""
-    measured = LoadsMeasurement(
-        status=served_records.UNSUPPORTED,
-        reason=reason,
-        fingerprint={},
-        server=served_records.ServerDescription(command=[], info={}),
-        memory=served_records.ServerMemory(**dict.fromkeys(served_records.ServerMemory.list_keys())),
-        points=[],
-        baseline_points=[],
-    )
-    names = workload_name, checkpoint_name, tree_name
-    cell = _build_cell(params, *names, measured, StageCost(0.0, [], None), samples_drafts=False)
-    path = served_records.write_served_cell(cell)
-    print(f"{tree_name} at {checkpoint_name}: {served_records.UNSUPPORTED}: {reason} -> {path}")
-
-
-def _build_cell(
-    params: schema.Params,
-    workload_name: str,
-    checkpoint_name: str,
-    tree_name: str,
-    measured: TorchMeasurement | LoadsMeasurement,
-    took: StageCost,
-    samples_drafts: bool,
-) -> dict[str, Any]:
-    workload = get_named(params.benchmark.workloads, workload_name, "benchmark.workloads")
-    return {
-        "workload": workload_name,
-        "checkpoint": checkpoint_name,
-        "tree": tree_name,
-        **asdict(TreeShape.parse(tree_name)),
-        "draft_sampling": name_draft_sampling(samples_drafts),
-        "engine": served_records.TORCH_ENGINE,
-        "definitions": torch_records.DEFINITIONS,
-        "temperature": workload.temperature,
-        "top_p": workload.top_p,
-        "top_k": workload.top_k,
-        **measured.model_dump(),
-        "hardware": _describe_hardware(params),
-        "versions": torch_records.list_versions("torch", "transformers"),
-        "seed": workload.seed,
-        **asdict(took),
-    }
-
-
-def _describe_hardware(params: schema.Params) -> torch_records.Hardware:
-    hardware = torch_records.describe_hardware(params.target.device, params.benchmark.num_threads)
-    total = params.benchmark.num_gpus_total
-    return hardware | ({"num_gpus_total": total} if total > 1 else {})
-
-
-def _decode_text(work: TorchCellContext, ids: list[int]) -> str:
-    """Return an answer without the target's special tokens, as a server would send it."""
-    return work.tokenizer.decode(ids, skip_special_tokens=True)
+def _describe_setup(params: schema.Params, workload_name: str, checkpoint_name: str, tree_name: str) -> TorchCellSetup:
+    device, settings = params.target.device, params.benchmark
+    workload = get_named(settings.workloads, workload_name, "benchmark.workloads")
+    hardware = torch_records.describe_hardware(device, settings.num_threads, settings.num_gpus_total)
+    return TorchCellSetup(workload_name, checkpoint_name, tree_name, workload, hardware)
 
 
 # Prompt by prompt
@@ -219,50 +176,44 @@ def _decode_turns(work: TorchCellContext, question: WorkloadPrompt, repeat: int,
 
     The kind of decoding that goes first alternates over prompts, repeats and turns.
     """
-    messages, ids, answer = question.messages or [], question.prompt_ids, ""
-    for turn, user_text in enumerate([None, *(question.later or [])]):
-        if user_text is not None:
-            messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": user_text}]
-            ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
-        order = DECODING_KINDS if (number + repeat + turn) % 2 == 0 else DECODING_KINDS[::-1]
-        drawn = cell_context.make_sampling_params(work, question.id, repeat, turn)
+    turn: QuestionTurn | None = question_turns.get_first_turn(question)
+    while turn:
+        order = DECODING_KINDS if (number + repeat + turn.number) % 2 == 0 else DECODING_KINDS[::-1]
+        drawn = cell_context.make_sampling_params(work, question.id, repeat, turn.number)
         timed = {
             kind: timing.time_decode(
-                partial(_start_decoding, work, kind, ids, question.id, drawn), work.params.target.device
+                partial(_start_decoding, work, kind, turn.ids, question.id, drawn), work.params.target.device
             )
             for kind in order
         }
         outputs = {kind: decoded.tokens for kind, decoded in timed.items()}
-        row = _build_row(work, question.id, repeat, turn, ids, drawn, timed)
+        row = _build_row(work, turn, repeat, drawn, timed)
         yield TorchAnswer(row, [step.num_accepted for step in timed["speculative"].cycles], outputs)
-        if work.tokenizer is not None:
-            answer = _decode_text(work, outputs["plain"])
+        turn = question_turns.build_next_turn(work, turn, outputs["plain"])
 
 
 def _build_row(
     work: TorchCellContext,
-    prompt_id: str,
+    turn: QuestionTurn,
     repeat: int,
-    turn: int,
-    prompt: list[int],
     drawn: SamplingParams | None,
     timed: dict[str, timing.TimedDecode],
 ) -> PromptRow:
     """Return the row of an answer, not yet graded; `timed` is by kind of decoding."""
     speculative, plain = timed["speculative"], timed["plain"]
-    output, plain_output = speculative.tokens, plain.tokens
+    prompt_id, output, plain_output = turn.question.id, speculative.tokens, plain.tokens
     return PromptRow(
         id=prompt_id,
         repeat=repeat,
-        turn=turn,
-        prompt_tokens=len(prompt),
+        turn=turn.number,
+        prompt_tokens=len(turn.ids),
         output_tokens=len(output),
         cycles=len(speculative.cycles),
         accepted=sum(step.num_accepted for step in speculative.cycles),
         identical=None if drawn else output == plain_output,
         divergence_margin=None
         if drawn
-        else cell_context.measure_divergence_margin(work, prompt, prompt_id, output, plain_output),
+        else cell_context.measure_divergence_margin(work, turn.ids, prompt_id, output, plain_output),
         finish_reason="stop" if output[-1] in work.engine.end_tokens else "length",
         prefill_latency_s=speculative.prefill_s,
         e2e_latency_s=speculative.total_s,
@@ -293,20 +244,12 @@ def _grade_rows(
         return None
     references = dict(work.prompts.select("id", "reference").iter_rows())
     unsandboxed = work.params.benchmark.allow_unsandboxed_code
-    return torch_grades.grade_rows(rows, outputs, references, lambda ids: _decode_text(work, ids), unsandboxed)
+    return torch_grades.grade_rows(
+        rows, outputs, references, lambda ids: question_turns.decode_text(work, ids), unsandboxed
+    )
 
 
 # In loads
-
-
-@dataclass(frozen=True)
-class TurnRequest:
-    """A turn of a question."""
-
-    question: WorkloadPrompt
-    turn: int
-    messages: list[dict[str, str]] | None  # None for random prompts
-    ids: list[int]
 
 
 def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
@@ -394,31 +337,18 @@ def _run_kinds(
     kinds = list_kinds(work)
     records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in kinds}
     prompts = workload_prompts.list_rows(work.prompts)
-    requests = [TurnRequest(prompt, 0, prompt.messages, prompt.prompt_ids) for prompt in prompts]
-    while requests:
-        for kind in kinds if (repeat + requests[0].turn) % 2 == 0 else kinds[::-1]:
-            records[kind].append(_run_load(work, kind, requests, length, cap, repeat))
-        requests = _list_next_turns(work, requests, records[kinds[0]][-1])
+    turns = [question_turns.get_first_turn(prompt) for prompt in prompts]
+    while turns:
+        for kind in kinds if (repeat + turns[0].number) % 2 == 0 else kinds[::-1]:
+            records[kind].append(_run_load(work, kind, turns, length, cap, repeat))
+        answered = zip(turns, records[kinds[0]][-1], strict=True)
+        following = [question_turns.build_next_turn(work, turn, record.ids) for turn, record in answered]
+        turns = [turn for turn in following if turn]
     return records
 
 
-def _list_next_turns(
-    work: TorchCellContext, answered: list[TurnRequest], records: list[latency.RequestRecord]
-) -> list[TurnRequest]:
-    """Return the next turns of the questions that have one."""
-    requests: list[TurnRequest] = []
-    for request, record in zip(answered, records, strict=True):
-        later = request.question.later or []
-        if request.messages is not None and len(later) > request.turn:
-            answer = {"role": "assistant", "content": _decode_text(work, record.ids)}
-            messages = [*request.messages, answer, {"role": "user", "content": later[request.turn]}]
-            ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
-            requests.append(TurnRequest(request.question, request.turn + 1, messages, ids))
-    return requests
-
-
 def _run_load(
-    work: TorchCellContext, kind: str, turns: list[TurnRequest], length: int, cap: int | None, repeat: int
+    work: TorchCellContext, kind: str, turns: list[QuestionTurn], length: int, cap: int | None, repeat: int
 ) -> list[latency.RequestRecord]:
     """Decode all turns, at most `cap` at once over all processes, and return the records of all processes.
 
@@ -427,7 +357,7 @@ def _run_load(
     ranks, slots = work.ranks, min(cap or len(turns), len(turns))
     numbers = [n for n in range(len(turns)) if n % slots % ranks.world == ranks.rank]
     requests = {
-        f"{turns[n].question.id}#{turns[n].turn}": _make_request(work, turns[n], length, repeat) for n in numbers
+        f"{turns[n].question.id}#{turns[n].number}": _make_request(work, turns[n], length, repeat) for n in numbers
     }
 
     def start_clock() -> float:
@@ -442,11 +372,11 @@ def _run_load(
     return [record for _, record in sorted(distributed.all_gather_lists(ranks, mine), key=lambda pair: pair[0])]
 
 
-def _make_request(work: TorchCellContext, request: TurnRequest, length: int, repeat: int) -> DecodeRequest:
-    prompt_id = request.question.id
-    max_new_tokens = workload_prompts.compute_max_new_tokens(request.question.length_share, length)
-    drawn = cell_context.make_sampling_params(work, prompt_id, repeat, request.turn)
-    return DecodeRequest(request.ids, max_new_tokens, work.images[prompt_id], drawn)
+def _make_request(work: TorchCellContext, turn: QuestionTurn, length: int, repeat: int) -> DecodeRequest:
+    prompt_id = turn.question.id
+    max_new_tokens = workload_prompts.compute_max_new_tokens(turn.question.length_share, length)
+    drawn = cell_context.make_sampling_params(work, prompt_id, repeat, turn.number)
+    return DecodeRequest(turn.ids, max_new_tokens, work.images[prompt_id], drawn)
 
 
 def _build_point(work: TorchCellContext, kind: str, length: int, cap: int | None, found: RepeatedLoad) -> LoadPoint:
@@ -456,7 +386,9 @@ def _build_point(work: TorchCellContext, kind: str, length: int, cap: int | None
     grades: list[bool | None] = [None] * len(requests)
     if work.workload.grade:
         unsandboxed = work.params.benchmark.allow_unsandboxed_code
-        grades = load_points.grade_first_turns(requests, references, lambda r: _decode_text(work, r.ids), unsandboxed)
+        grades = load_points.grade_first_turns(
+            requests, references, lambda r: question_turns.decode_text(work, r.ids), unsandboxed
+        )
     acceptance = None
     if kind == "speculative":
         records = [request.record for request in requests]

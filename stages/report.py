@@ -46,7 +46,7 @@ from stages.results import (
 from stages.results.method_records import MethodCell
 from stages.results.prediction import EngineLaunch, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
-from stages.results.served_records import TORCH_ENGINE
+from stages.results.served_records import TORCH_ENGINE, ServedCell
 from stages.results.served_table import ServedRow, ServedTableLine
 from stages.results.torch_records import TorchCell
 from stages.runtime import atomic
@@ -127,13 +127,10 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     """Return everything that the report shows; `replayed` has each checkpoint's trees at every temperature."""
     cells, loads = read_cells(p), _list_torch_workloads(p, alone=False)
     served = p.benchmark_served
-    left_out = [
-        served_records.read_served_cell(*names, TORCH_ENGINE) for names in _list_torch_cells(p, unsupported=True)
-    ]
     served_cells = [
         *served_table.read_served_cells(served.workloads, served.checkpoints, served.trees),
         *served_table.read_torch_loads(loads, p.benchmark.checkpoints, p.benchmark.trees),
-        *left_out,
+        *_read_unsupported_cells(p),
     ]
     trained = {
         name: training_records.read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()
@@ -209,14 +206,29 @@ def _list_families(p: schema.Params, imported: dict[str, training_records.Import
 
 
 def read_cells(p: schema.Params) -> list[TorchCell]:
-    """Return the torch engine's cells that params.yaml lists. Raises ValueError naming a broken one and the stage to run."""
-    return [torch_records.read_torch_cell(*names) for names in _list_torch_cells(p, unsupported=False)]
+    """Return the torch engine's cells of workloads that are answered prompt by prompt, without the unsupported ones.
+
+    Raises ValueError naming a broken cell and the stage to run.
+    """
+    return [
+        torch_records.read_torch_cell(*names)
+        for names in _name_torch_cells(p)
+        if not served_records.is_unsupported_torch_cell(*names)
+    ]
 
 
-def _list_torch_cells(p: schema.Params, unsupported: bool) -> list[tuple[str, str, str]]:
-    """Return workload, checkpoint and tree of cells that are decoded prompt by prompt, or of those that the draft can't grow."""
-    cells = product(_list_torch_workloads(p, alone=True), p.benchmark.checkpoints, p.benchmark.trees)
-    return [names for names in cells if served_records.is_unsupported_torch_cell(*names) == unsupported]
+def _read_unsupported_cells(p: schema.Params) -> list[ServedCell]:
+    """Return the unsupported ones: their draft can't grow the tree, and they have the reason in place of metrics."""
+    return [
+        served_records.read_served_cell(*names, TORCH_ENGINE)
+        for names in _name_torch_cells(p)
+        if served_records.is_unsupported_torch_cell(*names)
+    ]
+
+
+def _name_torch_cells(p: schema.Params) -> Iterable[tuple[str, str, str]]:
+    """Return workload, checkpoint and tree of each cell of the workloads that are answered prompt by prompt."""
+    return product(_list_torch_workloads(p, alone=True), p.benchmark.checkpoints, p.benchmark.trees)
 
 
 def read_methods(p: schema.Params) -> list[MethodCell]:

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from benchmarks import families, families_record, families_tables
 from benchmarks.families_record import FamilyFigure, make_figure
 from stages.results.replay_records import TreeBucket
+from stages.runtime import atomic
 
 
 def test_epochs_are_those_whose_time_is_closest_to_the_budget() -> None:
@@ -101,3 +102,17 @@ def test_figures_replace_those_of_their_own_targets_alone(tmp_path: Path) -> Non
     families_record.write_figures(place, [figure(3.0), other])
     families_record.write_figures(place, [figure(4.0, 3.5, 4.5)])
     assert FamilyFigure.read_csv(place, "families") == [other, figure(4.0, 3.5, 4.5)]
+
+
+def test_a_trainings_time_and_tokens_are_read_from_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    epochs = [
+        {"epoch": n, "loss": 2.0, "step_loss": [2.0], "step_accuracy": [0.5], "tokens": 100 * n, "seconds": seconds}
+        for n, seconds in enumerate([9.0, 2.0, 4.0, 3.0], 1)
+    ]
+    report = {"checkpoint": "dflash8", "from": "e000", "epochs": epochs, "seconds": 18.0, "weights": "ab" * 32}
+    atomic.write_json(Path("results/train/dflash8.json"), report)
+    draft = families_record.ComparedDraft("dflash8", 5, 0.001, "dflash8", "t7_1_8", ())
+    found = {measure: value for measure, value, _ in families_record.list_training_values(draft, epochs=4)}
+    assert found == {"epochs": 4, "training_seconds": 18.0, "training_tokens": 1000, "parameters": 0}
+    assert families.read_epoch_seconds("dflash8", is_on_gpu=True) == 3.0  # without the first epoch

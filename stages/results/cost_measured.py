@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from stages.params.tree_shape import TreeShape
 from stages.results import cost_served, prediction, timing_grid
 from stages.results.prediction import PredictedSpeedup, SpeedupEstimate
 from stages.results.replay_records import ReplayedTree, select_temperature
@@ -43,6 +44,11 @@ class ComparedPrediction:
     max_new_tokens: int | None
     predicted: SpeedupEstimate | PredictedSpeedup
     measured: MeasuredSpeedup
+
+    @property
+    def shape(self) -> TreeShape:
+        assert self.tree, "plain decoding has no prediction"
+        return TreeShape.parse(self.tree)
 
     @property
     def agrees(self) -> bool | None:

@@ -80,9 +80,9 @@ class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
 
     flags: list[str]  # none if speculation is not worth enabling
     min_version: str | None = None  # of the engine, that knows the draft; None: any
-    runner_up: "LaunchAdvice | None" = (
-        None  # the best that any version runs; None without min_version, or where there is none
-    )
+    # What to launch on an engine older than min_version: the preferred tree of those that every version runs. None if this
+    # advice needs no version itself, or if there is no such tree.
+    runner_up: "LaunchAdvice | None" = None
 
 
 class SpeculationLimit(Record):

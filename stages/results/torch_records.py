@@ -21,7 +21,7 @@ CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
 
 
-Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu; what is not known is left out
+Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu, num_gpus_total; what is not known is left out
 
 
 class Cell(Record):
@@ -260,8 +260,8 @@ def compute_process_speedup(rows: Sequence[PromptRow]) -> float | None:
     return tokens / sum(seconds) / (plain_tokens / sum(plain_seconds))
 
 
-def describe_hardware(device: str, num_threads: int) -> Hardware:
-    """Return the machine in comparable words: processor, cores, threads used, GPU; never a host name."""
+def describe_hardware(device: str, num_threads: int, num_gpus_total: int = 1) -> Hardware:
+    """Return the machine in comparable words: processor, cores, threads used, GPU, how many if several; never a host name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -279,6 +279,8 @@ def describe_hardware(device: str, num_threads: int) -> Hardware:
         import torch  # only here, since reports read cells without torch
 
         hardware["gpu"] = torch.cuda.get_device_name(device)
+    if num_gpus_total > 1:
+        hardware["num_gpus_total"] = num_gpus_total
     return hardware
 
 

@@ -11,6 +11,8 @@ from stages.runtime import atomic
 class TrainingEpoch(Record, extra="ignore"):
     loss: float
     step_accuracy: list[float]
+    tokens: int
+    seconds: float
 
 
 class DraftReport(Record, extra="ignore"):

@@ -162,6 +162,19 @@ def test_predictions_are_of_every_timed_checkpoint_and_marked_where_no_engine_ru
     assert f"torch engine with the draft of {NAME} (DSpark), 36 points" in said
 
 
+def test_measured_trees_beside_their_predictions_are_marked_where_no_engine_runs_them(project: schema.Params) -> None:
+    """Bug: this table alone named trees that no serving engine runs without the mark."""
+    add_timing()
+    measure_block_trees(project)
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    compared = page[page.index("<h3>Predicted against measured</h3>") :]
+    rows = re.split("<tr[ >]", compared[: compared.index("</table>")])
+    trees = [words(row[row.index("<th") :].split("</th>")[0]) for row in rows if 'scope="row"' in row]
+    marks = {tree.split()[0]: "torch engine only" in tree for tree in trees}
+    assert marks == {"5_1_6": False, "3_2_8": True}
+
+
 def test_a_tree_of_eagle3_that_no_engine_runs_has_its_own_reason() -> None:
     """Bug: one sentence for all said that neither engine runs the tree, not which ones they run."""
     chain, narrow = TreeShape(8, 1, 9), TreeShape(8, 2, 8)

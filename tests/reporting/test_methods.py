@@ -155,7 +155,7 @@ def test_the_page_shows_both_tables_and_the_csv_has_the_rows(
     edit_params(tmp_path, {
         "train_draft": {"checkpoints": checkpoints}, "benchmark_methods": {"with_draft": DRAFTED, "without_draft": DRAFTLESS},
     })  # fmt: skip
-    epoch = {"epoch": 1, "loss": 3.0, "step_loss": [1.0] * 4, "step_accuracy": [0.5] * 4, "seconds": 2.0}
+    epoch = {"epoch": 1, "loss": 3.0, "step_loss": [1.0] * 4, "step_accuracy": [0.5] * 4, "tokens": 900, "seconds": 2.0}
     heads = {"checkpoint": "heads", "from": "e000", "epochs": [epoch], "seconds": 25.0, "weights": "0" * 64}
     report.atomic.write_json(Path("results/train/heads.json"), heads)
     make_up_spent("train_draft@heads")

@@ -1,0 +1,79 @@
+"""The writer of `benchmark`'s cells: of prompts decoded one by one, of loads, and of trees that the draft can't grow.
+
+All three share the keys of setup and cost. torch_records reads the first kind, served_records the others.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from stages.params.tree_shape import TreeShape
+from stages.results import served_records, torch_records
+from stages.results.draft_sampling import name_draft_sampling
+from stages.results.served_records import LoadsMeasurement, ServerDescription, ServerMemory
+from stages.results.torch_records import Hardware, StageCost, TorchMeasurement
+
+
+class SampledWorkload(Protocol):
+    """The sampling of a workload of params.yaml (stages/params/benchmark_sections.py)."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class TorchCellSetup:
+    """The names, sampling and hardware of a cell, known before anything is measured."""
+
+    workload_name: str
+    checkpoint: str
+    tree: str
+    workload: SampledWorkload
+    hardware: Hardware
+
+
+def write_measured(
+    setup: TorchCellSetup, measured: TorchMeasurement | LoadsMeasurement, took: StageCost, samples_drafts: bool
+) -> Path:
+    """Write the cell of a measurement, prompt by prompt or in loads, and return its path."""
+    workload = setup.workload
+    cell = {
+        "workload": setup.workload_name,
+        "checkpoint": setup.checkpoint,
+        "tree": setup.tree,
+        **asdict(TreeShape.parse(setup.tree)),
+        "draft_sampling": name_draft_sampling(samples_drafts),
+        "engine": served_records.TORCH_ENGINE,
+        "definitions": torch_records.DEFINITIONS,
+        "temperature": workload.temperature,
+        "top_p": workload.top_p,
+        "top_k": workload.top_k,
+        **measured.model_dump(),
+        "hardware": setup.hardware,
+        "versions": torch_records.list_versions("torch", "transformers"),
+        "seed": workload.seed,
+        **asdict(took),
+    }
+    if isinstance(measured, TorchMeasurement):
+        return torch_records.write_torch_cell(cell)
+    return served_records.write_served_cell(cell)
+
+
+def write_unsupported(setup: TorchCellSetup, reason: str) -> Path:
+    """Write the cell of a tree that the draft can't grow, and return its path.
+
+    It is a ServedCell even if the workload is decoded prompt by prompt, since a TorchCell has no status and no reason. Nothing
+    was measured: it has no points, and its memory is unknown.
+    """
+    measured = LoadsMeasurement(
+        status=served_records.UNSUPPORTED,
+        reason=reason,
+        fingerprint={},
+        server=ServerDescription(command=[], info={}),
+        memory=ServerMemory(**dict.fromkeys(ServerMemory.list_keys())),
+        points=[],
+        baseline_points=[],
+    )
+    return write_measured(setup, measured, StageCost(0.0, [], None), samples_drafts=False)
