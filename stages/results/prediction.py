@@ -80,8 +80,8 @@ class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
 
     flags: list[str]  # none if speculation is not worth enabling
     min_version: str | None = None  # of the engine, that knows the draft; None: any
-    # What to launch on an engine older than min_version: the preferred tree of those that every version runs. None if this
-    # advice needs no version itself, or if there is no such tree.
+    # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
+    # there is no such tree.
     runner_up: "LaunchAdvice | None" = None
 
 
