@@ -9,7 +9,7 @@ KIT_FLAGS = {  # what runs without the kernels that the kits leave out
     "sglang": [
         "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
         "--disable-custom-all-reduce", "--cuda-graph-backend-prefill", "disabled", "--mm-feature-transport", "cpu",
-        "--mm-attention-backend", "triton_attn", "--sleep-on-idle",  # an idle server would keep a core busy beside the measured
+        "--mm-attention-backend", "triton_attn",
     ],
     "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
 }  # fmt: skip

@@ -113,8 +113,10 @@ def pick_tiling(
 def _time_matmul(
     work: Callable[[Tensor], Tensor], x: Tensor, w: Tensor, add_rms_norm: Callable[[Tensor, Tensor, float], Any]
 ) -> float:
-    """Return milliseconds, captured, between other kernels, weights of 2 MB and more not in L2; infinity where a tiling does not
-    fit."""
+    """Return the milliseconds of a product in a CUDA graph; infinity where a tiling does not fit.
+
+    Other kernels run between the products, and weights of 2 MB and more are not in L2, as in a pass of the target.
+    """
     weights = [w, *(w.clone() for _ in range(min(MAX_COPIES, COLD_WEIGHT_BYTES // w.nbytes)))]
     one = x.new_ones(x.shape[1])
 

@@ -64,6 +64,7 @@ class ServerSetup:
                 "--cuda-graph-max-bs-decode" if renamed else "--cuda-graph-max-bs": batch,
                 "--context-length": self.context_length,
                 "--enable-torch-compile": self.torch_compile,
+                "--sleep-on-idle": True,  # a server that waits for its turn would poll with a core beside the measured one
             },
             "vllm": {  # it always compiles; prompts of the warm-up must not be in its prefix cache
                 "--tensor-parallel-size": self.tp,

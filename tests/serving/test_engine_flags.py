@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,6 +47,13 @@ def test_vllm_is_told_of_a_chain_in_json() -> None:
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
     (_, told) = engine_flags.build_speculation_flags("vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6), {})
     assert json.loads(told) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize("version", ["0.5.10", "0.5.17", None])
+def test_an_idle_sglang_leaves_its_core_to_the_server_that_is_measured(version: str | None) -> None:
+    assert engine_flags.build_setup_command(SETUP, 30000, [], version).count("--sleep-on-idle") == 1
+    vllm = replace(SETUP, engine="vllm", more=())
+    assert "--sleep-on-idle" not in engine_flags.build_setup_command(vllm, 30000, [], version)
 
 
 def test_a_draft_window_is_sglangs_without_the_query() -> None:
