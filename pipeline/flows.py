@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,19 @@ def _publish_comparison(recipe: str) -> None:
     create_markdown_artifact(table, key="compared", description=f"{recipe}: ours beside the published")
 
 
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run of the graph that may begin: the workspace is held, the hosts are reached, the graph is planned."""
+
+    name: str
+    root: Path  # where the flow was started
+    has_own_workspace: bool
+    held: list[int]  # open files that hold the workspace
+    graph: StageGraph
+    pool: resources.ResourcePool
+    hosts: dispatch.RemoteHosts | None
+
+
 def _run_graph(
     make_name: Callable[[Params], str],
     change: Callable[[], None] | None,
@@ -112,49 +126,72 @@ def _run_graph(
     `make_name` returns what the run is called, from the parameters here.
     """
     end_with_parent()
-    root = Path.cwd()
     with contextlib.ExitStack() as stack:
         try:
-            require_server()
-            name = run_names.rename_run(make_name(load_params()))
-            if change:
-                name = workspaces.name_workspace(name, str(runtime.flow_run.id))
-                stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
-            held = stack.enter_context(workspaces.exclusive_run(get_run_logger().warning))
-            if change:
-                change()
-            params = load_params()
-            run_names.tag_run(run_names.list_tags(params, recipe))
-            check_raw_exists(params)
-            hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
-            graph, pool = plan_run(params)
+            run = _prepare_run(stack, make_name, change, recipe)
         except ValueError as error:  # the user's to correct: the page shows it without a traceback
-            get_run_logger().error(str(error))
-            return Failed(message=join_lines(str(error)))
-        try:
-            stack.enter_context(processes.guard_run(held))
-            reasons = dvc_graph.explain_stale()
-            if not change:
-                run_names.rename_run(f"{name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
-            stack.enter_context(processes.preload_stages(len(reasons.keys() - graph.remote)))
-            run_artifacts.publish_plan(reasons)
-            states = run_stale_stages(graph, reasons, pool, hosts)
-        except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal
-            if hosts:
-                hosts.cancel()
-            processes.stop_stages()
-            raise
-        run_artifacts.publish_results(states, reasons)
-        state = make_final_state(states)
+            return _fail(str(error))
+        state = make_final_state(_run_stages(stack, run))
         try:
             publish()  # also after a failure, from what is there, as `aerie reproduce` does
         except ValueError as error:
-            get_run_logger().error(str(error))
-            return Failed(message=join_lines(f"{state.message}; {error}"))
+            return _fail(f"{state.message}; {error}")
         get_run_logger().log(logging.INFO if state.is_completed() else logging.ERROR, str(state.message))
-        if change and state.is_completed():
-            _offer_promotion(root, name)
+        if run.has_own_workspace and state.is_completed():
+            _offer_promotion(run.root, run.name)
         return state
+
+
+def _fail(message: str) -> State[None]:
+    """Log an error and return the failed state of a flow."""
+    get_run_logger().error(message)
+    return Failed(message=join_lines(message))
+
+
+def _prepare_run(
+    stack: contextlib.ExitStack,
+    make_name: Callable[[Params], str],
+    change: Callable[[], None] | None,
+    recipe: str | None,
+) -> PreparedRun:
+    """Name the run, enter its workspace and hold it until `stack` ends, and plan the graph.
+
+    Raises ValueError for parameters, raw data, hosts or resources that the user must correct.
+    """
+    root = Path.cwd()
+    require_server()
+    name = run_names.rename_run(make_name(load_params()))
+    if change:
+        name = workspaces.name_workspace(name, str(runtime.flow_run.id))
+        stack.enter_context(contextlib.chdir(workspaces.make_workspace(name)))
+    held = stack.enter_context(workspaces.exclusive_run(get_run_logger().warning))
+    if change:
+        change()
+    params = load_params()
+    run_names.tag_run(run_names.list_tags(params, recipe))
+    check_raw_exists(params)
+    hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
+    graph, pool = plan_run(params)
+    return PreparedRun(name, root, change is not None, held, graph, pool, hosts)
+
+
+def _run_stages(stack: contextlib.ExitStack, run: PreparedRun) -> dict[str, State[str]]:
+    """Run the stale stages and publish the plan and the results; return the states of all stages."""
+    try:
+        stack.enter_context(processes.guard_run(run.held))
+        reasons = dvc_graph.explain_stale()
+        if not run.has_own_workspace:
+            run_names.rename_run(f"{run.name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
+        stack.enter_context(processes.preload_stages(len(reasons.keys() - run.graph.remote)))
+        run_artifacts.publish_plan(reasons)
+        states = run_stale_stages(run.graph, reasons, run.pool, run.hosts)
+    except BaseException:  # a cancelled flow: its tasks are on other threads, which get no signal
+        if run.hosts:
+            run.hosts.cancel()
+        processes.stop_stages()
+        raise
+    run_artifacts.publish_results(states, reasons)
+    return states
 
 
 def _offer_promotion(root: Path, name: str) -> None:
