@@ -203,8 +203,8 @@ def _load_checked_tokenizer(p: schema.Params, target: TargetManifest, folder: Pa
         )
     try:
         chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{key}: its chat template can't render a question ({error}); {advice}") from None
+    except chat_template.TemplateRefusalError as error:
+        raise ValueError(f"{key}: a question can't be rendered: {error}") from None
     return tokenizer
 
 

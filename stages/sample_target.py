@@ -157,10 +157,14 @@ def _uses_servers(s: schema.SampleTarget) -> bool:
 def _finish_split(p: schema.Params, split: SampledSplit) -> None:
     """Print a summary of a split and write its last shard. Raises ValueError where no row is left."""
     s, counted, selection = p.sample_target, split.shards.counts, split.selection
+    refused = split.describe_refusals()
+    if refused:
+        print(refused)
     if not counted["rows"] and split.name != "eval_t" and not (split.name == "train" and s.train_rows == 0):
         raise ValueError(
             f"sample_target: no row is left in the {split.name} split, expected at least one ({selection.num_requests} sampled, "
-            f"{counted['truncated']} cut at max_new_tokens); raise sample_target.{split.name}_rows or max_new_tokens"
+            f"{counted['truncated']} cut at max_new_tokens); "
+            + (refused or f"raise sample_target.{split.name}_rows or max_new_tokens")
         )
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
@@ -275,7 +279,11 @@ def _batch_requests(
             split.drop_request(request, reason)
         else:
             history = request.messages[: request.answer_index]
-            prompt_ids = context.encoder.encode_prompt(request.id, history, request.tools, request.images)
+            try:
+                prompt_ids = context.encoder.encode_prompt(request.id, history, request.tools, request.images)
+            except chat_template.TemplateRefusalError as error:
+                split.refuse_request(request, str(error))
+                continue
             ready.append((split.draw_temperature(seed, request.id), request, prompt_ids))
     ready.sort(key=lambda one: (one[0], len(one[2])))
     first = 0
@@ -300,6 +308,10 @@ def _keep_data_answers(context: SamplingContext, split: SampledSplit) -> None:
         try:
             if not all(request.unusable_reason for request in conversation):
                 turns = context.encoder.encode_turns(first.messages, first.tools)
+        except chat_template.TemplateRefusalError as error:
+            for request in missing:
+                split.refuse_request(request, str(error))
+            continue
         except ValueError as error:
             name = first.id.rpartition(".")[0]
             raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None

@@ -131,7 +131,7 @@ def test_a_target_without_tokenizer_is_refused_by_name(tmp_path: Path, monkeypat
         (None, r"target\.model mine has no chat template, .* set target\.chat_template: NAME\.jinja"),
         (
             "{{ raise_exception('no system message') }}",
-            r"its chat template can't render a question \(no system message\); write",
+            r"mine: a question can't be rendered: .* refuses messages of the roles user: no system message; .*write",
         ),
     ],
 )

@@ -289,7 +289,12 @@ def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
     if has_own_key and isinstance(more := row.get("input"), str) and more.strip() and isinstance(prompt, str):
         prompt = f"{prompt}\n\n{more}" if prompt.strip() else more
     turns: list[Any] = []
-    for pair in row.get("history") or []:
+    history = row.get("history") or []
+    if isinstance(history, str):
+        raise DroppedRowError(
+            "not_text", f"history is {_describe_value(history)}", "a list of pairs, [question, answer], or JSON of one"
+        )
+    for pair in history:
         if isinstance(pair, dict):  # already a turn
             turns.append(pair)
             continue

@@ -11,7 +11,7 @@ from typing import Any
 from stages.data import chat_formats
 from stages.params.spelling import suggest_name
 
-TURN_LIST_COLUMNS = frozenset(key for keys in chat_formats.TURN_LIST_KEYS.values() for key in keys)
+TURN_LIST_COLUMNS = frozenset({"history", *(key for keys in chat_formats.TURN_LIST_KEYS.values() for key in keys)})
 REQUIRED_ROLES = ("prompt", "answer", "messages")  # a row without one of these is no conversation
 MAX_SHOWN_COLUMNS = 20
 

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.data import requests
@@ -26,6 +26,9 @@ class SampledSplit:
     selection: requests.RequestSelection
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
+    refusals: list[str] = field(
+        default_factory=list
+    )  # of rows that the chat template does not render, found by this run
 
     @property
     def num_missing(self) -> int:
@@ -53,6 +56,17 @@ class SampledSplit:
 
     def drop_request(self, request: TargetRequest, reason: str) -> None:
         self.shards.set_row(request.position, None, {f"dropped/{reason}": 1})
+
+    def refuse_request(self, request: TargetRequest, why: str) -> None:
+        """Drop a request whose messages the chat template does not render."""
+        self.refusals.append(f"row {request.id} (line {request.source_row} of the raw data): {why}")
+        self.drop_request(request, "refused_by_template")
+
+    def describe_refusals(self) -> str:
+        """Return how many rows this run found that the chat template refuses, and why it refuses the first; empty without any."""
+        if not self.refusals:
+            return ""
+        return f"{self.name}: {len(self.refusals)} rows dropped as refused_by_template, the first: {self.refusals[0]}"
 
     def draw_temperature(self, seed: int, request_id: str) -> float:
         """Return the temperature of one request, drawn from the mixture."""

@@ -78,6 +78,10 @@ class SpeedupEvidence:
         """Return whether the interval lies below 1; False without one."""
         return self.high is not None and self.high < 1
 
+    def is_below(self, other: "SpeedupEvidence") -> bool:
+        """Return whether the interval lies below the other's; False without both."""
+        return self.high is not None and other.low is not None and self.high < other.low
+
     def __str__(self) -> str:
         ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
         return f"{self.speedup:.2f}x ({ends}{', doubtful timings' if self.is_doubted else ''})"
@@ -236,8 +240,10 @@ def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[
     )
     own = next((one for one in measured if guess and one.name == guess.name), None)
     if guess and guess.is_faster:
-        line = _judge_prediction(load, guess, own, faster, best)
-        is_contradicted = bool(measured) and not (own.is_faster if own else faster)
+        # What another checkpoint measures says nothing of this one.
+        alike = [one for one in measured if one.checkpoint == guess.checkpoint]
+        line = _judge_prediction(load, guess, own, faster, max(alike, key=lambda one: one.speedup, default=None))
+        is_contradicted = line.kind == "disputed" or (own is not None and own.is_below(guess))
         named = own if own and own.is_faster else faster or best
     else:
         line = _judge_measured(load, faster, best, every)
@@ -267,11 +273,12 @@ def _judge_prediction(
     guess: SpeedupEvidence,
     own: SpeedupEvidence | None,
     faster: SpeedupEvidence | None,
-    best: SpeedupEvidence,
+    best: SpeedupEvidence | None,
 ) -> VerdictLine:
     """Return what to do where a tree is predicted to be faster.
 
-    `own` is that tree's measurement, `faster` the fastest tree that was measured to be faster, `best` the fastest measured.
+    `own` is that tree's measurement, `faster` the fastest tree that was measured to be faster, `best` the fastest measured of
+    its checkpoint.
     """
     launch, predicted = f"Launch {guess.name}", f"predicted {guess}"
     if own and own.is_faster:
@@ -282,8 +289,10 @@ def _judge_prediction(
     if faster:
         name = faster.tree if faster.checkpoint == guess.checkpoint else faster.name
         return VerdictLine(load, "launch", launch, predicted, f"measured {name} {faster}")
-    if best is guess:
-        return VerdictLine(load, "launch", launch, predicted, "not measured here: measure it before you rely on it")
+    if best is None:
+        section = "benchmark" if load.engine == TORCH_ENGINE else "benchmark_served"
+        more = f"{guess.checkpoint} is not measured here ({section}.checkpoints): measure it before you rely on it"
+        return VerdictLine(load, "launch", launch, predicted, more)
     said = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
     if best.is_slower:
         return VerdictLine(load, "disputed", "Prediction and measurement disagree", said, _advise_more(load, best))
@@ -371,7 +380,7 @@ def _warn_of_measured(cells: list[TorchCell], served: list[ServedRow]) -> list[s
     speedups = [cell.metrics.speedup for cell in cells]
     speedups += [row.speedup for row in served if row.decoding == SPECULATIVE and row.speedup is not None]
     if speedups and max(speedups) < 1:
-        found.append(f"every measured tree is slower than plain decoding, the best at {max(speedups):.2f}x")
+        found.append(f"no measured tree is faster than plain decoding, the best at {max(speedups):.2f}x")
     return found
 
 

@@ -13,10 +13,15 @@ import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import jinja2
 from transformers import AutoTokenizer
 
 Messages = list[dict[str, Any]]
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
+
+
+class TemplateRefusalError(ValueError):
+    """A chat template that does not render these messages: of a role that it does not know, or in another order."""
 
 
 def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | None) -> Any:
@@ -136,9 +141,16 @@ def _render_messages(
     if not messages and not header:
         return ""
     settings = build_template_kwargs(thinking) | ({"tools": tools} if tools else {})
-    return tokenizer.apply_chat_template(
-        _duplicate_reasoning_key(messages), tokenize=False, add_generation_prompt=header, **settings
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            _duplicate_reasoning_key(messages), tokenize=False, add_generation_prompt=header, **settings
+        )
+    except jinja2.TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise TemplateRefusalError(
+            f"the target's chat template refuses messages of the roles {roles}: {error}; leave them out of the data, or write "
+            "a template that takes them to templates/NAME.jinja and set target.chat_template: NAME.jinja"
+        ) from None
 
 
 def _duplicate_reasoning_key(messages: Messages) -> Messages:

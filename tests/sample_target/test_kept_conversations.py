@@ -70,6 +70,34 @@ def test_rows_whose_tools_can_t_be_read_are_dropped(project: Path) -> None:
         assert answers(project, "train").height == 6
 
 
+@pytest.mark.parametrize("backend", ["transformers", "keep"])
+def test_rows_that_the_chat_template_refuses_are_dropped_and_the_first_is_named(
+    project: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: one row with a role that the template does not know ended the stage with Jinja's traceback."""
+    conversations_of(project, 6, 2)
+    table = pl.read_parquet("data/fixed/train.parquet")
+    rows = table.to_dicts()
+    rows[1]["messages"].insert(0, {"role": "tool", "content": "blue"})
+    for key in ("tool_calls", "reasoning"):
+        rows[1][key] = rows[1].get(key) and [None, *rows[1][key]]
+    pl.DataFrame(rows, schema=table.schema).write_parquet("data/fixed/train.parquet")
+    place = Path("artifacts/target/target.json")
+    target = json.loads(place.read_text())
+    own = AutoTokenizer.from_pretrained("artifacts/target").chat_template
+    refusing = (
+        "{% for m in messages if m.role == 'tool' %}{{ raise_exception('role tool not known') }}{% endfor %}" + own
+    )
+    place.write_text(json.dumps(target | {"chat_template": refusing}))
+    use(project, backend, train_rows=12, max_new_tokens=4)
+    sample_target.main()
+    assert report(project)["dropped"]["refused_by_template"] == 2
+    assert answers(project, "train").height == 10
+    told = capsys.readouterr().out
+    assert f"train: 2 rows dropped as refused_by_template, the first: row {rows[1]['id']}.0" in told
+    assert "refuses messages of the roles tool, user" in told and "role tool not known; leave them out" in told
+
+
 def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path) -> None:
     before = {split: answers(project, split) for split in SPLITS}
     use(project, "keep")
