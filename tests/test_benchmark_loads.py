@@ -22,7 +22,7 @@ from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
-pytestmark = pytest.mark.usefixtures("one_thread", "forked_stages", "cheap_collections")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_stages")
 NAMES = ("e003", "t3_2_6")
 
 

@@ -32,8 +32,6 @@ from tests.conftest import edit_params, gone
 from tests.served_cell.served_project import DOUBLE, LOAD, ask, replayed
 from tests.serving.engine_double import FORK_VARIABLE
 
-pytestmark = pytest.mark.usefixtures("cheap_collections")
-
 
 @pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
 def test_what_is_served_is_what_replay_said(tree: str, project: Path) -> None:

@@ -19,8 +19,6 @@ from tests.conftest import EVAL, edit_params
 from tests.served_cell.served_project import LOAD
 from tests.served_cells import records
 
-pytestmark = pytest.mark.usefixtures("cheap_collections")
-
 
 @pytest.mark.long
 def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.served_cell.served_project import DOUBLE, ask, replayed
 
-pytestmark = pytest.mark.usefixtures("cheap_collections")
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
 LOAD = {

@@ -3,13 +3,9 @@
 import math
 import time
 
-import pytest
-
 from stages.serving.load_generator import Arrivals
 from tests.serving.loads import SCHEDULE, asks, run, sglang
 from tests.serving.misbehaving_server import Fake, Streamed
-
-pytestmark = pytest.mark.usefixtures("cheap_collections")
 
 
 def test_sglangs_histogram_becomes_our_counts() -> None:

@@ -21,8 +21,6 @@ from stages.serving.load_generator import Arrivals, LoadRequest
 from tests.serving.loads import SCHEDULE, asks, run, sglang
 from tests.serving.misbehaving_server import Fake, Streamed
 
-pytestmark = pytest.mark.usefixtures("cheap_collections")
-
 ROOT = Path(__file__).parents[2]
 
 
