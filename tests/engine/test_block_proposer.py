@@ -129,10 +129,8 @@ def build_engine(made: BlockDraft) -> Engine:
     return Engine(target(), [END], list(FEATURES), made)
 
 
-def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[DecodeStep]:
+def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape) -> list[DecodeStep]:
     prompt, most, _, how = ask
-    if tree is None:
-        return list(engine.decode_plain(prompt, most, None, how))
     return list(engine.decode_speculative(prompt, most, tree, None, how))
 
 

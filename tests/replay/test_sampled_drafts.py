@@ -164,7 +164,7 @@ def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str
 
 
 VOCAB, NUM_DRAFTS, ANSWER = 7, 3, 24
-# As many as tell a replay without top-p apart; drafts of one token take as many cycles again, and are the first column.
+# By the number of drafts. Of three, 900 runs tell a replay without top-p from a right one; one draft takes more cycles a run.
 RUNS = {NUM_DRAFTS: 900, 1: 300}
 HOW = (0.6, 0.9)
 
