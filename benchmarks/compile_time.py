@@ -94,9 +94,9 @@ def _run_child(args: argparse.Namespace) -> dict:
     loader = PackLoader(reader, run.objective, run.ranks, run.dtype)
     plan = sorted(plan_epoch(reader.lengths, run.settings, 0), key=lambda step: -len(step[0]))
     note("ready")
-    for number, packs in enumerate(loader.load_steps(plan, 0)):
-        loss = run.train_step(packs)[0, 0].item()  # waits for the device
-        note(f"step {number}, {sum(len(pack.ids) for pack in packs)} tokens")
+    for number, step in enumerate(loader.load_steps([(0, plan)])):
+        loss = run.train_step(step.packs)[0, 0].item()  # waits for the device
+        note(f"step {number}, {sum(len(pack.ids) for pack in step.packs)} tokens")
     return {
         "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
         "torch": torch.__version__,

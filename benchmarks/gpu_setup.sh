@@ -13,7 +13,7 @@ mkdir -p /tmp/res /tmp/repo /tmp/gpu
 touch /tmp/res/order.txt
 tar -C /tmp -xJf "$site" &
 tar -cf - --exclude=.git --exclude="./$(dirname "$site")" . | tar -C /tmp/repo -xf -
-cp "$drivers"/*.sh /tmp/gpu/
+cp -r "$drivers"/. /tmp/gpu/
 wait $!
 (cd /tmp/repo && PYTHONPATH=/tmp/site:/tmp/repo python3 -c "import dvc, polars, pydantic, orjson, torch; print(torch.__version__, torch.cuda.device_count())")
 for driver in /tmp/gpu/gpu[0-9].sh; do

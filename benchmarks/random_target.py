@@ -1,7 +1,7 @@
 """Targets of random weights at real sizes, made in seconds and without a network: weights, tokenizer, conversations.
 
-The tokenizer is byte-level BPE without merges: a character of ASCII is a token, so lengths of prompts are exact. Its other
-tokens are fillers that no text has.
+The tokenizer has one token for each character, so lengths of prompts are exact and the ids of an answer follow from its text:
+those of ASCII, and as fillers as many of the characters from U+10000 on as the vocabulary takes.
 
 Answers are not uniform over the vocabulary, or no draft would ever be accepted and a served cell would be refused: the head gives
 nine tenths of the probability to COMMON_TOKENS fillers, which of them depends on the context, so that a draft learns something
@@ -9,14 +9,16 @@ in a few steps. The end token has the probability, at temperature 1, that makes 
 then geometric. At temperature 0 answers end by length.
 """
 
+import itertools
 import json
 import math
 import random
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from stages.toy.text_targets import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
@@ -57,11 +59,12 @@ def build_model(
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer of exactly `vocab_size` tokens, with ChatML as its template."""
     special = [END_OF_TEXT, TURN_START, TURN_END]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fillers = [f"Ġw{number}" for number in range(vocab_size - len(special) - len(alphabet))]
-    bpe = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate([*alphabet, *fillers])}, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    points = (n for n in itertools.count(0x10000) if n & 0xFFFE != 0xFFFE)  # U+nFFFE and U+nFFFF are no characters
+    fillers = map(chr, itertools.islice(points, vocab_size - len(special) - len(string.printable)))
+    bpe = Tokenizer(
+        models.BPE(vocab={token: number for number, token in enumerate([*string.printable, *fillers])}, merges=[])
+    )
+    bpe.decoder = decoders.Fuse()  # without spaces between tokens
     bpe.add_special_tokens(special)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left"
@@ -81,7 +84,7 @@ def shape_answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, me
     for block in model.get_decoder().layers:
         for weight in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
             weight.mul_(0.7 / len(model.get_decoder().layers) ** 0.5)
-    first = len(pre_tokenizers.ByteLevel.alphabet())
+    first = len(string.printable)
     common = torch.arange(first, first + COMMON_TOKENS, device=embedding.device)
     ids = common[torch.randint(COMMON_TOKENS, CALIBRATION, device=embedding.device)]
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1).float()  # [N, H]

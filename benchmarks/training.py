@@ -118,13 +118,12 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
             FeatureTarget(build_model(build_config("8b"), group.device), list(args.layer_ids), None, compile_tokens), {}
         )
     with tqdm(disable=True) as bar:
-        run.train_epoch(store, bar)
-        if group.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(args.epochs):
+        for entry in run.train_epochs(store, 1 + args.epochs, bar):
+            run.marks.append([])
+            if entry.epoch == 1 and group.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
             if args.drop_caches and group.first:
                 Path("/proc/sys/vm/drop_caches").write_text("1")
-            run.train_epoch(store, bar)
     if not group.first:
         return
     rates = [round(e.tokens / e.seconds) for e in run.log[1:]]
@@ -180,19 +179,13 @@ class TimedTrainer(Trainer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.marks: list[list[Any]] = []  # of each step of each epoch: an event, or seconds on a CPU
-
-    def train_epoch(self, *args) -> None:
-        self.marks.append([])
-        super().train_epoch(*args)
+        self.marks: list[list[Any]] = [[]]  # of each step of each epoch: an event, or seconds on a CPU
 
     def train_step(self, packs: list) -> torch.Tensor:
         sums = super().train_step(packs)
         if not self.first_step:
             sums.cpu()  # waits
             self.first_step = time.perf_counter()
-        if not self.marks:  # a step by itself, as benchmarks/compile_time.py takes
-            return sums
         if self.ranks.device == "cpu":
             self.marks[-1].append(time.perf_counter())
         else:
@@ -247,7 +240,7 @@ def profile(run: Trainer, store: HiddenStatesReader, bar: tqdm) -> None:
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        run.train_epoch(store, bar)
+        list(run.train_epochs(store, run.epoch + 1, bar))
     run.log.pop()
     print(
         found.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70), flush=True

@@ -171,14 +171,13 @@ def _train_epochs(
         trackers.open_trackers(report_to, run_name, _list_tracked_settings(settings), trainer.step) as trainer.log_step,
         tqdm(**rows, desc=name, mininterval=2, disable=not is_first) as bar,
     ):
-        while trainer.epoch < last_epoch:
-            trainer.train_epoch(hidden_states, bar)
+        for entry in trainer.train_epochs(hidden_states, last_epoch, bar):
             weights, state = trainer.gather_state()
             if is_first:
                 with atomic.write_folder(work) as temporary:  # weights, state and log of an epoch: all or none
                     _write_checkpoint(temporary, draft, trainer, weights, state)
                     atomic.write_json(temporary / "log.json", [asdict(entry) for entry in trainer.log])
-                unfinished.note_progress(f"after epoch {trainer.epoch}")
+                unfinished.note_progress(f"after epoch {entry.epoch}")
 
 
 def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:
@@ -251,7 +250,7 @@ def _measure_rank_accuracy(
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
     ranks = distributed.RankContext(0, 1, device)
     loader = PackLoader(hidden_states, objective, ranks, trainer.dtype, trainer.online_packs)
-    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps(plan, epoch=0) for pack in step)
+    packs = (trainer.fill_hidden_states(pack) for step in loader.load_steps([(0, plan)]) for pack in step.packs)
     return registry.measure_rank_accuracy(draft.config, model, packs, embedding, head, num_steps)
 
 

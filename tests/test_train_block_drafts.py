@@ -190,7 +190,10 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(taught: Path, met
     """From stored rows through the loader and the trainer, whose optimizer is stopped before it updates."""
     trainer, hidden_states = build_trainer(f"{method}20", "float64")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 0)[:1]
-    (packs,) = PackLoader(hidden_states, trainer.objective, trainer.ranks, trainer.dtype).load_steps(plan, 0)
+    loader = PackLoader(hidden_states, trainer.objective, trainer.ranks, trainer.dtype)
+    (step,) = loader.load_steps([(0, plan)])
+    packs = step.packs
+    assert step.num_rows == sum(map(len, plan[0])) and step.ends_epoch
     assert len(packs) == 3 and any(len(pack.lengths) > 1 for pack in packs)
     trainer.schedule = SimpleNamespace(get_rate=lambda step: 0.0)  # type: ignore[assignment]
     monkeypatch.setattr(trainer.optimizer, "step", lambda rate, clip: None)
@@ -226,8 +229,8 @@ def test_anchors_are_of_a_packs_place_whoever_builds_it(taught: Path) -> None:
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
     alone, *shared = (
         [
-            [pack.anchors.tolist() for pack in step if sum(pack.supervised_per_step)]
-            for step in PackLoader(hidden_states, trainer.objective, ranks, torch.float32).load_steps(plan, 2)
+            [pack.anchors.tolist() for pack in step.packs if sum(pack.supervised_per_step)]
+            for step in PackLoader(hidden_states, trainer.objective, ranks, torch.float32).load_steps([(2, plan)])
         ]
         for ranks in (RankContext(0, 1, "cpu"), RankContext(0, 2, "cpu"), RankContext(1, 2, "cpu"))
     )
@@ -240,18 +243,18 @@ def test_anchors_are_of_a_packs_place_whoever_builds_it(taught: Path) -> None:
 
 def test_a_run_stopped_after_an_epoch_goes_on_to_the_same_bits(copy: Path, monkeypatch: Any, capsys: Any) -> None:
     shutil.rmtree("drafts/dspark_straight")
-    trained = Trainer.train_epoch
+    train_step = Trainer.train_step
 
-    def stop(self: Trainer, *arguments: Any) -> None:
+    def stop(self: Trainer, packs: Any) -> Any:
         if self.epoch == 2:
             raise KeyboardInterrupt
-        trained(self, *arguments)
+        return train_step(self, packs)
 
-    monkeypatch.setattr(Trainer, "train_epoch", stop)
+    monkeypatch.setattr(Trainer, "train_step", stop)
     with pytest.raises(KeyboardInterrupt):
         train_draft.main("dspark_straight")
     assert not Path("drafts/dspark_straight").exists()
-    monkeypatch.setattr(Trainer, "train_epoch", trained)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
     train_draft.main("dspark_straight")
     assert "resumed after epoch 2" in capsys.readouterr().out
     assert read_files("dspark_straight") == read_files("dspark20")

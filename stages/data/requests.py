@@ -27,6 +27,14 @@ SALT = b"sample_target"  # not fix_data's hash: the eval split consists of the r
 CONTENT = ("messages", "tools", "tool_calls", "reasoning", "images")  # of FIXED_SCHEMA: all but id, source and verdict
 
 
+class UnusableRequestError(Exception):
+    """A request that gives no row: `reason` is the word that the report counts, `details` says more where more is known."""
+
+    def __init__(self, reason: str, details: str | None = None):
+        super().__init__(f"{reason}: {details}" if details else reason)
+        self.reason, self.details = reason, details
+
+
 @dataclass(frozen=True)
 class TargetRequest:
     """A request for one answer of the target."""
@@ -183,7 +191,7 @@ def build_engine_options(
     as_text = {"tool_choice": "none"} if request.tools else {}
     return {
         "transformers": {"generation_config": json.dumps(config)},
-        "sglang": plain,
+        "sglang": {**plain, "return_token_ids": True},  # from 0.5.17 on; older versions ignore it
         "vllm": {**plain, **as_text, "return_token_ids": True},
     }
 

@@ -13,7 +13,25 @@ from pathlib import Path
 
 from stages.data import requests
 from stages.data.parquet_shards import ParquetShardWriter
-from stages.data.requests import SourceRequests, TargetRequest
+from stages.data.requests import SourceRequests, TargetRequest, UnusableRequestError
+
+# Reasons that stop a run where every row so far was dropped for them: how many rows it takes, and what is wrong.
+STOPPING_REASONS = {
+    "refused": (8, "the servers refused the first 8 rows; correct what they say"),
+    "token_ids_unknown": (
+        32,
+        (
+            "the token ids of none of the first 32 answers are known: the servers return text, of which this tokenizer makes "
+            "another number of tokens than they counted. Let them serve this target with its own tokenizer, by an engine that "
+            "returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: transformers"
+        ),
+    ),
+}
+ADVICE_WITHOUT_ROWS = {  # by the reason of most rows
+    "truncated": "raise sample_target.max_new_tokens",
+    "empty": "the target ends its answers at once; see its prompts by `python -m stages.sample_target --preview 3`",
+    "token_ids_unknown": "let an engine answer that returns token ids (docs/sampling.md, Token ids)",
+}
 
 
 @dataclass
@@ -26,9 +44,7 @@ class SampledSplit:
     selection: requests.RequestSelection
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
-    refusals: list[str] = field(
-        default_factory=list
-    )  # of rows that the chat template does not render, found by this run
+    first_dropped: dict[str, str] = field(default_factory=dict)  # by reason: this run's first row, where more is known
 
     @property
     def num_missing(self) -> int:
@@ -54,19 +70,38 @@ class SampledSplit:
             groups = [conversation] if by_conversation else [[request] for request in conversation]
             yield from (group for group in groups if not all(self.shards.is_published(q.position) for q in group))
 
-    def drop_request(self, request: TargetRequest, reason: str) -> None:
+    def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
+        """Set a request that gives no row. Raises ValueError where no row came before as many as STOPPING_REASONS allows."""
+        reason, counts = error.reason, self.shards.counts
+        if error.details:
+            row = f"row {request.id} (line {request.source_row} of the raw data)"
+            self.first_dropped.setdefault(reason, f"{row}: {error.details}")
+        limit, problem = STOPPING_REASONS.get(reason, (0, ""))
+        if limit and not counts["rows"] and counts[f"dropped/{reason}"] + 1 >= limit:
+            raise ValueError(f"sample_target: {problem}. The first: {self.first_dropped.get(reason, request.id)}")
         self.shards.set_row(request.position, None, {f"dropped/{reason}": 1})
 
-    def refuse_request(self, request: TargetRequest, why: str) -> None:
-        """Drop a request whose messages the chat template does not render."""
-        self.refusals.append(f"row {request.id} (line {request.source_row} of the raw data): {why}")
-        self.drop_request(request, "refused_by_template")
+    def describe_dropped(self) -> list[str]:
+        """Return a line for each reason of which more is known: how many rows were dropped for it, and the first."""
+        return [
+            f"{self.name}: {self.shards.counts[f'dropped/{reason}']} rows dropped as {reason}, the first: {first}"
+            for reason, first in self.first_dropped.items()
+        ]
 
-    def describe_refusals(self) -> str:
-        """Return how many rows this run found that the chat template refuses, and why it refuses the first; empty without any."""
-        if not self.refusals:
-            return ""
-        return f"{self.name}: {len(self.refusals)} rows dropped as refused_by_template, the first: {self.refusals[0]}"
+    def check_rows(self) -> None:
+        """Raise ValueError where no row is left."""
+        if self.shards.counts["rows"]:
+            return
+        dropped = Counter(select_counts(self.shards.counts, "dropped")).most_common()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped)
+        most = dropped[0][0] if dropped else None
+        advice = ADVICE_WITHOUT_ROWS.get(most or "", f"raise sample_target.{self.name}_rows" if most is None else "")
+        first = self.first_dropped.get(most or "")
+        raise ValueError(
+            f"sample_target: no row is left in the {self.name} split, expected at least one "
+            f"({self.selection.num_requests} sampled, dropped: {reasons or 'none'})"
+            + "".join(f"; {text}" for text in (advice, first and f"the first: {first}") if text)
+        )
 
     def draw_temperature(self, seed: int, request_id: str) -> float:
         """Return the temperature of one request, drawn from the mixture."""
@@ -108,23 +143,24 @@ def describe_truncation(splits: list[SampledSplit]) -> str | None:
 def count_rows(splits: list[SampledSplit]) -> SampleCounts:
     """Count all rows, those of shards that earlier, killed runs published too."""
     total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
-
-    def select(kind: str) -> dict[str, int]:
-        return {key.split("/")[1]: n for key, n in sorted(total.items()) if key.startswith(f"{kind}/")}
-
     return SampleCounts(
         rows_in=sum(split.selection.num_requests for split in splits),
         rows_out=total["rows"],
-        dropped=select("dropped"),
+        dropped=select_counts(total, "dropped"),
         not_asked={split.name: split.selection.num_unrequested for split in splits},
         missing={split.name: split.num_missing for split in splits},
         sources={split.name: dict(split.selection.sources) for split in splits},
         truncated={split.name: split.shards.counts["truncated"] for split in splits},
         tokens={split.name: split.shards.counts["tokens"] for split in splits},
         shards={split.name: split.shards.num_shards for split in splits},
-        token_ids=select("token_ids"),
-        temperatures=select("temperature"),
+        token_ids=select_counts(total, "token_ids"),
+        temperatures=select_counts(total, "temperature"),
     )
+
+
+def select_counts(counts: Counter[str], kind: str) -> dict[str, int]:
+    """Return the counts `KIND/NAME` by name."""
+    return {key.split("/")[1]: n for key, n in sorted(counts.items()) if key.startswith(f"{kind}/")}
 
 
 def make_seed(seed: int, request_id: str) -> int:

@@ -189,7 +189,7 @@ class ChatClient:
             finish_reason=finish_reason,
             prompt_tokens=usage.get("prompt_tokens"),
             completion_tokens=usage.get("completion_tokens"),
-            prompt_ids=found.get("prompt_token_ids"),
+            prompt_ids=found.get("prompt_token_ids") or choice.get("prompt_token_ids"),  # of vLLM, of SGLang
             answer_ids=choice.get("token_ids"),
         )
 

@@ -2,35 +2,43 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from stages.data.requests import TargetRequest
+from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
 from stages.runtime.journal import make_journal_key
 from stages.serving import client, http_session
 
-MAX_LEADING_REFUSALS = 8  # refused rows, before any answer, that stop a run
 SHARDS_AHEAD = 4  # open at once, beyond what the concurrency needs: one slow row must not fill the memory
 
+T = TypeVar("T")
+A = TypeVar("A")  # an answer as the handler reads it
 
-class AnswerHandler(Protocol):
-    """The target's side of sampling: request bodies, token ids of answers, rows."""
 
-    def explain_unusable(self, request: TargetRequest) -> str | None:
-        """Return why a request cannot be sampled, as one word for the report, or None."""
+class AnswerHandler(Protocol[A]):
+    """The target's side of sampling: prompts and request bodies, token ids of answers, rows."""
+
+    def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
+        """Return the ids that the server should be prompted with. Raises UnusableRequestError."""
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]: ...
 
     def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]: ...
 
-    def settle_answer(
-        self, request: TargetRequest, history: list[dict[str, Any]], answer: client.ChatAnswer, write: bool
-    ) -> bool:
-        """Store the answer's row if `write`; return whether later turns may quote the answer."""
+    def read_answer(
+        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
+    ) -> A:
+        """Return the answer with its ids. Raises UnusableRequestError, or ValueError where the server had another prompt."""
+
+    def settle_answer(self, request: TargetRequest, sampled: A) -> None:
+        """Store the answer's row."""
+
+    def can_be_quoted(self, sampled: A) -> bool:
+        """Return whether later turns may quote the answer."""
 
     def read_log_tail(self) -> str:
         """Return the last lines of the log of a server started here, for a message; empty for other servers."""
@@ -52,7 +60,7 @@ class SamplingProgress:
         self.bar.set_postfix_str(f"{rate:.0f} tokens/s, {retries} retries, {self.refused} refused", refresh=False)
 
 
-async def sample_splits(samplers: "list[ConversationSampler]", concurrency: int) -> None:
+async def sample_splits(samplers: "list[ConversationSampler[A]]", concurrency: int) -> None:
     """Sample splits in order with `concurrency` workers, each of which takes a group at a time.
 
     While the last answers of a split are awaited, workers go on with the next split: servers have `concurrency` requests until
@@ -72,15 +80,14 @@ async def sample_splits(samplers: "list[ConversationSampler]", concurrency: int)
 
 
 @dataclass
-class ConversationSampler:
+class ConversationSampler(Generic[A]):
     """A split being sampled from servers."""
 
     split: SampledSplit
-    handler: AnswerHandler
+    handler: AnswerHandler[A]
     http: client.ChatClient
     progress: SamplingProgress
     history_from_target: bool  # later turns quote the target's own answers
-    refused: list[str] = field(default_factory=list)
 
     def read_groups(self) -> Iterator[list[TargetRequest]]:
         return self.split.read_unfinished_groups(by_conversation=self.history_from_target)
@@ -95,26 +102,29 @@ class ConversationSampler:
     async def _settle_group(self, group: list[TargetRequest]) -> None:
         """Settle the requests of a group in order. Answers of shards that are already published come from journals."""
         answers: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
-        broken = False
+        broken = False  # whether an earlier answer that this turn would quote is missing
         for number, request in enumerate(group):
             is_done = self.split.shards.is_published(request.position)
-            # Decoding a large image takes as long as a hundred answers, so it leaves the event loop.
-            explain = self.handler.explain_unusable
-            reason = await asyncio.to_thread(explain, request) if request.images else explain(request)
-            if broken or reason:
-                if not is_done:
-                    self.split.drop_request(request, reason or "earlier_turn_incomplete")
-                    self.progress.bar.update()
-                continue
             history = [answers.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
-            answer = await self._get_answer(request, history, self._find_journals(group[number:]), is_done)
-            if answer is None:
+            try:
+                prompt_ids = await _run(self.handler.encode_prompt, request, history)
+                if broken:
+                    raise UnusableRequestError("earlier_turn_incomplete")
+            except UnusableRequestError as error:
+                self._drop_request(request, error, is_done)
+                continue
+            try:
+                answer, sampled = await self._get_answer(
+                    request, history, prompt_ids, self._find_journals(group[number:]), is_done
+                )
+            except UnusableRequestError as error:
+                self._drop_request(request, error, is_done)
                 broken = self.history_from_target
                 continue
-            can_be_quoted = self.handler.settle_answer(request, history, answer, not is_done)
             if not is_done:
+                self.handler.settle_answer(request, sampled)
                 self.progress.count_row()
-            broken = self.history_from_target and not can_be_quoted
+            broken = self.history_from_target and not self.handler.can_be_quoted(sampled)
             # A tool call stays the data's own, since its result follows.
             if self.history_from_target and "tool_calls" not in request.messages[request.answer_index]:
                 answers[request.answer_index] = {"role": "assistant", "content": answer.text}
@@ -127,35 +137,58 @@ class ConversationSampler:
         return [number for number in numbers if number not in self.split.shards.published]
 
     async def _get_answer(
-        self, request: TargetRequest, history: list[dict[str, Any]], journals: list[int], is_done: bool
-    ) -> client.ChatAnswer | None:
-        """Return the answer from a journal or a server; None where the servers refuse the row, or refused it before."""
-        build, shards = self.handler.build_body, self.split.shards
-        body = await asyncio.to_thread(build, request, history) if request.images else build(request, history)
+        self,
+        request: TargetRequest,
+        history: list[dict[str, Any]],
+        prompt_ids: list[int],
+        journals: list[int],
+        is_done: bool,
+    ) -> tuple[client.ChatAnswer, A]:
+        """Return the answer from a journal or a server. Raises UnusableRequestError where there is none, or its ids are unknown.
+
+        Journals do not keep a refusal, nor what came before the first usable answer: it may be the servers' fault, and the next
+        run asks for it again.
+        """
+        shards = self.split.shards
+        body = await _run(self.handler.build_body, request, history)
         key = make_journal_key(["server", request.id, body])
         known = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
         if known is None and is_done:
-            return None
-        if known is None:
-            options = self.handler.build_engine_options(request, body["temperature"])
-            try:
-                known = asdict(await self.http.complete(body, options))
-            except http_session.RequestRefusedError as error:
-                self._count_refusal(request, error)
-                return None
-            except ValueError as error:
-                raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
-            self.progress.tokens += known["completion_tokens"] or 0
-        for number in journals:
-            shards.journal(number).add(key, known)
-        return client.ChatAnswer(**known)
+            raise UnusableRequestError("refused")  # by the run that published its shard
+        answer = client.ChatAnswer(**known) if known else await self._ask_server(request, body)
+        try:
+            sampled = self.handler.read_answer(request, history, prompt_ids, answer)
+        except UnusableRequestError:
+            if shards.counts["rows"]:
+                self._keep_answer(journals, key, answer)
+            raise
+        self._keep_answer(journals, key, answer)
+        return answer, sampled
 
-    def _count_refusal(self, request: TargetRequest, error: http_session.RequestRefusedError) -> None:
-        self.refused.append(f"row {request.id}: {error}")
-        self.progress.refused += 1
-        if len(self.refused) >= MAX_LEADING_REFUSALS and not self.split.shards.counts["rows"]:
-            raise ValueError(
-                f"the servers refused the first {len(self.refused)} rows; correct what they say: {self.refused[0]}"
-            ) from None
-        self.split.drop_request(request, "refused")
-        self.progress.bar.update()
+    def _keep_answer(self, journals: list[int], key: str, answer: client.ChatAnswer) -> None:
+        for number in journals:
+            self.split.shards.journal(number).add(key, asdict(answer))
+
+    async def _ask_server(self, request: TargetRequest, body: dict[str, Any]) -> client.ChatAnswer:
+        options = self.handler.build_engine_options(request, body["temperature"])
+        try:
+            answer = await self.http.complete(body, options)
+        except http_session.RequestRefusedError as error:
+            self.progress.refused += 1
+            raise UnusableRequestError("refused", str(error)) from None
+        except ValueError as error:
+            raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
+        self.progress.tokens += answer.completion_tokens or 0
+        return answer
+
+    def _drop_request(self, request: TargetRequest, error: UnusableRequestError, is_done: bool) -> None:
+        if not is_done:
+            self.split.drop_request(request, error)
+            self.progress.bar.update()
+
+
+async def _run(
+    function: Callable[[TargetRequest, list[dict[str, Any]]], T], request: TargetRequest, history: list[dict[str, Any]]
+) -> T:
+    """Call the function; with images outside the event loop, since decoding a large one takes as long as a hundred answers."""
+    return await asyncio.to_thread(function, request, history) if request.images else function(request, history)

@@ -47,9 +47,7 @@ def check_served_prompt(
     images: list[str],
 ) -> None:
     """Raise ValueError where the server's prompt differs from ours: its chat template is another, and every row wrong."""
-    processor, served_ids = encoder.image_processor, answer.prompt_ids
-    if served_ids is not None and processor and served_ids.count(processor.image_token_id) == len(images):
-        served_ids = encoder.expand_images(row, served_ids, images)  # as rendered, before the server's own expansion
+    served_ids = _expand_served_prompt(encoder, row, prompt_ids, answer.prompt_ids, images)
     if served_ids == prompt_ids or (served_ids is None and answer.prompt_tokens in (None, len(prompt_ids))):
         return
     extras = bool(tools) or any({"tool_calls", "reasoning_content"} & set(message) for message in history)
@@ -61,6 +59,22 @@ def check_served_prompt(
         f"{len(prompt_ids)}{' others' if served_ids else ''}; let the server use the target's own template, and set "
         f"sample_target.thinking as it does{hint}"
     )
+
+
+def _expand_served_prompt(
+    encoder: PromptEncoder, row: str, prompt_ids: list[int], served_ids: list[int] | None, images: list[str]
+) -> list[int] | None:
+    """Return the server's prompt with its images as ours has them; a server may report it before or after its expansion."""
+    processor = encoder.image_processor
+    if served_ids is None or processor is None or not images:
+        return served_ids
+    if served_ids.count(processor.image_token_id) == len(images):
+        return encoder.expand_images(row, served_ids, images)
+    if len(served_ids) != len(prompt_ids):
+        return served_ids
+    # In the place of image tokens an engine may have other numbers, such as hashes of the image (SGLang).
+    is_image = [token == processor.image_token_id for token in prompt_ids]
+    return [processor.image_token_id if image else own for image, own in zip(is_image, served_ids, strict=True)]
 
 
 def recover_token_ids(

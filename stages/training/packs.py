@@ -6,9 +6,10 @@ copied ahead.
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,10 @@ MAX_OPEN_PACKS = 8
 PREFETCHED_STEPS = 3
 READER_THREADS = 4
 
+EpochPlan = list[list[list[int]]]  # steps, their packs, and the numbers of each pack's rows
 
-def plan_epoch(lengths: list[int], settings: TrainDraft, epoch: int) -> list[list[list[int]]]:
+
+def plan_epoch(lengths: list[int], settings: TrainDraft, epoch: int) -> EpochPlan:
     """Return the steps of an epoch, each `packs_per_step` packs of row numbers with at most `batch_tokens` tokens a pack.
 
     The plan depends on the seed and the epoch only, so a segment that starts at epoch 3 has the same plan as a straight run.
@@ -65,6 +68,24 @@ class PackTask(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StepTasks:
+    """This process's packs of a step, to be built."""
+
+    packs: list[PackTask]
+    num_rows: int  # of all processes
+    ends_epoch: bool
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """This process's packs of a step, on its device."""
+
+    packs: list[SupervisedPack]
+    num_rows: int  # of all processes
+    ends_epoch: bool
+
+
+@dataclass(frozen=True)
 class OnlinePacks:
     """Hidden states of packs from a target that runs in the trainer (`extract_hiddens.online`)."""
 
@@ -100,30 +121,38 @@ class PackLoader:
     dtype: torch.dtype  # of rows stored in fp8
     online: OnlinePacks | None = None
 
-    def load_steps(self, steps: list[list[list[int]]], epoch: int) -> Iterator[list[SupervisedPack]]:
-        """Yield the packs of each step of an epoch's plan. Raises ValueError for a broken shard, as HiddenStatesReader."""
-        shares = [self._list_tasks(packs, epoch, step) for step, packs in enumerate(steps)]
+    def load_steps(self, plans: Iterable[tuple[int, EpochPlan]]) -> Iterator[LoadedStep]:
+        """Yield the steps of epochs, each with its plan. Raises ValueError for a broken shard, as HiddenStatesReader.
+
+        On a GPU an epoch's first steps are read while the one before it ends, and while its checkpoint is written.
+        """
+        tasks = (step for epoch, plan in plans for step in self._list_tasks(plan, epoch))
         if self.ranks.device.startswith("cuda"):
-            yield from self._prefetch(shares)
+            yield from self._prefetch(tasks)
         else:  # threads would take the cores that compute
-            yield from ([self._build_pack(*task) for task in tasks] for tasks in shares)
+            for step in tasks:
+                yield LoadedStep([self._build_pack(*task) for task in step.packs], step.num_rows, step.ends_epoch)
 
-    def _list_tasks(self, packs: list[list[int]], epoch: int, step: int) -> list[PackTask]:
-        """Return this process's packs of a step."""
+    def _list_tasks(self, plan: EpochPlan, epoch: int) -> Iterator[StepTasks]:
+        """Yield this process's packs of each step."""
         rank, world = self.ranks.rank, self.ranks.world
-        share = share_packs(packs, rank, world)
-        return [PackTask(*x, PackPlace(epoch, step, rank + i * world)) for i, x in enumerate(share)]
+        for step, packs in enumerate(plan):
+            share = share_packs(packs, rank, world)
+            tasks = [PackTask(*x, PackPlace(epoch, step, rank + i * world)) for i, x in enumerate(share)]
+            yield StepTasks(tasks, sum(map(len, packs)), ends_epoch=step == len(plan) - 1)
 
-    def _prefetch(self, shares: list[list[PackTask]]) -> Iterator[list[SupervisedPack]]:
+    def _prefetch(self, tasks: Iterator[StepTasks]) -> Iterator[LoadedStep]:
         with ThreadPoolExecutor(READER_THREADS) as threads:
 
-            def submit(tasks: list[PackTask]) -> list[Future[SupervisedPack]]:
-                return [threads.submit(self._build_pack, *task) for task in tasks]
+            def submit(step: StepTasks) -> tuple[StepTasks, list[Future[SupervisedPack]]]:
+                return step, [threads.submit(self._build_pack, *task) for task in step.packs]
 
-            pending, copier = deque(map(submit, shares[:PREFETCHED_STEPS])), _DeviceCopier(self.ranks.device)
-            for number in range(len(shares)):
-                pending.extend(map(submit, shares[number + PREFETCHED_STEPS : number + PREFETCHED_STEPS + 1]))
-                yield copier.copy_packs([future.result() for future in pending.popleft()])
+            pending, copier = deque(map(submit, islice(tasks, PREFETCHED_STEPS))), _DeviceCopier(self.ranks.device)
+            while pending:
+                pending.extend(map(submit, islice(tasks, 1)))
+                step, packs = pending.popleft()
+                copies = copier.copy_packs([future.result() for future in packs])
+                yield LoadedStep(copies, step.num_rows, step.ends_epoch)
 
     def _build_pack(self, rows: list[int], supervised: bool, place: PackPlace) -> SupervisedPack:
         read = [self.reader.read_row(i, self.dtype) for i in rows]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from stages.training import trackers
 from stages.training.adamw import MasterWeightOptimizer
 from stages.training.learning_rate import LearningRateSchedule, plan_schedule
 from stages.training.packed_rows import LossOutput, PackObjective, SupervisedPack
-from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
+from stages.training.packs import LoadedStep, OnlinePacks, PackLoader, plan_epoch
 
 LOG_STEPS = 50  # reading the loss waits for the device
 
@@ -125,28 +125,37 @@ class Trainer:
         self.draft.to(self.dtype)
         return exact
 
-    def train_epoch(self, reader: HiddenStatesReader, bar: tqdm) -> None:
-        """Train one epoch over all rows and append its results to the log."""
-        started, steps = time.perf_counter(), plan_epoch(reader.lengths, self.settings, self.epoch)
+    def train_epochs(self, reader: HiddenStatesReader, last_epoch: int, bar: tqdm) -> Iterator[EpochLog]:
+        """Train up to `last_epoch` over all rows; yield the results of each epoch when it has ended."""
         self.schedule = self.schedule or plan_schedule(reader.lengths, self.settings)
+        plans = ((epoch, plan_epoch(reader.lengths, self.settings, epoch)) for epoch in range(self.epoch, last_epoch))
+        steps = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs).load_steps(plans)
+        while self.epoch < last_epoch:
+            yield self._train_epoch(steps, sum(reader.lengths), bar)
+
+    def _train_epoch(self, steps: Iterator[LoadedStep], tokens: int, bar: tqdm) -> EpochLog:
+        """Take the steps up to the epoch's last, and append its results to the log."""
+        started = time.perf_counter()
         # Summed loss, argmax matches and supervised positions of each step.
         totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
-        loader = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs)
-        for number, packs in enumerate(loader.load_steps(steps, self.epoch)):
-            totals += self.train_step(packs)
-            bar.update(sum(map(len, steps[number])))
+        for number, step in enumerate(steps):
+            totals += self.train_step(step.packs)
+            bar.update(step.num_rows)
             if number % LOG_STEPS == 0:
                 loss = self._check_loss(totals)
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                 self.log_step(self.step, {"step/loss": loss, "step/learning_rate": self._get_learning_rate()})
+            if step.ends_epoch:
+                break
         if self.ranks.world > 1:
             dist.all_reduce(totals)
         self._check_loss(totals)
         self.epoch += 1
-        entry = self._summarise_epoch(totals, sum(reader.lengths), round(time.perf_counter() - started, 2))
+        entry = self._summarise_epoch(totals, tokens, round(time.perf_counter() - started, 2))
         self.log.append(entry)
         self.log_step(self.step, entry.list_values())
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
+        return entry
 
     def fill_hidden_states(self, pack: SupervisedPack) -> SupervisedPack:
         """Return the pack with hidden states, by the online target where there is one."""
@@ -172,7 +181,7 @@ class Trainer:
         return sums
 
     def _get_learning_rate(self) -> float:
-        assert self.schedule is not None, "train_step before train_epoch"
+        assert self.schedule is not None, "train_step before train_epochs"
         return self.schedule.get_rate(self.step)
 
     def _check_loss(self, totals: Tensor) -> float:

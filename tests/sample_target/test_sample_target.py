@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from pipeline import stage_summaries
 from stages import sample_target
 from stages.params.data_sections import SampleTarget, SamplingServer
+from stages.target import generation
 from tests.conftest import ROOT
 from tests.sample_target.sampled_project import SPLITS, TEMPLATE, answers, report, use
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -153,14 +154,14 @@ def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_ru
         sample_target.main()
     assert report(project)["dropped"] == {"empty": 1}
     use(project, "transformers", max_new_tokens=4)
-    plain, ends = sample_target.generation.generate_answers, []
+    plain, ends = generation.generate_answers, []
 
     def answers_without_end(*args: Any, **kwargs: Any) -> list[tuple[list[int], str]]:
         ends.append(1)
         return [(ids[:1], "stop") for ids, _ in plain(*args, **kwargs)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_target.generation, "generate_answers", answers_without_end)
+        patch.setattr(generation, "generate_answers", answers_without_end)
         with pytest.raises(ValueError, match=r"row .*\.0: its answer ends in token \d+, expected one of the target's"):
             sample_target.main()
     assert ends

@@ -1,0 +1,39 @@
+"""Keep the data's own answers, as the target's tokenizer and chat template render them."""
+
+from stages.data.requests import TargetRequest, UnusableRequestError
+from stages.data.sampled_split import SampledSplit
+from stages.sampling.sampling_context import SamplingContext
+from stages.target import chat_template
+from stages.target.served_answers import SampledAnswer
+
+EncodedTurn = tuple[list[int], list[int]]  # prompt and answer ids
+
+
+def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
+    """Store each turn's own answer after the prompt that the target would have had."""
+    for conversation in split.read_conversations():
+        missing = [request for request in conversation if not split.shards.is_published(request.position)]
+        turns: list[EncodedTurn] | UnusableRequestError | None = None
+        for request in missing:
+            try:
+                context.check_usable(request)
+                turns = turns or _encode_conversation(context, conversation[0])
+                if isinstance(turns, UnusableRequestError):
+                    raise turns
+            except UnusableRequestError as error:
+                split.drop_request(request, error)
+                continue
+            prompt_ids, answer_ids = turns[request.position - conversation[0].position]
+            prompt_ids = context.encoder.expand_images(request.id, prompt_ids, request.images)
+            context.settle_answer(split, request, None, SampledAnswer(prompt_ids, answer_ids, "stop", "template"))
+
+
+def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list[EncodedTurn] | UnusableRequestError:
+    """Return the turns of the conversation of its `first` request, or why it has none. Raises ValueError naming the row."""
+    try:
+        return context.encoder.encode_turns(first.messages, first.tools)
+    except chat_template.TemplateRefusalError as error:
+        return UnusableRequestError("refused_by_template", str(error))
+    except ValueError as error:
+        name = first.id.rpartition(".")[0]
+        raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None

@@ -1,0 +1,105 @@
+"""Sample from servers: those that are named, or those started here for the stage."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from stages.data import requests, sampled_split
+from stages.data.requests import TargetRequest, UnusableRequestError
+from stages.data.sampled_split import SampledSplit
+from stages.sampling.sampling_context import SamplingContext
+from stages.serving import client, conversation_sampling, http_session, replicas
+from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
+from stages.target import chat_template, served_answers
+from stages.target.served_answers import SampledAnswer
+
+
+def open_servers(context: SamplingContext, stack: contextlib.ExitStack, place: Path) -> Callable[[], client.ChatClient]:
+    """Return a function that makes a client, which lives as long as one event loop; start servers if asked to."""
+    s, t = context.p.sample_target.server, context.p.target
+    limits = s.concurrency, s.timeout_s, s.attempts
+    if s.launch is None:
+        urls, secret = client.expand_urls(s.base_urls), http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
+        return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
+    folder, threads = str(context.folder), t.num_threads if t.device == "cpu" else None
+    target = folder, t.dtype, t.device, t.trust_remote_code
+    logs = place.parent  # they outlive the run, to explain a failure
+    planned = replicas.plan_replicas(s.launch, *target, s.launch_args, s.start_timeout_s, logs, threads)
+    own = context.local_servers = stack.enter_context(planned)
+    return lambda: client.ChatClient(own.base_urls, folder, *limits, None, s.launch, own.check_alive)
+
+
+async def ask_servers(
+    context: SamplingContext, make_client: Callable[[], client.ChatClient], splits: list[SampledSplit]
+) -> None:
+    """Sample whole splits."""
+    s, from_target = context.p.sample_target, context.p.sample_target.history == "target"
+    rows = sum(split.selection.num_requests for split in splits)
+    with tqdm(total=rows, desc="sample", unit="row", mininterval=2) as bar:
+        bar.update(sum(split.shards.shard_length(n) for split in splits for n in split.shards.published))
+        async with make_client() as http:
+            progress = SamplingProgress(bar, http)
+            samplers = [
+                ConversationSampler(split, ServedAnswerHandler(context, split), http, progress, from_target)
+                for split in splits
+            ]
+            try:
+                await conversation_sampling.sample_splits(samplers, s.server.concurrency)
+            finally:
+                context.retries.update(http.retries_by_reason)
+
+
+@dataclass(frozen=True)
+class ServedAnswerHandler:
+    """The target's side of `ConversationSampler`."""
+
+    context: SamplingContext
+    split: SampledSplit
+
+    def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
+        return self.context.encode_prompt(request, history)
+
+    def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]:
+        s = self.context.p.sample_target
+        return requests.build_chat_body(
+            request,
+            history,
+            self.context.encoder.build_image_url,
+            chat_template.build_template_kwargs(s.thinking),
+            temperature=self.split.draw_temperature(s.seed, request.id),
+            top_p=s.top_p,
+            max_tokens=s.max_new_tokens,
+            seed=sampled_split.make_seed(s.seed, request.id),
+        )
+
+    def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
+        eos, pad = self.context.target.eos_token_ids, self.context.encoder.tokenizer.pad_token_id
+        max_new_tokens = self.context.p.sample_target.max_new_tokens
+        return requests.build_engine_options(request, temperature, max_new_tokens, eos, pad)
+
+    def read_answer(
+        self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
+    ) -> SampledAnswer:
+        encoder, tools = self.context.encoder, request.tools
+        served_answers.check_served_prompt(encoder, request.id, prompt_ids, answer, history, tools, request.images)
+        sampled = served_answers.recover_token_ids(encoder, history, tools, prompt_ids, answer)
+        if sampled is None:
+            counted = f"the server counted {answer.completion_tokens} tokens, of which its text does not tell the ids"
+            raise UnusableRequestError("token_ids_unknown", counted)
+        return sampled
+
+    def settle_answer(self, request: TargetRequest, sampled: SampledAnswer) -> None:
+        temperature = self.split.draw_temperature(self.context.p.sample_target.seed, request.id)
+        self.context.settle_answer(self.split, request, temperature, sampled)
+
+    def can_be_quoted(self, sampled: SampledAnswer) -> bool:
+        if not sampled.answer_ids or sampled.finish_reason != "stop":
+            return False
+        return not self.context.encoder.has_image_token(sampled.answer_ids)
+
+    def read_log_tail(self) -> str:
+        return self.context.local_servers.read_log_tails() if self.context.local_servers else ""

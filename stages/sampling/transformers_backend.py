@@ -1,0 +1,63 @@
+"""Sample from the target in this process, shard by shard."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from stages.data.requests import TargetRequest, UnusableRequestError
+from stages.data.sampled_split import SampledSplit
+from stages.runtime.journal import make_journal_key
+from stages.sampling.sampling_context import SamplingContext
+from stages.target import generation
+from stages.target.served_answers import SampledAnswer
+
+
+def generate_split(context: SamplingContext, model: Any, split: SampledSplit) -> None:
+    """Sample in batches of one temperature and like prompt lengths, so that little is padding."""
+    s, eos, shards = context.p.sample_target, context.target.eos_token_ids, split.shards
+    tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    every = itertools.chain.from_iterable(split.read_conversations())
+    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
+        for number, group in itertools.groupby(every, key=lambda request: shards.shard_of(request.position)):
+            if number in shards.published:
+                bar.update(shards.shard_length(number))
+                continue
+            for first, temperature, batch in _batch_requests(context, split, list(group)):
+                prompts = [ids for _, ids in batch]
+                settings, seed = (s.max_new_tokens, temperature, s.top_p), s.seed + number * s.shard_size + first
+                images = [path for request, _ in batch for path in request.images]
+                key = make_journal_key(["transformers", prompts, images, settings, seed])
+                journal = shards.journal(number)
+                if key not in journal.done:
+                    patches = processor.load_patches(images) if processor and images else None
+                    journal.add(key, generation.generate_answers(model, prompts, *settings, eos, pad, seed, patches))
+                # Settling may publish the shard, which removes its journal.
+                for (request, prompt_ids), (ids, reason) in zip(batch, list(journal.done[key]), strict=True):
+                    context.settle_answer(split, request, temperature, SampledAnswer(prompt_ids, ids, reason, "exact"))
+                bar.update(len(batch))
+
+
+def _batch_requests(
+    context: SamplingContext, split: SampledSplit, group: list[TargetRequest]
+) -> Iterator[tuple[int, float, list[tuple[TargetRequest, list[int]]]]]:
+    """Yield (number of its first row, temperature, requests and their prompts) of each batch; drop unusable requests."""
+    seed, size = context.p.sample_target.seed, context.p.sample_target.batch_size
+    ready = []
+    for request in group:
+        try:
+            prompt_ids = context.encode_prompt(request, request.messages[: request.answer_index])
+        except UnusableRequestError as error:
+            split.drop_request(request, error)
+        else:
+            ready.append((split.draw_temperature(seed, request.id), request, prompt_ids))
+    ready.sort(key=lambda one: (one[0], len(one[2])))
+    first = 0
+    for temperature, alike in itertools.groupby(ready, key=lambda one: one[0]):
+        rows = [(request, ids) for _, request, ids in alike]
+        for start in range(0, len(rows), size):
+            batch = rows[start : start + size]
+            yield first, temperature, batch
+            first += len(batch)

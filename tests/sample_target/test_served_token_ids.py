@@ -1,0 +1,103 @@
+"""Token ids of answers that come from servers: whose ids they are, and what a run does where they are not known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import sample_target
+from tests.sample_target.sampled_project import answers, report, use
+from tests.serving.misbehaving_server import Fake, completion
+
+WRONG_COUNT = {"usage": {"completion_tokens": 99}}
+
+
+def serve_as(engine: str, reply: Any) -> Fake:
+    """A server that says which engine it is, as the models of vLLM and SGLang do; the builtin target's name is `builtin`."""
+    return Fake(reply, models={"data": [{"id": "tiny", "owned_by": engine}]})
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path, engine: str) -> None:
+    """Bug: SGLang's ids, which it returns from 0.5.17 on, were not asked for, and such rows were dropped."""
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        assert body["return_token_ids"] is True
+        return completion("of other tokens", choice={"token_ids": [5, 6, 7]}, usage={"completion_tokens": 3})
+
+    with serve_as(engine, reply) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        sample_target.main()
+    found = report(project)
+    assert found["token_ids"] == {"server": found["rows_in"]} and not found["dropped"]
+    assert {tuple(ids[:3]) for ids in answers(project, "train")["answer_ids"]} == {(5, 6, 7)}
+
+
+def test_sglangs_prompt_is_compared_by_its_ids(project: Path) -> None:
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi", choice={"token_ids": [5], "prompt_token_ids": [1, 2, 3]})
+
+    with serve_as("sglang", reply) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        with pytest.raises(ValueError, match="the server was prompted with 3 tokens, this tokenizer"):
+            sample_target.main()
+
+
+def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it(project: Path) -> None:
+    """Bug: it went on to the end, said "0 cut at max_new_tokens; raise max_new_tokens", and kept the answers for the next run."""
+    with Fake(lambda b, n: completion("hi", b["model"], **WRONG_COUNT)) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
+        with pytest.raises(
+            ValueError, match=r"none of the first 32 answers are known.*The first: row \S+ \(line \d+ "
+        ) as told:
+            sample_target.main()
+        assert "the server counted 99 tokens" in str(told.value) and len(fake.bodies) < 40
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
+        sample_target.main()
+    assert answers(project, "train").height == 60 and not report(project)["dropped"]
+
+
+def test_a_server_with_the_right_template_goes_on_after_one_with_another(project: Path) -> None:
+    """Bug: the answers to wrong prompts were kept, so that the mended server was never asked."""
+    with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3})) as fake:
+        use(project, "server", {"base_urls": [fake.url]})
+        with pytest.raises(ValueError, match="prompted with 3 tokens"):
+            sample_target.main()
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    assert not report(project)["dropped"]
+
+
+def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) -> None:
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi", body["model"], choice={"finish_reason": "length"})
+
+    with Fake(reply) as fake:
+        use(project, "server", {"base_urls": [fake.url]}, truncated="drop")
+        with pytest.raises(
+            ValueError,
+            match=r"in the train split, .*\(6 sampled, dropped: 6 truncated\); raise sample_target.max_new_tokens",
+        ):
+            sample_target.main()
+
+
+def test_a_row_that_the_template_refuses_is_not_sent(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: with a server whose template takes it, the refusal of ours came after the answer and ended the run."""
+    from stages.target.chat_template import TemplateRefusalError
+    from stages.target.prompt_encoder import PromptEncoder
+
+    encode, refused = PromptEncoder.encode_prompt, answers(project, "train")["id"][2]
+
+    def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
+        if row == refused:
+            raise TemplateRefusalError("roles must alternate")
+        return encode(self, row, *rest)
+
+    monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    found = report(project)
+    assert found["dropped"] == {"refused_by_template": 1} and len(fake.bodies) == found["rows_in"] - 1
