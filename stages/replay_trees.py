@@ -335,16 +335,26 @@ def _open_answers(
                 f"{SAMPLED / split} has answers of {_format_sampling(*sampling)}, expected {expected}, as sample_target asks; "
                 "run: dvc repro sample_target"
             )
+    return AnswerSplit(HIDDENS / split, temperature, top_p, _check_answers(split, table), feature_places)
+
+
+def _check_answers(split: str, table: pl.DataFrame) -> int:
+    """Return the number of stored rows. Raises ValueError where one is not of an answer of `table`.
+
+    With `longer_rows: truncate` extract_hiddens stores the longest rows without the end of their answers: all have one length.
+    """
     known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
-    count = 0
+    longest, count = int(reader.read_index(HIDDENS / split)["length"].max() or 0), 0
     for row in reader.read_headers(HIDDENS / split):
-        if row.ids.tolist() != known.get(row.id):
-            which = "is another answer than" if row.id in known else "is not among"
+        is_cut = row.finish_reason == "length" and len(row.ids) == longest
+        ids = known.get(row.id)
+        if ids is None or row.ids.tolist() != (ids[:longest] if is_cut else ids):
+            which = "is not among" if ids is None else "is another answer than"
             raise ValueError(
                 f"{HIDDENS / split}: row {row.id} {which} those in {SAMPLED / split}; run: dvc repro extract_hiddens"
             )
         count += 1
-    return AnswerSplit(HIDDENS / split, temperature, top_p, count, feature_places)
+    return count
 
 
 def _format_sampling(temperature: float | None, top_p: float | None) -> str:

@@ -23,6 +23,7 @@ from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.engine import cell_context
 from stages.engine.decode import Engine
+from stages.hidden_states import shard_plan
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import compute_capacity
@@ -202,6 +203,27 @@ def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, says: st
     message = refused()
     assert message.startswith("data/hiddens/eval: ") and "run: dvc repro extract_hiddens" in message
     assert says.partition("row0.0")[2] in message
+
+
+def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project: Path) -> None:
+    """Bug: with `longer_rows: truncate` a longer eval row was "another answer than those in data/sampled/eval"."""
+    tables = {
+        split: conversations.read_table(Path(split), conversations.SAMPLED_SCHEMA, "sample_target")
+        for split in ("data/sampled/eval", "data/sampled/eval_t")
+    }
+    limit = max(shard_plan.list_lengths(tables["data/sampled/eval"])) - 10
+    edit_params(project, {"extract_hiddens": {"max_length": limit, "longer_rows": "truncate"}})
+    extract_hiddens.main()
+    replay_trees.main("e003")
+    found = replay_records.locate_replay("e003").read_bytes()
+    for split, table in tables.items():
+        cut = shard_plan.fit_rows(table, limit, truncate=True)
+        assert len(cut) == len(table) and not cut.equals(table)
+        conversations.write_table(Path(split) / conversations.name_shard(0), cut, conversations.SAMPLED_SCHEMA)
+    edit_params(project, {"extract_hiddens": {"max_length": 512, "longer_rows": "drop"}})
+    extract_hiddens.main()
+    replay_trees.main("e003")
+    assert found == replay_records.locate_replay("e003").read_bytes()
 
 
 @pytest.mark.parametrize(
