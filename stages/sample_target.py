@@ -72,7 +72,7 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
             keep_backend.keep_answers(context, split)
             _finish_split(p, split)
         sample_splits(splits[len(kept) :])
-    if warning := sampled_split.describe_truncation(splits):
+    for warning in filter(None, (sampled_split.describe_truncation(splits), sampled_split.describe_unchecked(splits))):
         print(f"warning: {warning}")
     for split in splits:
         split.shards.publish(SAMPLED_FOLDER / split.name)
@@ -151,7 +151,7 @@ def _finish_split(p: schema.Params, split: SampledSplit) -> None:
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
     origin = "of the data" if is_kept else f"at temperature {temperatures}"
-    print(split.describe(origin, s.max_new_tokens))
+    print(split.describe(origin))
     split.shards.finish()
 
 

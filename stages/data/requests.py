@@ -44,9 +44,15 @@ class TargetRequest:
     messages: Messages  # the whole conversation, with the data's own answers
     answer_index: int  # index in `messages` of the requested answer; the messages before it are the prompt
     tools: list[dict[str, Any]] | None
+    source: str  # file of the raw data
     source_row: int
     verdict: str
     unusable_reason: str | None = None  # why it can't be sent
+
+    @property
+    def origin(self) -> str:
+        """Return where the conversation is in the raw data, for messages."""
+        return f"{self.source}, row {self.source_row}"
 
     @property
     def images(self) -> list[str]:
@@ -134,7 +140,7 @@ def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
         if message["role"] == "assistant":
             has_image = any("image" in part for part in _get_content_parts(message))
             reason, place, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
-            origin = row["source_row"], row["verdict"]
+            origin = row["source"], row["source_row"], row["verdict"]
             found.append(TargetRequest(position + place, f"{name}.{place}", messages, index, tools, *origin, reason))
     return found
 

@@ -21,14 +21,13 @@ STOPPING_REASONS = {
     "token_ids_unknown": (
         32,
         (
-            "the token ids of none of the first 32 answers are known: the servers return text, of which this tokenizer makes "
-            "another number of tokens than they counted. Let them serve this target with its own tokenizer, by an engine that "
-            "returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: transformers"
+            "the token ids of none of the first 32 answers are known. Let the servers serve this target with its own tokenizer, "
+            "by an engine that returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: transformers"
         ),
     ),
 }
 ADVICE_WITHOUT_ROWS = {  # by the reason of most rows
-    "truncated": "raise sample_target.max_new_tokens",
+    "truncated": "raise sample_target.max_new_tokens, or the server's own limit if that is lower",
     "empty": "the target ends its answers at once; see its prompts by `python -m stages.sample_target --preview 3`",
     "token_ids_unknown": "let an engine answer that returns token ids (docs/sampling.md, Token ids)",
 }
@@ -51,11 +50,11 @@ class SampledSplit:
         """Return by how many the data has fewer requests than were asked for."""
         return max(0, (self.max_requests or 0) - self.selection.num_requests)
 
-    def describe(self, origin: str, max_new_tokens: int) -> str:
+    def describe(self, origin: str) -> str:
         """Return the line on a split that is done."""
         counted, selection = self.shards.counts, self.selection
         told = f"{self.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, "
-        told += f"{counted['truncated']} cut at {max_new_tokens} tokens"
+        told += f"{counted['truncated']} cut by length"
         if selection.num_unrequested:
             return f"{told}, {selection.num_unrequested} questions not asked"
         asked = f", to all {selection.num_requests} questions of the data, {self.max_requests} were wanted"
@@ -74,8 +73,7 @@ class SampledSplit:
         """Set a request that gives no row. Raises ValueError where no row came before as many as STOPPING_REASONS allows."""
         reason, counts = error.reason, self.shards.counts
         if error.details:
-            row = f"row {request.id} (line {request.source_row} of the raw data)"
-            self.first_dropped.setdefault(reason, f"{row}: {error.details}")
+            self.first_dropped.setdefault(reason, f"row {request.id} ({request.origin}): {error.details}")
         limit, problem = STOPPING_REASONS.get(reason, (0, ""))
         if limit and not counts["rows"] and counts[f"dropped/{reason}"] + 1 >= limit:
             raise ValueError(f"sample_target: {problem}. The first: {self.first_dropped.get(reason, request.id)}")
@@ -128,15 +126,28 @@ class SampleCounts:
 
 
 def describe_truncation(splits: list[SampledSplit]) -> str | None:
-    """Return a warning, one for all splits, where most answers of one are cut at the limit; else None."""
+    """Return a warning, one for all splits, where half of the answers of one are cut at the limit; else None."""
     counts = {split.name: (split.shards.counts["truncated"], split.selection.num_requests) for split in splits}
-    if not any(2 * cut > total for cut, total in counts.values()):
+    if not any(0 < total <= 2 * cut for cut, total in counts.values()):
         return None
     shown = ", ".join(f"{name} {cut} of {total}" for name, (cut, total) in counts.items() if total)
     cut, total = map(sum, zip(*counts.values(), strict=True))
     return (
         f"{cut} of {total} answers are cut ({shown}), and drafts and tau know nothing of how answers go on; raise "
-        "sample_target.max_new_tokens, or see whether the target ends its answers"
+        "sample_target.max_new_tokens (or a server's own limit), or see whether the target ends its answers"
+    )
+
+
+def describe_unchecked(splits: list[SampledSplit]) -> str | None:
+    """Return a warning where servers returned neither token ids nor counts; else None."""
+    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
+    unchecked = total["token_ids/text, unchecked"]
+    if not unchecked:
+        return None
+    return (
+        f"of {unchecked} of {total['rows']} answers the servers returned neither token ids nor how many tokens they had: nothing "
+        "shows that they prompted this target by its own template, or that these are its tokens; let them return `usage`, or "
+        "token ids (docs/sampling.md, Token ids)"
     )
 
 

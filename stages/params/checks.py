@@ -26,6 +26,12 @@ def check_raw_exists(params: Params) -> None:
             f"{PARAMS_FILE}: fix_data.raw is {raw}, which does not exist; give a file or a folder{more} (docs/data.md)"
         )
     if evaluation is not None and (not evaluation.is_file() or (raw.is_file() and evaluation != raw)):
+        given = Path(fix.eval_file or "")
+        if given.is_file() and given.is_relative_to(raw):
+            raise ValueError(
+                f"{PARAMS_FILE}: fix_data.eval_file is {given}, expected its path in fix_data.raw; write "
+                f"{given.name if given == raw else given.relative_to(raw)}"
+            )
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.eval_file is {fix.eval_file}, expected a file in the folder fix_data.raw, or "
             f"the name of that file itself, found neither under {raw}; DVC tracks fix_data.raw, so put it there"

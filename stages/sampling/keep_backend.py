@@ -36,4 +36,4 @@ def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list
         return UnusableRequestError("refused_by_template", str(error))
     except ValueError as error:
         name = first.id.rpartition(".")[0]
-        raise ValueError(f"sample_target: row {name} (line {first.source_row} of the raw data), {error}") from None
+        raise ValueError(f"sample_target: row {name} ({first.origin}), {error}") from None

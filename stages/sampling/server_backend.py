@@ -86,10 +86,18 @@ class ServedAnswerHandler:
     ) -> SampledAnswer:
         encoder, tools = self.context.encoder, request.tools
         served_answers.check_served_prompt(encoder, request.id, prompt_ids, answer, history, tools, request.images)
+        if problem := served_answers.explain_wrong_ids(encoder, self.context.target.vocab_size, answer):
+            raise UnusableRequestError("token_ids_unknown", problem)
         sampled = served_answers.recover_token_ids(encoder, history, tools, prompt_ids, answer)
         if sampled is None:
             counted = f"the server counted {answer.completion_tokens} tokens, of which its text does not tell the ids"
             raise UnusableRequestError("token_ids_unknown", counted)
+        most = self.context.p.sample_target.max_new_tokens
+        if len(sampled.answer_ids) > most + 1:  # the end token may be ours
+            raise ValueError(
+                f"sample_target: row {request.id} ({request.origin}): the server answered with {len(sampled.answer_ids)} tokens, "
+                f"expected at most sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
+            )
         return sampled
 
     def settle_answer(self, request: TargetRequest, sampled: SampledAnswer) -> None:

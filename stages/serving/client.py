@@ -7,7 +7,6 @@ longer each time. Other 4xx are not retried, since the server would refuse them 
 
 import asyncio
 import contextlib
-import json
 import random
 import re
 import time
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from stages.serving import http_session
 
@@ -35,6 +36,33 @@ class ChatAnswer:
     completion_tokens: int | None
     prompt_ids: list[int] | None  # if the server sends them
     answer_ids: list[int] | None
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None  # of SGLang
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _ChatCompletion(BaseModel):
+    """The fields that are read of a response of `/v1/chat/completions`."""
+
+    choices: list[_Choice] = Field(min_length=1)
+    usage: _Usage | None = None
+    model: str | None = None
+    prompt_token_ids: list[int] | None = None  # of vLLM
 
 
 @dataclass
@@ -165,14 +193,13 @@ class ChatClient:
     def _read_answer(self, endpoint: Endpoint, body: bytes) -> ChatAnswer:
         """Parse a response; one that is cut or malformed is retried."""
         try:
-            found = json.loads(body)
-            choice, usage = found["choices"][0], found.get("usage") or {}
-            message, finish_reason = choice["message"], choice["finish_reason"]
-            text = message.get("content") or ""
-            reasoning = message.get("reasoning_content") or message.get("reasoning") or None
-            name = found.get("model")
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise http_session.ExchangeFailedError("malformed", f"not a chat completion ({error!r})") from None
+            found = _ChatCompletion.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            problem = f"not a chat completion: {'.'.join(map(str, first['loc']))} {first['msg']}, in {body[:80]!r}"
+            raise http_session.ExchangeFailedError("malformed", problem) from None
+        choice, usage, name = found.choices[0], found.usage or _Usage(), found.model
+        message, finish_reason = choice.message, choice.finish_reason
         # transformers appends @revision to the name.
         if name is not None and name != self.model and name.rpartition("@")[0] != self.model:
             raise ValueError(
@@ -184,13 +211,13 @@ class ChatClient:
                 raise http_session.ExchangeFailedError("malformed", f"finish_reason {finish_reason!r}")
             raise http_session.RequestRefusedError(200, f"finish_reason {finish_reason!r}, expected stop or length")
         return ChatAnswer(
-            text=text,
-            reasoning=reasoning,
+            text=message.content or "",
+            reasoning=message.reasoning_content or message.reasoning or None,
             finish_reason=finish_reason,
-            prompt_tokens=usage.get("prompt_tokens"),
-            completion_tokens=usage.get("completion_tokens"),
-            prompt_ids=found.get("prompt_token_ids") or choice.get("prompt_token_ids"),  # of vLLM, of SGLang
-            answer_ids=choice.get("token_ids"),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            prompt_ids=found.prompt_token_ids or choice.prompt_token_ids,
+            answer_ids=choice.token_ids,
         )
 
     async def _choose_endpoint(self, avoid: Endpoint | None) -> Endpoint:

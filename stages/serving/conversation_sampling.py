@@ -51,13 +51,13 @@ class SamplingProgress:
     bar: tqdm
     http: client.ChatClient
     tokens: int = 0
-    refused: int = 0
+    dropped: int = 0
     _started: float = field(default_factory=time.perf_counter)
 
     def count_row(self) -> None:
         self.bar.update()
         rate, retries = self.tokens / (time.perf_counter() - self._started), sum(self.http.retries_by_reason.values())
-        self.bar.set_postfix_str(f"{rate:.0f} tokens/s, {retries} retries, {self.refused} refused", refresh=False)
+        self.bar.set_postfix_str(f"{rate:.0f} tokens/s, {retries} retries, {self.dropped} dropped", refresh=False)
 
 
 async def sample_splits(samplers: "list[ConversationSampler[A]]", concurrency: int) -> None:
@@ -146,8 +146,7 @@ class ConversationSampler(Generic[A]):
     ) -> tuple[client.ChatAnswer, A]:
         """Return the answer from a journal or a server. Raises UnusableRequestError where there is none, or its ids are unknown.
 
-        Journals do not keep a refusal, nor what came before the first usable answer: it may be the servers' fault, and the next
-        run asks for it again.
+        Journals keep usable answers alone: others may be the servers' fault, and the next run asks for them again.
         """
         shards = self.split.shards
         body = await _run(self.handler.build_body, request, history)
@@ -156,25 +155,16 @@ class ConversationSampler(Generic[A]):
         if known is None and is_done:
             raise UnusableRequestError("refused")  # by the run that published its shard
         answer = client.ChatAnswer(**known) if known else await self._ask_server(request, body)
-        try:
-            sampled = self.handler.read_answer(request, history, prompt_ids, answer)
-        except UnusableRequestError:
-            if shards.counts["rows"]:
-                self._keep_answer(journals, key, answer)
-            raise
-        self._keep_answer(journals, key, answer)
-        return answer, sampled
-
-    def _keep_answer(self, journals: list[int], key: str, answer: client.ChatAnswer) -> None:
+        sampled = self.handler.read_answer(request, history, prompt_ids, answer)
         for number in journals:
-            self.split.shards.journal(number).add(key, asdict(answer))
+            shards.journal(number).add(key, asdict(answer))
+        return answer, sampled
 
     async def _ask_server(self, request: TargetRequest, body: dict[str, Any]) -> client.ChatAnswer:
         options = self.handler.build_engine_options(request, body["temperature"])
         try:
             answer = await self.http.complete(body, options)
         except http_session.RequestRefusedError as error:
-            self.progress.refused += 1
             raise UnusableRequestError("refused", str(error)) from None
         except ValueError as error:
             raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
@@ -183,6 +173,7 @@ class ConversationSampler(Generic[A]):
 
     def _drop_request(self, request: TargetRequest, error: UnusableRequestError, is_done: bool) -> None:
         if not is_done:
+            self.progress.dropped += 1
             self.split.drop_request(request, error)
             self.progress.bar.update()
 

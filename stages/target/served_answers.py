@@ -77,6 +77,21 @@ def _expand_served_prompt(
     return [processor.image_token_id if image else own for image, own in zip(is_image, served_ids, strict=True)]
 
 
+def explain_wrong_ids(encoder: PromptEncoder, vocab_size: int, answer: ServedAnswer) -> str | None:
+    """Return why the server's ids can't be those of its text; None where they may be, or where it returned none."""
+    ids, count, text = answer.answer_ids, answer.completion_tokens, answer.text.strip()
+    if not ids:
+        return None
+    if (wrong := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
+        return f"the server returned token id {wrong}, of a vocabulary of {vocab_size}"
+    if count is not None and abs(len(ids) - count) > 1:  # some leave the end token out of their count
+        return f"the server returned {len(ids)} token ids and counted {count}"
+    # A parser takes thoughts and special tokens out of the text.
+    if not any(text in encoder.tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)):
+        return f"the server returned token ids of another text than its own, which begins {text[:40]!r}"
+    return None
+
+
 def recover_token_ids(
     encoder: PromptEncoder, history: Messages, tools: Messages | None, prompt_ids: list[int], answer: ServedAnswer
 ) -> SampledAnswer | None:

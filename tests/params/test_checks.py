@@ -100,6 +100,9 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
     p = schema.load_params()
     checks.check_raw_exists(p)
     assert p.fix_data.eval_path() == test
+    edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", f"eval_file: {test}"))
+    with pytest.raises(ValueError, match=r"expected its path in fix_data\.raw; write test\.jsonl"):
+        checks.check_raw_exists(schema.load_params())
     edited(("eval_file: null", "eval_file: weather_toon.jsonl"))
     p = schema.load_params()
     checks.check_raw_exists(p)

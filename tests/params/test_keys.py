@@ -101,6 +101,12 @@ def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
     assert problems()[0].startswith("5: expected a name (a letter, then letters, digits and _), found 5; YAML reads")
 
 
+def test_a_list_for_a_text_gets_no_advice_on_numbers() -> None:
+    """Bug: it was told of 8_2_16, which YAML reads as a number."""
+    Path("params.yaml").write_text(REAL.replace("raw: data/raw/weather_toon.jsonl", "raw: [a.jsonl]", 1))
+    assert problems() == ["fix_data.raw: expected text, found ['a.jsonl']"]
+
+
 def test_every_problem_is_told_at_once() -> None:
     edited(("seed: 7", "seed: -7"), ("dtype: float32 ", "dtype: float8 "), ("max_chars:", "max_char:"))
     assert [line.split(":")[0] for line in problems()] == [

@@ -64,7 +64,7 @@ def test_rows_whose_tools_can_t_be_read_are_dropped(project: Path) -> None:
     table.with_columns(bad).write_parquet("data/fixed/train.parquet")
     for backend in ("transformers", "keep", "server"):
         with Fake(echo) as fake:
-            use(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=4)
+            use(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=24)
             sample_target.main()
         assert report(project)["dropped"]["malformed_tools"] == 2
         assert answers(project, "train").height == 6

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from stages import sample_target
 from tests.sample_target.sampled_project import answers, report, use
@@ -17,20 +18,58 @@ def serve_as(engine: str, reply: Any) -> Fake:
     return Fake(reply, models={"data": [{"id": "tiny", "owned_by": engine}]})
 
 
+def spell(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text whose characters are tokens each, where the tokenizer would take fewer."""
+    return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
+
+
+@pytest.fixture
+def tokenizer(project: Path) -> Any:
+    return AutoTokenizer.from_pretrained("artifacts/target")
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path, engine: str) -> None:
+def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path, tokenizer: Any, engine: str) -> None:
     """Bug: SGLang's ids, which it returns from 0.5.17 on, were not asked for, and such rows were dropped."""
+    ids = spell(tokenizer, "place: Graz")
+    assert len(ids) > len(tokenizer.encode("place: Graz", add_special_tokens=False)) + 1
 
     def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
         assert body["return_token_ids"] is True
-        return completion("of other tokens", choice={"token_ids": [5, 6, 7]}, usage={"completion_tokens": 3})
+        return completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
 
     with serve_as(engine, reply) as fake:
         use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
         sample_target.main()
     found = report(project)
     assert found["token_ids"] == {"server": found["rows_in"]} and not found["dropped"]
-    assert {tuple(ids[:3]) for ids in answers(project, "train")["answer_ids"]} == {(5, 6, 7)}
+    assert all(row[:-1] == ids for row in answers(project, "train")["answer_ids"].to_list())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda ids: [*range(40), *ids], "returned 51 token ids and counted 11"),
+        (
+            lambda ids: [token + 1 for token in ids],
+            "token ids of another text than its own, which begins 'place: Graz'",
+        ),
+        (lambda ids: [*ids[:-1], 10**6], "returned token id 1000000, of a vocabulary of "),
+    ],
+)
+def test_ids_that_cannot_be_the_texts_are_dropped(
+    project: Path, tokenizer: Any, capsys: pytest.CaptureFixture, change: Any, says: str
+) -> None:
+    """Bug: any ids were trained on: the prompt's among them, another text's, and some outside the vocabulary."""
+    ids = spell(tokenizer, "place: Graz")
+    odd = completion("place: Graz", choice={"token_ids": change(ids)}, usage={"completion_tokens": len(ids)})
+    good = completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
+    with serve_as("vllm", lambda b, n: good if n else odd) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1})
+        sample_target.main()
+    assert report(project)["dropped"] == {"token_ids_unknown": 1}
+    told = capsys.readouterr().out
+    assert "train: 1 rows dropped as token_ids_unknown, the first: row weather-" in told and says in told
 
 
 def test_sglangs_prompt_is_compared_by_its_ids(project: Path) -> None:
@@ -48,7 +87,8 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
     with Fake(lambda b, n: completion("hi", b["model"], **WRONG_COUNT)) as fake:
         use(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
         with pytest.raises(
-            ValueError, match=r"none of the first 32 answers are known.*The first: row \S+ \(line \d+ "
+            ValueError,
+            match=r"none of the first 32 answers are known.*The first: row \S+ \(weather_toon.jsonl, row \d+\)",
         ) as told:
             sample_target.main()
         assert "the server counted 99 tokens" in str(told.value) and len(fake.bodies) < 40
@@ -79,6 +119,41 @@ def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) 
         with pytest.raises(
             ValueError,
             match=r"in the train split, .*\(6 sampled, dropped: 6 truncated\); raise sample_target.max_new_tokens",
+        ):
+            sample_target.main()
+
+
+def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path) -> None:
+    """Bug: every second answer was kept with its wrong count, and dropped again by each run after."""
+
+    def reply(body: dict[str, Any], number: int) -> Any:
+        return 404 if number > 15 else completion("hi", body["model"], **(WRONG_COUNT if number % 2 else {}))
+
+    settings: dict[str, Any] = {"train_rows": 30, "shard_size": 50}
+    with Fake(reply) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
+        with pytest.raises(ValueError, match="404"):
+            sample_target.main()
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
+        sample_target.main()
+    found = report(project)
+    assert not found["dropped"] and len(fake.bodies) == found["rows_in"] - 8  # what was usable is kept
+
+
+def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """Bug: a server without `usage` and with another template was taken without a word."""
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    assert "warning: of 12 of 12 answers the servers returned neither token ids nor how many" in capsys.readouterr().out
+
+
+def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path) -> None:
+    with Fake(lambda b, n: completion("a long answer " * 40, b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url]}, max_new_tokens=20)
+        with pytest.raises(
+            ValueError, match=r"\): the server answered with \d+ tokens, .*max_new_tokens 20; let it obey"
         ):
             sample_target.main()
 

@@ -84,6 +84,32 @@ def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
     assert fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
 
 
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (
+            completion("hi", choice={"token_ids": ["token_id:17"]}),
+            "choices.0.token_ids.0 Input should be a valid integer",
+        ),
+        (
+            completion("hi", choice={"message": {"content": [{"type": "text"}]}}),
+            "choices.0.message.content Input should",
+        ),
+        (
+            completion("hi", usage={"completion_tokens": "many"}),
+            "usage.completion_tokens Input should be a valid integer",
+        ),
+        (b"<html>Log in</html>", "Invalid JSON: expected value at line 1 column 1, in b'<html>Log in</html>'"),
+    ],
+)
+def test_what_is_nearly_a_chat_completion_is_named_with_its_field(reply: Any, says: str) -> None:
+    """Bug: a traceback, where the answer was used, without the server and the field."""
+    with Fake(lambda *_: reply) as fake:
+        (answer,), _ = asks([fake.url], [BODY], attempts=2)
+    assert isinstance(answer, ValueError)
+    assert fake.url in str(answer) and "not a chat completion" in str(answer) and says in str(answer)
+
+
 def test_attempts_end_and_the_message_names_the_last_failure() -> None:
     with Fake(lambda *_: 503) as fake:
         (answer,), _ = asks([fake.url], [BODY], attempts=3)
