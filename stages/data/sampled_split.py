@@ -91,15 +91,14 @@ class SampledSplit:
         if self.shards.counts["rows"]:
             return
         dropped = Counter(select_counts(self.shards.counts, "dropped")).most_common()
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped)
-        most = dropped[0][0] if dropped else None
-        advice = ADVICE_WITHOUT_ROWS.get(most or "", f"raise sample_target.{self.name}_rows" if most is None else "")
-        first = self.first_dropped.get(most or "")
-        raise ValueError(
-            f"sample_target: no row is left in the {self.name} split, expected at least one "
-            f"({self.selection.num_requests} sampled, dropped: {reasons or 'none'})"
-            + "".join(f"; {text}" for text in (advice, first and f"the first: {first}") if text)
-        )
+        hints: list[str | None] = [f"raise sample_target.{self.name}_rows"]
+        if dropped:
+            most = dropped[0][0]
+            hints = [ADVICE_WITHOUT_ROWS.get(most), self.first_dropped.get(most)]
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped) or "none"
+        counted = f"({self.selection.num_requests} sampled, dropped: {reasons})"
+        found = f"no row is left in the {self.name} split, expected at least one {counted}"
+        raise ValueError("; ".join(["sample_target: " + found, *filter(None, hints)]))
 
     def draw_temperature(self, seed: int, request_id: str) -> float:
         """Return the temperature of one request, drawn from the mixture."""
