@@ -260,7 +260,14 @@ def check_split(
 
 def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> str:
     """Return what to do where no row is kept: by the first row of the most frequent reason, if it says that."""
-    commonest = first_dropped[dropped.most_common(1)[0][0]] if dropped else DroppedExample("")
+    reason = dropped.most_common(1)[0][0] if dropped else ""
+    commonest = first_dropped[reason] if dropped else DroppedExample("")
+    limits = {
+        "too_long": f"raise fix_data.max_chars, which is {params.max_chars}",
+        "too_short": f"lower fix_data.min_chars, which is {params.min_chars}",
+    }
+    if reason in limits:
+        return limits[reason]
     if commonest.expected:
         return f"first {commonest.where}: {commonest.explanation}; see what each row becomes: aerie preview data"
     if dropped["unknown_format"] and dropped["unknown_format"] == dropped.total():

@@ -233,3 +233,13 @@ def test_length_filters(home: Path) -> None:
     _, _, report = outcome()
     assert report["dropped_reasons"] == {"too_long": 5, "too_short": 5}
     assert report["dropped_first"]["too_long"] == "weather_toon.jsonl, row 40"
+
+
+@pytest.mark.parametrize(("limits", "advice"), [({"max_chars": "2"}, "raise fix_data.max_chars"),
+                                                ({"min_chars": "7000"}, "lower fix_data.min_chars")])  # fmt: skip
+def test_a_limit_that_leaves_no_row_is_named(home: Path, limits: dict[str, str], advice: str) -> None:
+    """Bug: the data were to be mended, where the limit drops every row."""
+    write_raw(pairs(20))
+    set_lines(**limits)
+    with pytest.raises(ValueError, match=f"found none .*; {advice}, which is {next(iter(limits.values()))}"):
+        fix_data.main()
