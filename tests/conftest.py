@@ -2,7 +2,9 @@
 
 import fcntl
 import gc
+import io
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -104,12 +107,23 @@ def copy_project(to: Path) -> Path:
 
 def edit_params(project: Path, changes: dict) -> None:
     """Set the given keys of the project's params.yaml; what is not named stays."""
-    yaml = YAML()
-    params = yaml.load((project / "params.yaml").read_text())
-    for section, values in changes.items():
+    file = project / "params.yaml"
+    file.write_text(_edit_text(file.read_text(), pickle.dumps(changes)))
+
+
+@cache
+def _edit_text(text: str, changes: bytes) -> str:
+    """Return the text with the pickled changes; once for each, since comments are kept by a slow parser."""
+    edited, params = io.StringIO(), pickle.loads(_parse_text(text))
+    for section, values in pickle.loads(changes).items():
         params[section].update(values)
-    with (project / "params.yaml").open("w") as file:
-        yaml.dump(params, file)
+    YAML().dump(params, edited)
+    return edited.getvalue()
+
+
+@cache
+def _parse_text(text: str) -> bytes:
+    return pickle.dumps(YAML().load(text))
 
 
 def dvc(project: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
@@ -9,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import dvc.output
+from dvc.output import Output
 from dvc.repo import Repo, lock_repo
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -47,8 +50,8 @@ class Recorder:
     def repro(self, root: Path, **how: bool) -> set[str]:
         self.ran.clear()
         with opened(root) as repo, lock_repo(repo):  # one index for both
+            self.names = {stage.addressing for stage in repo.index.stages}  # DVC drops its index when a stage runs
             repo.reproduce(**how)
-            self.names = {stage.addressing for stage in repo.index.stages}
         MemoryFileSystem.store.clear()  # where DVC stages folders: it would look through those of all tests before
         MemoryFileSystem.pseudo_dirs[:] = [""]
         assert len(self.ran) == len(set(self.ran))
@@ -100,10 +103,31 @@ def hashed_once(build: Callable[..., Any]) -> Callable[..., Any]:
     def once(odb: Any, path: str, fs: Any, *rest: Any, **how: Any) -> tuple[Any, Any, Any]:
         if not path.endswith(".py"):
             return build(odb, path, fs, *rest, **how)
-        found = Path(path).stat()
-        key = path.removeprefix(str(Path.cwd())), found.st_size, found.st_mtime_ns
+        found = os.stat(path)  # noqa: PTH116 - a hundred thousand times, as all here
+        key = path.removeprefix(os.getcwd()), found.st_size, found.st_mtime_ns  # noqa: PTH109
         if key not in seen:
             seen[key] = build(odb, path, fs, *rest, **how)[1:]
         return odb, *seen[key]
+
+    return once
+
+
+def build_quietly(output: Output, *given: Any, no_progress_bar: bool = False, **how: Any) -> tuple[Any, Any, Any]:
+    """Hash a dependency or an output as DVC does, without its bar, which names the file: longer than to hash it once."""
+    how.setdefault("checksum_jobs", output.fs.hash_jobs)
+    return dvc.output.build(*given, **how)
+
+
+def located_once(locate: Callable[..., Any]) -> Callable[..., Any]:
+    """Look a path's file system up once: it is as it stands in dvc.yaml, in every copy. Paths of other schemes each time."""
+    seen: dict[str, tuple[Any, dict[str, Any], str]] = {}
+
+    def once(config: Any, **given: Any) -> tuple[Any, dict[str, Any], str]:
+        if given.keys() != {"url"} or "://" in given["url"] or "checksum_jobs" in config.get("core", {}):
+            return locate(config, **given)
+        if given["url"] not in seen:
+            seen[given["url"]] = locate(config, **given)
+        kind, options, path = seen[given["url"]]
+        return kind, dict(options), path
 
     return once

@@ -22,7 +22,14 @@ from stages.replay.block_replay import compute_block_capacity
 from stages.results import replay_records
 from stages.target import manifest
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, block_states, logits_after, random_block_draft
+from tests.draft.slow_block_draft import (
+    METHOD_OPTIONS,
+    SEGMENT_KEYS,
+    block_states,
+    logits_after,
+    random_block_draft,
+    read_context,
+)
 from tests.replay.test_block_replay import slow_tree
 from tests.test_replay_trees import V, made, project  # noqa: F401 - fixtures
 
@@ -56,11 +63,12 @@ class SlowReplay:
         self.embedding, self.head = manifest.read_embedding_and_head(manifest.read_manifest())
         self.answers = list(reader.read_rows(Path("data/hiddens") / split, torch.float32, PLACES))
         self.following, self.states, anchor_tokens, self.first = [], [], [], []
+        self.chains: dict[int, list[int]] = {}
         for row in self.answers:
             self.first.append(len(self.states))
-            ids = row.ids.tolist()
+            ids, context = row.ids.tolist(), read_context(draft, row.features)
             for a in range(row.prompt_length, len(ids) - 1):
-                states = block_states(draft, self.embedding, ids, row.features, a)
+                states = block_states(draft, self.embedding, ids, row.features, a, context)
                 self.states.append(torch.stack(states if draft.config.method == "dspark" else states[1:]))
                 self.following.append(tuple(ids[a + 1 :]))
                 anchor_tokens.append(ids[a])
@@ -70,10 +78,12 @@ class SlowReplay:
 
     def draft_chain(self, place: int, width: int) -> list[int]:
         """The first `width` drafts of the block, each after the one before."""
-        tokens = [self.case.anchor_tokens[place]]
-        for state in self.states[place][:width]:
-            tokens.append(int(logits_after(self.draft, self.head, state, tokens[-1]).argmax()))
-        return tokens[1:]
+        if place not in self.chains:
+            tokens = [self.case.anchor_tokens[place]]
+            for state in self.states[place]:
+                tokens.append(int(logits_after(self.draft, self.head, state, tokens[-1]).argmax()))
+            self.chains[place] = tokens[1:]
+        return self.chains[place][:width]
 
     def count_accepted(self, tree: TreeShape, place: int) -> int:
         following = self.following[place]

@@ -9,7 +9,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,20 @@ import dvc.rwlock
 import dvc.stage.run
 import pytest
 from dvc.exceptions import ReproductionError
+from dvc.fs import LocalFileSystem
 from dvc.utils import strictyaml
 from dvc.utils.serialize import _yaml
 
-from tests.recorded_graph import Recorder, hashed_once, opened, parse_json_or_yaml, parsed_once, validated_once
+from tests.recorded_graph import (
+    Recorder,
+    build_quietly,
+    hashed_once,
+    located_once,
+    opened,
+    parse_json_or_yaml,
+    parsed_once,
+    validated_once,
+)
 from tests.reruns_table import BASE, PUBLISHED, RERUNS, Row, adds, sets
 
 REPO = Path(__file__).resolve().parents[1]
@@ -55,6 +65,10 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
             patch.setattr(module, "parse_yaml", cached)
         patch.setattr(strictyaml, "validate", validated_once(strictyaml.validate))
         patch.setattr(dvc.output, "build", hashed_once(dvc.output.build))
+        patch.setattr(dvc.output.Output, "_build", build_quietly)
+        # Each path of each stage is looked up, and compared with the project's folder, at every step: a quarter of the rest.
+        patch.setattr(dvc.output, "get_cloud_fs", located_once(dvc.output.get_cloud_fs))
+        patch.setattr(LocalFileSystem, "isin", staticmethod(cache(LocalFileSystem.isin)))
         # params.yaml is read once for each stage, and every leaf of it looked at for every key: half of the rest.
         patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
         # DVC's locks, which take an eighth of the time; no other process works in this project.

@@ -6,6 +6,7 @@ are its own.
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,30 +51,55 @@ def random_block_draft(
     return draft.requires_grad_(False), tables[0], tables[1]
 
 
-def block_states(draft: BlockDraft, embedding: Tensor, ids: list[int], features: Tensor, a: int) -> list[Tensor]:
-    """The states of all B slots of the block at anchor a of one document, from ids[a] and the features before it."""
+class SlowContext(NamedTuple):
+    """The keys and values of a document's t features, by layer; an anchor's block reads those before it."""
+
+    keys: list[Tensor]  # [t, G, E]
+    values: list[Tensor]  # [t, G, E]
+
+
+def read_context(draft: BlockDraft, features: Tensor) -> SlowContext:
+    """Return what every block of a document reads of its features [t, K*H]."""
     c = draft.config
-    context = [norm(draft.fc.weight @ f, draft.hidden_norm.weight, c.rms_norm_eps) for f in features[:a]]
+    context = [norm(draft.fc.weight @ f, draft.hidden_norm.weight, c.rms_norm_eps) for f in features]
+    keys, values = zip(*(key_values(layer.self_attn, context, 0, c) for layer in draft.layers), strict=True)
+    return SlowContext([*keys], [*values])
+
+
+def key_values(w: Any, rows: list[Tensor], first: int, c: BlockDraftConfig) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, G, E] of n rows at the positions from `first` on."""
+    keys, values = [torch.zeros(0, c.num_key_value_heads, c.head_dim).to(w.k_proj.weight)] * 2
+    for i, x in enumerate(rows):
+        heads = (w.k_proj.weight @ x).split(c.head_dim)
+        turned = [turn(norm(k, w.k_norm.weight, c.rms_norm_eps), first + i, c) for k in heads]
+        keys = torch.cat([keys, torch.stack(turned)[None]])
+        values = torch.cat([values, (w.v_proj.weight @ x).view(1, -1, c.head_dim)])
+    return keys, values
+
+
+def block_states(
+    draft: BlockDraft, embedding: Tensor, ids: list[int], features: Tensor, a: int, context: SlowContext | None = None
+) -> list[Tensor]:
+    """The states of all B slots of the block at anchor a of one document, from ids[a] and the features before it.
+
+    `context` is that of the whole document, where its blocks have it in common.
+    """
+    c = draft.config
+    context = context or read_context(draft, features[:a])
     rows = [embedding[ids[a]]] + [embedding[c.mask_token_id]] * (c.block_size - 1)
-    for layer in draft.layers:
+    for layer, context_keys, context_values in zip(draft.layers, *context, strict=True):
         w = layer.self_attn
-
-        def key_value(x: Tensor, position: int, w=w) -> tuple[list[Tensor], list[Tensor]]:
-            heads = (w.k_proj.weight @ x).split(c.head_dim)
-            keys = [turn(norm(k, w.k_norm.weight, c.rms_norm_eps), position, c) for k in heads]
-            return keys, list((w.v_proj.weight @ x).split(c.head_dim))
-
         inputs = [norm(h, layer.input_layernorm.weight, c.rms_norm_eps) for h in rows]
         normed = convolve(layer.attention_conv, inputs, inputs, 0, c)
-        seen = [key_value(x, t) for t, x in enumerate(context)] + [key_value(x, a + i) for i, x in enumerate(normed)]
+        own_keys, own_values = key_values(w, normed, a, c)
+        keys, values = torch.cat([context_keys[:a], own_keys]), torch.cat([context_values[:a], own_values])
         attended = []
         for i, x in enumerate(normed):
             heads = []
             for number, q in enumerate((w.q_proj.weight @ x).split(c.head_dim)):
                 g = number // (c.num_attention_heads // c.num_key_value_heads)
                 q = turn(norm(q, w.q_norm.weight, c.rms_norm_eps), a + i, c)
-                weights = torch.softmax(torch.stack([q @ keys[g] for keys, _ in seen]) / c.head_dim**0.5, 0)
-                heads.append(sum(p * values[g] for p, (_, values) in zip(weights, seen, strict=True)))
+                heads.append(torch.softmax(keys[:, g] @ q / c.head_dim**0.5, 0) @ values[:, g])
             attended.append(w.o_proj.weight @ torch.cat(heads))
         attended = convolve(layer.attention_conv, attended, inputs, 1, c)
         rows = [row + out for row, out in zip(rows, attended, strict=True)]
@@ -96,8 +122,8 @@ def convolve(conv: Any, rows: list[Tensor], inputs: list[Tensor], side: int, c: 
         dynamic = conv.kernel_projection.weight @ u  # by side, tap and group
         total = torch.zeros_like(rows[i])
         for t in range(min(taps, i + 1)):
-            of_group = [dynamic[(side * taps + t) * groups + channel // c.conv_group_size] for channel in range(len(u))]
-            total = total + (conv.base_kernel[side, t] + torch.stack(of_group)) * rows[i - t]
+            of_channel = [(side * taps + t) * groups + channel // c.conv_group_size for channel in range(len(u))]
+            total = total + (conv.base_kernel[side, t] + dynamic[of_channel]) * rows[i - t]
         mixed.append(total)
     return mixed
 
@@ -105,9 +131,9 @@ def convolve(conv: Any, rows: list[Tensor], inputs: list[Tensor], side: int, c: 
 def select(draft: BlockDraft, logits: Tensor, state: Tensor, previous: int) -> Tensor:
     """The logits of a slot after the token `previous` by DFlash2's selector; -inf but for its candidates."""
     s, chosen = draft.candidate_selector, torch.full_like(logits, -torch.inf)
+    context = s.predecessor_codebook[previous] * (s.hidden_projection.weight @ state)
     for token in rank(logits)[: draft.config.selector_top_k]:
-        bigram = s.predecessor_codebook[previous] * (s.hidden_projection.weight @ state) * s.successor_codebook[token]
-        chosen[token] = logits[token] + bigram.sum()
+        chosen[token] = logits[token] + (context * s.successor_codebook[token]).sum()
     return chosen
 
 
@@ -217,6 +243,13 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def turn(x: Tensor, position: int, c: BlockDraftConfig) -> Tensor:
     """Rotate pairs (i, i + E/2) by position * theta**(-2i/E), as complex numbers; angles in float32, as engines have them."""
     half = c.head_dim // 2
-    angles = position * (1 / c.rope["rope_theta"] ** (2 * torch.arange(half, dtype=torch.float32) / c.head_dim))
-    turned = torch.complex(x[:half], x[half:]) * torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    cos, sin = turn_of(position, half, c.rope["rope_theta"])
+    turned = torch.complex(x[:half], x[half:]) * torch.complex(cos.to(x.dtype), sin.to(x.dtype))
     return torch.cat([turned.real, turned.imag])
+
+
+@cache
+def turn_of(position: int, half: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a position's angles, one a pair."""
+    angles = position * (1 / theta ** (torch.arange(half, dtype=torch.float32) / half))
+    return angles.cos(), angles.sin()

@@ -35,6 +35,7 @@ VOCAB, END, ROOM = test_decode.VOCAB, test_decode.END, 24
 FEATURES = (1, 2, 3)  # the layers whose input the draft reads
 NUM_DRAFTS = 5
 TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6), TreeShape(5, 3, 16)]
+CUT, WIDE = TreeShape(5, 2, 4), TreeShape(2, 11, 40)  # fewer nodes than steps, and nearly every token of a level
 every_draft = pytest.mark.parametrize("kind", ["random", "trained"])
 every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
@@ -157,7 +158,7 @@ def test_answers_are_those_of_greedy_search(way: str, kind: str, method: str) ->
     for tree in TREES if kind == "trained" else TREES[2::2]:
         alone = decode_asks(engine, tree, way, kind, method)
         assert [join(found) for found in alone] == [searched(target(), ask) for ask in asks()], tree
-        for num_slots in (2, 4):
+        for num_slots in (2, 4) if tree in TREES[2::2] else (3,):
             assert steps(engine.decode_batch(asks(), num_slots, tree), len(asks())) == alone, (tree, num_slots)
         accepted[tree] = sum(step.num_accepted for found in alone for step in found)
     assert max(accepted.values()) > 0, "drafts are never right: the comparison says little"
@@ -168,8 +169,11 @@ def test_answers_are_those_of_greedy_search(way: str, kind: str, method: str) ->
 @every_method
 @every_draft
 def test_accept_lengths_are_those_of_replay(way: str, kind: str, method: str) -> None:
+    """As a GPU plays it, random drafts in the widest chain and in trees of every form: what is played is that of trained ones."""
     engine, total = build_engine(draft(kind, method)), 0
     for tree, cycles, accepted in replay_answers(kind, method):
+        if way != "called" and kind == "random" and tree not in [*TREES[2::2], CUT, WIDE]:
+            continue
         live = [found[1:] for found in decode_asks(engine, tree, way, kind, method)]
         counted = [(len(of_one), sum(step.num_accepted for step in of_one)) for of_one in live]
         assert counted == list(zip(cycles, accepted, strict=True)), tree
@@ -182,7 +186,7 @@ def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], l
     """(tree, cycles, accepted drafts) of `asks` by replay."""
     made, pack, head = draft(kind, method), packed_answers(), target().get_output_embeddings().weight
     chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
-    grown = [TreeShape(5, 2, 4), TreeShape(3, 2, 6), TreeShape(5, 3, 16), TreeShape(2, 11, 40)]
+    grown = [CUT, *TREES[3:], WIDE]
     states, anchor_tokens = pack.compute_states(made), pack.ids[pack.places.anchors]
     walk = replay_widths(made.draft_greedily(states, anchor_tokens, head), pack.places)
     found = replay_block_trees(made, head, states, anchor_tokens, pack.places, grown)
