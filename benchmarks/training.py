@@ -143,7 +143,7 @@ def _measure(args: argparse.Namespace, scenario: str, group: distributed.RankCon
             flop = DENSE_FLOP + (TARGET_FLOP if args.online else 0)
             found["mfu"] = [round(r * flop / PEAK / group.world, 3) for r in rates]
     step_seconds = run.list_step_seconds()
-    steps = [seconds for epoch in step_seconds[1:] for seconds in epoch]  # without waits for an epoch's first packs
+    steps = [seconds for epoch in step_seconds[1:] for seconds in epoch]  # without what is between epochs
     if steps:
         tokens_per_step = sum(store.lengths) * len(run.log) / run.step
         found["steady_tokens_per_s"] = round(tokens_per_step * len(steps) / sum(steps))
@@ -194,7 +194,7 @@ class TimedTrainer(Trainer):
         return sums
 
     def list_step_seconds(self) -> list[list[float]]:
-        """Return the seconds from step to step of each epoch: one fewer than it has steps, loading's start left out."""
+        """Return the seconds from step to step of each epoch: one fewer than it has steps."""
         if self.ranks.device == "cpu":
             return [[b - a for a, b in itertools.pairwise(marks)] for marks in self.marks]
         torch.cuda.synchronize()

@@ -6,6 +6,7 @@ and a Markov head of rank 256 for DSpark. With --hidden all sizes but those and 
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -15,6 +16,7 @@ from stages.draft.block_draft import BlockDraft, BlockDraftConfig
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.training.block_training import BlockPack, BlockTrainingObjective
+from stages.training.packed_rows import PackPlace, PackRow
 from stages.training.packs import plan_epoch
 from stages.training.trainer import Trainer
 
@@ -28,14 +30,15 @@ WIDTH = 128  # of a head
 class CountedObjective(BlockTrainingObjective):
     """The objective, which notes the work of every pack that it builds."""
 
-    built: list[BlockWork] = field(default_factory=list, compare=False)
+    built: list[tuple[int, BlockWork]] = field(default_factory=list, compare=False)  # with its epoch
 
-    def build_pack(self, *args: Any, **options: Any) -> BlockPack:
-        pack = super().build_pack(*args, **options)
+    def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
+        pack = super().build_pack(rows, place, pinned)
         size = BLOCK_SIZES["dspark" if self.loss.confidence else "dflash"]  # dflash2 has that of dflash
         seen = int(pack.position[pack.anchors].sum())  # context tokens, by all blocks
         blocks, drafts = len(pack.anchors), sum(pack.supervised_per_step)
-        self.built.append(BlockWork(len(pack.ids), blocks, drafts, size * (seen + blocks * size)))
+        work = BlockWork(len(pack.ids), blocks, drafts, size * (seen + blocks * size))
+        self.built.append((place.epoch, work))
         return pack
 
 
@@ -59,14 +62,14 @@ def describe_work(
 ) -> dict[str, Any]:
     """Return blocks a second, seconds a step and MFU of the epochs after the first, and the FLOP that these count.
 
-    `mfu` is by whole epochs, which wait for their first packs; `steady_mfu` by the time from step to step, as it is of an
+    `mfu` is by whole epochs; `steady_mfu` by the time from step to step, as it is of an
     epoch of thousands. Of several processes each builds its share of the packs: rates are those of the first times their number.
     """
     objective, world = run.objective, run.ranks.world
     assert isinstance(objective, CountedObjective)
     flop = BlockFlop.of_config(run.draft.config, reads_target=bool(objective.loss.l1))
     plans = [plan_epoch(store.lengths, run.settings, number) for number in range(len(run.log))]
-    work = reduce(add, objective.built[sum(-(-len(packs) // world) for packs in plans[0]) :])
+    work = reduce(add, (work for epoch, work in objective.built if epoch > 0))
     seconds, steps = sum(entry.seconds for entry in run.log[1:]), sum(map(len, plans[1:]))
     steady = [s for epoch in step_seconds[1:] for s in epoch]
     step_s = sum(steady) / len(steady) if steady else seconds / steps

@@ -342,6 +342,7 @@ def _check_answers(split: str, table: pl.DataFrame) -> int:
     """Return the number of stored rows. Raises ValueError where one is not of an answer of `table`.
 
     With `longer_rows: truncate` extract_hiddens stores the longest rows without the end of their answers: all have one length.
+    So a stored row that is the longest and ended by length may be the beginning of its answer.
     """
     known = {row["id"]: row["prompt_ids"] + row["answer_ids"] for row in table.iter_rows(named=True)}
     longest, count = int(reader.read_index(HIDDENS / split)["length"].max() or 0), 0

@@ -109,7 +109,7 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
         shards = stack.enter_context(
             ParquetShardWriter(place / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
         )
-        splits.append(SampledSplit(name, path, max_rows, choice, mixture, shards))
+        splits.append(SampledSplit(name, path, max_rows, choice, mixture, shards, s.server.concurrency))
     return splits
 
 

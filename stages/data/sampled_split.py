@@ -15,15 +15,22 @@ from stages.data import requests
 from stages.data.parquet_shards import ParquetShardWriter
 from stages.data.requests import SourceRequests, TargetRequest, UnusableRequestError
 
-# Reasons that stop a run where every row so far was dropped for them: how many rows it takes, and what is wrong.
+
+@dataclass(frozen=True)
+class StoppingReason:
+    """A reason that stops a run where the first rows are all dropped for it."""
+
+    limit: int  # rows, or as many as are asked for at once
+    problem: str  # of {count} rows
+
+
 STOPPING_REASONS = {
-    "refused": (8, "the servers refused the first 8 rows; correct what they say"),
-    "token_ids_unknown": (
+    "refused": StoppingReason(8, "the servers refused the first {count} rows; correct what they say"),
+    "token_ids_unknown": StoppingReason(
         32,
-        (
-            "the token ids of none of the first 32 answers are known. Let the servers serve this target with its own tokenizer, "
-            "by an engine that returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: transformers"
-        ),
+        "the token ids of none of the first {count} answers are known. Let the servers serve this target with its own "
+        "tokenizer, by an engine that returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: "
+        "transformers",
     ),
 }
 ADVICE_WITHOUT_ROWS = {  # by the reason of most rows
@@ -43,6 +50,7 @@ class SampledSplit:
     selection: requests.RequestSelection
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
+    concurrency: int  # requests at once
     first_dropped: dict[str, str] = field(default_factory=dict)  # by reason: this run's first row, where more is known
 
     @property
@@ -70,14 +78,22 @@ class SampledSplit:
             yield from (group for group in groups if not all(self.shards.is_published(q.position) for q in group))
 
     def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
-        """Set a request that gives no row. Raises ValueError where no row came before as many as STOPPING_REASONS allows."""
-        reason, counts = error.reason, self.shards.counts
+        """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
         if error.details:
-            self.first_dropped.setdefault(reason, f"row {request.id} ({request.origin}): {error.details}")
-        limit, problem = STOPPING_REASONS.get(reason, (0, ""))
-        if limit and not counts["rows"] and counts[f"dropped/{reason}"] + 1 >= limit:
-            raise ValueError(f"sample_target: {problem}. The first: {self.first_dropped.get(reason, request.id)}")
-        self.shards.set_row(request.position, None, {f"dropped/{reason}": 1})
+            row = f"row {request.id} ({request.origin}): {error.details}"
+            self.first_dropped.setdefault(error.reason, row)
+        self._check_first_dropped(error.reason)
+        self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
+
+    def _check_first_dropped(self, reason: str) -> None:
+        stopping, dropped = STOPPING_REASONS.get(reason), select_counts(self.shards.counts, "dropped")
+        if stopping is None or self.shards.counts["rows"] or any(other != reason for other in dropped):
+            return
+        # Refusals come at once, answers later: so many may be refused before the first is there.
+        count = dropped.get(reason, 0) + 1
+        if count >= max(stopping.limit, self.concurrency):
+            problem, first = stopping.problem.format(count=count), self.first_dropped.get(reason)
+            raise ValueError(f"sample_target: {problem}. The first: {first}")
 
     def describe_dropped(self) -> list[str]:
         """Return a line for each reason of which more is known: how many rows were dropped for it, and the first."""

@@ -121,7 +121,7 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
         return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], whole))}, {found}"
-    if isinstance(error["input"], int | float):
+    if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
         return f"{key}: expected a name (a letter, then letters, digits and _), {found}"

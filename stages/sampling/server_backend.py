@@ -84,19 +84,26 @@ class ServedAnswerHandler:
     def read_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
     ) -> SampledAnswer:
-        encoder, tools = self.context.encoder, request.tools
+        encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
         served_answers.check_served_prompt(encoder, request.id, prompt_ids, answer, history, tools, request.images)
-        if problem := served_answers.explain_wrong_ids(encoder, self.context.target.vocab_size, answer):
+        if problem := served_answers.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
             raise UnusableRequestError("token_ids_unknown", problem)
-        sampled = served_answers.recover_token_ids(encoder, history, tools, prompt_ids, answer)
+        try:
+            sampled = served_answers.recover_token_ids(encoder, history, tools, prompt_ids, answer)
+        except ValueError as error:  # the text holds tokens of the chat template
+            raise UnusableRequestError("token_ids_unknown", str(error)) from None
         if sampled is None:
-            counted = f"the server counted {answer.completion_tokens} tokens, of which its text does not tell the ids"
+            counted = (
+                f"the server counted {answer.completion_tokens} tokens; its text, tokenised again, gives another number"
+            )
             raise UnusableRequestError("token_ids_unknown", counted)
-        most = self.context.p.sample_target.max_new_tokens
-        if len(sampled.answer_ids) > most + 1:  # the end token may be ours
+        if (count := len(sampled.answer_ids)) > most + 1:  # an end token may be ours
+            if sampled.source == "text, unchecked":
+                longer = f"the text, tokenised again, gives {count} tokens, of at most {most} that were asked for"
+                raise UnusableRequestError("token_ids_unknown", longer)
             raise ValueError(
-                f"sample_target: row {request.id} ({request.origin}): the server answered with {len(sampled.answer_ids)} tokens, "
-                f"expected at most sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
+                f"sample_target: row {request.id} ({request.origin}): the server answered with {count} tokens, expected at most "
+                f"sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
             )
         return sampled
 

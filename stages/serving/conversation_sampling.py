@@ -112,6 +112,7 @@ class ConversationSampler(Generic[A]):
                     raise UnusableRequestError("earlier_turn_incomplete")
             except UnusableRequestError as error:
                 self._drop_request(request, error, is_done)
+                broken = self.history_from_target
                 continue
             try:
                 answer, sampled = await self._get_answer(
@@ -126,7 +127,7 @@ class ConversationSampler(Generic[A]):
                 self.progress.count_row()
             broken = self.history_from_target and not self.handler.can_be_quoted(sampled)
             # A tool call stays the data's own, since its result follows.
-            if self.history_from_target and "tool_calls" not in request.messages[request.answer_index]:
+            if self.history_from_target and not broken and "tool_calls" not in request.messages[request.answer_index]:
                 answers[request.answer_index] = {"role": "assistant", "content": answer.text}
                 if answer.reasoning:
                     answers[request.answer_index]["reasoning_content"] = answer.reasoning

@@ -34,7 +34,9 @@ class SampledAnswer:
     prompt_ids: list[int]
     answer_ids: list[int]
     finish_reason: str
-    source: str  # of the ids: "server", or from text with or without a token count to compare
+    source: (
+        str  # of the ids: exact (this process), template (the data), server, or "text, as many" or "text, unchecked"
+    )
 
 
 def check_served_prompt(
@@ -77,19 +79,31 @@ def _expand_served_prompt(
     return [processor.image_token_id if image else own for image, own in zip(is_image, served_ids, strict=True)]
 
 
-def explain_wrong_ids(encoder: PromptEncoder, vocab_size: int, answer: ServedAnswer) -> str | None:
-    """Return why the server's ids can't be those of its text; None where they may be, or where it returned none."""
-    ids, count, text = answer.answer_ids, answer.completion_tokens, answer.text.strip()
+def explain_wrong_ids(
+    encoder: PromptEncoder, vocab_size: int, prompt_ids: list[int], answer: ServedAnswer
+) -> str | None:
+    """Return why the server's ids can't be those of its answer; None where they may be, or where it returned none."""
+    ids, count = answer.answer_ids, answer.completion_tokens
     if not ids:
         return None
     if (wrong := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
         return f"the server returned token id {wrong}, of a vocabulary of {vocab_size}"
-    if count is not None and abs(len(ids) - count) > 1:  # some leave the end token out of their count
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return "the server returned the ids of the prompt before those of its answer"
+    without_end = len(ids) - (ids[-1] in encoder.eos)
+    if count is not None and count - without_end not in (0, 1):  # some servers leave the end token out of their count
         return f"the server returned {len(ids)} token ids and counted {count}"
-    # A parser takes thoughts and special tokens out of the text.
-    if not any(text in encoder.tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)):
-        return f"the server returned token ids of another text than its own, which begins {text[:40]!r}"
+    # A server's parser may take thoughts and special tokens out of the text, and its tokenizer spaces.
+    decoded = [_join_words(encoder.tokenizer.decode(ids, skip_special_tokens=skips)) for skips in (True, False)]
+    for text in (answer.text, answer.reasoning or ""):
+        if not any(_join_words(text) in whole for whole in decoded):
+            return f"the server returned token ids of another text than its own, which begins {text.strip()[:40]!r}"
     return None
+
+
+def _join_words(text: str) -> str:
+    """Return the text without white space, and without the character that stands for the cut part of another."""
+    return "".join(text.split()).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
 def recover_token_ids(

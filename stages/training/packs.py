@@ -151,8 +151,10 @@ class PackLoader:
             while pending:
                 pending.extend(map(submit, islice(tasks, 1)))
                 step, packs = pending.popleft()
-                copies = copier.copy_packs([future.result() for future in packs])
-                yield LoadedStep(copies, step.num_rows, step.ends_epoch)
+                # Without a name for the copies: they would live through the checkpoint after an epoch's last step.
+                yield LoadedStep(
+                    copier.copy_packs([future.result() for future in packs]), step.num_rows, step.ends_epoch
+                )
 
     def _build_pack(self, rows: list[int], supervised: bool, place: PackPlace) -> SupervisedPack:
         read = [self.reader.read_row(i, self.dtype) for i in rows]

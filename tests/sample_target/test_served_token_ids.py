@@ -7,7 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
-from tests.sample_target.sampled_project import answers, report, use
+from stages.target.chat_template import TemplateRefusalError
+from stages.target.prompt_encoder import PromptEncoder
+from tests.sample_target.sampled_project import TEMPLATE, answers, conversations_of, report, use
 from tests.serving.misbehaving_server import Fake, completion
 
 WRONG_COUNT = {"usage": {"completion_tokens": 99}}
@@ -123,6 +125,72 @@ def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) 
             sample_target.main()
 
 
+def test_the_prompts_ids_before_the_answers_are_told(
+    project: Path, tokenizer: Any, capsys: pytest.CaptureFixture
+) -> None:
+    tokenizer.chat_template = TEMPLATE
+    ids = spell(tokenizer, "place: Graz")
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+        return completion("place: Graz", choice={"token_ids": ids if number else [*prompt, *ids]})
+
+    with serve_as("vllm", reply) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1}, max_new_tokens=500)
+        sample_target.main()
+    assert "the server returned the ids of the prompt before those of its answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["place: Graz!", "place :\nGraz \N{REPLACEMENT CHARACTER}"])
+def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
+    project: Path, tokenizer: Any, text: str
+) -> None:
+    ids = spell(tokenizer, "place: Graz")
+    with serve_as("vllm", lambda b, n: completion(text, choice={"token_ids": ids})) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        if "!" in text:
+            with pytest.raises(ValueError, match="dropped: 6 token_ids_unknown"):
+                sample_target.main()
+        else:
+            sample_target.main()
+            assert not report(project)["dropped"]
+
+
+def test_a_tokenised_text_of_too_many_tokens_is_dropped_where_nothing_else_is_known(project: Path) -> None:
+    """Bug: it stopped the run, as if the server did not obey max_tokens; a parser may have added what was tokenised."""
+    with Fake(lambda b, n: completion("a long answer " * 40 if n == 2 else "hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, max_new_tokens=20)
+        sample_target.main()
+    assert report(project)["dropped"] == {"token_ids_unknown": 1}
+
+
+def test_refusals_that_come_before_the_first_answer_do_not_stop_a_run_of_many_at_once(project: Path) -> None:
+    """Bug: eight rows that are too long, among requests of which no answer was there yet, stopped it."""
+    with Fake(lambda b, n: 400 if n < 10 else completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url], "concurrency": 16}, train_rows=40)
+        sample_target.main()
+    assert report(project)["dropped"] == {"refused": 10}
+
+
+def test_turns_after_one_that_the_template_refuses_do_not_quote_the_datas_answer(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = PromptEncoder.encode_prompt
+
+    def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
+        if row.endswith(".0"):
+            raise TemplateRefusalError("a greeting")
+        return encode(self, row, *rest)
+
+    conversations_of(project, 3, 3)
+    monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        use(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=9)
+        with pytest.raises(ValueError, match="dropped: 6 earlier_turn_incomplete, 3 refused_by_template"):
+            sample_target.main()
+    assert not fake.bodies
+
+
 def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path) -> None:
     """Bug: every second answer was kept with its wrong count, and dropped again by each run after."""
 
@@ -149,20 +217,18 @@ def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest
     assert "warning: of 12 of 12 answers the servers returned neither token ids nor how many" in capsys.readouterr().out
 
 
-def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path) -> None:
-    with Fake(lambda b, n: completion("a long answer " * 40, b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, max_new_tokens=20)
+def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer: Any) -> None:
+    ids = spell(tokenizer, "place: Graz")
+    with serve_as("vllm", lambda b, n: completion("place: Graz", choice={"token_ids": ids})) as fake:
+        use(project, "server", {"base_urls": [fake.url], "model": "tiny"}, max_new_tokens=5)
         with pytest.raises(
-            ValueError, match=r"\): the server answered with \d+ tokens, .*max_new_tokens 20; let it obey"
+            ValueError, match=r"\): the server answered with 12 tokens, .*max_new_tokens 5; let it obey"
         ):
             sample_target.main()
 
 
 def test_a_row_that_the_template_refuses_is_not_sent(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: with a server whose template takes it, the refusal of ours came after the answer and ended the run."""
-    from stages.target.chat_template import TemplateRefusalError
-    from stages.target.prompt_encoder import PromptEncoder
-
     encode, refused = PromptEncoder.encode_prompt, answers(project, "train")["id"][2]
 
     def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
