@@ -45,11 +45,12 @@ def load(project: Path) -> Path:
 
 
 def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
-    """Three quarters of the seconds that the double sleeps in each cycle, beside those found.
+    """Three quarters of the seconds that the double sleeps in each cycle, half where answers have three cycles, beside those found.
 
-    A busy machine hands over an answer's first tokens late, by a cycle or two of eight, which shortens what is left.
+    A busy machine hands over an answer's first tokens late, by a cycle or two, which shortens what is left.
     """
-    return [(0.75 * (0.001 * cycle.num_steps + 0.0002 * cycle.num_draft_tokens), cycle.cycle_s) for cycle in grid.grid]
+    share = 0.75 if grid.max_new_tokens > 8 else 0.5
+    return [(share * (0.001 * cycle.num_steps + 0.0002 * cycle.num_draft_tokens), cycle.cycle_s) for cycle in grid.grid]
 
 
 def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
