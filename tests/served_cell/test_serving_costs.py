@@ -45,7 +45,7 @@ def load(project: Path) -> Path:
 
 
 def compute_floor(grid: TimingGrid) -> list[tuple[float, float]]:
-    """Three quarters of the seconds that the double sleeps in each cycle, half where answers have three cycles, beside those found.
+    """Three quarters of the seconds that the double sleeps in a cycle, half for answers of three cycles, beside those found.
 
     A busy machine hands over an answer's first tokens late, by a cycle or two, which shortens what is left.
     """
