@@ -110,11 +110,6 @@ class ConversationSampler(Generic[A]):
                 prompt_ids = await _run(self.handler.encode_prompt, request, history)
                 if broken:
                     raise UnusableRequestError("earlier_turn_incomplete")
-            except UnusableRequestError as error:
-                self._drop_request(request, error, is_done)
-                broken = self.history_from_target
-                continue
-            try:
                 answer, sampled = await self._get_answer(
                     request, history, prompt_ids, self._find_journals(group[number:]), is_done
                 )
@@ -145,7 +140,8 @@ class ConversationSampler(Generic[A]):
         journals: list[int],
         is_done: bool,
     ) -> tuple[client.ChatAnswer, A]:
-        """Return the answer from a journal or a server. Raises UnusableRequestError where there is none, or its ids are unknown.
+        """Return the answer from a journal or a server. Raises UnusableRequestError where the servers refuse the request, or the
+        answer's token ids are unknown.
 
         Journals keep usable answers alone: others may be the servers' fault, and the next run asks for them again.
         """
