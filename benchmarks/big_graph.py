@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.big_graph FOLDER [--shape 8b] [--rows 2000] [--parts fix_data prepare_target ...]
     python3 -m benchmarks.big_graph FOLDER --long-row 131072 [--target OTHER/big-target] [--window 4096]
-    python3 -m benchmarks.big_graph FOLDER --costs --shape 1b   # what cycles cost on SGLang, and live cells to predict
+    python3 -m benchmarks.big_graph FOLDER --costs   # what cycles cost on SGLang, and live cells to predict
     python3 -m benchmarks.big_graph FOLDER --small              # here, on a CPU, with the tests' double as the engine
 
 FOLDER becomes a project of its own, with a target of random weights (benchmarks/random_target.py) and conversations.
@@ -15,9 +15,10 @@ of dependencies) and after it (hashing and linking of outputs); then of the proc
 (stages/telemetry/waits.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
 the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
-`--costs`: instead of one served pair the grids of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees,
-whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the embedded one, widened to the shape
-(benchmarks/widened_target.py), on the embedded data: answers of a random one all have one length, and each draft is accepted.
+`--costs`: instead of one served pair the grids of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees, each
+in turns with its own baseline, whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the
+embedded one, widened to the shape (benchmarks/widened_target.py), on the embedded data: answers of a random one all have one
+length, and each draft is accepted. At 1B shape steps are mostly the engine's Python, whose speed is the machine's of the moment.
 
 Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden states 25, drafts with optimizer states 13.
 
@@ -67,17 +68,29 @@ LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as t
     "few": {"num_prompts": 40, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
     "many": {"num_prompts": 512, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
 }
-LIVE_TREES, COST_TREES = "t3_1_4 t5_4_16 t8_2_16", "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
+LIVE_TREES = "t3_1_4 t5_4_16 t8_2_16"
 COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], *(f"prepare_prompts@{name}" for name in LIVE))
 COST_CELLS = (  # the grids first, which start the most servers
     *(f"serving_costs@{name}" for name in LIVE),
-    *(f"benchmark_served_baseline@{name}" for name in LIVE),
     *(f"benchmark_served@{name}-{CHECKPOINT}-{tree}" for name, tree in product(LIVE, LIVE_TREES.split())),
 )
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
 COST_CONTEXT = 2048  # tokens of a prompt and its answer, at most, of --costs: the positions of its target
 COST_ANSWER = 200  # tokens at most, of which the embedded target's answers have half
 LONG_ANSWER = 256  # tokens of the long eval row's answer
+
+
+@dataclass(frozen=True)
+class CostServers:
+    """The servers of a grid of --costs: as many are up as the GPU's memory holds, and are measured in turns."""
+
+    trees: str
+    mem_fraction: float
+    max_total_tokens: int
+
+
+COST_SERVERS = {"8b": CostServers("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000)}
+SMALL_COST_SERVERS = CostServers("t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32", 0.12, 50_000)
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,7 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
     takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
-    takes.add_argument("--at-once", type=int, default=4, help="cells of --costs, of which one is measured at a time")
+    takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
     takes.add_argument("--small", action="store_true", help="on a CPU, a tiny target, few rows, the tests' double")
     o = takes.parse_args()
@@ -268,6 +281,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     """Replace the served pair by the grids of serving_costs and their live cells."""
+    servers = COST_SERVERS.get(o.shape, SMALL_COST_SERVERS)
     # Greedy answers are replayed at one temperature; few and short ones need no server.
     p["fix_data"]["eval_share"] = 0.4
     p["sample_target"] |= {
@@ -278,11 +292,13 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
     few = {"num_prompts": 8, "warmup": 1} if o.small else {}
     p["benchmark"]["workloads"] = {name: {**eval_load, **length, **keys, **few} for name, keys in LIVE.items()}
-    p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": COST_TREES.split()}
-    p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split()}
+    p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": servers.trees.split()}
+    p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split(), "interleave": True}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.
     kit = [] if o.small else [*list_launch_args(o), "--context-length", str(COST_CONTEXT)]
-    p["benchmark_served"]["server"] |= {"mem_fraction": 0.12, "max_total_tokens": 50_000, "launch_args": kit}
+    p["benchmark_served"]["server"] |= {
+        "mem_fraction": servers.mem_fraction, "max_total_tokens": servers.max_total_tokens, "launch_args": kit,
+    }  # fmt: skip
 
 
 def list_launch_args(o: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ What keeps the function, but for rounding; n is the embedded size, N the other:
     rotary position   feature j of n turns as fast as feature j·N/n of N, in each half of a head
     attention         scores are divided by sqrt(N), not sqrt(n), and q and k are normalized over N: k's norm weighs sqrt(n/N)
     epsilon           one for all norms, so q and k are scaled to be as small against it as the residual stream is
+    query heads       of a key-value head: the first have the embedded weights, further ones add nothing
     further blocks    random, and add nothing: attention's output and the MLP's have weights of zero
     vocabulary        further tokens have a logit of zero
 """
@@ -71,16 +72,21 @@ def build_config(small: Qwen3Config, shape: str) -> Qwen3Config:
     """Return the config of the shape, with the positions, end token and epsilon that keep the function of `small`."""
     config = random_target.build_config(shape, small.max_position_embeddings)
     short = [f"{name} {getattr(config, name)}" for name in SIZES if getattr(config, name) < getattr(small, name)]
-    groups = [each.num_attention_heads // each.num_key_value_heads for each in (small, config)]
-    if short or groups[0] != groups[1] or config.head_dim % small.head_dim:
+    queries, least = count_group_queries(config), count_group_queries(small)
+    if short or queries < least or config.head_dim % small.head_dim:
         raise ValueError(
             f"shape {shape} can't hold the target, found {', '.join(short) or 'other heads'}; expected no size below its own, "
-            f"{groups[0]} query heads for a key-value head, and a head_dim that is a multiple of {small.head_dim}"
+            f"at least {least} query heads for a key-value head, and a head_dim that is a multiple of {small.head_dim}"
         )
     config.rope_parameters = small.rope_parameters
     config.rms_norm_eps = small.rms_norm_eps * small.hidden_size / config.hidden_size
     config.eos_token_id, config.pad_token_id = small.eos_token_id, small.pad_token_id
     return config
+
+
+def count_group_queries(config: Qwen3Config) -> int:
+    """Return the query heads of a key-value head."""
+    return config.num_attention_heads // config.num_key_value_heads
 
 
 def place_blocks(few: int, many: int) -> list[int]:
@@ -91,22 +97,32 @@ def place_blocks(few: int, many: int) -> list[int]:
 def scatter_weight(name: str, weight: Tensor, small: Qwen3Config, config: Qwen3Config) -> Tensor:
     """Return a weight with the heads' features in their places, scaled; what is left of its matrix is zero."""
     kind = name.split(".")[-2]
+    queries = count_group_queries(small), count_group_queries(config)
     ratio = small.hidden_size / config.hidden_size
     wide = small.head_dim / config.head_dim
     if kind in ("q_proj", "k_proj"):
         weight = weight.unflatten(0, (-1, small.head_dim)).transpose(0, 1)  # [feature, head, hidden]
-        return scatter_rows(weight * (ratio / wide) ** 0.5, config.head_dim).transpose(0, 1).flatten(0, 1)
+        heads = scatter_rows(weight * (ratio / wide) ** 0.5, config.head_dim).transpose(0, 1)
+        return (pad_groups(heads, *queries) if kind == "q_proj" else heads).flatten(0, 1)
     if kind == "v_proj":
         rows = weight.unflatten(0, (-1, small.head_dim))  # [head, feature, hidden]
         return torch.nn.functional.pad(rows, (0, 0, 0, config.head_dim - small.head_dim)).flatten(0, 1)
     if kind == "o_proj":
         columns = weight.unflatten(1, (-1, small.head_dim))  # [hidden, head, feature]
-        return torch.nn.functional.pad(columns, (0, config.head_dim - small.head_dim)).flatten(1, 2)
+        heads = torch.nn.functional.pad(columns, (0, config.head_dim - small.head_dim)).transpose(0, 1)
+        return pad_groups(heads, *queries).transpose(0, 1).flatten(1, 2)
     if kind == "q_norm":
         return scatter_rows(weight, config.head_dim)
     if kind == "k_norm":
         return scatter_rows(weight * wide**0.5, config.head_dim)
     return weight * ratio**0.5 if "norm" in kind else weight
+
+
+def pad_groups(heads: Tensor, few: int, many: int) -> Tensor:
+    """Return query heads [head, ...] of groups of `few` in groups of `many`, those added zero."""
+    groups = heads.unflatten(0, (-1, few))
+    added = groups.new_zeros(groups.shape[0], many - few, *groups.shape[2:])
+    return torch.cat((groups, added), dim=1).flatten(0, 1)
 
 
 def scatter_rows(weight: Tensor, head_dim: int) -> Tensor:

@@ -26,7 +26,6 @@ from stages.serving import (
     engine_flags,
     gpu_memory,
     load_checks,
-    measuring_turn,
 )
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import Load, MeasuredServer
@@ -73,28 +72,28 @@ def _measure_repeats(
     """
     plan = server_setup.build_server_plan(work)
     if baseline is None:
-        with measured_loads.open_for_a_turn(work, plan, measured) as opened:
+        with measured_loads.open_servers(work, plan, [measured]) as (opened,):
             measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
         return None
     if plan.count_servers_at_once() < 2:
-        return _alternate(work, measured, baseline, lambda one: measured_loads.open_for_a_turn(work, plan, one))
-    with measured_loads.open_servers(work, plan, [baseline, measured]) as pair, measuring_turn.measure_server():
+        return _alternate(work, measured, baseline, lambda one: measured_loads.open_servers(work, plan, [one]))
+    with measured_loads.open_servers(work, plan, [baseline, measured]) as pair:
         both = {each.server.config_name: each for each in pair}
-        return _alternate(work, measured, baseline, lambda each: contextlib.nullcontext(both[each.config_name]))
+        return _alternate(work, measured, baseline, lambda one: contextlib.nullcontext([both[one.config_name]]))
 
 
 def _alternate(
     work: ServedCellContext,
     measured: MeasuredServer,
     baseline: MeasuredServer,
-    take: Callable[[MeasuredServer], contextlib.AbstractContextManager[OpenedServer]],
+    take: Callable[[MeasuredServer], contextlib.AbstractContextManager[list[OpenedServer]]],
 ) -> StoppingRecord:
     """Measure both servers in turns, in alternating order; return why there are no more repeats."""
     rule = RepeatRule.of_workload(work.workload)
     pair, number, ended = (baseline, measured), 0, None
     while ended is None:
         for one in pair if number % 2 == 0 else reversed(pair):
-            with take(one) as opened:
+            with take(one) as (opened,):
                 measured_loads.run_repeats(work, opened, [number])
         number += 1
         ended = rule.judge(number, served_points.measure_widest_half(measured, baseline))

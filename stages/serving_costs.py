@@ -8,7 +8,7 @@ that are read meanwhile (served_cell/simulated_answers.py). docs/cost.md
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -26,14 +26,14 @@ from stages.runtime import atomic, scratch
 from stages.served_cell import measured_loads, server_setup, simulated_answers
 from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
-from stages.serving import gpu_memory, load_checks, measured_server, measuring_turn, simulated_acceptance
+from stages.serving import gpu_memory, load_checks, measured_server, simulated_acceptance
 from stages.serving.measured_server import MeasuredServer, ServerPlan
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
 
 
 class ServedTimes(Record):
-    """The measurements of one server, kept until all servers are measured."""
+    """The measurements of one server: of one repeat, kept until all servers are measured, or of all repeats."""
 
     version: str | None  # of the engine
     points: list[LoadPoint]
@@ -99,43 +99,88 @@ def _measure_or_read(
 ) -> Iterator[tuple[MeasuredServer, ServedTimes]]:
     """Yield the times of each server: those that a killed run left, or measured now.
 
-    As many servers as the machine holds start at once, if they can; they are measured one after the other.
+    As many servers as the machine holds start at once, if they can; they are measured one after the other, in turns.
     """
+    repeats = range(work.workload.repeats)
     at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
-    missing = [one for one in servers if not _locate_times(place, one).exists()]
+    missing = [one for one in servers if _list_missing(place, one, repeats)]
+    for one in servers:
+        if made := len(repeats) - len(_list_missing(place, one, repeats)):
+            print(f"resumed: {one.config_name}: {made} of {len(repeats)} repeats were measured before, kept in {place}")
     for number in range(0, len(missing), at_once):
         group = missing[number : number + at_once]
-        with measured_loads.open_servers(work, plan, group) as opened, measuring_turn.measure_server():
-            for each in opened:
-                _measure_server(work, each, place)
+        with measured_loads.open_servers(work, plan, group) as opened:
+            _measure_in_turns(work, opened, repeats, place)
     for one in servers:
-        if one not in missing:
-            print(f"resumed: {one.config_name} was measured before, kept in {place}")
-        yield one, ServedTimes.read_json(_locate_times(place, one), f"serving_costs@{work.workload_name}")
+        yield (
+            one,
+            _join_repeats(
+                ServedTimes.read_json(_locate_times(place, one, number), f"serving_costs@{work.workload_name}")
+                for number in repeats
+            ),
+        )
 
 
-def _locate_times(place: Path, one: MeasuredServer) -> Path:
-    return place / f"{one.config_name}.json"
+def _list_missing(place: Path, one: MeasuredServer, repeats: range) -> list[int]:
+    """Return the repeats of a server that are not measured yet."""
+    return [number for number in repeats if not _locate_times(place, one, number).exists()]
 
 
-def _measure_server(work: ServedCellContext, opened: OpenedServer, place: Path) -> None:
-    """Measure a server and keep its times. Raises ValueError if it did not accept as many tokens as it was told to."""
+def _locate_times(place: Path, one: MeasuredServer, repeat: int) -> Path:
+    return place / f"{one.config_name}-{repeat}.json"
+
+
+def _measure_in_turns(work: ServedCellContext, opened: list[OpenedServer], repeats: range, place: Path) -> None:
+    """Measure what is missing of each repeat on every server, in alternating order, before the next repeat.
+
+    So a drift of the machine's speed affects all trees and plain decoding alike.
+    """
+    for number in repeats:
+        for each in opened if number % 2 == 0 else reversed(opened):
+            if number in _list_missing(place, each.server, repeats):
+                _measure_repeat(work, each, number, place)
+
+
+def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, place: Path) -> None:
+    """Measure a repeat on a server and keep its times.
+
+    Raises:
+        ValueError: if the server did not accept as many tokens as it was told to.
+    """
     one = opened.server
     loads_of = simulated_answers.simulate_answers(work) if one.simulated else work
-    measured_loads.run_repeats(loads_of, opened, list(range(work.workload.repeats)))
+    measured_loads.run_repeats(loads_of, opened, [number])
+    measured = {load: repeats[-1] for load, repeats in one.loads.items()}
     if one.simulated:
-        loads = [turn for repeats in one.loads.values() for turns in repeats for turn in turns]
-        answers = sum(len(load.records) for load in loads)
-        cycles, accepted = load_checks.sum_counts(loads)
+        results = [result for turns in measured.values() for result in turns]
+        answers = sum(len(result.records) for result in results)
+        cycles, accepted = load_checks.sum_counts(results)
         simulated_acceptance.check_simulated(one.config_name, one.simulated.length, cycles, accepted, answers)
     points = []
-    for (length, cap), repeats in one.loads.items():
-        records = [[result.records for result in turns] for turns in repeats]
+    for (length, cap), turns in measured.items():
+        records = [[result.records for result in turns]]
         load = load_points.PointLoad(length, cap, work.workload.request_rate)
         grades: list[bool | None] = [None] * len(load_points.list_requests(records))
-        points.append(load_points.build_point(load, records, grades, {}, None, []))
+        point = load_points.build_point(load, records, grades, {}, None, [])
+        rows = [row.model_copy(update={"repeat": number}) for row in point.requests]
+        points.append(point.model_copy(update={"requests": rows}))
     times = ServedTimes(version=one.info.get("version"), points=points)
-    atomic.write_json(_locate_times(place, one), times.model_dump())
+    atomic.write_json(_locate_times(place, one, number), times.model_dump())
+
+
+def _join_repeats(repeats: Iterable[ServedTimes]) -> ServedTimes:
+    """Return the times of all repeats of one server, whose points are those of each."""
+    every = list(repeats)
+    points = [
+        same[0].model_copy(
+            update={
+                "loads": [load for point in same for load in point.loads],
+                "requests": [row for point in same for row in point.requests],
+            }
+        )
+        for same in zip(*(times.points for times in every), strict=True)
+    ]
+    return ServedTimes(version=every[0].version, points=points)
 
 
 def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int, list[CycleTime]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -26,7 +26,7 @@ from stages.engine.requests import DecodeRequest, RequestUpdate
 from stages.params import schema
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_fit, interval, timing_grid, torch_records
+from stages.results import cost_fit, timing_grid, torch_records
 from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage
 
@@ -49,14 +49,14 @@ def main(name: str) -> None:
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
         decodings = [_make_decoding(engine, prompts[:batch], tree, s.warmup + s.cycles) for tree in (None, *trees)]
         steps, *cycles = _time_decodings(decodings, s)
-        plain.append(timing_grid.PlainStepTime(batch=batch, **_summarise_median("step_s", steps)))
+        plain.append(timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps)))
         grid += [
             timing_grid.CycleTime(
                 num_steps=tree.num_steps,
                 topk=tree.topk,
                 num_draft_tokens=tree.num_draft_tokens,
                 batch=batch,
-                **_summarise_median("cycle_s", of_tree),
+                **timing_grid.summarise_times("cycle_s", of_tree),
             )
             for tree, of_tree in zip(trees, cycles, strict=True)
         ]
@@ -184,12 +184,6 @@ def _time_steps(decoding: Iterator[list[RequestUpdate]], count: int, warmup: int
         next(decoding)
         previous, last = last, time.perf_counter()
         yield last - previous
-
-
-def _summarise_median(name: str, seconds: list[float]) -> dict[str, Any]:
-    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime."""
-    found = interval.estimate_median(seconds)
-    return {name: found.value, "error": found.error, "samples": len(seconds)}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ def small() -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(widened_target.SOURCE, dtype=torch.float32).eval()
 
 
-def test_logits_are_the_embedded_targets(small, tmp_path: Path) -> None:
+@pytest.mark.parametrize("queries", [2, 4])
+def test_logits_are_the_embedded_targets(queries: int, small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with more query heads for a key-value head than the embedded one has, as Qwen3-8B."""
+    hidden, intermediate, blocks, _, groups, *rest = random_target.SHAPES["small"]
+    monkeypatch.setitem(random_target.SHAPES, "small", (hidden, intermediate, blocks, queries * groups, groups, *rest))
     widened_target.write_target(tmp_path, "small", "cpu", torch.float32)
     wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = torch.randint(small.config.vocab_size, (3, 80), generator=torch.Generator().manual_seed(1))

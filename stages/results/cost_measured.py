@@ -1,4 +1,4 @@
-"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 4.
+"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 5.
 
 tau / C is of decoding alone, so the measured speedup here is too: prefill, which both sides pay, is left out of the times. A
 cell's interval, which is of whole answers, is applied as a share; without one (one prompt, one repeat) agreement is unknown.
@@ -7,7 +7,7 @@ cell's interval, which is of whole answers, is applied as a share; without one (
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import median
 
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_served, prediction, timing_grid
@@ -91,8 +91,8 @@ def measure_served_line(line: ServedTableLine) -> MeasuredSpeedup | None:
     if not (cycles and steps and own):
         return None
     ends = row.speedup_low, row.speedup_high
-    step = fmean(steps)
-    return _build_measurement(row.tau, fmean(cycles) / step, step / fmean(own), row.speedup, ends, step)
+    step = median(steps)
+    return _build_measurement(row.tau, median(cycles) / step, step / median(own), row.speedup, ends, step)
 
 
 def _build_measurement(

@@ -1,4 +1,4 @@
-"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 4.
+"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 5.
 
     cycle(tree, batch)                = cycle                         fixed: launches, the weights read once
                                       + tree        · (topk > 1)     building and masking a tree, which a chain does without

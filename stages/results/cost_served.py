@@ -17,10 +17,9 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from statistics import fmean
-from typing import Any
 
 from stages.params.tree_shape import TreeShape
-from stages.results import interval
+from stages.results import timing_grid
 from stages.results.cost_model import PromptArrivals
 from stages.results.served_records import LoadPoint, RequestRow
 from stages.results.served_table import SPECULATIVE, ServedTableLine
@@ -102,7 +101,7 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
         )
     shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
     count = point.acceptance.cycles if point.acceptance else sum(r.cycles or 0 for r in _list_answered(point))
-    times = _summarise_times("cycle_s", cycles) | {"arrivals": count_arrivals(point, count)}
+    times = timing_grid.summarise_times("cycle_s", cycles) | {"arrivals": count_arrivals(point, count)}
     return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | times)
 
 
@@ -118,7 +117,7 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     return [
         PlainStepTime(
             batch=batch,
-            **_summarise_times("step_s", steps[batch]),
+            **timing_grid.summarise_times("step_s", steps[batch]),
             arrivals=_average_arrivals(arrivals.get(batch, [PromptArrivals()])),
         )
         for batch in sorted(steps)
@@ -144,12 +143,6 @@ def _list_answered(point: LoadPoint) -> list[RequestRow]:
 def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
     """Return the points that the group was compared with, each once; cells share some."""
     return list({id(line.baseline_point): line.baseline_point for line in lines if line.baseline_point}.values())
-
-
-def _summarise_times(name: str, values: list[float]) -> dict[str, Any]:
-    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime, from the values of each repeat."""
-    found = interval.estimate_mean(values)
-    return {name: found.value, "error": found.error, "samples": len(values)}
 
 
 def compute_cycle_seconds(point: LoadPoint) -> list[float]:

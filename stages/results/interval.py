@@ -66,17 +66,13 @@ def compute_mean_interval(values: Sequence[float], share: float = SHARE) -> Inte
 # Standard errors of times, as shares
 
 
-def estimate_mean(values: Sequence[float]) -> TimeEstimate:
-    """Return the mean of repeats."""
-    mean = fmean(values)
-    return TimeEstimate(mean, stdev(values) / math.sqrt(len(values)) / mean if len(values) > 1 else None)
-
-
 def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
     """Return the median; its error is from the quartiles, so that an outlier does not inflate it."""
     import numpy as np
 
     low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+    if len(seconds) < 2:
+        return TimeEstimate(middle, None)
     return TimeEstimate(middle, MEDIAN_TO_MEAN * (high - low) / QUARTILES_APART / len(seconds) ** 0.5 / middle)
 
 

@@ -14,7 +14,7 @@ from stages.data import workload_prompts
 from stages.results import served_points, served_records
 from stages.served_cell import requests as served_requests
 from stages.served_cell.requests import SECTION, ServedCellContext
-from stages.serving import load_checks, load_generator, measured_server, measuring_turn
+from stages.serving import load_checks, load_generator, measured_server
 from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
 
@@ -35,7 +35,7 @@ class OpenedServer:
 def open_servers(
     work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer]
 ) -> Iterator[list[OpenedServer]]:
-    """Open servers, of which no one is measured yet; they start at once where they can."""
+    """Open servers, which start at once where they can, and take the turn to measure them."""
     logs = {LOGS_FOLDER / f"{_name_cell(work, one)}.log": one for one in servers}
     with measured_server.open_servers(plan, logs) as opened:
         yield [OpenedServer(one, url, check) for one, (url, check) in zip(servers, opened, strict=True)]
@@ -43,13 +43,6 @@ def open_servers(
 
 def _name_cell(work: ServedCellContext, one: MeasuredServer) -> str:
     return served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
-
-
-@contextlib.contextmanager
-def open_for_a_turn(work: ServedCellContext, plan: ServerPlan, one: MeasuredServer) -> Iterator[OpenedServer]:
-    """Open a server and take its turn to be measured."""
-    with open_servers(work, plan, [one]) as (opened,), measuring_turn.measure_server():
-        yield opened
 
 
 def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:

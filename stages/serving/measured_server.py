@@ -106,11 +106,14 @@ def open_servers(plan: ServerPlan, servers: dict[Path, MeasuredServer]) -> Itera
     """Yield (URL, check) of servers of these configurations, by their logs: running ones, or started for the block.
 
     Servers start at once where none takes its cache from memory that another frees or fills meanwhile; else one after the other.
+    The block has the turn to measure, which ends when the servers have ended: SGLang takes seven seconds, in which another
+    stage's server would be measured slow.
     """
     before, items = gpu_memory.list_visible_gpus(), [*servers.items()]
     groups = [items] if plan.can_start_together() else [[item] for item in items]
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as turn, contextlib.ExitStack() as stack:
         opened = [found for group in groups for found in _open_group(plan, group, stack)]
+        turn.enter_context(measuring_turn.measure_server())
         yield opened
     gpu_after = gpu_memory.wait_for_release(before)
     for one in servers.values():

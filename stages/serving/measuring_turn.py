@@ -1,9 +1,9 @@
-"""Let servers of several cells start together, and be measured one at a time: a start would slow a measurement.
+"""Let servers of several cells start together, and be measured one at a time: a start, or an end, would slow a measurement.
 
 Locks of the kernel (flock), shared by all stages of a user on this machine, free when their holder ends, killed or not:
 
     starting   shared by stages whose server starts; exclusive: the one that measures
-    measuring  shared by stages whose server is ready, until they have measured; no other server starts meanwhile
+    measuring  shared by stages whose server is ready, until they have measured and ended it; no other server starts meanwhile
 
 Alone, a stage has nothing to wait for.
 """

@@ -14,7 +14,7 @@ from stages.results import timing_grid
 from stages.results.timing_grid import TimingGrid
 from stages.runtime import scratch
 from stages.served_cell import measured_loads, requests, server_setup, simulated_answers
-from stages.serving import engine_versions, simulated_acceptance
+from stages.serving import engine_versions, measured_server, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.served_cell.served_project import DOUBLE, ask, replayed
@@ -129,14 +129,17 @@ def test_answers_of_a_server_that_simulates(
     assert (plain.max_tokens, plain.ignore_eos) == (lengths[0], keys["ignore_eos"])
 
 
-def test_a_killed_run_goes_on_with_the_servers_that_are_left(
+def test_servers_take_turns_and_a_killed_run_goes_on_with_the_repeats_that_are_left(
     load: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, names = measured_loads.run_repeats, []
+    """A machine that is slower for a while then slows one repeat of all servers, not all repeats of one."""
+    edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "repeats": 2}}}})
+    monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 9)
+    run, turns = measured_loads.run_repeats, []
 
     def fall(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
-        names.append(opened.server.config_name)
-        if len(names) == 3:
+        turns.append((opened.server.config_name, *numbers))
+        if len(turns) == 8:
             raise KeyboardInterrupt
         run(work, opened, numbers)
 
@@ -145,9 +148,14 @@ def test_a_killed_run_goes_on_with_the_servers_that_are_left(
         serving_costs.main("load")
     scratch.remove_scratch(scratch.locate_scratch("serving_costs-eval"))  # bug: another workload's took this one's away
     serving_costs.main("load")
-    assert names == ["baseline", "e003-t2_1_3", *(f"e003-{tree}" for tree in TREES[1:2] + TREES[1:])]
-    assert capsys.readouterr().out.count("resumed: ") == 2
+    names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
+    first, second = ([(name, repeat) for name in names] for repeat in (0, 1))
+    assert turns[:8] == [*first, *second[:1:-1]] and turns[8:] == second[2::-1]
+    printed = capsys.readouterr().out
+    assert printed.count("2 of 2 repeats were measured before") == 2 and printed.count("1 of 2 repeats") == 3
     check_arrivals()
+    (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
+    assert {cycle.samples for cycle in grid.grid} == {step.samples for step in grid.plain} == {2}
 
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
