@@ -15,7 +15,7 @@ import os
 from collections import defaultdict
 
 from stages.params import schema
-from stages.results import cost_measured, replay_records, served_table, timing_grid
+from stages.results import cost_measured, replay_records, served_records, served_table, timing_grid
 from stages.results.cost_measured import ComparedPrediction
 
 CLOSE_ENOUGH = 1.03
@@ -29,7 +29,9 @@ def main(checkpoint: str | None = None) -> None:
     ]
     replays = {checkpoint: replay_records.read_replay(checkpoint)}
     served = p.benchmark_served
-    cells = served_table.read_served_cells(served.workloads, [checkpoint], served.trees)
+    plain = [] if served.interleave else [(None, None)]  # else each cell has its own baseline
+    configs = [*plain, *((checkpoint, tree) for tree in served.trees)]
+    cells = [served_records.read_served_cell(name, *config) for name in served.workloads for config in configs]
     lines = list(served_table.join_lines(cells, replays, served.workloads))
     compared, found = cost_measured.compare_simulated_lines(grids, lines, replays, p.have_same_shapes)
     if not compared:
