@@ -65,13 +65,14 @@ PARTS = (
 )  # fmt: skip
 AT_ONCE = [1, 8, 32, 128]
 LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
-    "few": {"num_prompts": 40, "repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
-    "many": {"num_prompts": 512, "repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
+    "few": {"repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
+    "many": {"repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
 }
 LIVE_TREES = "t3_1_4 t5_4_16 t8_2_16"
 COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], *(f"prepare_prompts@{name}" for name in LIVE))
-COST_CELLS = (  # the grids first, which start the most servers
+COST_CELLS = (  # the grids first; baselines for --no-interleave
     *(f"serving_costs@{name}" for name in LIVE),
+    *(f"benchmark_served_baseline@{name}" for name in LIVE),
     *(f"benchmark_served@{name}-{CHECKPOINT}-{tree}" for name, tree in product(LIVE, LIVE_TREES.split())),
 )
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
@@ -81,16 +82,20 @@ LONG_ANSWER = 256  # tokens of the long eval row's answer
 
 
 @dataclass(frozen=True)
-class CostServers:
-    """The servers of a grid of --costs: as many are up as the GPU's memory holds, and are measured in turns."""
+class CostPlan:
+    """What --costs measures at a shape. As many of a grid's servers are up as the GPU's memory holds, and are measured in turns."""
 
-    trees: str
+    trees: str  # of the grids
     mem_fraction: float
     max_total_tokens: int
+    num_prompts: dict[str, int]  # of each workload
+    epochs: int
 
 
-COST_SERVERS = {"8b": CostServers("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000)}
-SMALL_COST_SERVERS = CostServers("t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32", 0.12, 50_000)
+COST_PLANS = {"8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, {"few": 24, "many": 320}, epochs=8)}
+SMALL_COST_PLAN = CostPlan(
+    "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32", 0.12, 50_000, {"few": 40, "many": 512}, epochs=16
+)
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,11 @@ def main() -> None:
     edit_params(folder, o)
     with processes.preload_stages(len(o.parts)):  # as `aerie run` does
         is_made = all(measure_stage(folder, stage) for stage in o.parts)
-    if is_made and o.cells:
-        serve_cells(folder, o.cells, o.at_once)
+    grids = [name for name in o.cells if name.startswith("serving_costs")]
+    if is_made and grids:
+        serve_cells(folder, grids, 1)  # each takes the memory of as many servers as it holds
+    if is_made and (cells := [name for name in o.cells if name not in grids]):
+        serve_cells(folder, cells, o.at_once)
     print_table(folder)
 
 
@@ -163,6 +171,9 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
     takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
+    takes.add_argument(
+        "--interleave", action=argparse.BooleanOptionalAction, default=True, help="live cells with their own baselines"
+    )
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
@@ -172,7 +183,8 @@ def parse_words() -> argparse.Namespace:
     o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
     o.cells = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
     if o.costs:
-        o.rows, o.eval_rows, o.longest, o.batch_tokens, o.dtype = 600, 512, COST_ANSWER, 4096, "bfloat16"
+        o.rows, o.longest, o.batch_tokens, o.dtype = 600, COST_ANSWER, 4096, "bfloat16"
+        o.eval_rows = max(COST_PLANS.get(o.shape, SMALL_COST_PLAN).num_prompts.values())
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5
@@ -256,7 +268,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
     # Nothing is demanded of a draft of a random target after so few steps.
     p["check_overfit"] |= {"steps": o.overfit_steps, "learning_rate": 3e-4, "min_tau": 1.0}
     p["train_draft"] |= {
-        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 16 if o.costs else 1}}, "dtype": dtype,
+        "checkpoints": {CHECKPOINT: {"from": "e000", "epochs": 5 if o.small else 1}}, "dtype": dtype,
         "learning_rate": 3e-3 if o.small else 5e-4 if o.costs else 1e-4, "warmup_steps": 5, "batch_tokens": o.batch_tokens,
     }  # fmt: skip
     p["replay_trees"] |= {
@@ -281,23 +293,28 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     """Replace the served pair by the grids of serving_costs and their live cells."""
-    servers = COST_SERVERS.get(o.shape, SMALL_COST_SERVERS)
+    plan = COST_PLANS.get(o.shape, SMALL_COST_PLAN)
     # Greedy answers are replayed at one temperature; few and short ones need no server.
     p["fix_data"]["eval_share"] = 0.4
     p["sample_target"] |= {
         "backend": "transformers", "temperature": 0.0, "batch_size": 256, "train_rows": o.rows, "eval_rows": o.eval_rows,
     }  # fmt: skip
     p["replay_trees"] |= {"num_steps": [3, 5, 8], "topk": [1, 2, 4], "num_draft_tokens": [4, 16], "trace_trees": []}
+    if not o.small:
+        p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = plan.epochs
     eval_load = p["benchmark"]["workloads"]["eval"]
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
     few = {"num_prompts": 8, "warmup": 1} if o.small else {}
-    p["benchmark"]["workloads"] = {name: {**eval_load, **length, **keys, **few} for name, keys in LIVE.items()}
-    p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": servers.trees.split()}
-    p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split(), "interleave": True}
+    p["benchmark"]["workloads"] = {
+        name: {**eval_load, **length, **keys, "num_prompts": plan.num_prompts[name], **few}
+        for name, keys in LIVE.items()
+    }
+    p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
+    p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split(), "interleave": o.interleave}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.
     kit = [] if o.small else [*list_launch_args(o), "--context-length", str(COST_CONTEXT)]
     p["benchmark_served"]["server"] |= {
-        "mem_fraction": servers.mem_fraction, "max_total_tokens": servers.max_total_tokens, "launch_args": kit,
+        "mem_fraction": plan.mem_fraction, "max_total_tokens": plan.max_total_tokens, "launch_args": kit,
     }  # fmt: skip
 
 

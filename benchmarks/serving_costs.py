@@ -29,9 +29,7 @@ def main(checkpoint: str | None = None) -> None:
     ]
     replays = {checkpoint: replay_records.read_replay(checkpoint)}
     served = p.benchmark_served
-    plain = [] if served.interleave else [(None, None)]  # else each cell has its own baseline
-    configs = [*plain, *((checkpoint, tree) for tree in served.trees)]
-    cells = [served_records.read_served_cell(name, *config) for name in served.workloads for config in configs]
+    cells = [cell for name in served.workloads for cell in read_cells(name, checkpoint, served.trees)]
     lines = list(served_table.join_lines(cells, replays, served.workloads))
     compared, found = cost_measured.compare_simulated_lines(grids, lines, replays, p.have_same_shapes)
     if not compared:
@@ -45,6 +43,14 @@ def main(checkpoint: str | None = None) -> None:
     within = sum(error <= math.log(1.1) for error in errors)
     print(f"within 10%: {within} of {len(errors)}; at worst {math.expm1(max(errors)):.1%}")
     print_choices(compared)
+
+
+def read_cells(workload: str, checkpoint: str, trees: list[str]) -> list[served_records.ServedCell]:
+    """Return the cells of a workload, the baseline first where one of them does not have its own."""
+    cells = [served_records.read_served_cell(workload, checkpoint, tree) for tree in trees]
+    if all(cell.baseline_points for cell in cells):
+        return cells
+    return [served_records.read_served_cell(workload, None, None), *cells]
 
 
 def print_comparisons(compared: list[ComparedPrediction]) -> None:
