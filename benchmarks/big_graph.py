@@ -83,7 +83,7 @@ LONG_ANSWER = 256  # tokens of the long eval row's answer
 
 @dataclass(frozen=True)
 class CostPlan:
-    """What --costs measures at a shape. As many of a grid's servers are up as the GPU's memory holds, and are measured in turns."""
+    """What --costs measures at a shape. A grid has as many servers up as the GPU's memory holds, and measures them in turns."""
 
     trees: str  # of the grids
     mem_fraction: float
