@@ -11,6 +11,7 @@ from tqdm import tqdm
 from stages.data import requests, sampled_split
 from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
+from stages.params import server_urls
 from stages.sampling.sampling_context import SamplingContext
 from stages.serving import client, conversation_sampling, http_session, replicas
 from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
@@ -23,7 +24,10 @@ def open_servers(context: SamplingContext, stack: contextlib.ExitStack, place: P
     s, t = context.p.sample_target.server, context.p.target
     limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
-        urls, secret = client.expand_urls(s.base_urls), http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
+        urls, secret = (
+            server_urls.expand_urls(s.base_urls),
+            http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION),
+        )
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     folder, threads = str(context.folder), t.num_threads if t.device == "cpu" else None
     target = folder, t.dtype, t.device, t.trust_remote_code

@@ -8,7 +8,6 @@ longer each time. Other 4xx are not retried, since the server would refuse them 
 import asyncio
 import contextlib
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -77,26 +76,6 @@ class Endpoint:
     backoff_until: float = 0.0
     semaphore: asyncio.Semaphore | None = None  # None until identified
     identify_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-def expand_urls(base_urls: list[str]) -> list[str]:
-    """Return one URL per server: http://host:6000-6007 names eight. Raises ValueError for an invalid range."""
-    urls: list[str] = []
-    for given in base_urls:
-        url = http_session.strip_api_path(given)
-        match = re.fullmatch(r"(https?://[^:/]+):(\d+)-(\d+)", url)
-        if not match:
-            urls.append(url)
-            continue
-        first, last = int(match[2]), int(match[3])
-        if not 0 < first <= last <= 65535 or last - first >= 1024:
-            raise ValueError(
-                f"sample_target.server.base_urls: {given} is no range of ports; write http://host:6000-6007"
-            )
-        urls += [f"{match[1]}:{port}" for port in range(first, last + 1)]
-    if twice := sorted({u for u in urls if urls.count(u) > 1}):
-        raise ValueError(f"sample_target.server.base_urls names {', '.join(twice)} twice; name each server once")
-    return urls
 
 
 @dataclass

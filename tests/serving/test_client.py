@@ -206,13 +206,3 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     assert isinstance(answer, ValueError | client.ChatAnswer) and proxy.paths[0].startswith(
         "http://nowhere.invalid:8000/"
     )
-
-
-def test_a_range_of_ports_is_a_server_each() -> None:
-    assert client.expand_urls(["http://a:6000-6002/v1/", "https://b/v1"]) == [
-        "http://a:6000", "http://a:6001", "http://a:6002", "https://b",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="no range of ports"):
-        client.expand_urls(["http://a:6002-6000"])
-    with pytest.raises(ValueError, match="http://a:6001 twice"):
-        client.expand_urls(["http://a:6000-6002", "http://a:6001"])
