@@ -120,6 +120,19 @@ def test_a_mixture_in_this_process(project: Path) -> None:
     assert answers(project, "eval_t").is_empty()
 
 
+def test_a_second_eval_set_that_is_not_asked_for_is_in_no_report(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: `eval_t: 0 answers at temperature 0, ... questions not asked`, and the page had such a line for each file."""
+    use(project, "transformers", temperature=0.0, train_rows=6, max_new_tokens=2)
+    sample_target.main()
+    assert "eval_t" not in capsys.readouterr().out
+    found = report(project)
+    assert [key for key, value in found.items() if isinstance(value, dict) and "eval_t" in value] == []
+    assert list(found["sources"]) == ["train", "eval"]
+    assert answers(project, "eval_t").is_empty()  # its file is there, for the stages that read it
+
+
 def test_conversations_with_images_are_refused(project: Path) -> None:
     table = pl.read_parquet("data/fixed/train.parquet")
     seen = pl.Series("images", [["sky.png"], [], *[None] * (len(table) - 2)], dtype=pl.List(pl.String))
