@@ -106,7 +106,7 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
         (reason,) = judged.dropped
         first = judged.first_dropped[reason]
         found, advice = first.found, row_cleaning.advise_on_answers(params) if first.is_of_answer else ""
-        if reason == "unknown_format":
+        if reason == "unknown_format" and not first.expected:
             (_, row), *_ = readers.parse_chunk(chunk)
             found = f"{column_names.list_names(row or {})}: {found}"
             advice = "fix_data.columns names the columns of another format"

@@ -166,7 +166,7 @@ def judge_row(
     chat_format = chat_formats.detect_format(row) if params.format == "auto" else params.format
     formats[chat_format or "unknown"] += 1
     if chat_format is None:
-        raise DroppedRowError("unknown_format")
+        raise DroppedRowError("unknown_format", *chat_formats.explain_unknown_format(row))
     if not chat_formats.has_format(row, chat_format):
         raise ValueError(
             f"{chunk.display_name}, line {source_row + 1}: expected an object with {chat_formats.describe_format(chat_format)}, "

@@ -87,12 +87,13 @@ SCHEMA = (
     [
         ("toon", {"prompt": "q", "answer": "Sunny."}, SCHEMA),
         ("json", {"prompt": "q", "answer": "Sunny."}, "; if the answers are no JSON, set fix_data.answers: text (docs/data.md)"),
+        ("toon", {"prompt": "q", "answer": None}, ""),
         ("toon", {"text": "Sunny."}, "; fix_data.columns names the columns of another format"),
         ("toon", {"prompt": "q", "answer": ""}, ""),
     ],
 )  # fmt: skip
 def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(
-    answers: str, row: dict[str, str], said: str, home: Path, capsys: pytest.CaptureFixture[str]
+    answers: str, row: dict[str, str | None], said: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: it named fix_data.columns where all answers were prose and fix_data.answers is toon."""
     tables = "data/tables/weather.yaml" if answers == "toon" else None
