@@ -89,7 +89,7 @@ class ServedAnswerHandler:
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
     ) -> SampledAnswer:
         encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
-        served_answers.check_served_prompt(encoder, request.id, prompt_ids, answer, history, tools, request.images)
+        served_answers.check_served_prompt(encoder, request.row, prompt_ids, answer, history, tools, request.images)
         if problem := served_answers.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
             raise UnusableRequestError("token_ids_unknown", problem)
         try:
@@ -106,7 +106,7 @@ class ServedAnswerHandler:
                 longer = f"the text, tokenised again, gives {count} tokens, of at most {most} that were asked for"
                 raise UnusableRequestError("token_ids_unknown", longer)
             raise ValueError(
-                f"sample_target: row {request.id} ({request.origin}): the server answered with {count} tokens, expected at most "
+                f"sample_target: row {request.row}: the server answered with {count} tokens, expected at most "
                 f"sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
             )
         return sampled
