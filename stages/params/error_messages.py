@@ -162,7 +162,13 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
 def explain_yaml(error: Exception) -> str:
     """Explain a parser's error in one line, with the line number."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
+    # In brackets the parser takes a colon for that of a key.
+    advice = (
+        'put text with a colon in quotes, as ["http://gpu1:8000"]'
+        if problem == "found unexpected ':'"
+        else "correct it"
+    )
+    return f"line {mark.line + 1}: {problem}; {advice}" if mark and problem else f"{error}; {advice}"
 
 
 def _known_keys(location: Sequence[str | int], whole: type[Section]) -> list[str]:
