@@ -12,6 +12,7 @@ from pipeline import dvc_graph, recipes, reproduce, requirements, resources, tar
 from pipeline.remote import dvc_remote
 from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
+from stages.params import checks
 from stages.params.cell_trees import describe_left_out
 from stages.params.schema import load_params, read_recipe
 from stages.params.section import PARAMS_FILE
@@ -48,6 +49,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 fetched = (block.files if block else (), f"run: aerie fetch {recipe}")
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
+            checks.check_target_files(params)
             target_checks.check_mask_tokens(params, file)
         except ValueError as error:
             yield Finding(name, str(error), False)

@@ -279,12 +279,7 @@ def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], par
         )
     if params.answers == "text":
         return "mend the data (docs/data.md says what each reason means)"
-    own = (
-        ""
-        if params.tables is None
-        else f"if they are not of the schema {params.tables}, set fix_data.tables to null or to a file of your own; "
-    )
-    return f"{own}if its answers are no {params.answers.upper()}, set fix_data.answers: text (docs/data.md)"
+    return row_cleaning.advise_on_answers(params)
 
 
 def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
@@ -29,7 +28,6 @@ from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
 
-TEMPLATES_FOLDER = Path("templates")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -47,7 +45,7 @@ def main() -> None:
     checks.check_target(p)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
-    template = _read_chat_template(p.target.chat_template)
+    template = checks.read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
@@ -61,25 +59,6 @@ def main() -> None:
         f"target {target.model}: {target.num_layers} layers, {target.hidden_size} wide, {target.vocab_size} tokens, "
         f"features entering blocks {target.feature_layers} ({time.perf_counter() - started:.0f} s)"
     )
-
-
-def _read_chat_template(name: str | None) -> str | None:
-    """Return the text of the chat template that replaces the target's own. Raises ValueError where it is missing or invalid."""
-    if name is None:
-        return None
-    path = TEMPLATES_FOLDER / name
-    if not path.is_file():
-        known = ", ".join(sorted(f.name for f in TEMPLATES_FOLDER.glob("*.jinja"))) or "none"
-        raise ValueError(
-            f"params.yaml: target.chat_template is {name}, expected the name of a file in {TEMPLATES_FOLDER}/, which has "
-            f"{known}; put it there, so that an edit of it is noticed"
-        )
-    text = path.read_text(encoding="utf-8")
-    try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{path} line {error.lineno} is no Jinja template ({error.message}); correct it") from None
-    return text
 
 
 def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
@@ -165,11 +144,7 @@ def describe_target(
     """
     shapes = config_facts.read_config_facts(config)
     layers = layers or feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
-    if layers[0] < 0 or layers != sorted(set(layers)) or layers[-1] >= shapes["num_layers"]:
-        raise ValueError(
-            f"params.yaml: target.feature_layers is {layers}, expected increasing ids below {shapes['num_layers']}, the "
-            f"number of {model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
-        )
+    checks.check_target_layers(model, layers, shapes["num_layers"])
     return TargetManifest(
         model=model,
         revision=revision,

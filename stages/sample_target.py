@@ -151,15 +151,21 @@ def _finish_split(p: schema.Params, split: SampledSplit) -> None:
     temperatures = " and ".join(f"{temperature:g}" for temperature, _ in split.mixture)
     is_kept = s.backend == "keep" and split.name == "train"
     origin = "of the data" if is_kept else f"at temperature {temperatures}"
-    print(split.describe(origin))
+    if _is_asked_for(p, split):
+        print(split.describe(origin))
     split.shards.finish()
+
+
+def _is_asked_for(p: schema.Params, split: SampledSplit) -> bool:
+    """Return whether the split may have rows: the second eval set has none without a temperature above 0, an empty file alone."""
+    return split.name != "eval_t" or p.sample_target.eval_temperature > 0
 
 
 def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[str, Any]:
     """Return results/sample_report.json; it includes the counts of shards that earlier, killed runs published."""
     sampled = SAMPLED_FOLDER / "train"
     rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS)
-    counts = sampled_split.count_rows(splits)
+    counts = sampled_split.count_rows([split for split in splits if _is_asked_for(context.p, split)])
     assert counts.rows_in == counts.rows_out + sum(counts.dropped.values())
     return {
         **asdict(counts),

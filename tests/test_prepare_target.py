@@ -52,19 +52,6 @@ def test_the_given_template_takes_the_place_of_the_targets_own(tmp_path: Path) -
     assert chat_template.encode_prompt(own, SAID) == chat_template.encode_prompt(loaded, SAID)
 
 
-def test_a_template_that_is_not_there_or_no_template_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "templates").mkdir()
-    (tmp_path / "templates/broken.jinja").write_text("{% for m in messages %}\n{{ m.content }")
-    assert prepare_target._read_chat_template(None) is None
-    with pytest.raises(ValueError, match=r"target\.chat_template is mine\.jinja, expected .* which has broken\.jinja"):
-        prepare_target._read_chat_template("mine.jinja")
-    with pytest.raises(ValueError, match=r"broken\.jinja line 2 is no Jinja template"):
-        prepare_target._read_chat_template("broken.jinja")
-
-
 def test_how_pictures_are_cut_is_pinned_with_the_target(tmp_path: Path) -> None:
     model, _ = save("qwen3-vl", tmp_path)
     before = prepare_target.describe_target("mine", None, model.config, tmp_path, None)

@@ -34,6 +34,14 @@ ROLE_NAMES = {
 # What turns must be, for messages. A column map names the keys of rows, and none of their turns.
 NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them anew (docs/data.md, "Columns of a table")'
 TEXT_OF_TURN = f"text under the key content (or value); {NO_TURN_MAP}"
+NO_TEXT_OF_TURN = "a text (null is for an assistant's tool_calls alone); write what the turn says"
+TEXT_OF_ROW = {
+    "question": "a text: the question that was answered; write it there, or name its key in fix_data.columns",
+    "answer": "a text: an answer is what a draft learns; write it there, or name its key in fix_data.columns",
+}
+ORDER_OF_TURNS = (
+    "an optional system message, then questions and answers in turn, tool results after calls; put them in that order"
+)
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
 JSON_TYPES: dict[type, str] = {
     str: "a text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number",
@@ -42,6 +50,8 @@ ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
 # What `trim` cuts off, around what is left: answers before the first question, questions after the last answer.
+# Of turns that are in order so far, with one of these all are.
+COMPLETIONS = ("", "a", "ua", "ta")
 DANGLING_TURNS = re.compile(r"s?(?P<opening_answer>a*)(u.*[ac])(?P<closing_question>u*)")
 
 
@@ -81,6 +91,16 @@ def detect_format(row: dict[str, Any]) -> str | None:
     if _find_first_key(row, PROMPT_KEYS) is not None and _find_first_key(row, ANSWER_KEYS) is not None:
         return "prompt_answer"
     return None
+
+
+def explain_unknown_format(row: dict[str, Any]) -> tuple[str | None, str]:
+    """Return what was found and expected under a known key of a question or an answer that holds no text; else (None, "")."""
+    sides = {"question": PROMPT_KEYS, "answer": ANSWER_KEYS}
+    lacking = {side: keys for side, keys in sides.items() if _find_first_key(row, keys) is None}
+    for side, keys in lacking.items() if len(lacking) == 1 else ():
+        if given := next((key for key in keys if key in row), None):
+            return f"{_describe_value(row[given])} under {given}", TEXT_OF_ROW[side]
+    return None, ""
 
 
 def has_format(row: dict[str, Any], chat_format: str) -> bool:
@@ -134,10 +154,11 @@ def parse_conversation(
         _parse_plain_turn(turn) or _parse_turn(turn, f"turn {number}{of}", part_images)
         for number, turn in enumerate(turns, 1)
     ]
+    own_turns = [*parsed]  # numbered in messages as in the row
     _insert_system_message(row, parsed)
     given_images = row_images + part_images
     trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
-    _check_turn_order(parsed)
+    _check_turn_order(parsed, own_turns)
     messages = [message for message, _, _ in parsed]
     conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
@@ -183,15 +204,38 @@ def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[Any]) -> tuple[d
     return trimmed, images
 
 
-def _check_turn_order(parsed: list[ParsedTurn]) -> None:
-    """Raise DroppedRowError for an empty turn that is no tool call, and for turns out of order."""
+def _check_turn_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> None:
+    """Raise DroppedRowError for an empty turn that is no tool call, and for turns out of order; `own_turns` are the row's."""
     letters = ""
-    for message, calls, _ in parsed:
+    for turn in parsed:
+        message, calls, _ = turn
         if calls is None and (not message["content"] or message["content"].isspace()):
-            raise DroppedRowError("empty_turn")
+            found = f"{_name_turn(turn, own_turns)}, of the role {message['role']}, is empty"
+            raise DroppedRowError("empty_turn", found, "a text; write what the turn says")
         letters += ROLE_LETTERS["call" if calls else message["role"]]
     if not TURN_ORDER.fullmatch(letters):
-        raise DroppedRowError("wrong_turns")
+        raise DroppedRowError("wrong_turns", *_describe_wrong_order(parsed, own_turns, letters))
+
+
+def _describe_wrong_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn], letters: str) -> tuple[str, str]:
+    """Return the first turn that can't follow those before it, or the last one where an answer is missing; and the order."""
+    if not own_turns:
+        return "no turn", ORDER_OF_TURNS
+    for place, turn in enumerate(parsed):
+        if not any(TURN_ORDER.fullmatch(letters[: place + 1] + rest) for rest in COMPLETIONS):
+            before = f", after one of {_name_role(parsed[place - 1])}" if place else ""
+            return f"{_name_turn(turn, own_turns)} is of {_name_role(turn)}{before}", ORDER_OF_TURNS
+    return f"{_name_turn(parsed[-1], own_turns)}, the last, is of {_name_role(parsed[-1])}", "an answer after it"
+
+
+def _name_turn(turn: ParsedTurn, own_turns: list[ParsedTurn]) -> str:
+    """Return a turn's number in the row: of a long conversation only its beginning can be shown."""
+    number = next((number for number, one in enumerate(own_turns, 1) if one is turn), None)
+    return "the system message" if number is None else f"turn {number} of {len(own_turns)}"
+
+
+def _name_role(turn: ParsedTurn) -> str:
+    return f"the role {turn[0]['role']}{' with tool_calls' if turn[1] else ''}"
 
 
 def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
@@ -216,9 +260,12 @@ def _parse_turn(turn: Any, name: str, part_images: list[Any]) -> ParsedTurn:
     if text is None and calls is not None:
         text = ""
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
-        text = "".join(_parse_content_part(part, part_images) for part in text)
+        text = "".join(_parse_content_part(part, part_images, name) for part in text)
     if text is None:
-        raise DroppedRowError("not_text", _describe_lack(name, turn, ("content", "value")), TEXT_OF_TURN)
+        has_null = "content" in turn or "value" in turn
+        elsewhere = any(isinstance(value, str) for key, value in turn.items() if key not in ("role", "from"))
+        expected = NO_TEXT_OF_TURN if has_null and not elsewhere else TEXT_OF_TURN
+        raise DroppedRowError("not_text", _describe_lack(name, turn, ("content", "value")), expected)
     if not isinstance(text, str) or not is_text(text):
         raise DroppedRowError("not_text", *_describe_text(f"the content of {name}", text))
     known = ROLE_NAMES.get(role) if isinstance(role, str) else None
@@ -266,15 +313,20 @@ def _describe_value(value: Any) -> str:
     return "null" if value is None else f"{kind}, {json_lines.abbreviate_row(value)}"
 
 
-def _parse_content_part(part: dict[str, Any], part_images: list[Any]) -> str:
-    """Return the text of one of OpenAI's content parts: of an image, the placeholder."""
+def _parse_content_part(part: dict[str, Any], part_images: list[Any], name: str) -> str:
+    """Return the text of one of OpenAI's content parts: of an image, the placeholder. `name` is the turn's, for messages."""
     if part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if part.get("type") in ("image_url", "image", "input_image"):
         link = part.get("image_url") or part.get("image") or part.get("path")
         part_images.append(link.get("url") or link if isinstance(link, dict) else link)
         return IMAGE_PLACEHOLDER
-    raise DroppedRowError("unknown_part")
+    kind = json_lines.abbreviate_row(part.get("type"))
+    raise DroppedRowError(
+        "unknown_part",
+        f"{name} has a part of the type {kind}",
+        "parts of the types text, image_url, image or input_image",
+    )
 
 
 def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Say what a file holds by its first bytes, for messages about files that can't be read under their name."""
 
 import re
+import shlex
 from pathlib import Path
 
 MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
@@ -24,6 +25,8 @@ MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
 )
 HTML_PATTERN = re.compile(rb"\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
 SHOWN_BYTES = 60
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+OTHER_ENCODING = "(if its characters are wrong then, -f cp1252, as Windows has it, or what it was written in)"
 
 
 def describe_content(path: Path) -> str:
@@ -40,6 +43,14 @@ def describe_content(path: Path) -> str:
     if found is None and HTML_PATTERN.match(start):
         found = "an HTML or XML page, as a failed download leaves it: fetch the file itself"
     return f"{size:,} bytes that are {found}" if found else f"{size:,} bytes that begin with {_show_start(start)}"
+
+
+def advise_conversion(path: Path) -> str:
+    """Return how to write a copy of a text in UTF-8, under no name that a folder of data would be read with."""
+    if path.suffix.lower() in COMPRESSED_SUFFIXES:
+        return f"convert its text: iconv -f latin1 -t utf-8 {OTHER_ENCODING}"
+    name, copy = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    return f"convert the file: iconv -f latin1 -t utf-8 {name} > {copy}, and put that in its place {OTHER_ENCODING}"
 
 
 def _show_start(start: bytes) -> str:

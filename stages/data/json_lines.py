@@ -1,6 +1,7 @@
 """Parse one row of JSON, and say which lines of a file are none: all of them at once, not one a run."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,14 +10,19 @@ from typing import Any
 
 import orjson
 
-from stages.data import nesting
+from stages.data import file_content, nesting
 
 SHOWN_LINES = 5  # broken lines that a message explains or names
 MAX_REMOVED_LINES = 20  # in the command that writes a copy without them
+CONTROL_BYTE = re.compile(rb"[\x00-\x08\x0e-\x1f]")  # of no text of one byte a character
 
 
 class BrokenRowError(Exception):
     """A line that is no JSON object; the argument says what was expected and found."""
+
+
+class UndecodableRowError(BrokenRowError):
+    """A line of text that is no UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +31,19 @@ class BrokenLines:
 
     numbers: list[int]  # from 1
     total: int  # lines of the file
+    undecodable: list[int]  # of these, text of another encoding than UTF-8
+    has_utf8: bool  # whether other lines have characters of UTF-8 beyond ASCII
+
+    @property
+    def is_of_other_encoding(self) -> bool:
+        """Return whether the file as a whole is of another encoding; else some of its lines are damaged."""
+        return bool(self.undecodable) and not self.has_utf8
 
     def describe(self, path: str) -> str:
         """Return how many lines are broken, the first few, and what to do."""
+        if self.is_of_other_encoding:
+            lines = describe_numbers(self.undecodable, self.total, "lines are no UTF-8")
+            return f"; {lines}; {file_content.advise_conversion(Path(path))}"
         named, them = "", "that line"
         if len(self.numbers) > 1:
             named, them = f"; {describe_numbers(self.numbers, self.total, 'lines are broken')}", "them"
@@ -72,7 +88,8 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
             ) from None
         except UnicodeDecodeError as error:
             byte = f"the byte 0x{error.object[error.start]:02x} at {error.start + 1} is no UTF-8"
-            raise BrokenRowError(f"expected one JSON object per line, found {abbreviate_row(line)} ({byte})") from None
+            found = f"expected one JSON object per line, found {abbreviate_row(line)} ({byte})"
+            raise (BrokenRowError if CONTROL_BYTE.search(error.object) else UndecodableRowError)(found) from None
     if not isinstance(row, dict):
         raise BrokenRowError(f"expected an object, found {abbreviate_row(line)}")
     return row
@@ -85,16 +102,18 @@ def is_blank(line: bytes | str) -> bool:
 
 def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
     """Return all lines of a file that are no JSON objects."""
-    numbers, total = [], 0
+    numbers, undecodable, has_utf8, total = [], list[int](), False, 0
     for line in lines:
         total += 1
         if is_blank(line):
             continue
         try:
             parse_row(line)
-        except BrokenRowError:
+            has_utf8 |= not line.isascii()
+        except BrokenRowError as error:
             numbers.append(total)
-    return BrokenLines(numbers, total)
+            undecodable += [total] if isinstance(error, UndecodableRowError) else []
+    return BrokenLines(numbers, total, undecodable, has_utf8)
 
 
 def abbreviate_row(line: Any) -> str:

@@ -38,6 +38,7 @@ class PreviewedRow:
     turns: list[tuple[str, str]]  # (role, text); of a dropped row its keys or the offending text
     extras: list[str]  # tools and images of a kept row
     expected: str = ""  # of a dropped row whose reason does not say it
+    advice: str = ""  # on the key of params.yaml that a dropped row's reason belongs to
 
 
 def main(rows: str, path: str = "") -> None:
@@ -56,6 +57,7 @@ def print_preview(params: FixData, rows: int) -> int:
     """Print the first `rows` rows of each file, and a summary; return how many of them are kept."""
     verdicts: Counter[str] = Counter()
     splits: Counter[str] = Counter()
+    advice: dict[str, None] = {}  # a set in order
     source = None
     for row in preview_rows(params, rows):
         if row.source != source:
@@ -64,11 +66,12 @@ def print_preview(params: FixData, rows: int) -> int:
         print("\n".join(format_row(row)), flush=True)
         verdicts[row.verdict] += 1
         splits[row.split] += 1
+        advice |= {row.advice: None} if row.advice else {}
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no rows"
     print(f"\n{verdicts.total()} rows read, the first {rows} of each file: {counted}")
     print(f"{splits['train']} to train, {splits['eval']} to eval; nothing was written, duplicates were not looked for")
     if splits[""]:
-        print("docs/data.md says what each reason means; fix_data.columns names the columns of another format")
+        print("; ".join(["docs/data.md says what each reason means", *advice]))
     return splits["train"] + splits["eval"]
 
 
@@ -102,13 +105,13 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
     if judged.dropped:
         (reason,) = judged.dropped
         first = judged.first_dropped[reason]
-        found = first.found
-        if reason == "unknown_format":
+        found, advice = first.found, row_cleaning.advise_on_answers(params) if first.is_of_answer else ""
+        if reason == "unknown_format" and not first.expected:
             (_, row), *_ = readers.parse_chunk(chunk)
             found = f"{column_names.list_names(row or {})}: {found}"
-        return PreviewedRow(
-            chunk.source, chunk.first_row, chat_format, f"dropped:{reason}", "", [("found", found)], [], first.expected
-        )
+            advice = "fix_data.columns names the columns of another format"
+        said, verdict = [("found", found)], f"dropped:{reason}"
+        return PreviewedRow(chunk.source, chunk.first_row, chat_format, verdict, "", said, [], first.expected, advice)
     kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
     turns = [(message["role"], message["content"]) for message in kept["messages"]]
     calls = sum(one is not None for one in kept["tool_calls"] or [])

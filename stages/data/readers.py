@@ -202,8 +202,9 @@ def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
     if isinstance(line, str) or not path.is_file():  # an element of an array
         return "; mend it, or give another file"
     with _open_decompressed(path) as file:
-        advice = json_lines.find_broken_lines(file).describe(chunk.display_name)
-    if number:
+        broken = json_lines.find_broken_lines(file)
+    advice = broken.describe(chunk.display_name)
+    if number or broken.is_of_other_encoding:
         return advice
     content = file_content.describe_content(path)
     return f"{advice}: {path.name} holds {content}. What can be read is {ACCEPTED_FILES}"
@@ -239,7 +240,7 @@ def _read_csv(path: Path) -> Iterator[ArrowRows]:
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}: expected UTF-8, found the byte 0x{error.object[error.start]:02x} ({error.reason}) in "
-                f"{file_content.describe_content(path)}; convert it, as with: iconv -f WINDOWS-1252 -t UTF-8"
+                f"{file_content.describe_content(path)}; {file_content.advise_conversion(path)}"
             ) from None
 
 
@@ -263,7 +264,9 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
                     yield rows
                     rows, size = [], 0
     except (json_stream.JsonArrayError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a JSON array of objects ({error}); mend it, or write it as JSONL") from None
+        is_undecodable = isinstance(error, UnicodeDecodeError)
+        advice = file_content.advise_conversion(path) if is_undecodable else "mend it, or write it as JSONL"
+        raise ValueError(f"{path}: expected a JSON array of objects ({error}); {advice}") from None
     if rows:
         yield rows
 

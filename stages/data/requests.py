@@ -55,6 +55,11 @@ class TargetRequest:
         return f"{self.source}, row {self.source_row}"
 
     @property
+    def row(self) -> str:
+        """Return the request's row and where it is in the raw data, for messages that begin with `row`."""
+        return f"{self.id} ({self.origin})"
+
+    @property
     def images(self) -> list[str]:
         """Return the paths of the images in the prompt, in order."""
         return [

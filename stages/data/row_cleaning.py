@@ -47,6 +47,10 @@ class RepairedAnswer:
     rules: list[str]
 
 
+class UnusableAnswerError(DroppedRowError):
+    """A row with an answer that can't be decoded as `fix_data.answers` says."""
+
+
 @dataclass(frozen=True)
 class DroppedExample:
     """One dropped row, shown in messages."""
@@ -54,6 +58,7 @@ class DroppedExample:
     where: str
     found: str = ""  # start of the offending text, or of the row; or a description of it, and then:
     expected: str = ""  # what was expected, and what to do
+    is_of_answer: bool = False  # dropped by an answer that can't be decoded as fix_data.answers says
 
     @property
     def explanation(self) -> str:
@@ -131,7 +136,17 @@ def _describe_dropped(where: str, row: dict[str, Any] | None, error: DroppedRowE
     if error.found is not None and error.expected:
         return DroppedExample(where, error.found, error.expected)
     found = row if error.found is None else error.found
-    return DroppedExample(where, "" if row is None else json_lines.abbreviate_row(found))
+    shown = "" if row is None else json_lines.abbreviate_row(found)
+    return DroppedExample(where, shown, is_of_answer=isinstance(error, UnusableAnswerError))
+
+
+def advise_on_answers(params: FixData) -> str:
+    """Return what to do where rows are dropped by answers that can't be decoded."""
+    is_not = f"no {params.answers.upper()}, set fix_data.answers: text (docs/data.md)"
+    if params.tables is None:
+        return f"if the answers are {is_not}"
+    schema = f"not of the schema {params.tables}, set fix_data.tables to null or to a file of your own"
+    return f"if the answers are {schema}; if they are {is_not}"
 
 
 def judge_row(
@@ -151,7 +166,7 @@ def judge_row(
     chat_format = chat_formats.detect_format(row) if params.format == "auto" else params.format
     formats[chat_format or "unknown"] += 1
     if chat_format is None:
-        raise DroppedRowError("unknown_format")
+        raise DroppedRowError("unknown_format", *chat_formats.explain_unknown_format(row))
     if not chat_formats.has_format(row, chat_format):
         raise ValueError(
             f"{chunk.display_name}, line {source_row + 1}: expected an object with {chat_formats.describe_format(chat_format)}, "
@@ -191,7 +206,7 @@ def repair_answers(messages: list[Message], params: FixData) -> list[RepairedAns
     """Repair every answer of `messages` in place. A schema may find the number of rows in the question before it.
 
     Raises:
-        DroppedRowError: for the first answer that can't be repaired; the whole conversation is dropped with it.
+        UnusableAnswerError: for the first answer that can't be repaired; the whole conversation is dropped with it.
     """
     repaired = []
     question = messages[0]
@@ -202,7 +217,7 @@ def repair_answers(messages: list[Message], params: FixData) -> list[RepairedAns
         result = judge_answer(answer["content"], question["content"], params)
         verdict, _, detail = result.verdict.partition(":")
         if verdict == "dropped":
-            raise DroppedRowError(detail, answer["content"])
+            raise UnusableAnswerError(detail, answer["content"])
         if verdict == "repaired":
             repaired.append(RepairedAnswer(answer["content"], result.text, detail.split(",")))
         answer["content"] = result.text

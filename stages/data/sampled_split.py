@@ -80,7 +80,7 @@ class SampledSplit:
     def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
         """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
         if error.details:
-            row = f"row {request.id} ({request.origin}): {error.details}"
+            row = f"row {request.row}: {error.details}"
             self.first_dropped.setdefault(error.reason, row)
         self._check_first_dropped(error.reason)
         self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})

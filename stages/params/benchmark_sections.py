@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, model_validator
 
 from stages.params.section import (
-    SERVER_URL_PATTERN,
     TEXT_OR_NUMBER,
     Count,
     CountOrGrid,
@@ -21,6 +20,7 @@ from stages.params.section import (
     Text,
     get_named,
 )
+from stages.params.server_urls import ConfigurationUrls
 from stages.params.tree_sections import TreeNames
 from stages.params.tree_shape import TreeShape
 
@@ -182,10 +182,7 @@ class Benchmark(Section):
 class BenchmarkServer(Section):
     """The engine's server: started for each cell, or already running."""
 
-    base_urls: dict[
-        Annotated[str, Field(pattern=r"^(baseline|[A-Za-z]\w*-t\d+_\d+_\d+)$")],
-        Annotated[str, Field(pattern=SERVER_URL_PATTERN)],
-    ]
+    base_urls: ConfigurationUrls
     model: Text | None
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
     command: list[Text]

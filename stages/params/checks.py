@@ -1,8 +1,10 @@
-"""Checks of params.yaml against what it names: raw data, folders of models, the target's vocabulary and feature layers, GPUs.
+"""Checks of params.yaml against what it names: raw data, folders of models, the target's vocabulary, chat template and feature
+layers, GPUs.
 
 python -m stages.params.checks        # check the whole file, as `aerie run` does before anything starts
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,6 +15,9 @@ from stages.params.gpus import may_have_gpu
 from stages.params.schema import UNWATCHED, Params, load_params
 from stages.params.section import PARAMS_FILE
 from stages.params.spelling import suggest_name
+
+TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
+TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 
 
 def check_raw_exists(params: Params) -> None:
@@ -47,7 +52,9 @@ def check_params(params: Params) -> None:
 
 
 def check_target(params: Params) -> None:
-    """Raise ValueError for a target whose folder is missing or not watched, or a device that this machine lacks."""
+    """Raise ValueError for a target whose folder is missing or not watched, a device that this machine lacks, or as
+    check_target_files.
+    """
     model, device = params.target.model, params.target.device
     if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
         parent = Path(model).parent
@@ -63,6 +70,65 @@ def check_target(params: Params) -> None:
             f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
             "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
         )
+    check_target_files(params)
+
+
+def check_target_files(params: Params) -> None:
+    """Raise ValueError for a chat template that can't be read, or feature layers that a target that is here does not have."""
+    read_chat_template(params.target.chat_template)
+    layers, model = params.target.feature_layers, params.target.model
+    if layers is not None and (num_layers := _find_num_layers(params)) is not None:
+        check_target_layers(model, layers, num_layers)
+
+
+def read_chat_template(name: str | None) -> str | None:
+    """Return the text of the chat template that replaces the target's own. Raises ValueError where it is missing or invalid."""
+    if name is None:
+        return None
+    path = TEMPLATES_FOLDER / name
+    if not path.is_file():
+        known = sorted(file.name for file in TEMPLATES_FOLDER.glob("*.jinja"))
+        raise ValueError(
+            f"{PARAMS_FILE}: target.chat_template is {name}{suggest_name(name, known)}, expected the name of a file in "
+            f"{TEMPLATES_FOLDER}/, which has {', '.join(known) or 'none'}; put it there, so that an edit of it is noticed"
+        )
+    import jinja2  # where a template is named
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"{path} line {error.lineno} is no Jinja template ({error.message}); correct it") from None
+    return text
+
+
+def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
+    """Raise ValueError for feature layers that are not increasing, or that the target `model` does not have."""
+    if layers[0] < 0 or layers != sorted(set(layers)) or layers[-1] >= num_layers:
+        raise ValueError(
+            f"{PARAMS_FILE}: target.feature_layers is {layers}, expected increasing ids below {num_layers}, the number of "
+            f"{model}'s layers: id i is the residual stream entering block i; correct it, or set it to null"
+        )
+
+
+def _find_num_layers(params: Params) -> int | None:
+    """Return the number of the target's layers by its config.json; None where that is not here. Downloads nothing."""
+    model, path = params.target.model, Path(params.target.model) / "config.json"
+    if model.startswith("builtin/"):
+        path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
+    elif not Path(model).is_dir():
+        from huggingface_hub import try_to_load_from_cache  # where layers of an id are named
+
+        found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
+        path = Path(found) if isinstance(found, str) else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        number = config.get("text_config", config)["num_hidden_layers"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong
+        return None
+    return number if isinstance(number, int) else None
 
 
 def _may_be_hub_id(model: str, watch: str) -> bool:

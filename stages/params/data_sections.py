@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, Tag, model_validator
 
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
+from stages.params.server_urls import ServerUrls
 
 TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
-# As section.SERVER_URL_PATTERN, and http://host:6000-6007 for a server on each of those ports.
-SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")
 OWN_PROMPTS = {"eval", "random"}  # names that prepare_prompts.sets must not use
 
@@ -95,7 +94,7 @@ class SamplingServer(Section):
     launch: Literal["transformers", "sglang", "vllm"] | None
     launch_args: list[str]
     start_timeout_s: Positive
-    base_urls: list[Annotated[str, Field(pattern=SERVER_URLS_PATTERN)]]
+    base_urls: ServerUrls
     model: Text | None
     concurrency: Count
     timeout_s: Positive

@@ -251,10 +251,10 @@ class TrainDraft(Section):
             seen = [name]
             while (parent := self.checkpoints[seen[-1]].from_) != ROOT_CHECKPOINT:
                 if parent not in self.checkpoints:
-                    known = [ROOT_CHECKPOINT, *self.checkpoints]
+                    known = self._list_starts(seen[-1])
                     raise ValueError(
                         f"checkpoints.{seen[-1]}.from is {parent!r}{suggest_name(parent, known)}, expected one of "
-                        f"{', '.join(known)}"
+                        f"{', '.join(known)}; correct it"
                     )
                 if parent in seen:
                     raise ValueError(f"checkpoints {' -> '.join([*seen, parent])} form a cycle; start one from e000")
@@ -263,6 +263,13 @@ class TrainDraft(Section):
         if ROOT_CHECKPOINT in self.checkpoints:
             raise ValueError(f"checkpoints.{ROOT_CHECKPOINT} is made by init_draft; choose another name")
         return self
+
+    def _list_starts(self, name: str) -> list[str]:
+        """Return the checkpoints that `name` can start from: neither itself nor one that starts from it, however far down."""
+        below = [name]
+        while new := [one for one, segment in self.checkpoints.items() if segment.from_ in below and one not in below]:
+            below += new
+        return [ROOT_CHECKPOINT, *(one for one in self.checkpoints if one not in below)]
 
     @model_validator(mode="after")
     def horizon_holds_every_checkpoint(self) -> "TrainDraft":

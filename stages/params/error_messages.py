@@ -12,12 +12,12 @@ from stages.params.spelling import find_nearest, suggest_name
 
 Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, and tags of unions
 
-UNION_TAGS = {  # parts of pydantic's locations that are not keys of the file
-    "[key]", "a number", "a list", "a text", "a segment", "a segment of a layer", "a segment of heads", "a segment of a block",
-    "a dflash2 segment",
-    "a dspark segment",
+METHOD_TAGS = {  # of unions whose member is chosen by a key `method`
+    "a segment", "a segment of a layer", "a segment of heads", "a segment of a block", "a dflash2 segment", "a dspark segment",
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
+# Parts of pydantic's locations that are not keys of the file.
+UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text"}
 
 FEW_KEYS = 4  # of a workload; from so many on, missing ones share a line
 # Keys of earlier versions -> today's; * stands for a name that the user chose.
@@ -59,6 +59,7 @@ def _list_keys(value: Any, prefix: str = "") -> Iterator[str]:
 
 def explain_errors(errors: Sequence[Any], whole: type[Section]) -> list[str]:
     """Explain pydantic's errors of `whole`, a line each; a misspelt key and the missing one that it stands for share a line."""
+    errors = _leave_out_guessed(errors)
     meant = _pair_misspelt(errors)
     bare = _find_bare_workloads(errors)
     incomplete = [
@@ -73,6 +74,26 @@ def explain_errors(errors: Sequence[Any], whole: type[Section]) -> list[str]:
         for error in errors
         if error["type"] != "missing" or error["loc"] not in meant.values()
     ]
+
+
+def _leave_out_guessed(errors: Sequence[Any]) -> list[Any]:
+    """Return the errors without those of other keys where `method` is misspelt: they were read as keys of another method."""
+    misspelt = {
+        error["loc"][:-1]
+        for error in errors
+        if _has_method(error["loc"])
+        and error["type"] in ("literal_error", "extra_forbidden")
+        and _is_like_method(error["loc"][-1])
+    }
+    return [error for error in errors if error["loc"][:-1] not in misspelt or _is_like_method(error["loc"][-1])]
+
+
+def _has_method(location: Location) -> bool:
+    return len(location) > 1 and location[-2] in METHOD_TAGS
+
+
+def _is_like_method(key: Any) -> bool:
+    return find_nearest(str(key), ["method"]) is not None
 
 
 def _find_bare_workloads(errors: Sequence[Any]) -> dict[str, list[str]]:
@@ -112,6 +133,7 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
         known = _known_keys(error["loc"][:-1], whole)
+        known += ["method"] if _has_method(error["loc"]) and "method" not in known else []
         nearest = suggest_name(place[-1], known)
         above = [place[:depth] for depth in range(1, len(place) - 1) if place[-1] in _known_keys(place[:depth], whole)]
         shared = f"; {'.'.join([*above[-1], place[-1]])} holds for all" if above else ""
@@ -129,6 +151,9 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
         return f"{key}: expected text, {found}"
     if kind == "string_pattern_mismatch":
         return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
+    if kind == "literal_error":
+        found += suggest_name(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        return f"{key}: expected {error['ctx']['expected']}, {found}"
     # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
     return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
@@ -137,7 +162,13 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
 def explain_yaml(error: Exception) -> str:
     """Explain a parser's error in one line, with the line number."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    return f"line {mark.line + 1}: {problem}; correct it" if mark and problem else f"{error}; correct it"
+    # In brackets the parser takes a colon for that of a key.
+    advice = (
+        'put text with a colon in quotes, as ["http://gpu1:8000"]'
+        if problem == "found unexpected ':'"
+        else "correct it"
+    )
+    return f"line {mark.line + 1}: {problem}; {advice}" if mark and problem else f"{error}; {advice}"
 
 
 def _known_keys(location: Sequence[str | int], whole: type[Section]) -> list[str]:

@@ -18,8 +18,6 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 Grid = Annotated[list[Count], Field(min_length=1)]
-# http://host:port; no user:password@, which would be logged
-SERVER_URL_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 

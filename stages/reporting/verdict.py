@@ -27,6 +27,9 @@ NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
     "time_trees.checkpoints"
 )
+NOTHING_SERVED = (
+    "No speedup is known: no serving engine runs the measured trees with their drafts; list others in benchmark.trees"
+)
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 NOISY = "Timings are too noisy to say"
 CONTRADICTED = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
@@ -151,22 +154,24 @@ def build_verdict(
 
     doubted = frozenset(remark.stage for remark in remarks)
     guesses = _collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
-    judged = [cell for cell in cells if is_served(cell.checkpoint, cell.shape)]
-    judged_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, TreeShape.parse(row.tree))]
-    lines = judge_loads(guesses, _collect_measured(judged, judged_rows, doubted), replayable)
-    torch_only = [cell for cell in cells if cell not in judged]
+    served_cells = [cell for cell in cells if is_served(cell.checkpoint, cell.shape)]
+    served_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, TreeShape.parse(row.tree))]
+    judged = _collect_measured(served_cells, served_rows, doubted)
+    rest = [cell for cell in cells if cell not in served_cells], [row for row in served if row not in served_rows]
+    left_out = _collect_measured(*rest, doubted)
+    lines = judge_loads(guesses, judged, replayable)
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
     told = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
     warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
-    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(torch_only, judged)]
+    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(left_out, judged)]
     more += _summarise_methods(method_rows)
     more = [*([CONTRADICTED] if is_contradicted else []), *more]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
-        headline=told[0] if told else NOTHING_TIMED,
+        headline=told[0] if told else NOTHING_SERVED if left_out else NOTHING_TIMED,
         more=tuple(more),
         warnings=tuple(warnings),
         remarks=tuple(remarks),
@@ -339,19 +344,15 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
     return told
 
 
-def _describe_torch_only(cells: list[TorchCell], served: list[TorchCell]) -> list[str]:
-    """Return the fastest tree that no serving engine runs, where it beats plain decoding and every served tree."""
-    faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
-    if not faster:
+def _describe_torch_only(left_out: Measurements, judged: Measurements) -> list[str]:
+    """Return the fastest tree that no serving engine runs, where it is above every `judged` tree of its load."""
+    tops = {load: max(found, key=lambda one: (one.is_faster, one.speedup)) for load, found in left_out.items()}
+    above = [top for load, top in tops.items() if all(one.speedup < top.speedup for one in judged.get(load, ()))]
+    if not above:
         return []
-    top = max(faster, key=lambda cell: cell.metrics.speedup)
-    if any(cell.metrics.speedup >= top.metrics.speedup for cell in served):
-        return []
-    speeds = top.metrics
-    pick = SpeedupEvidence(top.tree, top.checkpoint, speeds.speedup, speeds.speedup_low, speeds.speedup_high)
-    return [
-        f"Faster in the torch engine, since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
-    ]
+    pick = max(above, key=lambda one: (one.is_faster, one.speedup))
+    why = f"since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
+    return [f"Faster in the torch engine, {why}" if pick.is_faster else f"Left out above, {why} by the torch engine"]
 
 
 def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:

@@ -24,7 +24,7 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
                 split.drop_request(request, error)
                 continue
             prompt_ids, answer_ids = turns[request.position - conversation[0].position]
-            prompt_ids = context.encoder.expand_images(request.id, prompt_ids, request.images)
+            prompt_ids = context.encoder.expand_images(request.row, prompt_ids, request.images)
             context.settle_answer(split, request, None, SampledAnswer(prompt_ids, answer_ids, "stop", "template"))
 
 

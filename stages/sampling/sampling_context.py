@@ -38,7 +38,7 @@ class SamplingContext:
         """Return the ids of a request's prompt, the conversation `history`. Raises UnusableRequestError where it has none."""
         self.check_usable(request)
         try:
-            return self.encoder.encode_prompt(request.id, history, request.tools, request.images)
+            return self.encoder.encode_prompt(request.row, history, request.tools, request.images)
         except chat_template.TemplateRefusalError as error:
             raise UnusableRequestError("refused_by_template", str(error)) from None
 
@@ -57,7 +57,7 @@ class SamplingContext:
         elif self.encoder.has_image_token(answer.answer_ids):
             dropped = "picture_token_in_answer"  # an image token without an image
         else:
-            chat_template.check_loss_mask(request.id, answer.prompt_ids, answer.answer_ids, eos, not is_cut)
+            chat_template.check_loss_mask(request.row, answer.prompt_ids, answer.answer_ids, eos, not is_cut)
         if is_cut and s.truncated == "drop":
             dropped = "truncated"
         counts = {"truncated": int(is_cut)}

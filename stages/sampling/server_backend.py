@@ -11,6 +11,7 @@ from tqdm import tqdm
 from stages.data import requests, sampled_split
 from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
+from stages.params import server_urls
 from stages.sampling.sampling_context import SamplingContext
 from stages.serving import client, conversation_sampling, http_session, replicas
 from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
@@ -23,7 +24,10 @@ def open_servers(context: SamplingContext, stack: contextlib.ExitStack, place: P
     s, t = context.p.sample_target.server, context.p.target
     limits = s.concurrency, s.timeout_s, s.attempts
     if s.launch is None:
-        urls, secret = client.expand_urls(s.base_urls), http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION)
+        urls, secret = (
+            server_urls.expand_urls(s.base_urls),
+            http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION),
+        )
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     folder, threads = str(context.folder), t.num_threads if t.device == "cpu" else None
     target = folder, t.dtype, t.device, t.trust_remote_code
@@ -85,7 +89,7 @@ class ServedAnswerHandler:
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
     ) -> SampledAnswer:
         encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
-        served_answers.check_served_prompt(encoder, request.id, prompt_ids, answer, history, tools, request.images)
+        served_answers.check_served_prompt(encoder, request.row, prompt_ids, answer, history, tools, request.images)
         if problem := served_answers.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
             raise UnusableRequestError("token_ids_unknown", problem)
         try:
@@ -102,7 +106,7 @@ class ServedAnswerHandler:
                 longer = f"the text, tokenised again, gives {count} tokens, of at most {most} that were asked for"
                 raise UnusableRequestError("token_ids_unknown", longer)
             raise ValueError(
-                f"sample_target: row {request.id} ({request.origin}): the server answered with {count} tokens, expected at most "
+                f"sample_target: row {request.row}: the server answered with {count} tokens, expected at most "
                 f"sample_target.max_new_tokens {most}; let it obey max_tokens, or raise max_new_tokens"
             )
         return sampled

@@ -8,7 +8,7 @@ longer each time. Other 4xx are not retried, since the server would refuse them 
 import asyncio
 import contextlib
 import random
-import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,11 +17,13 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
+from tqdm import tqdm
 
 from stages.serving import http_session
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 FAILURES_BEFORE_BACKOFF = 3  # failures of a server in a row
+NOTE_INTERVAL_S = 5.0  # between notes that no server answers yet
 PARAMS_SECTION = "sample_target.server"  # of params.yaml, for messages
 
 Body = dict[str, Any]
@@ -75,28 +77,9 @@ class Endpoint:
     answered: int = 0
     failures: int = 0  # in a row
     backoff_until: float = 0.0
+    is_awaited: bool = False  # a note said that it can't be asked
     semaphore: asyncio.Semaphore | None = None  # None until identified
     identify_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-def expand_urls(base_urls: list[str]) -> list[str]:
-    """Return one URL per server: http://host:6000-6007 names eight. Raises ValueError for an invalid range."""
-    urls: list[str] = []
-    for given in base_urls:
-        url = http_session.strip_api_path(given)
-        match = re.fullmatch(r"(https?://[^:/]+):(\d+)-(\d+)", url)
-        if not match:
-            urls.append(url)
-            continue
-        first, last = int(match[2]), int(match[3])
-        if not 0 < first <= last <= 65535 or last - first >= 1024:
-            raise ValueError(
-                f"sample_target.server.base_urls: {given} is no range of ports; write http://host:6000-6007"
-            )
-        urls += [f"{match[1]}:{port}" for port in range(first, last + 1)]
-    if twice := sorted({u for u in urls if urls.count(u) > 1}):
-        raise ValueError(f"sample_target.server.base_urls names {', '.join(twice)} twice; name each server once")
-    return urls
 
 
 @dataclass
@@ -121,6 +104,12 @@ class ChatClient:
         self._gate = asyncio.Semaphore(self.concurrency)
         self._checker, self._checking = ThreadPoolExecutor(1), asyncio.Lock()
         self._http = http_session.HttpSession(self.model, self.timeout_s, PARAMS_SECTION, key)
+        self._started_at = self._noted_at = time.monotonic()
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Return the sum of the pauses between the attempts of a request while no server can be reached."""
+        return sum(_pause_s(self.first_backoff_s, times + 1) for times in range(self.attempts))
 
     async def __aenter__(self) -> "ChatClient":
         await self._http.__aenter__()
@@ -130,7 +119,30 @@ class ChatClient:
             if error and not isinstance(error, http_session.ExchangeFailedError):
                 await self.__aexit__()
                 raise error
+        awaited = [(e.url, error) for e, error in zip(self.endpoints, errors, strict=True) if error]
+        if awaited:
+            self._note_awaited(", ".join(url for url, _ in awaited), awaited[0][1], len(awaited) == len(errors))
         return self
+
+    def _note_awaited(self, urls: str, error: BaseException, is_alone: bool) -> None:
+        """Say which servers can't be asked, at once: until the attempts end the stage would be silent."""
+        then = "the other servers are asked meanwhile"
+        if is_alone:
+            then = f"unless a server answers, the run stops in about {self.longest_wait_s:.0f} s "
+            then += f"({PARAMS_SECTION}.attempts: {self.attempts})"
+        _print_note(f"waiting for {urls}, which can't be asked yet: {error}; {then}")
+
+    def _note_still_awaited(self, endpoint: Endpoint, error: BaseException) -> None:
+        """Say that a server can't be asked yet, now and then, while none has been."""
+        now = time.monotonic()
+        if (
+            endpoint.is_awaited
+            and not any(e.engine for e in self.endpoints)
+            and now - self._noted_at >= NOTE_INTERVAL_S
+        ):
+            self._noted_at = now
+            _print_note(f"still waiting for {endpoint.url}, {now - self._started_at:.0f} s so far: {error}")
+        endpoint.is_awaited = True
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
@@ -153,7 +165,7 @@ class ChatClient:
             return await self._try_endpoints(body, engine_fields or {})
 
     async def _try_endpoints(self, body: Body, engine_fields: dict[str, Body]) -> ChatAnswer:
-        failure, avoid = "", None
+        failure, reason, avoid = "", "", None
         for attempt in range(self.attempts):
             endpoint = await self._choose_endpoint(avoid)
             endpoint.in_flight += 1
@@ -165,7 +177,7 @@ class ChatClient:
                     self._http.check(endpoint.url, reply)
                     answer = self._read_answer(endpoint, reply.body)
             except http_session.ExchangeFailedError as error:
-                failure, avoid = f"{endpoint.url}: {error}", endpoint
+                failure, reason, avoid = f"{endpoint.url}: {error}", error.reason, endpoint
                 self._record_failure(endpoint, error)
                 await self._check_servers()
                 # The first retry goes to another server at once.
@@ -178,9 +190,15 @@ class ChatClient:
             endpoint.failures, endpoint.answered = 0, endpoint.answered + 1
             return answer
         raise ValueError(
-            f"no answer in {self.attempts} attempts, the last at {failure}; see to the servers and run again: what was "
-            "answered is kept. Or raise sample_target.server.attempts or timeout_s"
+            f"no answer in {self.attempts} attempts, the last at {failure}; {self._advise(reason)} and run again: what was "
+            f"answered is kept. Or raise {PARAMS_SECTION}.attempts or timeout_s"
         )
+
+    def _advise(self, reason: str) -> str:
+        """Return what to do about the `reason` for which the last attempt failed."""
+        if reason != "http 429":
+            return "see to the servers"
+        return f"lower {PARAMS_SECTION}.concurrency, {self.concurrency}, the requests in flight over all servers,"
 
     async def _check_servers(self) -> None:
         """Run `check` while other servers answer.
@@ -239,7 +257,7 @@ class ChatClient:
             endpoint.backoff_until = time.monotonic() + backoff_s
 
     def _compute_backoff_s(self, times: int) -> float:
-        return min(self.first_backoff_s * 2**times, MAX_BACKOFF_S) * random.uniform(0.7, 1.3)
+        return _pause_s(self.first_backoff_s, times) * random.uniform(0.7, 1.3)
 
     async def _identify(self, endpoint: Endpoint) -> None:
         """Find out which engine a server is, and that it serves the model, before the first request."""
@@ -251,12 +269,25 @@ class ChatClient:
             if not endpoint.engine:
                 try:
                     endpoint.engine = await self._http.identify_engine(endpoint.url)
-                except http_session.ExchangeFailedError:
+                except http_session.ExchangeFailedError as error:
+                    self._note_still_awaited(endpoint, error)
                     endpoint.failures += 1
                     endpoint.backoff_until = time.monotonic() + self._compute_backoff_s(endpoint.failures)
                     raise
+                if endpoint.is_awaited:
+                    _print_note(f"{endpoint.url} answers now")
             # `transformers serve` seeds torch when a request comes in, and generates in one thread: two requests at a
             # time would share a seed, and be no faster.
             endpoint.semaphore = endpoint.semaphore or asyncio.Semaphore(
                 1 if endpoint.engine == "transformers" else self.concurrency
             )
+
+
+def _pause_s(first_s: float, times: int) -> float:
+    """Return the pause after `times` failures in a row, without its random factor."""
+    return min(first_s * 2**times, MAX_BACKOFF_S)
+
+
+def _print_note(text: str) -> None:
+    """Print a note, which `aerie run` shows at once; above the progress bar, where there is one."""
+    tqdm.write(f"note: {text}", file=sys.stderr)

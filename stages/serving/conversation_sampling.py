@@ -164,7 +164,7 @@ class ConversationSampler(Generic[A]):
         except http_session.RequestRefusedError as error:
             raise UnusableRequestError("refused", str(error)) from None
         except ValueError as error:
-            raise ValueError(f"sample_target: row {request.id}: {error}{self.handler.read_log_tail()}") from None
+            raise ValueError(f"sample_target: row {request.row}: {error}{self.handler.read_log_tail()}") from None
         self.progress.tokens += answer.completion_tokens or 0
         return answer
 

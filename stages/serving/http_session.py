@@ -6,7 +6,6 @@
 
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
@@ -71,11 +70,6 @@ def find_proxy(url: str) -> str | None:
         return None
     proxies = getproxies()
     return proxies.get(parts.scheme) or proxies.get("all")
-
-
-def strip_api_path(url: str) -> str:
-    """Return a server's URL without the /v1 that users may write."""
-    return re.sub(r"(/v1)?/?$", "", url)
 
 
 def read_api_key(variable: str | None, section: str) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stages.params import server_urls
 from stages.runtime.free_port import find_free_port
 from stages.serving import (
     engine_flags,
@@ -137,7 +138,7 @@ def _open_group(
     opened: list[tuple[str, CheckServer]] = []
     for log, one in group:
         if one.config_name not in running:
-            opened.append((http_session.strip_api_path(plan.base_urls[one.config_name]), lambda: None))
+            opened.append((server_urls.strip_api_path(plan.base_urls[one.config_name]), lambda: None))
             asyncio.run(_identify_server(plan, one, *opened[-1]))
             continue
         mine = running[one.config_name]

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from stages.params.checks import TARGETS_FOLDER
 from stages.target import manifest
 from stages.toy import text_targets, weather
 
-FOLDER = Path("data/targets")
+FOLDER = TARGETS_FOLDER
 NAME = "weather-tiny"
 RECORD_NAME = "training.json"
 LAST_STEPS = 20  # of the recorded loss

@@ -179,7 +179,7 @@ def test_a_row_that_is_dropped(tmp_path: Path, row: dict[str, Any], reason: str)
     ("row", "found", "expected"),
     [
         ({"messages": [{"who": "Ann", "says": ASK}]}, "turn 1 has the keys 'who, says'", "text under the key content"),
-        ({"messages": [PLAIN[0], {"role": "user", "content": None}]}, "turn 2 has null under content and", "text under"),
+        ({"messages": [PLAIN[0], {"role": "user", "content": None, "says": ASK}]}, "turn 2 has null under", "text under"),
         ({"messages": [PLAIN[0], {"role": "agent", "content": SAY}]}, "the role of turn 2 is a text, 'agent'", "gpt, assistant"),
         ({"messages": [{"content": ASK}]}, "turn 1 has the keys 'content'", "under the key role (or from) one of system"),
         ({"messages": ["Why?"]}, "turn 1 is a text, 'Why?'", "an object with role and content"),
@@ -199,6 +199,70 @@ def test_a_turn_of_another_form_is_described(row: dict[str, Any], found: str, ex
         read(row)
     assert found in str(dropped.value.found) and expected in dropped.value.expected
     (dropped.value.found or "").encode()  # can be printed
+
+
+def _longer(*places: int, content: str = "", role: str | None = None) -> list[dict[str, Any]]:
+    """Thirty turns, those of `places` (from 1) with another content or role."""
+    turns = [
+        {"role": ("assistant", "user")[number % 2], "content": f"this is turn {number}"} for number in range(1, 31)
+    ]
+    for place in places:
+        turns[place - 1] = {"role": role or turns[place - 1]["role"], "content": content}
+    return turns
+
+
+ORDER = "an optional system message, then questions and answers in turn, tool results after calls"
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "expected"),
+    [
+        ({"messages": _longer(22)}, "turn 22 of 30, of the role assistant, is empty", "a text"),
+        ({"messages": _longer(1, 21, content=" ")}, "turn 1 of 30, of the role user, is empty", "a text"),
+        ({"system": " x", "messages": _longer(22)}, "turn 22 of 30, of the role assistant, is empty", "a text"),
+        ({"messages": _longer(21, content="x", role="assistant")},
+         "turn 21 of 30 is of the role assistant, after one of the role assistant", ORDER),
+        ({"messages": [PLAIN[1], PLAIN[1], *_longer(22, content="x", role="user"), PLAIN[0]]},
+         "turn 24 of 33 is of the role user, after one of the role user", ORDER),
+        ({"messages": [PLAIN[0], {"role": "tool", "content": "x"}, PLAIN[1]]},
+         "turn 2 of 3 is of the role tool, after one of the role user", ORDER),
+        ({"messages": [PLAIN[0], {**PLAIN[1], "tool_calls": [{}]}, {**PLAIN[1], "tool_calls": [{}]}, PLAIN[0], PLAIN[1]]},
+         "turn 4 of 5 is of the role user, after one of the role assistant with tool_calls", ORDER),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "turn 1 of 1 is of the role tool", ORDER),
+        ({"messages": [PLAIN[0]]}, "turn 1 of 1, the last, is of the role user", "an answer after it"),
+        ({"messages": []}, "no turn", ORDER),
+        ({"system": "x", "messages": []}, "no turn", ORDER),
+        ({"messages": [*_longer(), {"role": "user", "content": [{"type": "audio"}]}]},
+         "turn 31 has a part of the type 'audio'", "parts of the types text, image_url, image or input_image"),
+        ({"messages": _longer(22, content=None)}, "turn 22 has null under content and the keys 'role'",
+         "a text (null is for an assistant's tool_calls alone); write what the turn says"),
+        ({"prompt": ASK, "answer": ""}, "turn 2 of 2, of the role assistant, is empty", "a text"),
+    ],
+)  # fmt: skip
+def test_the_turn_that_is_wrong_is_named(row: dict[str, Any], found: str, expected: str) -> None:
+    """Bug: of a long conversation its first 80 characters were shown, without the turn that was wrong."""
+    trim = len(row.get("messages", [])) == 33  # two turns before the first question, one after the last answer
+    with pytest.raises(chat_formats.DroppedRowError) as dropped:
+        chat_formats.parse_conversation(row, str(chat_formats.detect_format(row)), None, trim=trim)
+    assert dropped.value.found == found
+    assert dropped.value.expected.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "expected"),
+    [
+        ({"prompt": ASK, "answer": None}, "null under answer", "a text: an answer is what a draft learns; write it there"),
+        ({"question": ASK, "output": 5}, "a number, '5' under output", "a text: an answer is what a draft learns"),
+        ({"prompt": None, "answer": "x"}, "null under prompt", "a text: the question that was answered; write it there"),
+        ({"prompt": ASK, "answer": None, "reply": "x"}, "null under answer", "a text: an answer is what a draft learns"),
+        ({"prompt": ASK, "reply": "x"}, None, ""),
+        ({"answer": "x"}, None, ""),
+    ],
+)  # fmt: skip
+def test_a_null_answer_or_question_is_named(row: dict[str, Any], found: str | None, expected: str) -> None:
+    """Bug: such a row was called one of another format, whose columns fix_data.columns could name."""
+    said, wanted = chat_formats.explain_unknown_format(row)
+    assert said == found and wanted.startswith(expected)
 
 
 @pytest.mark.parametrize("row", [{}, {"text": "x"}, {"messages": "x"}, {"prompt": ASK}, {"prompt": 5, "answer": SAY}])

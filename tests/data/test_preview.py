@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -10,7 +11,7 @@ import pytest
 from stages import fix_data
 from stages.data import conversations, preview
 from stages.params.schema import load_params
-from tests.conftest import ROOT
+from tests.conftest import ROOT, edit_params
 
 PNG = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
@@ -73,6 +74,35 @@ def test_another_path_and_no_row_that_is_kept(home: Path, capsys: pytest.Capture
     assert ended.value.code == 1 and "1 rows read" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"fix_data\.raw is none\.csv, which does not exist"):
         preview.main("5", "none.csv")
+
+
+SCHEMA = (
+    "; if the answers are not of the schema data/tables/weather.yaml, set fix_data.tables to null or to a file of your own; if "
+    "they are no TOON, set fix_data.answers: text (docs/data.md)"
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "row", "said"),
+    [
+        ("toon", {"prompt": "q", "answer": "Sunny."}, SCHEMA),
+        ("json", {"prompt": "q", "answer": "Sunny."}, "; if the answers are no JSON, set fix_data.answers: text (docs/data.md)"),
+        ("toon", {"prompt": "q", "answer": None}, ""),
+        ("toon", {"text": "Sunny."}, "; fix_data.columns names the columns of another format"),
+        ("toon", {"prompt": "q", "answer": ""}, ""),
+    ],
+)  # fmt: skip
+def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(
+    answers: str, row: dict[str, str | None], said: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: it named fix_data.columns where all answers were prose and fix_data.answers is toon."""
+    tables = "data/tables/weather.yaml" if answers == "toon" else None
+    edit_params(home, {"fix_data": {"answers": answers, "tables": tables}})
+    shutil.copytree(ROOT / "data/tables", "data/tables")
+    Path("z.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit):
+        preview.main("5", "z.jsonl")
+    assert capsys.readouterr().out.splitlines()[-1] == f"docs/data.md says what each reason means{said}"
 
 
 def test_turns_with_other_keys_or_roles_are_described(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,9 +90,39 @@ def test_a_broken_schema_stops_the_stage_before_any_work(home: Path) -> None:
         fix_data.main()
 
 
-def test_a_line_that_is_no_utf8_stops_the_stage(home: Path) -> None:
-    RAW.write_bytes(b'{"conversations": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match="line 1: expected one JSON object per line"):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_file_in_latin1_is_to_be_converted_and_loses_no_row(home: Path, first: bool) -> None:
+    """Bug: the advice was `sed '1d'`, which drops the row."""
+    lines = [json.dumps(one, ensure_ascii=False) for one in [row("Café?", TABLE), *questions(39)]]
+    lines = lines if first else lines[::-1]
+    RAW.write_bytes("".join(f"{line}\n" for line in lines).encode("latin1"))
+    with pytest.raises(ValueError, match=rf"line {1 if first else 40}: expected one JSON object per line") as error:
+        fix_data.main()
+    message = str(error.value)
+    assert "sed" not in message and "1 of 40 lines are no UTF-8: " in message
+    command, then = re.findall(r"convert the file: (.*), and put that in its place( \(.*\)$)", message)[0]
+    assert command == f"iconv -f latin1 -t utf-8 {RAW} > {RAW}.utf8" and "-f cp1252" in then
+    subprocess.run(command, shell=True, check=True)
+    Path(f"{RAW}.utf8").replace(RAW)
+    assert outcome()[2]["rows_in"] == 40
+
+
+def test_a_damaged_line_of_a_file_in_utf8_is_not_to_be_converted(home: Path) -> None:
+    """A conversion from Latin-1 would damage the lines that are whole."""
+    whole = json.dumps(row("Café?", TABLE), ensure_ascii=False).encode()
+    RAW.write_bytes(whole + b"\n" + whole.replace(b"\xc3", b"") + b"\n")
+    with pytest.raises(ValueError, match=r"line 2: .*; mend that line, or write a copy without: sed '2d' "):
+        fix_data.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("z.csv", "prompt,answer\nCafé?,ja\n"), ("z.json", '[{"prompt": "Café?", "answer": "ja"}]')]
+)
+def test_tables_and_arrays_in_latin1_are_to_be_converted(home: Path, name: str, text: str) -> None:
+    """Bug: of an array the advice was to mend it, or to write it as JSONL."""
+    set_params(raw=name, answers="text")
+    Path(name).write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=rf"convert the file: iconv -f latin1 -t utf-8 {name} > {name}\.utf8, and put"):
         fix_data.main()
 
 

@@ -17,7 +17,7 @@ BAD_CHECKPOINTS = [
     (SECOND, "e-9: {from: e003, epochs: 6}", f"train_draft.checkpoints.e-9: {NO_NAME} 'e-9'"),
     (SECOND, "e009: {from: 3, epochs: 6}", f"train_draft.checkpoints.e009.from: {NO_NAME} 3; YAML reads"),
     (SECOND, "e009: {from: e010, epochs: 6}",
-     "train_draft: checkpoints.e009.from is 'e010', expected one of e000, e003, e009"),
+     "train_draft: checkpoints.e009.from is 'e010', expected one of e000, e003; correct it"),
     (SECOND, "e009: {from: e009, epochs: 6}",
      "train_draft: checkpoints e009 -> e009 form a cycle; start one from e000"),
     ("e003: {from: e000,", "e003: {from: e009,",
@@ -60,6 +60,17 @@ def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, sta
     edited((old, new))
     (line,) = problems()
     assert line.startswith(start), line
+
+
+def test_a_checkpoint_is_offered_neither_itself_nor_what_starts_from_it() -> None:
+    """Bug: `from: firsts` of `first` was answered with "did you mean first?", and taken so it was a cycle."""
+    segments = (
+        "first: {from: firsts, epochs: 6}\n    firsta: {from: first, epochs: 1}\n    firstb: {from: firsta, epochs: 1}"
+    )
+    edited((SECOND, segments))
+    assert problems()[0] == "train_draft: checkpoints.first.from is 'firsts', expected one of e000, e003; correct it"
+    edited((SECOND, segments.replace("from: first,", "from: fisrt,").replace("from: firsts", "from: e000")))
+    assert "firsta.from is 'fisrt' (did you mean first?), expected one of e000, e003, first; correct" in problems()[0]
 
 
 def test_checkpoints_may_branch_and_stand_in_any_order() -> None:

@@ -1,5 +1,7 @@
 """Checks before any stage: folders, raw data, GPUs and vocabularies that params.yaml names, and the command that runs them."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from stages.params import checks, gpus, schema
 from stages.params.draft_sections import BlockSegment
 from tests.conftest import ROOT
-from tests.params.params_edits import edited, refusal, set_value
+from tests.params.params_edits import edited, refusal, set_value, set_values
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,68 @@ def test_a_block_drafts_layers_that_are_not_stored_are_refused_before_any_stage(
         ValueError, match=r"checkpoints\.b\.feature_layers is \[1, 9\], expected some of target\.feature_layers"
     ):
         checks.check_params(params.model_copy(update={"train_draft": training, "target": target}))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chat", r"target\.chat_template is chat, expected .* templates/, which has broken\.jinja, own\.jinja;"),
+        ("onw.jinja", r"target\.chat_template is onw\.jinja \(did you mean own\.jinja\?\), expected the name of a file in"),
+        ("broken.jinja", r"templates/broken\.jinja line 2 is no Jinja template"),
+        ("latin.jinja", r"templates/latin\.jinja is not UTF-8 text"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_that_is_not_there_or_no_template_is_refused_before_any_stage(name: str, said: str) -> None:
+    """Bug: prepare_target found it, after fix_data."""
+    Path("templates").mkdir()
+    Path("templates/broken.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    Path("templates/own.jinja").write_text("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}")
+    if name == "latin.jinja":
+        Path("templates/latin.jinja").write_bytes(b"\xe9")
+    checks.check_target(schema.load_params())
+    set_value(("target", "chat_template"), "own.jinja")
+    checks.check_target(schema.load_params())
+    set_value(("target", "chat_template"), name)
+    with pytest.raises(ValueError, match=said):
+        checks.check_target(schema.load_params())
+
+
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 5}, {"text_config": {"num_hidden_layers": 5}}])
+def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stage(
+    config: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: prepare_target found them, after fix_data."""
+
+    def check(model: str, watch: str, layers: list[int] | None) -> None:
+        given = {"model": model, "watch": watch, "feature_layers": layers}
+        set_values({("target", key): value for key, value in given.items()})
+        checks.check_target(schema.load_params())
+
+    place = Path("models/mine/config.json")
+    place.parent.mkdir(parents=True)
+    place.write_text(json.dumps(config))
+    for layers in ([1, 2, 4], None):
+        check("models/mine", "models", layers)
+    with pytest.raises(
+        ValueError, match=r"target\.feature_layers is \[1, 5\], expected increasing ids below 5, the number"
+    ):
+        check("models/mine", "models", [1, 5])
+    place.write_text("{")  # prepare_target says what is wrong
+    check("models/mine", "models", [1, 5])
+    shutil.copytree(ROOT / "data/targets/weather-tiny", "data/targets/weather-tiny")
+    with pytest.raises(
+        ValueError, match=r"target\.feature_layers is \[1, 99\], expected .* of builtin/weather-tiny's layers"
+    ):
+        check("builtin/weather-tiny", "data/nothing", [1, 99])
+    check("someone/other", "data/nothing", [1, 99])  # not here
+    cached = tmp_path / "hub/models--someone--other"
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    (cached / "snapshots/abc/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=r"expected increasing ids below 5, the number of someone/other's layers"):
+        check("someone/other", "data/nothing", [1, 99])
 
 
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,3 +150,42 @@ def test_eagle_and_medusa_checkpoints_are_not_replayed_timed_or_benchmarked_with
     assert line.startswith(
         f"{key}: 'heads' is of medusa, expected checkpoints of EAGLE-3 or block drafts; name it in benchmark_methods"
     )
+
+
+ALL = "expected 'eagle3', 'eagle', 'medusa', 'dflash', 'dflash2' or 'dspark'"
+KNOWN = "unknown key (did you mean method?); known keys are from, epochs, method. Correct the spelling, or leave the key out"
+
+
+@pytest.mark.parametrize(
+    ("segment", "line"),
+    [
+        (
+            "method: dflsh, layers: 2, block_size: 8, anchors: 64",
+            f".method: {ALL}, found 'dflsh' (did you mean dflash?)",
+        ),
+        ("method: dspak, layers: 2, heads: 8", f".method: {ALL}, found 'dspak' (did you mean dspark?)"),
+        ("method: medua, heads: 4", f".method: {ALL}, found 'medua' (did you mean medusa?)"),
+        ("method: hydra, heads: 4", f".method: {ALL}, found 'hydra'"),
+        ("methd: dflash, layers: 2, block_size: 8, anchors: 64", f".methd: {KNOWN}"),
+    ],
+)
+def test_a_misspelt_method_of_a_segment_is_one_problem(segment: str, line: str) -> None:
+    """Bug: each key of the method meant was a problem too, as no key of the method that it was taken for."""
+    edited((SECOND, f"{SECOND}\n    x: {{from: e000, epochs: 1, {segment}}}"))
+    assert problems() == [f"train_draft.checkpoints.x{line}"]
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "line"),
+    [
+        ("with_draft", "{method: medsa, checkpoint: e009, depth: 4, nodes: 9}",
+         ".method: expected 'eagle3', 'eagle2', 'eagle' or 'medusa', found 'medsa' (did you mean medusa?)"),
+        ("with_draft", "{methd: medusa, checkpoint: e009, depth: 4, nodes: 9}",
+         ".methd: unknown key, and method is missing (did you mean method?); rename it"),
+        ("without_draft", "{method: lookahed, window: 5, level: 4, guesses: 5}",
+         ".method: expected 'ngram' or 'lookahead', found 'lookahed' (did you mean lookahead?)"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_method_of_a_row_is_one_problem(table: str, row: str, line: str) -> None:
+    edited((f"  {table}: {{}}", f"  {table}: {{x: {row}}}"))
+    assert problems() == [f"benchmark_methods.{table}.x{line}"]

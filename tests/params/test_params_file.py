@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.params import schema
+from stages.params.yaml_text import parse_yaml
 from tests.conftest import ROOT
 from tests.params.params_edits import LEAVES, NUMBERS, READ, REAL, edited, refusal
 
@@ -92,3 +93,24 @@ def test_a_missing_file_says_where_to_run() -> None:
     assert refusal() == "params.yaml not found; run from the project's root, the folder of dvc.yaml"
     Path("params.yaml").mkdir()
     assert "not found" in refusal()
+
+
+PAGES = [ROOT / "params.yaml", *sorted((ROOT / "docs").glob("*.md"))]
+URL_EXAMPLE = re.compile(r"[\[{][^\[\]{}`]*https?://[^\[\]{}`]*[\]}]")
+
+
+def test_the_examples_of_urls_can_be_written_into_params_yaml() -> None:
+    """Bug: URLs stood in brackets without quotes, where the parser of params.yaml takes a colon for a key's."""
+    found = [text for page in PAGES for text in URL_EXAMPLE.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) >= 7
+    for text in found:
+        parse_yaml(f"base_urls: {text}")
+
+
+def test_a_url_in_brackets_without_quotes_is_told_to_be_quoted() -> None:
+    edited(("base_urls: []  ", "base_urls: [http://gpu1:8000]  "))
+    where = line_of("    base_urls: []")
+    assert refusal() == (
+        f"params.yaml is not valid YAML: line {where}: found unexpected ':'; put text with a colon in quotes, as "
+        '["http://gpu1:8000"]'
+    )

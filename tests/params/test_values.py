@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from stages.params import schema
+from stages.params import schema, server_urls
 from tests.params.params_edits import LEAVES, MEASURED, NUMBERS, REAL, edited, problems, refusal, set_value
 
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
@@ -255,3 +255,44 @@ def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
     assert schema.load_params().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
     set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
     assert "benchmark_served.server.base_urls.baseline: expected text matching" in refusal()
+
+
+def test_a_range_of_ports_is_a_server_each() -> None:
+    assert server_urls.expand_urls(["http://a:6000-6002/v1/", "https://b/v1"]) == [
+        "http://a:6000", "http://a:6001", "http://a:6002", "https://b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        (["http://gpu1:6007-6000"], "http://gpu1:6007-6000 is no range of ports, expected the lower port first, both from 1 to"),
+        (["http://gpu1:6000-60000"], "http://gpu1:6000-60000 is no range of ports"),
+        (["http://gpu1:70000"], "http://gpu1:70000 has no such port, expected one from 1 to 65535; correct it"),
+        (["http://gpu1:6000-6002", "http://gpu1:6001/v1"], "names http://gpu1:6001 twice; name each server once"),
+    ],
+)  # fmt: skip
+def test_wrong_ports_and_servers_named_twice_are_found_when_params_are_read(urls: list[str], said: str) -> None:
+    """Bug: sample_target found them when it had loaded the target's tokenizer, and `aerie stale` said nothing."""
+    set_value(("sample_target", "server", "base_urls"), urls)
+    (line,) = problems()
+    assert line.startswith(f"sample_target.server.base_urls: {said}")
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        ({"baseline": "http://gpu2:0"}, ".baseline: http://gpu2:0 has no such port, expected one from 1 to 65535"),
+        (
+            {"baseline": "http://gpu2:6000", "e003-t5_1_6": "http://gpu2:6000/v1"},
+            ": names http://gpu2:6000 for baseline and e003-t5_1_6, expected a server for each; give each its own port",
+        ),
+    ],
+)
+def test_wrong_ports_and_a_server_of_two_configurations_are_found_when_params_are_read(
+    urls: dict[str, str], said: str
+) -> None:
+    """Bug: only the running cell found them, the second of them after the first was measured."""
+    set_value(("benchmark_served", "server", "base_urls"), urls)
+    (line,) = problems()
+    assert line.startswith(f"benchmark_served.server.base_urls{said}")

@@ -48,6 +48,17 @@ def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> 
     commands._check_params()
 
 
+@pytest.mark.parametrize("target", [{"chat_template": "none.jinja"}, {"feature_layers": [1, 99]}])
+def test_a_chat_template_and_feature_layers_are_checked_before_any_stage(home: Path, target: dict[str, object]) -> None:
+    """Bug: prepare_target found them, after fix_data; doctor said that nothing was in the way of a run."""
+    shutil.copytree(ROOT / "data/targets", home / "data/targets")
+    edit_params(home, {"target": target})
+    with pytest.raises(ValueError, match=rf"^params\.yaml: target\.{next(iter(target))} is ") as error:
+        commands._check_params()
+    (found,) = [each for each in doctor.check_all() if each.subject == "params.yaml"]
+    assert found.ok is False and found.found == str(error.value)
+
+
 def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By stale, run and doctor: the user need not open a cell to learn why it has no number."""
     edit_params(home, {

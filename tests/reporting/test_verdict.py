@@ -343,6 +343,33 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     assert "Launch" not in give(served=served, launch=[], families=BLOCKS).headline
 
 
+def test_a_tree_above_the_best_measured_that_no_engine_runs_is_said_to_be_left_out() -> None:
+    """Bug: the best measured was the best of those that engines run, and no word of a faster one that was measured too."""
+    cells = [timed_cell("t4_2_9", 0.9, 0.8, 1.1, checkpoint="b003"), timed_cell("t7_1_8", *SLOW, checkpoint="b003")]
+    found = give(cells=cells, families=BLOCKS)
+    assert "the best measured, t7_1_8 with b003, is 0.80x" in found.headline
+    (line,) = found.more
+    assert line == (
+        "Left out above, since no serving engine runs this tree with this draft: t4_2_9 with b003, measured 0.90x "
+        "(0.80 to 1.10) by the torch engine"
+    )
+    other = timed_cell("t7_1_8", *FAST, checkpoint="b003", workload="mine")
+    assert "t4_2_9" in give(cells=[*cells, other], families=BLOCKS).more[-1], "another workload's tree is no better one"
+    rows = [
+        serve(8, *ends, engine="torch", checkpoint="b003", tree=tree)
+        for tree, ends in (("t4_2_9", FAST), ("t7_1_8", SLOW))
+    ]
+    (line,) = give(served=rows, families=BLOCKS).more
+    assert line.endswith("runs this tree with this draft: t4_2_9 with b003, measured 1.50x (1.30 to 1.80)")
+
+
+def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
+    """Bug: it said that no tree was timed."""
+    found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
+    assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
+    assert found.more[0].startswith("Left out above, since no serving engine runs this tree")
+
+
 def test_the_chain_of_the_whole_block_is_advised() -> None:
     cells = [timed_cell("t7_1_8", 1.9, 1.7, 2.1, checkpoint="b003"), timed_cell("t6_4_32", 1.2, 1.1, 1.3)]
     found = give(cells=cells, families=BLOCKS)

@@ -126,5 +126,7 @@ def test_keep_names_the_row_whose_mask_is_wrong(project: Path) -> None:
     rows[1]["messages"][-1]["content"] = ""
     pl.DataFrame(rows, schema=schema).write_parquet("data/fixed/train.parquet")
     use(project, "keep")
-    with pytest.raises(ValueError, match=rf"row {rows[1]['id']}\.0: its mask is all zero"):
+    with pytest.raises(
+        ValueError, match=rf"row {rows[1]['id']}\.0 \(weather_toon\.jsonl, row \d+\): its mask is all zero"
+    ):
         sample_target.main()

@@ -178,7 +178,7 @@ def test_turns_after_one_that_the_template_refuses_do_not_quote_the_datas_answer
     encode = PromptEncoder.encode_prompt
 
     def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
-        if row.endswith(".0"):
+        if row.split()[0].endswith(".0"):  # its file follows
             raise TemplateRefusalError("a greeting")
         return encode(self, row, *rest)
 
@@ -232,7 +232,7 @@ def test_a_row_that_the_template_refuses_is_not_sent(project: Path, monkeypatch:
     encode, refused = PromptEncoder.encode_prompt, answers(project, "train")["id"][2]
 
     def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
-        if row == refused:
+        if row.startswith(f"{refused} ("):
             raise TemplateRefusalError("roles must alternate")
         return encode(self, row, *rest)
 

@@ -201,16 +201,12 @@ def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
 
 
 def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running: str) -> None:
-    ask(
-        project,
-        base_urls={"e003-t5_1_6": running, "e003-t8_2_16": running},
-        model="artifacts/target",
-        command=["/nowhere"],
-    )
+    ask(project, base_urls={"e003-t5_1_6": running}, model="artifacts/target", command=["/nowhere"])
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
+    ask(project, base_urls={"e003-t8_2_16": running}, model="artifacts/target", command=["/nowhere"])
     with pytest.raises(ValueError, match="reports speculative_num_steps 5, expected 8"):
         benchmark_served.main("eval", "e003", "t8_2_16")
 

@@ -1,6 +1,7 @@
 """The client against a server that does all a server can do wrong."""
 
 import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -156,6 +157,56 @@ def test_a_server_that_is_away_at_first_is_met_later() -> None:
     assert all(isinstance(a, client.ChatAnswer) for a in answers)
 
 
+def test_a_server_that_is_never_up_is_named_at_once_and_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: not a word for the minute until the attempts had ended."""
+    monkeypatch.setattr(client, "NOTE_INTERVAL_S", 0.0)
+    with Fake() as gone:
+        pass
+    (answer,), _ = asks([gone.url], [BODY], attempts=3)
+    assert isinstance(answer, ValueError) and "no answer in 3 attempts" in str(answer)
+    first, *more = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert first.startswith(f"note: waiting for {gone.url}, which can't be asked yet: ClientConnectorError")
+    assert first.endswith("; unless a server answers, the run stops in about 0 s (sample_target.server.attempts: 3)")
+    assert len(more) == 3
+    assert all(line.startswith(f"note: still waiting for {gone.url}, 0 s so far: Client") for line in more)
+
+
+def test_the_wait_for_servers_is_told_as_long_as_it_is() -> None:
+    """Of attempts of one request; the pauses double from 1 s, up to 30 s."""
+    assert [client.ChatClient([], "tiny", 1, 1.0, attempts).longest_wait_s for attempts in (1, 3, 6)] == [1, 7, 61]
+
+
+def test_a_server_that_comes_up_is_said_to_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    with Fake() as well:
+        with Fake() as gone:
+            pass
+
+        async def run() -> None:
+            how = {"concurrency": 2, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02}
+            async with client.ChatClient([gone.url, well.url], "tiny", **how) as http:
+                with contextlib.ExitStack() as stack:
+                    await asyncio.to_thread(stack.enter_context, Fake(port=gone.port))  # it has a loop of its own
+                    while not http.endpoints[0].answered:
+                        await asyncio.gather(*(http.complete(b) for b in numbered(2)))
+
+        asyncio.run(run())
+    first, last = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert first.startswith(f"note: waiting for {gone.url}, which can't be asked yet: ")
+    assert first.endswith("; the other servers are asked meanwhile")
+    assert last == f"note: {gone.url} answers now"
+
+
+def test_a_server_with_too_many_requests_names_the_setting_of_how_many() -> None:
+    """Bug: the message advised to see to the servers, or to raise attempts or timeout_s."""
+    with Fake(lambda *_: 429) as fake:
+        (answer,), _ = asks([fake.url], [BODY], attempts=2, concurrency=16)
+    assert "HTTP 429" in str(answer) and "; lower sample_target.server.concurrency, 16, the requests in fl" in str(
+        answer
+    )
+
+
 def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
     with Fake(delay_s=0.3) as slow, Fake() as fast:
         answers, _ = asks([slow.url, fast.url], numbered(120), concurrency=8)
@@ -206,13 +257,3 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     assert isinstance(answer, ValueError | client.ChatAnswer) and proxy.paths[0].startswith(
         "http://nowhere.invalid:8000/"
     )
-
-
-def test_a_range_of_ports_is_a_server_each() -> None:
-    assert client.expand_urls(["http://a:6000-6002/v1/", "https://b/v1"]) == [
-        "http://a:6000", "http://a:6001", "http://a:6002", "https://b",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="no range of ports"):
-        client.expand_urls(["http://a:6002-6000"])
-    with pytest.raises(ValueError, match="http://a:6001 twice"):
-        client.expand_urls(["http://a:6000-6002", "http://a:6001"])
