@@ -23,6 +23,7 @@ from dvc.exceptions import ReproductionError
 from dvc.fs import LocalFileSystem
 from dvc.utils import strictyaml
 from dvc.utils.serialize import _yaml
+from dvc_data.hashfile.state import State
 
 from tests.recorded_graph import (
     Recorder,
@@ -73,6 +74,8 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
         # DVC's locks, which take an eighth of the time; no other process works in this project.
         patch.setattr(dvc.rwlock, "rwlock", lambda *_, **__: nullcontext())
+        # The links made in the project, for a checkout to remove: a database is opened and closed for every output.
+        patch.setattr(State, "set_link", lambda *_: None)
         yield made
 
 
