@@ -110,8 +110,9 @@ def _write_used(sections: Sections) -> None:
 def _find_local_edits() -> dict[str, Any]:
     """Return the keys that neither the committed params.yaml nor the recipe used last has set as they are, with their values."""
     used = json.loads(USED_FILE.read_text(encoding="utf-8")) if USED_FILE.is_file() else {}
-    text, _ = _merge_sections(_read_committed(), [used])
-    expected, now = _read_leaves(text), _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
+    expected = _read_leaves(_read_committed())
+    expected |= dict(_list_leaves(used, schema.Params, ""))
+    now = _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
     return {path: value for path, value in now.items() if path not in expected or expected[path] != value}
 
 

@@ -77,14 +77,17 @@ SMALL = {
 # The longest files: first those that wait most, for servers and workers; then by what they cost, and not two in a row
 # that wait for small_run. Another order is only slower.
 LONG = [
-    "test_train_draft", "test_prefect_workers", "test_browser", "test_serving_costs", "test_flows", "test_reruns",
-    "test_real_server", "test_benchmark_served", "test_interrupted_runs", "test_batch_decode", "test_sample_target",
-    "test_sampling", "test_prepare_prompts", "test_beside_the_baseline", "test_lossless",
-    "test_dvc_graph", "test_run", "test_extract_hiddens", "test_load_generator", "test_benchmark_loads",
-    "test_security", "test_decode", "test_printed_taus", "test_import_draft", "test_dvc_remote", "test_replay",
-    "test_in_a_browser", "test_methods", "test_workspaces", "test_costs", "test_values", "test_page", "test_benchmark",
-    "test_recipes", "test_bad_input", "test_pictured_stages", "test_replay_blocks", "test_format", "test_sandbox", "test_sharing",
-    "test_multimodal_forward", "test_feature_layers", "test_weather_maps", "test_verdicts",
+    "test_train_draft", "test_prefect_workers", "test_browser", "test_serving_costs", "test_flows", "test_block_proposer",
+    "test_reruns", "test_real_server", "test_security", "test_run", "test_benchmark_served", "test_batch_decode",
+    "test_dvc_graph", "test_import_draft", "test_recipes", "test_train_block_drafts", "test_sampled_drafts",
+    "test_interrupted_runs", "test_dvc_remote", "test_bad_input", "test_sample_target", "test_sampling",
+    "test_prepare_prompts", "test_beside_the_baseline", "test_lossless", "test_extract_hiddens", "test_load_generator",
+    "test_benchmark_loads", "test_decode", "test_printed_taus", "test_reproduce", "test_replay",
+    "test_sample_pictures", "test_replay_blocks", "test_import_block_drafts", "test_in_a_browser", "test_methods",
+    "test_workspaces", "test_sandbox", "test_costs", "test_values", "test_page", "test_benchmark", "test_check_overfit",
+    "test_sharing", "test_pictured_stages", "test_full_disk", "test_names_and_shells", "test_freshness", "test_format",
+    "test_multimodal_forward", "test_feature_layers", "test_target_forward", "test_block_stages", "test_weather_maps",
+    "test_verdicts",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -261,14 +262,20 @@ def _suspend_garbage_collection() -> Iterator[None]:
 
     Objects that were frozen before stay so, as those of a fork (telemetry/fork_server.py): each later load would collect them.
     """
-    is_frozen = gc.get_freeze_count() > 0
+    stay_frozen = _has_frozen_objects()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not is_frozen:
+        if not stay_frozen:
             gc.unfreeze()
+
+
+@cache
+def _has_frozen_objects() -> bool:
+    """Return whether objects were frozen before the first load; asked once, since counting a million takes 40 ms."""
+    return gc.get_freeze_count() > 0
 
 
 async def _flush_cache(http: http_session.HttpSession, url: str) -> None:

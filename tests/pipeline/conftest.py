@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def by_dvc(*words: str) -> str:
 
 def give_params(project: Project) -> None:
     """A valid params.yaml, ours, with raw data that exists."""
+    (project.root / "params.yaml").write_text(_write_params())
+
+
+@cache
+def _write_params() -> str:
+    """Return its text; once for all projects, since comments are kept by a slow parser."""
     yaml = YAML()
     params = yaml.load(REPO / "params.yaml")
     params["fix_data"]["raw"] = "raw.csv"
@@ -106,7 +113,7 @@ def give_params(project: Project) -> None:
     params["schedule"] |= {"retry_pause_s": 0, "remote_stages": []}
     text = io.StringIO()
     yaml.dump(params, text)
-    (project.root / "params.yaml").write_text(text.getvalue())
+    return text.getvalue()
 
 
 @pytest.fixture

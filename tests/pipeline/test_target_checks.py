@@ -11,6 +11,7 @@ from stages import prepare_target
 from stages.target import manifest
 from tests.conftest import EAGLE3, ROOT, edit_params
 
+pytestmark = pytest.mark.usefixtures("forked_stages")
 BLOCK = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 8, "anchors": 8}
 
 

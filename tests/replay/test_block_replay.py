@@ -37,6 +37,10 @@ class Case:
         self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
         options: dict[str, Any] = {"vocab_size": VOCAB, "mask_token_id": 3, "block_size": 5, "feature_layers": FEATURES}
         self.draft: BlockDraft = random_block_draft(seed + 10, **METHOD_OPTIONS[method], **options)[0]
+        self._read_once, self._draft_once = (
+            cache(self._read),
+            cache(self._draft),
+        )  # every width and tree reads the same rows
         self.rows = [self.answer(p, n) for p, n in zip(PROMPTS, ANSWER_LENGTHS, strict=True)]
         lengths = torch.tensor([len(row) for row in self.rows])
         offsets = lengths.cumsum(0) - lengths
@@ -53,9 +57,20 @@ class Case:
 
     def read(self, ids: list[int]) -> tuple[Tensor, list[int]]:
         """Features [n, K*H] and the next token after each."""
+        return self._read_once(tuple(ids))
+
+    def _read(self, ids: tuple[int, ...]) -> tuple[Tensor, list[int]]:
         with torch.inference_mode():
             out = self.target(torch.tensor([ids]), output_hidden_states=True)
         return torch.cat([out.hidden_states[i][0] for i in FEATURES], -1), out.logits[0].argmax(-1).tolist()
+
+    def draft_greedily(self, row: list[int]) -> list[int]:
+        """Return the slow draft's whole block after `row`, whose last token is the anchor: it has no features yet."""
+        return self._draft_once(tuple(row))
+
+    def _draft(self, row: tuple[int, ...]) -> list[int]:
+        features = self.read(list(row[:-1]))[0]
+        return greedy_block(self.draft, self.embedding, self.head, list(row), features, len(row) - 1)
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
         row = list(prompt)
@@ -67,8 +82,7 @@ class Case:
         """Decode with the slow draft and return the drafts that each cycle accepts, cut at the answer's end."""
         row, accepted = [*prompt, self.read(prompt)[1][-1]], []
         while len(row) < len(prompt) + count:
-            features = self.read(row[:-1])[0]  # of the verified tokens; the anchor has none yet
-            drafts = greedy_block(self.draft, self.embedding, self.head, row, features, len(row) - 1)[:width]
+            drafts = self.draft_greedily(row)[:width]
             following = self.read(row + drafts)[1][len(row) - 1 :]
             j = 0
             while j < width and drafts[j] == following[j]:

@@ -24,6 +24,7 @@ from tests.engine.test_sampling import warped
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FEATURES = (1, 2, 3)
+ROWS_PER_PACK = 8  # of more, attention between rows costs more than calls
 every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 
@@ -41,20 +42,32 @@ class Pair:
 
     def read(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Features [T, K*H], the last hidden state [T, H] and logits [T, V]."""
+        features, last, logits = self.read_rows([ids])
+        return features[0], last[0], logits[0]
+
+    def read_rows(self, rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same of rows of one length, [B, T, ...]."""
         with torch.inference_mode():
-            out = self.target(torch.tensor([ids]), output_hidden_states=True)
-        return torch.cat([out.hidden_states[i][0] for i in FEATURES], -1), out.hidden_states[-1][0], out.logits[0]
+            out = self.target(torch.tensor(rows), output_hidden_states=True)
+        return torch.cat([out.hidden_states[i] for i in FEATURES], -1), out.hidden_states[-1], out.logits
 
     def read_places(self, rows: list[list[int]], start: int) -> "Places":
-        """Rows of prompt and answer, whose answers begin at `start`: each a pack of its own, as replay takes them."""
+        """Rows of prompt and answer, whose answers begin at `start`: packs of some rows of one length, as replay takes them."""
         found = []
-        for row in rows:
-            ids, (features, last, _) = torch.tensor(row), self.read(row)
-            bounds = torch.tensor([start]), torch.tensor([len(row)])
-            places = AnswerPlaces.build(ids, *bounds, self.draft.config.num_drafts)
-            pack = ids, features, torch.arange(len(row)), torch.zeros(len(row), dtype=torch.int64), places.anchors
-            states = compute_place_states(self.draft, self.embedding, *pack)
-            found.append((states, last[places.anchors], ids[places.anchors], places.following, places.counts))
+        for length, of_length in itertools.groupby(rows, len):
+            row = torch.arange(length)
+            while pack := list(itertools.islice(of_length, ROWS_PER_PACK)):
+                ids, (features, last, _), documents = (
+                    torch.tensor(pack).flatten(),
+                    self.read_rows(pack),
+                    torch.arange(len(pack)),
+                )
+                bounds = documents * length + start, documents * length + length
+                places = AnswerPlaces.build(ids, *bounds, self.draft.config.num_drafts)
+                layout = row.repeat(len(pack)), documents.repeat_interleave(length), places.anchors
+                states = compute_place_states(self.draft, self.embedding, ids, features.flatten(0, 1), *layout)
+                anchors = places.anchors
+                found.append((states, last.flatten(0, 1)[anchors], ids[anchors], places.following, places.counts))
         states, last, anchor_tokens, following, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
         return states, last, anchor_tokens, AnswerPlaces(torch.zeros_like(anchor_tokens), following, counts)
 

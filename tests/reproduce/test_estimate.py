@@ -1,6 +1,7 @@
 """Estimates against what models really have, what was measured, and a slow count."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ H200, H100 = measured_rates.GPUS["h200"], measured_rates.GPUS["h100"]
 pytestmark = pytest.mark.usefixtures("home")
 
 
+@cache
 def shape_of(name: str) -> tuple[schema.Params, target_size.TargetSize]:
+    """Return what is the same in every `home`, and frozen."""
     with recipes.merge_recipe(name) as (file, _):
         p = schema.load_params(file)
     return p, target_size.read_target_size(p)
