@@ -31,7 +31,7 @@ def _shorten_path(word: Any) -> Any:
 
 def describe_memory(server: MeasuredServer, gpus: list[GpuMemory]) -> ServerMemory:
     return ServerMemory(
-        **asdict(engine_flags.read_server_memory(server.info)),
+        **asdict(server.get_reported_memory()),
         draft=server.measure_draft_gib(),
         gpu_total=round(sum(gpu.total for gpu in gpus), 2) if gpus else None,
         **asdict(server.gpu_memory),

@@ -15,6 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504, 529}
+NOT_READY_STATUSES = {502, 503, 504}  # of a server that loads its model, or of the proxy before it
 ROW_REFUSED_STATUSES = {400, 413, 422}  # this request is at fault; any other 4xx concerns all requests
 FINISH_REASONS = ("stop", "length")
 KEEPALIVE_S = 3.0  # of an idle connection; uvicorn, which SGLang and vLLM use, closes it after 5
@@ -151,12 +152,19 @@ class HttpSession:
             )
 
     async def identify_engine(self, url: str) -> str:
-        """Return transformers, sglang, vllm, or openai for any other. Raises ValueError if it serves another model."""
+        """Return transformers, sglang, vllm, or openai for any other.
+
+        Raises:
+            ExchangeFailedError: if the server can't be asked yet.
+            ValueError: if it serves another model.
+        """
         served: list[dict[str, Any]] = []
         briefly = min(10.0, self.timeout_s)
         reply = await self.send(url, "GET", "/v1/models", within_s=briefly)
         if reply.status in (401, 403):
             raise ValueError(f"{url} answered HTTP {reply.status} for its models; is {self.section}.api_key_env right?")
+        if reply.status in NOT_READY_STATUSES:
+            self.check(url, reply)
         try:
             if reply.status == 200:
                 served = [m for m in json.loads(reply.body)["data"] if isinstance(m, dict)]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class MeasuredServer:
     info: dict[str, Any] = field(default_factory=dict)  # reported by the server
     command: list[str] = field(default_factory=list)
     gpu_memory: UsedGpuMemory = field(default_factory=UsedGpuMemory)
+    most_weights_gib: float | None = None  # of the target, where the engine's own figure may be too large
     notice: str | None = None  # on how the server drafts, for the report
     simulated: SimulatedAcceptance | None = None  # None: what the target accepts is real
 
@@ -58,6 +59,12 @@ class MeasuredServer:
     def num_draft_tokens(self) -> int:
         """Return the tokens of the tree, 0 without a draft."""
         return self.draft.num_draft_tokens if self.draft else 0
+
+    def get_reported_memory(self) -> engine_flags.ReportedMemory:
+        """Return what the engine reports; of the weights `most_weights_gib` at most."""
+        found = engine_flags.read_server_memory(self.info)
+        limits = [gib for gib in (found.weights, self.most_weights_gib) if gib is not None]
+        return replace(found, weights=None if found.weights is None else min(limits))
 
     def measure_draft_gib(self) -> float | None:
         """Return the size of the draft's file: engines don't report the memory of a draft."""
@@ -191,7 +198,8 @@ def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) ->
 def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
     """Check that no other process holds memory that a server will take, and that each has room for its weights.
 
-    Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes.
+    Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes. SGLang reports the
+    memory that became less while it read its weights, and so what another server took meanwhile: its files are the limit.
     """
     setup = plan.setup
     gpu_memory.check_free_memory(gpus, setup.mem_fraction)
@@ -200,6 +208,8 @@ def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gp
     capacity = sum(gpu.total for gpu in gpus) * setup.mem_fraction
     for measured in servers:
         draft = measured.measure_draft_gib() or 0.0
+        if plan.can_start_together() and setup.dtype != "float32":  # files of 16 bits take twice their size in float32
+            measured.most_weights_gib = round(weights, 3)
         gpu_memory.check_weights_fit(weights, draft, tokens, plan.token_bytes, capacity)
 
 

@@ -122,6 +122,23 @@ def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
 
+def test_the_weights_of_servers_that_start_together_are_no_more_than_the_targets_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: SGLang counts what others take while it reads its weights; three servers of 15 GiB had 47, 31 and 16."""
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 2**21)
+    setup = dataclasses.replace(make_setup(), folder=str(tmp_path), device="cuda", dtype="bfloat16")
+    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
+    together = dataclasses.replace(plan, setup=dataclasses.replace(setup, max_total_tokens=9))
+    info = {"memory_usage": {"weight": 0.01, "kvcache": 4.9, "token_capacity": 9}}
+    found = []
+    for each in (plan, together):
+        server = MeasuredServer("baseline", info=info)
+        measured_server._check_memory(each, [server], [gpu_memory.GpuMemory("H200", 0.0, 140.0)])
+        found.append(served_points.describe_memory(server, []).weights)
+    assert found == [0.01, 0.002]
+
+
 def make_setup() -> engine_flags.ServerSetup:
     return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
 

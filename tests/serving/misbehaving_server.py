@@ -66,6 +66,7 @@ class Fake:
         """`delay_s` in seconds, or what gives them for a body."""
         self.reply, self.port, self.models, self.host = reply, port, models, host
         self.location = ""
+        self.loading = 0  # how many times more /v1/models is answered by 503, as while a server loads its model
         self.pages: dict[str, Any] = {}  # path -> what a GET or POST of it gives: a value, bytes, or what makes one
         self.arrived: list[float] = []  # of each request for an answer, by the machine's clock
         self.streams: list[list[float]] = []  # when each chunk of each stream was sent
@@ -100,6 +101,9 @@ class Fake:
                             return
                     finally:
                         self._at_once -= 1
+                elif path == "/v1/models" and self.loading:
+                    self.loading -= 1
+                    self._send(writer, 503, {})
                 elif path == "/v1/models" and self.models is not None:
                     self._send(writer, 200, self.models)
                 elif (page := path.partition("?")[0]) in self.pages:

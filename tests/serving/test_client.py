@@ -198,6 +198,19 @@ def test_a_server_that_comes_up_is_said_to_answer(capfd: pytest.CaptureFixture[s
     assert last == f"note: {gone.url} answers now"
 
 
+def test_a_server_that_loads_its_model_is_asked_again_which_engine_it_is() -> None:
+    """Bug: one that answered 503 for its models was taken for an unknown engine, so SGLang got no fields of its own."""
+
+    async def run(url: str) -> None:
+        async with client.ChatClient([url], "tiny", 4, 1.0, attempts=6, first_backoff_s=0.02) as http:
+            await http.complete(BODY, {"sglang": {"return_token_ids": True}})
+
+    with Fake(models={"data": [{"id": "tiny", "owned_by": "sglang"}]}) as fake:
+        fake.loading = 2
+        asyncio.run(run(fake.url))
+    assert fake.paths.count("/v1/models") == 3 and fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
+
+
 def test_a_server_with_too_many_requests_names_the_setting_of_how_many() -> None:
     """Bug: the message advised to see to the servers, or to raise attempts or timeout_s."""
     with Fake(lambda *_: 429) as fake:
