@@ -15,7 +15,7 @@ of dependencies) and after it (hashing and linking of outputs); then of the proc
 (stages/telemetry/waits.py): `imports`, `load`ing weights, starting `server`s, `compile`, and the `kernel`, the first that
 the process could run, counted from its start. `GiB` is the most memory in use on the first visible GPU, by anybody.
 
-`--costs`: instead of one served pair the grids of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees, each
+`--costs`: instead of one served pair the grid of serving_costs at 1, 8, 32 and 128 at once, and live cells of other trees, each
 in turns with its own baseline, whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the
 embedded one, widened to the shape (benchmarks/widened_target.py), on the embedded data: answers of a random one all have one
 length, and each draft is accepted. At 1B shape steps are mostly the engine's Python, whose speed is the machine's of the moment.
@@ -43,7 +43,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ import torch
 from ruamel.yaml import YAML
 
 from benchmarks import engine_kit, random_target, widened_target
-from benchmarks.gpu_graph import Workloads, copy_project, run, serve_cells
+from benchmarks.gpu_graph import copy_project, run, serve_cells
 from pipeline import processes
 from stages.runtime import atomic
 from stages.telemetry.gpu_energy import list_visible_cards, pynvml
@@ -64,16 +63,12 @@ PARTS = (
     f"benchmark_served@eval-{CHECKPOINT}-{TREE}",
 )  # fmt: skip
 AT_ONCE = [1, 8, 32, 128]
-LIVE: Workloads = {  # few prompts where they take long; a warm-up as large as the load, whose kernels are compiled by it
-    "few": {"repeats": 3, "concurrency": AT_ONCE[:2], "warmup": 8},
-    "many": {"repeats": 3, "concurrency": AT_ONCE[2:], "warmup": 128},
-}
+LIVE = "sweep"  # the workload of --costs
 LIVE_TREES = "t3_1_4 t5_4_16 t8_2_16"
-COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], *(f"prepare_prompts@{name}" for name in LIVE))
-COST_CELLS = (  # the grids first; baselines for --no-interleave
-    *(f"serving_costs@{name}" for name in LIVE),
-    *(f"benchmark_served_baseline@{name}" for name in LIVE),
-    *(f"benchmark_served@{name}-{CHECKPOINT}-{tree}" for name, tree in product(LIVE, LIVE_TREES.split())),
+COST_PARTS = (*PARTS[: PARTS.index("prepare_prompts@eval")], f"prepare_prompts@{LIVE}")
+COST_CELLS = (  # the grid first
+    f"serving_costs@{LIVE}",
+    *(f"benchmark_served@{LIVE}-{CHECKPOINT}-{tree}" for tree in LIVE_TREES.split()),
 )
 MEASURED = "big_graph.json"  # in FOLDER: a StageCost of each stage that ran
 COST_CONTEXT = 2048  # tokens of a prompt and its answer, at most, of --costs: the positions of its target
@@ -88,13 +83,13 @@ class CostPlan:
     trees: str  # of the grids
     mem_fraction: float
     max_total_tokens: int
-    num_prompts: dict[str, int]  # of each workload
+    num_prompts: list[int]  # at each of AT_ONCE
     epochs: int
 
 
-COST_PLANS = {"8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, {"few": 24, "many": 320}, epochs=8)}
+COST_PLANS = {"8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [12, 64, 256, 960], epochs=8)}
 SMALL_COST_PLAN = CostPlan(
-    "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32", 0.12, 50_000, {"few": 40, "many": 512}, epochs=16
+    "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32", 0.12, 50_000, [40, 96, 512, 960], epochs=16
 )
 
 
@@ -147,11 +142,9 @@ def main() -> None:
     edit_params(folder, o)
     with processes.preload_stages(len(o.parts)):  # as `aerie run` does
         is_made = all(measure_stage(folder, stage) for stage in o.parts)
-    grids = [name for name in o.cells if name.startswith("serving_costs")]
-    if is_made and grids:
-        serve_cells(folder, grids, 1)  # each takes the memory of as many servers as it holds
-    if is_made and (cells := [name for name in o.cells if name not in grids]):
-        serve_cells(folder, cells, o.at_once)
+    for cells in (o.grids, o.cells) if is_made else ():  # a grid takes the memory of as many servers as it holds
+        if cells:
+            serve_cells(folder, cells, o.at_once)
     print_table(folder)
 
 
@@ -171,9 +164,6 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
     takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
-    takes.add_argument(
-        "--interleave", action=argparse.BooleanOptionalAction, default=True, help="live cells with their own baselines"
-    )
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
@@ -181,10 +171,12 @@ def parse_words() -> argparse.Namespace:
     o = takes.parse_args()
     taken = tuple(o.parts or [""])
     o.parts = [stage for stage in (COST_PARTS if o.costs else PARTS) if stage.startswith(taken)]
-    o.cells = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
+    chosen = [stage for stage in COST_CELLS if o.costs and stage.startswith(taken)]
+    o.grids = [stage for stage in chosen if stage.startswith("serving_costs")]
+    o.cells = [stage for stage in chosen if stage not in o.grids]
     if o.costs:
         o.rows, o.longest, o.batch_tokens, o.dtype = 600, COST_ANSWER, 4096, "bfloat16"
-        o.eval_rows = max(COST_PLANS.get(o.shape, SMALL_COST_PLAN).num_prompts.values())
+        o.eval_rows = max(COST_PLANS.get(o.shape, SMALL_COST_PLAN).num_prompts)
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5
@@ -304,13 +296,12 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
         p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = plan.epochs
     eval_load = p["benchmark"]["workloads"]["eval"]
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
-    few = {"num_prompts": 8, "warmup": 1} if o.small else {}
-    p["benchmark"]["workloads"] = {
-        name: {**eval_load, **length, **keys, "num_prompts": plan.num_prompts[name], **few}
-        for name, keys in LIVE.items()
-    }
-    p["serving_costs"] |= {"workloads": list(LIVE), "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
-    p["benchmark_served"] |= {"workloads": list(LIVE), "trees": LIVE_TREES.split(), "interleave": o.interleave}
+    size = {"num_prompts": plan.num_prompts, "concurrency": AT_ONCE, "warmup": AT_ONCE[-1]}
+    if o.small:
+        size = {"num_prompts": [3, 8], "concurrency": AT_ONCE[:2], "warmup": 1}
+    p["benchmark"]["workloads"] = {LIVE: {**eval_load, **length, **size, "repeats": 3}}
+    p["serving_costs"] |= {"workloads": [LIVE], "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
+    p["benchmark_served"] |= {"workloads": [LIVE], "trees": LIVE_TREES.split(), "interleave": True}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.
     kit = [] if o.small else [*list_launch_args(o), "--context-length", str(COST_CONTEXT)]
     p["benchmark_served"]["server"] |= {

@@ -40,7 +40,7 @@ def main(workload: str) -> None:
         measured, warmup = _select_prompts(workload, settings, _read_eval_split())
     elif settings.prompts == "random":
         rows = _make_random_prompts(settings, _read_eval_split())
-        measured, warmup = rows[: settings.num_prompts], rows[settings.num_prompts :]
+        measured, warmup = rows[: settings.most_prompts], rows[settings.most_prompts :]
     else:
         measured, warmup = _read_set_prompts(params, workload, settings, target)
     _check_prompts_fit(workload, [*measured, *warmup], target.max_position_embeddings)
@@ -85,20 +85,20 @@ def _read_set_prompts(
 
 
 def _make_random_prompts(settings: Workload, split: list[WorkloadPrompt]) -> list[WorkloadPrompt]:
-    """Return num_prompts prompts to measure and `warmup` more, made of the eval rows from `start` to `stop`.
+    """Return `most_prompts` prompts to measure and `warmup` more, made of the eval rows from `start` to `stop`.
 
     As in SGLang's bench_serving, lengths are uniform from length_range of input_tokens to input_tokens, and a prompt is a
     row's tokens cut or repeated. There a prompt starts with the row's first token, here at any token, a different one each
     time until all are used: a few rows thus make many prompts, and a prefix cache finds little.
     """
-    assert settings.input_tokens is not None and settings.num_prompts is not None
+    assert settings.input_tokens is not None and settings.most_prompts is not None
     texts = [row.prompt_ids for row in split if not row.images][settings.start : settings.stop]
     if not texts:
         raise ValueError(
             f"{EVAL_FOLDER} has no prompt without images from {settings.start} on, expected some to make random prompts of: an "
             "image can't be cut. Lower the workload's start, or set its prompts to eval"
         )
-    count = settings.num_prompts + settings.warmup
+    count = settings.most_prompts + settings.warmup
     rngs = [np.random.default_rng([settings.seed, stream]) for stream in (LENGTHS_STREAM, SHARES_STREAM, STARTS_STREAM)]
     shortest = max(int(settings.input_tokens * settings.length_range), 1)
     lengths = rngs[LENGTHS_STREAM].integers(shortest, settings.input_tokens + 1, count)  # [N]
@@ -129,10 +129,10 @@ def _select_prompts(workload: str, settings: Workload, available: list[T]) -> tu
             f"{PARAMS_FILE}: benchmark.workloads.{workload}.start is {settings.start}, expected at most {len(available) - 1}: "
             f"{settings.prompts} has {len(available)} prompts, counted from 0"
         )
-    measured = window[: settings.num_prompts]
-    if settings.num_prompts is not None and len(measured) < settings.num_prompts:
+    measured = window[: settings.most_prompts]
+    if settings.most_prompts is not None and len(measured) < settings.most_prompts:
         print(
-            f"note: workload {workload} asks for {settings.num_prompts} prompts, {settings.prompts} has {len(measured)} "
+            f"note: workload {workload} asks for {settings.most_prompts} prompts, {settings.prompts} has {len(measured)} "
             f"from {settings.start} to {'its end' if settings.stop is None else settings.stop}"
         )
     others = [*available[settings.start + len(measured) :], *available[: settings.start]]

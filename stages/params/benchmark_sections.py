@@ -41,7 +41,7 @@ class Workload(Section):
     """The prompts of cells, and how requests arrive: docs/workloads.md."""
 
     prompts: Name
-    num_prompts: Count | None
+    num_prompts: CountOrGrid | None
     start: Annotated[int, Field(ge=0)]
     stop: Count | None
     turns: Literal["first", "all"]
@@ -71,6 +71,11 @@ class Workload(Section):
             )
         if is_random and self.num_prompts is None:
             raise ValueError("num_prompts is null with prompts: random, expected a number: random prompts have no end")
+        if isinstance(self.num_prompts, list) and len(self.num_prompts) != len(self.list_concurrencies()):
+            raise ValueError(
+                f"num_prompts is {self.num_prompts} with concurrency {self.concurrency}, expected a number for each concurrency; "
+                "write as many, or one number for all"
+            )
         if not is_random and self.length_range != 1:
             raise ValueError(
                 f"length_range is {self.length_range} with prompts: {self.prompts}, expected 1: only random prompts "
@@ -116,8 +121,21 @@ class Workload(Section):
     def list_loads(self) -> list[tuple[int, int | None]]:
         """Return (max_new_tokens, concurrency) of each load: one, or several in a sweep."""
         lengths = self.max_new_tokens if isinstance(self.max_new_tokens, list) else [self.max_new_tokens]
-        limits: list[int | None] = list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]
-        return [(length, limit) for length in lengths for limit in limits]
+        return [(length, limit) for length in lengths for limit in self.list_concurrencies()]
+
+    def list_concurrencies(self) -> list[int | None]:
+        return list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]
+
+    @property
+    def most_prompts(self) -> int | None:
+        """Return the prompts of the largest load; None: all that there are."""
+        return max(self.num_prompts) if isinstance(self.num_prompts, list) else self.num_prompts
+
+    def limit_prompts(self, concurrency: int | None) -> int | None:
+        """Return the prompts of the loads at one concurrency, the first of all; None: all that there are."""
+        if not isinstance(self.num_prompts, list):
+            return self.num_prompts
+        return self.num_prompts[self.list_concurrencies().index(concurrency)]
 
 
 class Benchmark(Section):
@@ -142,6 +160,11 @@ class Benchmark(Section):
                 raise ValueError(
                     f"torch_workloads: workload {name} has request_rate {rate} (expected inf): the torch engine has no "
                     "arrival times; take it out of benchmark.torch_workloads, or serve it (benchmark_served)"
+                )
+            if isinstance(self.workloads[name].num_prompts, list):
+                raise ValueError(
+                    f"torch_workloads: workload {name} has a list of num_prompts, expected one number: the torch engine has as "
+                    "many at each concurrency; take it out of benchmark.torch_workloads, or write a number"
                 )
             if self.mode != "both" and self.workloads[name].until:
                 raise ValueError(

@@ -339,19 +339,19 @@ def _count_sampling_gpus(p: schema.Params) -> int:
     return math.prod(int(value) for flag, value in itertools.pairwise(words) if flag in flags and value.isdigit())
 
 
-def _count_prompts(p: schema.Params, workload: Workload) -> int:
-    """Return how many prompts are sent. A question with several turns counts as two, as MT-bench's have."""
-    return (workload.num_prompts or _get_eval_rows(p)) * (2 if workload.turns == "all" else 1)
+def _count_prompts(p: schema.Params, workload: Workload, concurrency: int | None) -> int:
+    """Return how many prompts a load sends. A question with several turns counts as two, as MT-bench's have."""
+    return (workload.limit_prompts(concurrency) or _get_eval_rows(p)) * (2 if workload.turns == "all" else 1)
 
 
 def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSize, gpu: Gpu = MEASURED_GPU) -> None:
     for name in p.benchmark.torch_workloads:
         workload = p.benchmark.workloads[name]
-        prompts = _count_prompts(p, workload) * workload.most_repeats + workload.warmup
         cells = len(p.benchmark.checkpoints) * len(p.benchmark.trees)
         ways = 2 if p.benchmark.mode == "both" else 1
         seconds, loads = 0.0, []
         for tokens, cap in workload.list_loads():
+            prompts = _count_prompts(p, workload, cap) * workload.most_repeats + workload.warmup
             at_once = min(prompts, cap or prompts)
             context = (workload.input_tokens or 0) + tokens
             step = measured_rates.estimate_torch_step(p, target, gpu, at_once, context)
@@ -384,8 +384,10 @@ def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSi
 
 def _list_load_seconds(p: schema.Params, target: TargetSize, gpu: Gpu, workload: Workload) -> list[float]:
     """Return the seconds of each load of a served workload: prefill and plain decoding, or the time its arrivals take."""
-    prompts, loads = _count_prompts(p, workload) + workload.warmup, []
+    loads = []
     for tokens, cap in workload.list_loads():
+        prompts = _count_prompts(p, workload, cap)
+        prompts += min(workload.warmup, prompts)
         at_once = min(prompts, cap or prompts)
         context = (workload.input_tokens or 0) + tokens
         seconds = prompts / at_once * tokens * measured_rates.estimate_served_step(p, target, gpu, at_once, context)

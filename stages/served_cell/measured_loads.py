@@ -48,8 +48,8 @@ def _name_cell(work: ServedCellContext, one: MeasuredServer) -> str:
 def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:
     """Run these repeats of all points on a server.
 
-    The whole warm-up runs before the first load at each concurrency, since engines compile kernels by the size of a batch;
-    one prompt of it before each later load.
+    The whole warm-up, of as many prompts as the load at most, runs before the first load at each concurrency, since engines
+    compile kernels by the size of a batch; one prompt of it before each later load.
     """
     one = opened.server
     for number in numbers:
@@ -68,14 +68,12 @@ async def _run_load(
 ) -> list[LoadResult]:
     """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
     (length, cap), measured = load, opened.server
+    prompts = work.prompts.head(work.workload.limit_prompts(cap) or len(work.prompts))
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
     load_name = f"{measured.config_name}, {length} tokens, concurrency {cap or 'unlimited'}"
     requests, warmup = (
-        [
-            served_requests.make_request(work, row, 0, row.prompt_ids, length)
-            for row in workload_prompts.list_rows(prompts)
-        ]
-        for prompts in (work.prompts, warmup_prompts)
+        [served_requests.make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(some)]
+        for some in (prompts, warmup_prompts.head(len(prompts)))
     )
     results: list[LoadResult] = []
     while requests:
@@ -88,5 +86,5 @@ async def _run_load(
         load_checks.check_answered(load_name, result)
         results.append(result)
         requests, warmup = served_requests.make_next_requests(work, results, length), []
-    load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(work.prompts))
+    load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(prompts))
     return results

@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 
 from stages.params import schema
 from tests.conftest import ROOT
-from tests.params.params_edits import REAL, edited, problems, set_value
+from tests.params.params_edits import REAL, edited, problems, set_value, set_values
 
 
 def workload(**changes: Any) -> dict[str, Any]:
@@ -78,6 +78,22 @@ def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
     found = schema.load_params().benchmark.workloads
     assert found["sweep"].list_loads() == [(10, 1), (10, 4), (128, 1), (128, 4)]
     assert found["eval"].list_loads() == [(200, 1)] and found["eval"].requests_per_second == float("inf")
+
+
+def test_prompts_may_be_a_number_for_each_concurrency() -> None:
+    changes = {"max_new_tokens": [10, 128], "concurrency": [1, 4], "num_prompts": [3, 20], "request_rate": "inf"}
+    set_value(("benchmark", "workloads", "sweep"), workload(**changes))
+    sweep = schema.load_params().benchmark.workloads["sweep"]
+    assert (sweep.limit_prompts(1), sweep.limit_prompts(4), sweep.most_prompts) == (3, 20, 20)
+    place = ("benchmark", "workloads", "sweep")
+    set_values({place: workload(**changes), ("benchmark", "torch_workloads"): ["sweep"]})
+    (line,) = problems()
+    assert line.startswith("benchmark: torch_workloads: workload sweep has a list of num_prompts, expected one number")
+    set_value(place, workload(**{**changes, "concurrency": 4}))
+    (line,) = problems()
+    assert line.startswith(
+        "benchmark.workloads.sweep: num_prompts is [3, 20] with concurrency 4, expected a number for"
+    )
 
 
 def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:

@@ -144,6 +144,18 @@ def test_loads_of_the_torch_engine_take_turns_at_once() -> None:
     assert found.stages["benchmark"].seconds == pytest.approx(found.gpu_hours * 3600)
 
 
+def test_a_served_load_has_the_prompts_of_its_concurrency() -> None:
+    p, shape = shape_of("angelslim-qwen3-8b")
+    name = p.benchmark.torch_workloads[0]
+    update = {"turns": "first", "max_new_tokens": 10, "concurrency": [1, 8], "warmup": 4}
+    w = p.benchmark.workloads[name].model_copy(update=update)
+    few, many = (
+        estimate._list_load_seconds(p, shape, H200, w.model_copy(update={"num_prompts": each})) for each in (2, 64)
+    )
+    found = estimate._list_load_seconds(p, shape, H200, w.model_copy(update={"num_prompts": [2, 64]}))
+    assert found == [few[0], many[1]] and few[0] < many[0]
+
+
 @pytest.mark.parametrize(("at_once", "measured"), [(1, 4.574), (4, 4.71), (16, 5.18), (64, 6.84)])
 def test_steps_of_the_torch_engine_are_those_measured(at_once: int, measured: float) -> None:
     """docs/results/2026-11-22-h200-one-engine.md and -engine.md: Qwen3-8B's shape, prompts of 512 tokens, answers of 64."""

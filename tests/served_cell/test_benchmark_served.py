@@ -67,7 +67,7 @@ def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
 def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     project: Path, running: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of the warm-up comes before the first load at each concurrency, one prompt before the others."""
+    """All of the warm-up comes before the first load at each concurrency, no more prompts than that has; one before the others."""
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 
@@ -76,16 +76,18 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
         return await run_load(*given)
 
     monkeypatch.setattr(load_generator, "run_load", note_warmup)
-    sweep = {**LOAD, "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
+    sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch_workloads": []}})
     ask(project, base_urls={"e003-t5_1_6": running}, command=["/nowhere"], model="artifacts/target")
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
     for point in found["points"]:
-        assert len(point["loads"]) == 2 and len(point["requests"]) == 12
+        prompts = 2 if point["concurrency"] == 1 else 6
+        assert len(point["loads"]) == 2 and len(point["requests"]) == 2 * prompts
+        assert len({r["id"] for r in point["requests"]}) == prompts
         assert max(r["output_tokens"] for r in point["requests"]) <= point["max_new_tokens"]
-    assert warmups == [3, 3, 1, 1, 1, 1, 1, 1]
+    assert warmups == [2, 3, 1, 1, 1, 1, 1, 1]
 
 
 def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, running: str) -> None:
