@@ -46,8 +46,8 @@ def main(workload_name: str) -> None:
     work = server_setup.build_context(params, workload_name, draft_config)
     servers = list(_configure_servers(work, draft_config))
     plan = server_setup.build_server_plan(work)
-    simulated_acceptance.check_version(work.setup.engine, measured_server.find_engine_version(plan))
-    gpus = gpu_memory.list_visible_gpus()
+    version, gpus = measured_server.find_engine_version(plan), gpu_memory.list_visible_gpus()
+    simulated_acceptance.check_version(work.setup.engine, version)
     place = scratch.locate_scratch(
         f"serving_costs-{workload_name}",
         work.workload.model_dump(),
@@ -55,6 +55,7 @@ def main(workload_name: str) -> None:
         settings.model_dump(exclude={"workloads", "trees"}),
         asdict(work.manifest),
         work.prompts.rows(),
+        [version, [gpu.name for gpu in gpus]],
     )
     with scratch.lock_scratch(place):
         measured = list(_measure_or_read(work, plan, servers, place))
@@ -99,7 +100,7 @@ def _measure_or_read(
 ) -> Iterator[tuple[MeasuredServer, ServedTimes]]:
     """Yield the times of each server: those that a killed run left, or measured now.
 
-    As many servers as the machine holds start at once, if they can; they are measured one after the other, in turns.
+    As many servers as the machine holds start at once, if they can, and take turns; else each is measured alone.
     """
     repeats = range(work.workload.repeats)
     at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
@@ -152,7 +153,7 @@ def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, 
     measured_loads.run_repeats(loads_of, opened, [number])
     measured = {load: repeats[-1] for load, repeats in one.loads.items()}
     if one.simulated:
-        results = [result for turns in measured.values() for result in turns]
+        results = [result for repeats in one.loads.values() for turns in repeats for result in turns]
         answers = sum(len(result.records) for result in results)
         cycles, accepted = load_checks.sum_counts(results)
         simulated_acceptance.check_simulated(one.config_name, one.simulated.length, cycles, accepted, answers)

@@ -14,9 +14,9 @@ import pytest
 
 from stages import extract_hiddens, sample_target, train_draft
 from stages.draft import checkpoint
-from stages.params import schema
+from stages.params import schema, server_urls
 from stages.params.tree_shape import TreeShape
-from stages.serving import client, engine_flags
+from stages.serving import engine_flags
 from tests import flag_runs
 from tests.conftest import ROOT, edit_params
 from tests.talking import said
@@ -130,7 +130,7 @@ def test_shards_hold_so_many_rows(trained: Path) -> None:
 
 
 def test_a_range_of_ports_is_so_many_servers() -> None:
-    assert client.expand_urls(["http://127.0.0.1:6000-6002"]) == [f"http://127.0.0.1:{6000 + n}" for n in range(3)]
+    assert server_urls.expand_urls(["http://127.0.0.1:6000-6002"]) == [f"http://127.0.0.1:{6000 + n}" for n in range(3)]
 
 
 def test_longer_rows_are_dropped_or_cut(trained: Path) -> None:

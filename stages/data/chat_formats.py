@@ -49,9 +49,9 @@ JSON_TYPES: dict[type, str] = {
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
-# What `trim` cuts off, around what is left: answers before the first question, questions after the last answer.
-# Of turns that are in order so far, with one of these all are.
+# Turns that are in order so far are a whole conversation with one of these behind them.
 COMPLETIONS = ("", "a", "ua", "ta")
+# What `trim` cuts off, around what is left: answers before the first question, questions after the last answer.
 DANGLING_TURNS = re.compile(r"s?(?P<opening_answer>a*)(u.*[ac])(?P<closing_question>u*)")
 
 

@@ -1,7 +1,9 @@
 """Say what a file holds by its first bytes, for messages about files that can't be read under their name."""
 
+import itertools
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
@@ -26,7 +28,10 @@ MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
 HTML_PATTERN = re.compile(rb"\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
 SHOWN_BYTES = 60
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-OTHER_ENCODING = "(if its characters are wrong then, -f cp1252, as Windows has it, or what it was written in)"
+# cp1252 has every character of Latin-1, and fails at bytes that it does not have.
+OTHER_ENCODING = "(-f latin1, or what it was written in, where that fails or its characters are wrong)"
+UTF8_CHARACTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def describe_content(path: Path) -> str:
@@ -48,9 +53,23 @@ def describe_content(path: Path) -> str:
 def advise_conversion(path: Path) -> str:
     """Return how to write a copy of a text in UTF-8, under no name that a folder of data would be read with."""
     if path.suffix.lower() in COMPRESSED_SUFFIXES:
-        return f"convert its text: iconv -f latin1 -t utf-8 {OTHER_ENCODING}"
+        return f"convert its text: iconv -f cp1252 -t utf-8 {OTHER_ENCODING}"
     name, copy = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
-    return f"convert the file: iconv -f latin1 -t utf-8 {name} > {copy}, and put that in its place {OTHER_ENCODING}"
+    return f"convert the file: iconv -f cp1252 -t utf-8 {name} > {copy}, and put that in its place {OTHER_ENCODING}"
+
+
+def advise_on_undecodable(path: Path, chunks: Iterable[bytes], error: UnicodeDecodeError) -> str:
+    """Return what to do with a text, of these chunks, that is no UTF-8.
+
+    One with characters of UTF-8 beyond ASCII, or that ends inside one, is damaged: a conversion would spoil all of them.
+    """
+    each = iter(chunks)
+    first = next(each, b"")
+    if first.startswith(UTF16_MARKS):
+        return "save it as UTF-8"
+    if error.reason == "unexpected end of data" or any(map(UTF8_CHARACTER.search, itertools.chain([first], each))):
+        return "mend it at that byte, since its other characters are UTF-8, or give another file"
+    return advise_conversion(path)
 
 
 def _show_start(start: bytes) -> str:

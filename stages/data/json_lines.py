@@ -43,6 +43,8 @@ class BrokenLines:
         """Return how many lines are broken, the first few, and what to do."""
         if self.is_of_other_encoding:
             lines = describe_numbers(self.undecodable, self.total, "lines are no UTF-8")
+            if others := sorted(set(self.numbers) - set(self.undecodable)):
+                lines += f"; {describe_numbers(others, self.total, 'lines are broken')}"
             return f"; {lines}; {file_content.advise_conversion(Path(path))}"
         named, them = "", "that line"
         if len(self.numbers) > 1:

@@ -240,8 +240,13 @@ def _read_csv(path: Path) -> Iterator[ArrowRows]:
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{path}: expected UTF-8, found the byte 0x{error.object[error.start]:02x} ({error.reason}) in "
-                f"{file_content.describe_content(path)}; {file_content.advise_conversion(path)}"
+                f"{file_content.describe_content(path)}; {_advise_on_undecodable(path, error)}"
             ) from None
+
+
+def _advise_on_undecodable(path: Path, error: UnicodeDecodeError) -> str:
+    with _open_decompressed(path) as file:
+        return file_content.advise_on_undecodable(path, iter(lambda: file.read(CHUNK_BYTES), b""), error)
 
 
 def _read_json(path: Path) -> Iterator[list[bytes]] | Iterator[list[str]]:
@@ -264,8 +269,9 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
                     yield rows
                     rows, size = [], 0
     except (json_stream.JsonArrayError, UnicodeDecodeError) as error:
-        is_undecodable = isinstance(error, UnicodeDecodeError)
-        advice = file_content.advise_conversion(path) if is_undecodable else "mend it, or write it as JSONL"
+        advice = "mend it, or write it as JSONL"
+        if isinstance(error, UnicodeDecodeError):
+            advice = _advise_on_undecodable(path, error)
         raise ValueError(f"{path}: expected a JSON array of objects ({error}); {advice}") from None
     if rows:
         yield rows

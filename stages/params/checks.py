@@ -118,12 +118,12 @@ def _find_num_layers(params: Params) -> int | None:
     model, path = params.target.model, Path(params.target.model) / "config.json"
     if model.startswith("builtin/"):
         path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
-    elif not Path(model).is_dir():
-        from huggingface_hub import try_to_load_from_cache  # where layers of an id are named
-
-        found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
-        path = Path(found) if isinstance(found, str) else path
     try:
+        if not (path.is_file() or model.startswith("builtin/")):
+            from huggingface_hub import try_to_load_from_cache  # where layers of an id are named
+
+            found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
+            path = Path(found) if isinstance(found, str) else path
         config = json.loads(path.read_text(encoding="utf-8"))
         number = config.get("text_config", config)["num_hidden_layers"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong

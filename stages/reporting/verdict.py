@@ -166,7 +166,7 @@ def build_verdict(
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
     warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
-    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(left_out, judged)]
+    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(left_out, judged, guesses, replayable)]
     more += _summarise_methods(method_rows)
     more = [*([CONTRADICTED] if is_contradicted else []), *more]
     return Verdict(
@@ -229,11 +229,16 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
     """Return a line for each measured load, and for each predicted one that was not measured."""
     lines, used = [], set()
     for load, found in measured.items():
-        torch = VerdictLoad(TORCH_ENGINE, None, None, load.temperature, load.concurrency)
-        key = torch if load.engine == TORCH_ENGINE and load.workload in replayable else load
+        key = _find_predicted_load(load, replayable)
         used.add(key)
         lines.append(judge_load(load, guesses.get(key), found))
     return [*lines, *(judge_load(load, guess, []) for load, guess in guesses.items() if load not in used)]
+
+
+def _find_predicted_load(load: VerdictLoad, replayable: Collection[str]) -> VerdictLoad:
+    """Return the load under which a measured load is predicted: the torch engine's predictions are of no workload."""
+    torch = VerdictLoad(TORCH_ENGINE, None, None, load.temperature, load.concurrency)
+    return torch if load.engine == TORCH_ENGINE and load.workload in replayable else load
 
 
 def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[SpeedupEvidence]) -> VerdictLine:
@@ -344,10 +349,15 @@ def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
     return told
 
 
-def _describe_torch_only(left_out: Measurements, judged: Measurements) -> list[str]:
-    """Return the fastest tree that no serving engine runs, where it is above every `judged` tree of its load."""
-    tops = {load: max(found, key=lambda one: (one.is_faster, one.speedup)) for load, found in left_out.items()}
-    above = [top for load, top in tops.items() if all(one.speedup < top.speedup for one in judged.get(load, ()))]
+def _describe_torch_only(
+    left_out: Measurements, judged: Measurements, guesses: Predictions, replayable: Collection[str]
+) -> list[str]:
+    """Return the fastest tree that no serving engine runs, where it is above every tree that is advised about at its load."""
+    above: list[SpeedupEvidence] = []
+    for load, found in left_out.items():
+        guess = guesses.get(_find_predicted_load(load, replayable))
+        rivals = [*judged.get(load, ()), *([guess] if guess else [])]
+        above += [one for one in found if all(rival.speedup < one.speedup for rival in rivals)]
     if not above:
         return []
     pick = max(above, key=lambda one: (one.is_faster, one.speedup))

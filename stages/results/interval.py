@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.95
 MEDIAN_TO_MEAN = 1.253  # the standard error of a median over that of a mean, of normal values
+FEW_VALUES = 10  # whose quartiles say too little of their spread
 QUARTILES_APART = 1.349  # in standard deviations, of normal values
 
 
@@ -67,13 +68,19 @@ def compute_mean_interval(values: Sequence[float], share: float = SHARE) -> Inte
 
 
 def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
-    """Return the median; its error is from the quartiles, so that an outlier does not inflate it."""
+    """Return the median; its error is from the quartiles, so that an outlier does not inflate it.
+
+    Quartiles of few values are too close together: there the error is that of their mean where it is larger.
+    """
     import numpy as np
 
     low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
     if len(seconds) < 2:
         return TimeEstimate(middle, None)
-    return TimeEstimate(middle, MEDIAN_TO_MEAN * (high - low) / QUARTILES_APART / len(seconds) ** 0.5 / middle)
+    spread = MEDIAN_TO_MEAN * (high - low) / QUARTILES_APART
+    if len(seconds) < FEW_VALUES:
+        spread = max(spread, stdev(seconds))
+    return TimeEstimate(middle, spread / math.sqrt(len(seconds)) / middle)
 
 
 def compute_margin(error: float | None, samples: int) -> float | None:

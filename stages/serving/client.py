@@ -108,7 +108,7 @@ class ChatClient:
 
     @property
     def longest_wait_s(self) -> float:
-        """Return the sum of the pauses between the attempts of a request while no server can be reached."""
+        """Return the sum of the pauses between the attempts of a request while the only server can't be reached."""
         return sum(_pause_s(self.first_backoff_s, times + 1) for times in range(self.attempts))
 
     async def __aenter__(self) -> "ChatClient":
@@ -128,8 +128,8 @@ class ChatClient:
         """Say which servers can't be asked, at once: until the attempts end the stage would be silent."""
         then = "the other servers are asked meanwhile"
         if is_alone:
-            then = f"unless a server answers, the run stops in about {self.longest_wait_s:.0f} s "
-            then += f"({PARAMS_SECTION}.attempts: {self.attempts})"
+            after = f"in about {self.longest_wait_s:.0f} s" if len(self.urls) == 1 else "when the attempts have ended"
+            then = f"unless a server answers, the run stops {after} ({PARAMS_SECTION}.attempts: {self.attempts})"
         _print_note(f"waiting for {urls}, which can't be asked yet: {error}; {then}")
 
     def _note_still_awaited(self, endpoint: Endpoint, error: BaseException) -> None:

@@ -51,7 +51,7 @@ class MeasuredServer:
     info: dict[str, Any] = field(default_factory=dict)  # reported by the server
     command: list[str] = field(default_factory=list)
     gpu_memory: UsedGpuMemory = field(default_factory=UsedGpuMemory)
-    most_weights_gib: float | None = None  # of the target, where the engine's own figure may be too large
+    weight_files_gib: float | None = None  # of the target, where the engine's own figure may be too large
     notice: str | None = None  # on how the server drafts, for the report
     simulated: SimulatedAcceptance | None = None  # None: what the target accepts is real
 
@@ -61,9 +61,9 @@ class MeasuredServer:
         return self.draft.num_draft_tokens if self.draft else 0
 
     def get_reported_memory(self) -> engine_flags.ReportedMemory:
-        """Return what the engine reports; of the weights `most_weights_gib` at most."""
+        """Return what the engine reports; of the weights `weight_files_gib` at most."""
         found = engine_flags.read_server_memory(self.info)
-        limits = [gib for gib in (found.weights, self.most_weights_gib) if gib is not None]
+        limits = [gib for gib in (found.weights, self.weight_files_gib) if gib is not None]
         return replace(found, weights=None if found.weights is None else min(limits))
 
     def measure_draft_gib(self) -> float | None:
@@ -97,6 +97,19 @@ class ServerPlan:
         if self.setup.device == "cpu" or self.base_urls:
             return 2
         return self.setup.count_fitting()
+
+    def measure_weight_files_gib(self) -> float:
+        """Return the size of the target's files."""
+        return sum(file.stat().st_size for file in Path(self.setup.folder).glob("*.safetensors")) / 2**30
+
+    def limit_reported_weights(self) -> float | None:
+        """Return the most GiB of weights that a server's report is right about; None without a limit.
+
+        SGLang reports the memory that became less while it read its weights, and so what a server that started meanwhile, of
+        this stage or of another, took. In float32 files of 16 bits take twice their size.
+        """
+        limited = self.can_start_together() and self.setup.device != "cpu" and self.setup.dtype != "float32"
+        return round(self.measure_weight_files_gib(), 3) if limited else None
 
     def can_start_together(self) -> bool:
         """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""
@@ -151,6 +164,7 @@ def _open_group(
         mine = running[one.config_name]
         opened.append((mine.base_url, mine.check_alive))
         asyncio.run(_identify_server(plan, one, *opened[-1]))
+        one.weight_files_gib = plan.limit_reported_weights()
         one.info |= _describe_process(plan.setup.engine, log, os.environ | mine.environment)
         if _needs_vision_patch(plan, one):
             one.notice = vision_patch.describe_outcome(log, str(one.info.get("version")))
@@ -198,18 +212,15 @@ def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) ->
 def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
     """Check that no other process holds memory that a server will take, and that each has room for its weights.
 
-    Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes. SGLang reports the
-    memory that became less while it read its weights, and so what another server took meanwhile: its files are the limit.
+    Servers that start at once have caches of a given size, so `mem_fraction` is not what each of them takes.
     """
     setup = plan.setup
     gpu_memory.check_free_memory(gpus, setup.mem_fraction)
-    weights = sum(file.stat().st_size for file in Path(setup.folder).glob("*.safetensors")) / 2**30
+    weights = plan.measure_weight_files_gib()
     tokens = min(plan.cache_tokens, setup.max_total_tokens or plan.cache_tokens)
     capacity = sum(gpu.total for gpu in gpus) * setup.mem_fraction
     for measured in servers:
         draft = measured.measure_draft_gib() or 0.0
-        if plan.can_start_together() and setup.dtype != "float32":  # files of 16 bits take twice their size in float32
-            measured.most_weights_gib = round(weights, 3)
         gpu_memory.check_weights_fit(weights, draft, tokens, plan.token_bytes, capacity)
 
 

@@ -101,7 +101,7 @@ def test_a_file_in_latin1_is_to_be_converted_and_loses_no_row(home: Path, first:
     message = str(error.value)
     assert "sed" not in message and "1 of 40 lines are no UTF-8: " in message
     command, then = re.findall(r"convert the file: (.*), and put that in its place( \(.*\)$)", message)[0]
-    assert command == f"iconv -f latin1 -t utf-8 {RAW} > {RAW}.utf8" and "-f cp1252" in then
+    assert command == f"iconv -f cp1252 -t utf-8 {RAW} > {RAW}.utf8" and "-f latin1" in then
     subprocess.run(command, shell=True, check=True)
     Path(f"{RAW}.utf8").replace(RAW)
     assert outcome()[2]["rows_in"] == 40
@@ -122,7 +122,34 @@ def test_tables_and_arrays_in_latin1_are_to_be_converted(home: Path, name: str, 
     """Bug: of an array the advice was to mend it, or to write it as JSONL."""
     set_params(raw=name, answers="text")
     Path(name).write_bytes(text.encode("latin1"))
-    with pytest.raises(ValueError, match=rf"convert the file: iconv -f latin1 -t utf-8 {name} > {name}\.utf8, and put"):
+    with pytest.raises(ValueError, match=rf"convert the file: iconv -f cp1252 -t utf-8 {name} > {name}\.utf8, and put"):
+        fix_data.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("z.csv", "prompt,answer\nCafé?,schön\n"), ("z.json", '[{"prompt": "Café?", "answer": "schön"}]')],
+)
+def test_a_damaged_table_or_array_in_utf8_is_not_to_be_converted(home: Path, name: str, text: str) -> None:
+    """Bug: a conversion from Latin-1 was advised, which would have spoilt every character beyond ASCII without a word."""
+    set_params(raw=name, answers="text")
+    Path(name).write_bytes(text.encode().replace("é".encode(), b"\xe9"))
+    with pytest.raises(
+        ValueError, match=r"; mend it at that byte, since its other characters are UTF-8, or give"
+    ) as error:
+        fix_data.main()
+    assert "iconv" not in str(error.value)
+    Path(name).write_bytes(b"\xff\xfe" + text.encode("utf-16-le"))
+    with pytest.raises(ValueError, match="save it as UTF-8") as error:
+        fix_data.main()
+    assert "iconv" not in str(error.value)
+
+
+def test_lines_that_are_broken_otherwise_are_named_too(home: Path) -> None:
+    """Bug: of a file in Latin-1 only the lines that are no UTF-8 were named."""
+    whole = json.dumps(row("Café?", TABLE), ensure_ascii=False).encode("latin1")
+    RAW.write_bytes(whole + b"\n[1]\n" + json.dumps(row("Tea?", TABLE)).encode() + b"\n")
+    with pytest.raises(ValueError, match=r"1 of 3 lines are no UTF-8: 1; 1 of 3 lines are broken: 2; convert"):
         fix_data.main()
 
 

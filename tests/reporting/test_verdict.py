@@ -363,6 +363,18 @@ def test_a_tree_above_the_best_measured_that_no_engine_runs_is_said_to_be_left_o
     assert line.endswith("runs this tree with this draft: t4_2_9 with b003, measured 1.50x (1.30 to 1.80)")
 
 
+def test_a_tree_that_no_engine_runs_is_left_out_silently_where_one_that_is_advised_about_is_faster() -> None:
+    """Bug: it was compared with measured trees alone, and the surest of those left out hid the fastest."""
+    cells = [timed_cell("t4_2_9", *SLOW, checkpoint="b003")]
+    assert not any("t4_2_9" in line for line in give([predict(1.6, 1.2, 2.1)], cells, families=BLOCKS).more)
+    sure, unsure = (
+        timed_cell(tree, *ends, checkpoint="b003")
+        for tree, ends in (("t4_2_9", (1.1, 1.05, 1.2)), ("t5_2_9", (1.5, 0.9, 2.1)))
+    )
+    cells = [sure, unsure, timed_cell("t7_1_8", 1.2, 1.1, 1.3, checkpoint="b003")]
+    assert "t5_2_9 with b003, measured 1.50x" in give(cells=cells, families=BLOCKS).more[-1]
+
+
 def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     """Bug: it said that no tree was timed."""
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)

@@ -67,7 +67,7 @@ def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
 def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     project: Path, running: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of the warm-up comes before the first load at each concurrency, no more prompts than that has; one before the others."""
+    """All of the warm-up comes before the first load at each concurrency, at most as many prompts; one before the others."""
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 

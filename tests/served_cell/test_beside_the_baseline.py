@@ -123,7 +123,7 @@ def test_two_servers_that_do_not_fit_are_started_for_each_turn(
 
 
 def test_the_weights_of_servers_that_start_together_are_no_more_than_the_targets_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Bug: SGLang counts what others take while it reads its weights; three servers of 15 GiB had 47, 31 and 16."""
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 2**21)
@@ -133,8 +133,7 @@ def test_the_weights_of_servers_that_start_together_are_no_more_than_the_targets
     info = {"memory_usage": {"weight": 0.01, "kvcache": 4.9, "token_capacity": 9}}
     found = []
     for each in (plan, together):
-        server = MeasuredServer("baseline", info=info)
-        measured_server._check_memory(each, [server], [gpu_memory.GpuMemory("H200", 0.0, 140.0)])
+        server = MeasuredServer("baseline", info=info, weight_files_gib=each.limit_reported_weights())
         found.append(served_points.describe_memory(server, []).weights)
     assert found == [0.01, 0.002]
 

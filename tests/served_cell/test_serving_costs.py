@@ -219,6 +219,28 @@ def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatc
     assert not timing_grid.locate_serving_costs("load").exists()
 
 
+def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each repeat has too few cycles to tell, so a server that simulates nothing was timed."""
+    monkeypatch.setattr(simulated_acceptance, "MIN_JUDGED_CYCLES", 60)
+    few = {**LOAD, "max_new_tokens": [6, 12], "repeats": 3, "num_prompts": 2}
+    edit_params(
+        load,
+        {
+            "benchmark": {"workloads": {"eval": EVAL, "load": few}},
+            "serving_costs": {"accept_length": 2.9, "trees": TREES},
+        },
+    )
+    monkeypatch.setattr(SimulatedAcceptance, "build_environment", lambda *_: {"SGLANG_SIMULATE_ACC_LEN": "1.0"})
+    judged = []
+    check = simulated_acceptance.check_simulated
+    monkeypatch.setattr(
+        simulated_acceptance, "check_simulated", lambda *given: (judged.append(given[2]), check(*given))[1]
+    )
+    with pytest.raises(ValueError, match=r"1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
+        serving_costs.main("load")
+    assert judged[0] < 60 <= judged[-1]
+
+
 @pytest.mark.parametrize(
     ("cycles", "accepted", "answers", "fits"),
     [
