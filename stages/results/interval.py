@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.95
 MEDIAN_TO_MEAN = 1.253  # the standard error of a median over that of a mean, of normal values
-FEW_VALUES = 10  # whose quartiles say too little of their spread
+FEW_VALUES = 6  # below it quartiles say too little of the spread
 QUARTILES_APART = 1.349  # in standard deviations, of normal values
 
 
@@ -70,7 +70,7 @@ def compute_mean_interval(values: Sequence[float], share: float = SHARE) -> Inte
 def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
     """Return the median; its error is from the quartiles, so that an outlier does not inflate it.
 
-    Quartiles of few values are too close together: there the error is that of their mean where it is larger.
+    Quartiles of the few repeats of a load are too close together: there the error is that of their mean, where it is larger.
     """
     import numpy as np
 
