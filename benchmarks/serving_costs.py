@@ -36,7 +36,7 @@ def main(checkpoint: str | None = None) -> None:
         raise ValueError("no served cell can be compared, expected some of the grids' loads; run: dvc repro")
     print_comparisons(compared)
     for line in lines:
-        if line.row.checkpoint and id(line) not in found:
+        if line.row.decoding == served_table.SPECULATIVE and id(line) not in found:
             why = cost_measured.explain_left_out(grids, line, replays, p.have_same_shapes)
             print(f"left out: {line.row.tree}, {line.row.workload}, {line.row.concurrency} at once: {why}")
     errors = [abs(math.log(each.predicted.speedup / each.measured.speedup)) for each in compared]
