@@ -78,19 +78,21 @@ LONG_ANSWER = 256  # tokens of the long eval row's answer
 
 @dataclass(frozen=True)
 class CostPlan:
-    """What --costs measures at a shape. A grid has as many servers up as the GPU's memory holds, and measures them in turns."""
+    """The measurements of --costs at one shape, whose servers take turns: as many are up as the GPU holds."""
 
     trees: str  # of the grids
     mem_fraction: float
     max_total_tokens: int
-    num_prompts: list[int]  # at each of AT_ONCE
+    num_prompts: list[int]  # at each of AT_ONCE, or at its first
     epochs: int
 
 
-COST_PLANS = {"8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [12, 64, 256, 960], epochs=8)}
-SMALL_COST_PLAN = CostPlan(
-    "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32", 0.12, 50_000, [40, 96, 512, 960], epochs=16
-)
+SIX_TREES = "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
+COST_PLANS = {
+    "8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [12, 64, 256, 960], epochs=8),
+    "1b": CostPlan(SIX_TREES, 0.12, 50_000, [40, 96, 512, 960], epochs=16),
+    "small": CostPlan(SIX_TREES, 0.12, 50_000, [3, 8], epochs=5),
+}
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,15 @@ def parse_words() -> argparse.Namespace:
     o.cells = [stage for stage in chosen if stage not in o.grids]
     if o.costs:
         o.rows, o.longest, o.batch_tokens, o.dtype = 600, COST_ANSWER, 4096, "bfloat16"
-        o.eval_rows = max(COST_PLANS.get(o.shape, SMALL_COST_PLAN).num_prompts)
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5
     if o.small and o.costs:
-        o.shape, o.rows, o.eval_rows = "small", 60, 20
+        o.shape, o.rows = "small", 60
+    if o.costs:
+        if o.shape not in COST_PLANS:
+            takes.error(f"--costs with --shape {o.shape}, expected one of {', '.join(COST_PLANS)}")
+        o.eval_rows = 20 if o.small else max(COST_PLANS[o.shape].num_prompts)
     return o
 
 
@@ -285,20 +290,18 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     """Replace the served pair by the grids of serving_costs and their live cells."""
-    plan = COST_PLANS.get(o.shape, SMALL_COST_PLAN)
+    plan = COST_PLANS[o.shape]
+    at_once = AT_ONCE[: len(plan.num_prompts)]
     # Greedy answers are replayed at one temperature; few and short ones need no server.
     p["fix_data"]["eval_share"] = 0.4
     p["sample_target"] |= {
         "backend": "transformers", "temperature": 0.0, "batch_size": 256, "train_rows": o.rows, "eval_rows": o.eval_rows,
     }  # fmt: skip
     p["replay_trees"] |= {"num_steps": [3, 5, 8], "topk": [1, 2, 4], "num_draft_tokens": [4, 16], "trace_trees": []}
-    if not o.small:
-        p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = plan.epochs
+    p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = plan.epochs
     eval_load = p["benchmark"]["workloads"]["eval"]
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
-    size = {"num_prompts": plan.num_prompts, "concurrency": AT_ONCE, "warmup": AT_ONCE[-1]}
-    if o.small:
-        size = {"num_prompts": [3, 8], "concurrency": AT_ONCE[:2], "warmup": 1}
+    size = {"num_prompts": plan.num_prompts, "concurrency": at_once, "warmup": at_once[-1]}
     p["benchmark"]["workloads"] = {LIVE: {**eval_load, **length, **size, "repeats": 3}}
     p["serving_costs"] |= {"workloads": [LIVE], "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
     p["benchmark_served"] |= {"workloads": [LIVE], "trees": LIVE_TREES.split(), "interleave": True}

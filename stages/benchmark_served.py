@@ -92,7 +92,7 @@ def _alternate(
     rule = RepeatRule.of_workload(work.workload)
     pair, number, ended = (baseline, measured), 0, None
     while ended is None:
-        for one in pair if number % 2 == 0 else reversed(pair):
+        for one in measured_loads.order_turns(pair, number):
             with take(one) as (opened,):
                 measured_loads.run_repeats(work, opened, [number])
         number += 1

@@ -104,10 +104,13 @@ def _measure_or_read(
     """
     repeats = range(work.workload.repeats)
     at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
-    missing = [one for one in servers if _list_missing(place, one, repeats)]
+    missing = []
     for one in servers:
-        if made := len(repeats) - len(_list_missing(place, one, repeats)):
+        made = sum(_locate_times(place, one, number).exists() for number in repeats)
+        if made:
             print(f"resumed: {one.config_name}: {made} of {len(repeats)} repeats were measured before, kept in {place}")
+        if made < len(repeats):
+            missing.append(one)
     for number in range(0, len(missing), at_once):
         group = missing[number : number + at_once]
         with measured_loads.open_servers(work, plan, group) as opened:
@@ -122,11 +125,6 @@ def _measure_or_read(
         )
 
 
-def _list_missing(place: Path, one: MeasuredServer, repeats: range) -> list[int]:
-    """Return the repeats of a server that are not measured yet."""
-    return [number for number in repeats if not _locate_times(place, one, number).exists()]
-
-
 def _locate_times(place: Path, one: MeasuredServer, repeat: int) -> Path:
     return place / f"{one.config_name}-{repeat}.json"
 
@@ -136,10 +134,11 @@ def _measure_in_turns(work: ServedCellContext, opened: list[OpenedServer], repea
 
     So a drift of the machine's speed affects all trees and plain decoding alike.
     """
+    simulated = simulated_answers.simulate_answers(work)
     for number in repeats:
-        for each in opened if number % 2 == 0 else reversed(opened):
-            if number in _list_missing(place, each.server, repeats):
-                _measure_repeat(work, each, number, place)
+        for each in measured_loads.order_turns(opened, number):
+            if not _locate_times(place, each.server, number).exists():
+                _measure_repeat(simulated if each.server.simulated else work, each, number, place)
 
 
 def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, place: Path) -> None:
@@ -149,8 +148,7 @@ def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, 
         ValueError: if the server did not accept as many tokens as it was told to.
     """
     one = opened.server
-    loads_of = simulated_answers.simulate_answers(work) if one.simulated else work
-    measured_loads.run_repeats(loads_of, opened, [number])
+    measured_loads.run_repeats(work, opened, [number])
     measured = {load: repeats[-1] for load, repeats in one.loads.items()}
     if one.simulated:
         results = [result for repeats in one.loads.values() for turns in repeats for result in turns]

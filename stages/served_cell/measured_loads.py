@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import polars as pl
 from tqdm import tqdm
@@ -17,6 +18,8 @@ from stages.served_cell.requests import SECTION, ServedCellContext
 from stages.serving import load_checks, load_generator, measured_server
 from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
+
+T = TypeVar("T")
 
 LOGS_FOLDER = Path(".scratch/served")
 LATER_WARMUP = 1  # prompts before a load whose batches the server has compiled kernels for
@@ -43,6 +46,11 @@ def open_servers(
 
 def _name_cell(work: ServedCellContext, one: MeasuredServer) -> str:
     return served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
+
+
+def order_turns(servers: Sequence[T], number: int) -> Iterable[T]:
+    """Return the servers as a repeat measures them: backwards in every second one, so that none is always the first."""
+    return servers if number % 2 == 0 else reversed(servers)
 
 
 def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:

@@ -344,7 +344,7 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
 
 
 def test_a_tree_above_the_best_measured_that_no_engine_runs_is_said_to_be_left_out() -> None:
-    """Bug: the best measured was the best of those that engines run, and no word of a faster one that was measured too."""
+    """Bug: the verdict named the fastest tree that engines run as the best measured, and did not name a faster measured tree."""
     cells = [timed_cell("t4_2_9", 0.9, 0.8, 1.1, checkpoint="b003"), timed_cell("t7_1_8", *SLOW, checkpoint="b003")]
     found = give(cells=cells, families=BLOCKS)
     assert "the best measured, t7_1_8 with b003, is 0.80x" in found.headline
@@ -364,7 +364,7 @@ def test_a_tree_above_the_best_measured_that_no_engine_runs_is_said_to_be_left_o
 
 
 def test_a_tree_that_no_engine_runs_is_left_out_silently_where_one_that_is_advised_about_is_faster() -> None:
-    """Bug: it was compared with measured trees alone, and the surest of those left out hid the fastest."""
+    """Bug: the verdict compared a left-out tree with measured trees alone, and a surely faster left-out tree hid the fastest."""
     cells = [timed_cell("t4_2_9", *SLOW, checkpoint="b003")]
     assert not any("t4_2_9" in line for line in give([predict(1.6, 1.2, 2.1)], cells, families=BLOCKS).more)
     sure, unsure = (

@@ -174,7 +174,7 @@ def test_a_server_that_is_never_up_is_named_at_once_and_while_it_is_waited_for(
 
 
 def test_the_wait_for_servers_is_told_as_long_as_it_is() -> None:
-    """Of attempts of one request; the pauses double from 1 s, up to 30 s."""
+    """The wait is the sum of a request's pauses, which double from 1 s up to 30 s."""
     assert [client.ChatClient([], "tiny", 1, 1.0, attempts).longest_wait_s for attempts in (1, 3, 6)] == [1, 7, 61]
 
 
