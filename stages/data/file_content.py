@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs.github.com", "a pointer of Git LFS in place of the data: run git lfs pull"),
     (b"PAR1", "Parquet: name it NAME.parquet"),
@@ -22,8 +23,7 @@ MAGIC_BYTES: tuple[tuple[bytes, str], ...] = (
     (b"\x93NUMPY", "a NumPy array: conversations are text"),
     (b"%PDF", "a PDF document: conversations can't be read from it"),
     (b"\x80\x04", "perhaps a Python pickle, which is never loaded: save it as Parquet"),
-    (b"\xff\xfe", "UTF-16 text: save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16 text: save it as UTF-8"),
+    *((mark, "UTF-16 text: save it as UTF-8") for mark in UTF16_MARKS),
 )
 HTML_PATTERN = re.compile(rb"\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
 SHOWN_BYTES = 60
@@ -31,7 +31,6 @@ COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 # cp1252 has every character of Latin-1, and fails at bytes that it does not have.
 OTHER_ENCODING = "(-f latin1, or what it was written in, where that fails or its characters are wrong)"
 UTF8_CHARACTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
-UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def describe_content(path: Path) -> str:

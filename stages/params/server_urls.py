@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 # http://host:port; no user:password@, which would be logged
 SERVER_URL_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
-# The same, and http://host:6000-6007 for a server on each of those ports.
+# URLs of SERVER_URL_PATTERN, and http://host:6000-6007, which names a server on each of those ports.
 SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 MAX_PORT, MAX_RANGE = 65535, 1024
 
