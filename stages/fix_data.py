@@ -259,27 +259,29 @@ def check_split(
 
 
 def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> str:
-    """Return what to do where no row is kept: by the first row of the most frequent reason, if it says that."""
-    reason = dropped.most_common(1)[0][0] if dropped else ""
-    commonest = first_dropped[reason] if dropped else DroppedExample("")
+    """Return what to do where no row is kept: by the most frequent reason, and its first row where that says it."""
+    if not dropped:
+        return "add some, or give another path"
+    reason = dropped.most_common(1)[0][0]
+    first = first_dropped[reason]
     limits = {
         "too_long": f"raise fix_data.max_chars, which is {params.max_chars}",
         "too_short": f"lower fix_data.min_chars, which is {params.min_chars}",
     }
     if reason in limits:
         return limits[reason]
-    if commonest.expected:
-        return f"first {commonest.where}: {commonest.explanation}; see what each row becomes: aerie preview data"
-    if dropped["unknown_format"] and dropped["unknown_format"] == dropped.total():
-        first = first_dropped["unknown_format"]
+    if first.expected:
+        return f"first {first.where}: {first.explanation}; see what each row becomes: aerie preview data"
+    if reason == "unknown_format":
         return (
-            f"no row is of a known format, first {first.where}: {first.found}; the formats are "
+            f"{dropped[reason]} rows are of no known format, first {first.where}: {first.found}; the formats are "
             f"{chat_formats.describe_formats()}; name other keys in fix_data.columns, as {{prompt: ..., answer: ...}}, "
             "and see what each row becomes: aerie preview data"
         )
-    if params.answers == "text":
-        return "mend the data (docs/data.md says what each reason means)"
-    return row_cleaning.advise_on_answers(params)
+    if first.is_of_answer:
+        return row_cleaning.advise_on_answers(params)
+    shown = f": {first.found}" if first.found else ""
+    return f"mend the data (docs/data.md says what each reason means), first {first.where}{shown}"
 
 
 def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> None:

@@ -17,6 +17,7 @@ from tests.fix_data.raw_rows import (
     CUT,
     RAW,
     TABLE,
+    nested,
     outcome,
     questions,
     row,
@@ -160,11 +161,19 @@ def test_a_missing_raw_file_is_named_with_its_key(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "reasons"), [([], "it has no lines"), ([row(ASK, "I don't know."), row(ASK, CUT)], "row_width 1")]
-)
-def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], reasons: str) -> None:
+    ("rows", "said"),
+    [
+        ([], r"it has no lines\); add some, or give another path$"),
+        ([row(ASK, "I don't know."), row(ASK, CUT)], "row_width 1.*set fix_data.answers: text"),
+        ([row(ASK, CUT, status="error", error="timeout")], r"marked_error 1\); mend the data \(.*\), first .* row 0: 'timeout'"),
+        ([nested(100_000)] * 2 + [row(ASK, CUT)], r"nested_too_deep 2, row_width 1\); mend the data \(.*\), first .* row 0$"),
+        ([{"Frage": "a"}] * 2 + [row(ASK, CUT)], r"unknown_format 2, .*\); 2 rows are of no known format, first .* row 0: "),
+    ],
+)  # fmt: skip
+def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], said: str) -> None:
+    """Bug: whatever the most rows were dropped for, the advice was on TOON answers."""
     write_raw(rows)
-    with pytest.raises(ValueError, match=f"found none .*{reasons}.*set fix_data.answers: text"):
+    with pytest.raises(ValueError, match=f"found none .*{said}"):
         fix_data.main()
 
 
