@@ -42,6 +42,7 @@ TEXT_OF_ROW = {
 ORDER_OF_TURNS = (
     "an optional system message, then questions and answers in turn, tool results after calls; put them in that order"
 )
+TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
 JSON_TYPES: dict[type, str] = {
     str: "a text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number",
@@ -158,7 +159,12 @@ def parse_conversation(
     _insert_system_message(row, parsed)
     given_images = row_images + part_images
     trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
-    _check_turn_order(parsed, own_turns)
+    try:
+        _check_turn_order(parsed, own_turns)
+    except DroppedRowError as error:
+        if not trim and _can_be_trimmed(parsed, own_turns):
+            error.expected += TRIM_ADVICE
+        raise
     messages = [message for message, _, _ in parsed]
     conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
@@ -202,6 +208,17 @@ def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[Any]) -> tuple[d
             images = images[num_images:] if kind == "opening_answer" else images[: max(0, len(images) - num_images)]
             del parsed[place]
     return trimmed, images
+
+
+def _can_be_trimmed(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> bool:
+    """Return whether turns that are out of order are in order once dangling ones are cut off."""
+    rest = [*parsed]
+    _trim_dangling_turns(rest, [])
+    try:
+        _check_turn_order(rest, own_turns)
+    except DroppedRowError:
+        return False
+    return True
 
 
 def _check_turn_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> None:

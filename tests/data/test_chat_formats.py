@@ -249,6 +249,31 @@ def test_the_turn_that_is_wrong_is_named(row: dict[str, Any], found: str, expect
 
 
 @pytest.mark.parametrize(
+    ("turns", "is_trimmed"),
+    [
+        ([*PLAIN, PLAIN[0]], True),
+        ([*PLAIN, {"role": "user", "content": " "}], True),
+        ([PLAIN[1], *PLAIN], True),
+        ([SYSTEM, PLAIN[1], *PLAIN, PLAIN[0]], True),
+        ([*PLAIN, {"role": "tool", "content": "x"}], False),
+        ([*PLAIN, PLAIN[1], PLAIN[0]], False),
+        ([PLAIN[0], {**PLAIN[1], "content": ""}, PLAIN[0]], False),
+        ([PLAIN[0]], False),
+    ],
+)
+def test_a_row_that_dangling_turns_trim_would_keep_says_so(turns: list[dict[str, Any]], is_trimmed: bool) -> None:
+    """Bug: with `dangling_turns: drop` nothing said that there is another choice."""
+    with pytest.raises(chat_formats.DroppedRowError, match=r"wrong_turns|empty_turn") as dropped:
+        chat_formats.parse_conversation({"messages": turns}, "messages", None)
+    assert ("; or set fix_data.dangling_turns: trim, which cuts" in dropped.value.expected) == is_trimmed
+    if is_trimmed:
+        chat_formats.parse_conversation({"messages": turns}, "messages", None, trim=True)
+        return
+    with pytest.raises(chat_formats.DroppedRowError, match=r"wrong_turns|empty_turn"):
+        chat_formats.parse_conversation({"messages": turns}, "messages", None, trim=True)
+
+
+@pytest.mark.parametrize(
     ("row", "found", "expected"),
     [
         ({"prompt": ASK, "answer": None}, "null under answer", "a text: an answer is what a draft learns; write it there"),
