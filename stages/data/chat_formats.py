@@ -16,6 +16,7 @@ from stages.data.conversations import IMAGE_PLACEHOLDER
 
 Message = dict[str, str]
 ParsedTurn = tuple[Message, str | None, str | None]  # message, its tool calls as JSON, its reasoning
+GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has
 SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 TURN_LIST_KEYS = {  # the first of them that a row has
@@ -44,9 +45,21 @@ ORDER_OF_TURNS = (
 )
 TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
+# What images must be, for messages.
+IMAGE_FORM = "a path, bytes or a data: URL"
+IMAGE_FILE = "a file; a relative path starts at the data file's folder"
+IMAGE_OF_HUB = "bytes: rows of a dataset of the Hub have no folder that a relative path could start at"
+IMAGE_NOT_URL = "a file or bytes: what is at a URL may change or vanish; download it, and write the path of the file"
+IMAGE_BASE64 = "a whole data: URL, as data:image/png;base64,...; write it anew"
+IMAGE_BYTES = "PNG, JPEG, WebP or GIF, by the first bytes; convert it"
+IMAGE_SIZE = "a smaller one: it takes up to 16 bytes of memory a pixel to decode; scale it down"
+MARK_OF_IMAGE = (
+    f"a mark {IMAGE_PLACEHOLDER} for each image; write it where the image belongs, or give images as parts of a content"
+)
 JSON_TYPES: dict[type, str] = {
     str: "a text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number",
 }  # fmt: skip
+SHOWN_PATH = 120  # characters of an image's path or URL in a message
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
@@ -141,7 +154,7 @@ def parse_conversation(
 
     Raises:
         DroppedRowError: for a turn that is no text, is empty or has an unknown role, for turns out of order, and for
-            images that are neither existing files nor bytes that `save_image` accepts.
+            images that are neither existing files nor bytes that `save_image` accepts, or have too many pixels.
     """
     if row.get("status") == "error" and row.get("error"):  # SpecForge's rows whose answers could not be made
         raise DroppedRowError("marked_error", str(row["error"]))
@@ -157,7 +170,8 @@ def parse_conversation(
     ]
     own_turns = [*parsed]  # numbered in messages as in the row
     _insert_system_message(row, parsed)
-    given_images = row_images + part_images
+    given_images = [*enumerate(row_images + part_images, 1)]  # numbered in messages as in the row
+    num_images = len(given_images)
     trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
     try:
         _check_turn_order(parsed, own_turns)
@@ -174,9 +188,14 @@ def parse_conversation(
     if any(reasoning for _, _, reasoning in parsed):
         conversation.reasoning = [reasoning for _, _, reasoning in parsed]
     if given_images:
-        conversation.images = [_save_image(image, folder, save_image) for image in given_images]
-        if sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages) != len(given_images):
-            raise DroppedRowError("image_count")
+        conversation.images = [
+            _save_image(image, f"image {number} of {num_images}", folder, save_image) for number, image in given_images
+        ]
+        marks = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages)
+        if marks != len(given_images):
+            counted = _name_image(f"{len(given_images)} image(s), the first", given_images[0][1])
+            found = f"{counted} and {marks} mark(s) {IMAGE_PLACEHOLDER} in the turns"
+            raise DroppedRowError("image_count", found, MARK_OF_IMAGE)
     return conversation
 
 
@@ -189,7 +208,7 @@ def _insert_system_message(row: dict[str, Any], parsed: list[ParsedTurn]) -> Non
         parsed.insert(0, ({"role": "system", "content": system}, None, None))
 
 
-def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[Any]) -> tuple[dict[str, str], list[Any]]:
+def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[GivenImage]) -> tuple[dict[str, str], list[GivenImage]]:
     """Cut dangling turns off `parsed` -> the text of each kind that was cut, and the images of the turns that are left.
 
     Turns between which none is a question with an answer stay as they are, for the check of their order.
@@ -379,48 +398,71 @@ def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return next((row[key] for key in keys if isinstance(row.get(key), str | list)), None)
 
 
-def _save_image(image: Any, folder: str | None, save_image: SaveImage) -> str:
-    """Save an image by its content and return the path.
+def _save_image(image: Any, place: str, folder: str | None, save_image: SaveImage) -> str:
+    """Save an image by its content and return the path. `place` says which image of the row it is, for messages.
 
     Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
     """
-    data, extension = _read_image_bytes(image), None
+    data, extension, name = _read_image_bytes(image, place), None, _name_image(place, image)
     if data is None:
-        file = _resolve_image_path(image, folder)
-        extension = file.suffix.lower()
-        try:
-            data = file.read_bytes() if file.is_file() else None
-        except OSError:  # no permission, a disk error, or too long a name
-            data = None
-        if data is None:
-            raise DroppedRowError("image_missing", str(file))
+        file = _resolve_image_path(image, place, folder)
+        extension, name = file.suffix.lower(), _name_image(place, str(file))
+        data = _read_image_file(file, name)
+    if images.is_too_large(data):
+        raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
     path = save_image(data, extension)
     if path is None:
-        raise DroppedRowError("image_bytes")
+        begin = f" that begin with {data[:8].hex(' ')}" if data else ""
+        raise DroppedRowError("image_bytes", f"{name} has {len(data):,} bytes{begin}", IMAGE_BYTES)
     return path
 
 
-def _read_image_bytes(image: Any) -> bytes | None:
+def _read_image_file(file: Path, name: str) -> bytes:
+    try:
+        if file.is_file():
+            return file.read_bytes()
+        why = "is no file here"
+    except OSError as error:  # no permission, a disk error, or too long a name
+        why = f"can't be read ({error.strerror})"
+    raise DroppedRowError("image_missing", f"{name} {why}", IMAGE_FILE)
+
+
+def _read_image_bytes(image: Any, place: str) -> bytes | None:
     """Return the bytes of an image given as bytes, as the Hub's {bytes, path} or as a `data:` URL; else None."""
     if isinstance(image, dict):
         image = image.get("bytes")
     if isinstance(image, str) and image[:5].lower() == "data:":
-        return images.decode_data_url(image) or b""
+        data = images.decode_data_url(image)
+        if data is None:
+            raise DroppedRowError("image_bytes", f"{_name_image(place, image)} is no valid base64", IMAGE_BASE64)
+        return data
     return bytes(image) if isinstance(image, bytes | bytearray) else None
 
 
-def _resolve_image_path(image: Any, folder: str | None) -> Path:
+def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
     """Return the path of a file, from the project's root. Raise DroppedRowError for a URL: its content may change or vanish."""
-    if isinstance(image, dict):
-        image = image.get("path")
-    if not isinstance(image, str) or not is_text(image) or "\0" in image:
-        raise DroppedRowError("image_missing")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", image) and not image.startswith("file://"):
-        raise DroppedRowError("image_url")
-    path = Path(image.removeprefix("file://"))
-    if folder is None and not path.is_absolute():
-        raise DroppedRowError("image_missing")
-    return Path(folder or "") / path
+    path = image.get("path") if isinstance(image, dict) else image
+    if not isinstance(path, str):
+        raise DroppedRowError("image_missing", f"{place} is {_describe_value(image)}", IMAGE_FORM)
+    name = _name_image(place, path)
+    if not is_text(path) or "\0" in path:
+        raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):
+        raise DroppedRowError("image_url", f"{name} is a URL", IMAGE_NOT_URL)
+    file = Path(path.removeprefix("file://"))
+    if folder is None and not file.is_absolute():
+        raise DroppedRowError("image_missing", f"{name} is a relative path", IMAGE_OF_HUB)
+    return Path(folder or "") / file
+
+
+def _name_image(place: str, image: Any) -> str:
+    """Return `place` with the path or URL of the image, where it has one; the middle of a long one is left out."""
+    given = image.get("path") if isinstance(image, dict) else image
+    if not isinstance(given, str):
+        return place
+    half = SHOWN_PATH // 2
+    shown = given if len(given) <= SHOWN_PATH else f"{given[:half]}…{given[-half:]}"
+    return f"{place}, {shown!r},"
 
 
 def is_text(value: Any) -> bool:

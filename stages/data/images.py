@@ -8,6 +8,7 @@ media types wrong. A file of another kind keeps its extension; sample_target dec
 import base64
 import binascii
 import hashlib
+import io
 import os
 import re
 import struct
@@ -60,13 +61,13 @@ def save_image(data: bytes, folder: Path, extension: str | None = None) -> str |
     return name
 
 
-def is_too_large(path: Path) -> bool:
-    """Return whether the image at `path` has more than MAX_PIXELS, by its header: nothing is decoded.
+def is_too_large(data: bytes) -> bool:
+    """Return whether an image has more than MAX_PIXELS, by its header: nothing is decoded.
 
-    False for a file that Pillow can't read: the stage that decodes it reports why.
+    False for bytes that Pillow can't read: the stage that decodes them reports why.
     """
     try:
-        with Image.open(path) as file:
+        with Image.open(io.BytesIO(data)) as file:
             return file.width * file.height > MAX_PIXELS
     except Image.DecompressionBombError:  # over Pillow's own limit
         return True

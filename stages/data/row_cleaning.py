@@ -176,8 +176,6 @@ def judge_row(
     trim = params.dangling_turns == "trim"
     save_image = partial(save_waiting_image, folder=images_folder)
     conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_image, trim)
-    if any(images.is_too_large(locate_waiting_image(path, images_folder)) for path in conversation.images or []):
-        raise DroppedRowError("image_too_large")
     repaired = repair_answers(conversation.messages, params) if params.answers != "text" else []
     length = sum(len(message["content"]) for message in conversation.messages)
     if conversation.reasoning:
@@ -194,12 +192,6 @@ def save_waiting_image(data: bytes, extension: str | None, folder: Path = WAITIN
     """Save an image among the waiting rows and return its final path; None for bytes that are no known image."""
     name = images.save_image(data, folder, extension)
     return None if name is None else (IMAGES_FOLDER / name).as_posix()
-
-
-def locate_waiting_image(path: str, folder: Path = WAITING_IMAGES_FOLDER) -> Path:
-    """Return where the image with final path `path` is before it is published."""
-    final = Path(path)
-    return folder / final.name if final.parent == IMAGES_FOLDER else final
 
 
 def repair_answers(messages: list[Message], params: FixData) -> list[RepairedAnswer]:

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.data import chat_formats
+from tests.data.test_images import png_of
 
 ASK, SAY = "Weather in Bergen?", "Rain."
 PLAIN = [{"role": "user", "content": ASK}, {"role": "assistant", "content": SAY}]
@@ -246,6 +247,65 @@ def test_the_turn_that_is_wrong_is_named(row: dict[str, Any], found: str, expect
         chat_formats.parse_conversation(row, str(chat_formats.detect_format(row)), None, trim=trim)
     assert dropped.value.found == found
     assert dropped.value.expected.startswith(expected)
+
+
+BMP = b"BM and more"
+FILE = "a file; a relative path starts at the data file's folder"
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "expected"),
+    [
+        (parts("nowhere.png"), "image 1 of 1, 'data/nowhere.png', is no file here", FILE),
+        (parts("x" * 5000), f"image 1 of 1, 'data/{'x' * 55}…{'x' * 60}', ", FILE),
+        (parts(None), "image 1 of 1 is an object, '{\"url\": null}'", "a path, bytes or a data: URL"),
+        (parts(7), "image 1 of 1 is a number, '7'", "a path"),
+        (parts("a\0b"), "image 1 of 1, 'a\\x00b', is no path", "a path"),
+        ({"messages": PLAIN, "image": {"bytes": None, "path": None}}, "image 1 of 1 is an object, '{\"bytes\": null", "a path"),
+        (parts("https://example.org/sky.png"), "image 1 of 1, 'https://example.org/sky.png', is a URL", "a file or bytes"),
+        (parts("data:image/png;base64,iVBORw0KGgo"), "image 1 of 1, 'data:image/png;base64,iVBORw0KGgo', is no valid base64",
+         "a whole data: URL"),
+        (parts("data:image/svg+xml,<svg/>"), "image 1 of 1, 'data:image/svg+xml,<svg/>', is no valid base64", "a whole data:"),
+        (parts("DATA:text/plain;base64,aGVsbG8="),
+         "image 1 of 1, 'DATA:text/plain;base64,aGVsbG8=', has 5 bytes that begin with 68 65 6c 6c 6f", "PNG, JPEG, WebP or GIF"),
+        ({"messages": PLAIN, "image": {"bytes": BMP, "path": "sky.png"}},
+         "image 1 of 1, 'sky.png', has 11 bytes that begin with 42 4d 20 61 6e 64 20 6d", "PNG"),
+        ({"messages": PLAIN, "image": b""}, "image 1 of 1 has 0 bytes", "PNG"),
+        ({"messages": PLAIN, "images": [{"bytes": png_of(8193, 8192), "path": "sky.png"}]},
+         "image 1 of 1, 'sky.png', has more than 67,108,864 pixels", "a smaller one"),
+        ({"messages": PLAIN, "images": ["sky.png"]}, "1 image(s), the first, 'sky.png', and 0 mark(s) <image> in the turns",
+         "a mark <image> for each image"),
+        ({"messages": [{**PLAIN[0], "content": "<image>" * 3}, PLAIN[1]], "images": ["sky.png", "sky.png", "b.png"]},
+         "image 3 of 3, 'data/b.png', is no file here", FILE),
+    ],
+)  # fmt: skip
+def test_the_image_that_a_row_is_dropped_by_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], found: str, expected: str
+) -> None:
+    """Bug: the beginning of the row was shown, or the file's path alone: neither which image nor why."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/sky.png").touch()
+    with pytest.raises(chat_formats.DroppedRowError, match="image_") as dropped:
+        read(row, "data")
+    assert str(dropped.value.found).startswith(found) and dropped.value.expected.startswith(expected)
+
+
+def test_an_image_of_a_dataset_of_the_hub_needs_its_bytes() -> None:
+    with pytest.raises(chat_formats.DroppedRowError, match="image_missing") as dropped:
+        read(parts("sky.png"))
+    assert dropped.value.found == "image 1 of 1, 'sky.png', is a relative path"
+    assert dropped.value.expected.startswith("bytes: rows of a dataset of the Hub have no folder")
+
+
+def test_images_are_numbered_as_in_the_row_where_turns_are_cut_off() -> None:
+    def ask(url: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "image", "image": url}]}
+
+    turns = [{**ask("data:image/png;base64,AAAA"), "role": "assistant"}, ask("nowhere.png"), PLAIN[1], PLAIN[0]]
+    with pytest.raises(chat_formats.DroppedRowError, match="image_missing") as dropped:
+        chat_formats.parse_conversation({"messages": turns}, "messages", "data", save_file_only, trim=True)
+    assert dropped.value.found == "image 2 of 2, 'data/nowhere.png', is no file here"
 
 
 @pytest.mark.parametrize(

@@ -69,16 +69,14 @@ def png_of(width: int, height: int) -> bytes:
     ("width", "height", "is_too_large"),
     [(8192, 8192, False), (8193, 8192, True), (13000, 13000, True), (60000, 60000, True), (1, 1, False)],
 )
-def test_a_small_file_of_many_pixels_is_too_large(tmp_path: Path, width: int, height: int, is_too_large: bool) -> None:
+def test_a_small_file_of_many_pixels_is_too_large(width: int, height: int, is_too_large: bool) -> None:
     """Bug: decoding a PNG of half a megabyte with 169 megapixels took 2.6 GB."""
-    (tmp_path / "a.png").write_bytes(png_of(width, height))
-    assert images.is_too_large(tmp_path / "a.png") == is_too_large
+    assert images.is_too_large(png_of(width, height)) == is_too_large
 
 
 @pytest.mark.parametrize("data", [b"", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"GIF89a", b"II*\0\xff\xff\xff\xff"])
-def test_unreadable_files_are_not_too_large(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "a").write_bytes(data)
-    assert not images.is_too_large(tmp_path / "a") and not images.is_too_large(tmp_path / "none")
+def test_unreadable_images_are_not_too_large(data: bytes) -> None:
+    assert not images.is_too_large(data)
 
 
 def test_concurrent_writers_of_one_image(tmp_path: Path) -> None:

@@ -116,6 +116,12 @@ def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path
     _, _, report = outcome()
     assert report["dropped_reasons"] == {"image_too_large": 2} and report["rows_out"] == 28
     assert report["pictures_written"] == 28
+    rows[4]["image"] = {"bytes": png_of(9, 40), "path": None}
+    pl.DataFrame(rows).write_parquet(folder / "a.parquet")
+    set_lines(max_dropped_share="0.01")
+    found = "image 1 of 1, 'data/seen/own.png', has more than 67,108,864 pixels, expected a smaller one"
+    with pytest.raises(ValueError, match=rf"\n  image_too_large 1, first a\.parquet, row 5: {found}"):
+        fix_data.main()
 
 
 def test_another_image_under_the_same_name_changes_the_rows(home: Path) -> None:
