@@ -39,7 +39,7 @@ from stages.data.row_cleaning import (
 )
 from stages.data.table_schema import load_table_file
 from stages.data.train_eval_split import SplitAssignment, SplitFate
-from stages.params.checks import check_raw_exists
+from stages.params.checks import check_column_files, check_raw_exists
 from stages.params.data_sections import FixData
 from stages.params.schema import Params, load_params
 from stages.runtime import atomic, scratch
@@ -56,6 +56,7 @@ IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 def main() -> None:
     params = load_params()
     check_raw_exists(params)
+    check_column_files(params)
     if params.fix_data.tables is not None and params.fix_data.answers != "text":
         load_table_file(Path(params.fix_data.tables))
     with scratch.lock_scratch(WAITING_FOLDER):
@@ -92,7 +93,7 @@ def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator
     """Yield the verdicts of each chunk, in order: a single chunk is judged in this process, several in a process pool."""
     eval_path, raw = params.eval_path(), Path(params.raw)
     eval_source = eval_path.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if eval_path else None
-    chunks = readers.read_all_chunks(raw, eval_source, hub_records, params.columns)
+    chunks = readers.read_all_chunks(raw, eval_source, hub_records, params.choose_columns)
     start = list(islice(chunks, 2))
     jobs = ((c, params, WAITING_FOLDER / f"{n:06}.arrow", eval_source) for n, c in enumerate(chain(start, chunks)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """Apply a column map: which columns of a table, or keys of a row, hold the prompt, the answer and the rest.
 
-`fix_data.columns` of params.yaml, or `columns` of a NAME.hub.yaml, as {prompt: question, answer: reply}. A row then has the
-named columns only, under the names of chat_formats.py, and its own id.
+`fix_data.columns` of params.yaml, whole or of the row's file, or `columns` of a NAME.hub.yaml, as {prompt: question, answer:
+reply}. A row then has the named columns only, under the names of chat_formats.py, and its own id.
 """
 
 import json
@@ -24,7 +24,7 @@ def check_table_columns(found: Sequence[str], columns: dict[str, str] | None, di
         raise ValueError(
             f"{display_name}: expected columns of a known format ({chat_formats.describe_formats()}), found the columns "
             f"{list_names(found)}; say which of them is which, as fix_data.columns: {{prompt: COLUMN, answer: COLUMN}} (the "
-            "first line of the file must name the columns)"
+            "first line of the file must name the columns; docs/data.md has a map for each file)"
         )
 
 
@@ -68,5 +68,5 @@ def _check_named(found: Sequence[str], wanted: dict[str, str], start: str, noun:
     given = ", ".join(f"{role}: {column}" for role, column in columns.items())
     raise ValueError(
         f"{start} the {noun} {named}, as the column map {{{given}}} says, found {list_names(found)}; correct the map "
-        "(fix_data.columns, or columns of a .hub.yaml), or give another file"
+        "(fix_data.columns, which may have a map for each file, or columns of a .hub.yaml), or give another file"
     )

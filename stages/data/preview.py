@@ -17,7 +17,7 @@ import polars as pl
 from stages.data import column_names, json_lines, readers, row_cleaning
 from stages.data.readers import ArrowRows, RawChunk
 from stages.data.row_cleaning import WAITING_IMAGES_FOLDER
-from stages.params.checks import check_raw_exists
+from stages.params.checks import check_column_files, check_raw_exists
 from stages.params.data_sections import FixData
 from stages.params.schema import load_params
 from stages.telemetry.run_stage import run_stage
@@ -44,22 +44,23 @@ class PreviewedRow:
 def main(rows: str, path: str = "") -> None:
     params = load_params()
     if path:
-        params = params.model_copy(
-            update={"fix_data": params.fix_data.model_copy(update={"raw": path, "eval_file": None, "eval_rows": None})}
-        )
-    check_raw_exists(params)
-    kept = print_preview(params.fix_data, int(rows))
+        of_path = params.fix_data.model_copy(update={"raw": path, "eval_file": None, "eval_rows": None})
+        check_raw_exists(params.model_copy(update={"fix_data": of_path}))
+    else:
+        check_raw_exists(params)
+        check_column_files(params)
+    kept = print_preview(params.fix_data, int(rows), path)
     if not kept:
         sys.exit(1)
 
 
-def print_preview(params: FixData, rows: int) -> int:
-    """Print the first `rows` rows of each file, and a summary; return how many of them are kept."""
+def print_preview(params: FixData, rows: int, path: str = "") -> int:
+    """Print the first `rows` rows of each file, and a summary; return how many of them are kept. `path` as in preview_rows."""
     verdicts: Counter[str] = Counter()
     splits: Counter[str] = Counter()
     advice: dict[str, None] = {}  # a set in order
     source = None
-    for row in preview_rows(params, rows):
+    for row in preview_rows(params, rows, path):
         if row.source != source:
             source = row.source
             print(f"{source}")
@@ -75,15 +76,18 @@ def print_preview(params: FixData, rows: int) -> int:
     return splits["train"] + splits["eval"]
 
 
-def preview_rows(params: FixData, rows: int) -> Iterator[PreviewedRow]:
-    """Yield what the first `rows` rows of each file become; images are looked at in a temporary folder."""
-    raw, evaluation = Path(params.raw), params.eval_path()
+def preview_rows(params: FixData, rows: int, path: str = "") -> Iterator[PreviewedRow]:
+    """Yield what the first `rows` rows of each file become; images are looked at in a temporary folder.
+
+    The files are those of `path`, or of `params.raw` where that is "". Column maps are by paths in `params.raw` in both cases.
+    """
+    raw, evaluation = Path(path or params.raw), None if path else params.eval_path()
     eval_source = evaluation.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if evaluation else None
     with tempfile.TemporaryDirectory(prefix="aerie-preview-") as name:
         (Path(name) / WAITING_IMAGES_FOLDER.name).mkdir()
         for file in readers.list_files(raw):
             source = file.name if raw.is_file() else file.relative_to(raw).as_posix()
-            chunks = readers.read_chunks(file, source, {}, params.columns)
+            chunks = readers.read_chunks(file, source, {}, params.choose_columns(file))
             for one in islice(_cut_rows(chunks), rows):
                 yield _preview_row(one, params, Path(name) / "row.arrow", eval_source)
 

@@ -20,7 +20,7 @@ import itertools
 import lzma
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class RawChunk:
     first_row: int  # row number in that file, from 0
     rows: list[bytes] | list[str] | ArrowRows
     display_name: str  # the file, for messages
-    columns: dict[str, str] | None = None  # as fix_data.columns: the rows are renamed by it
+    columns: dict[str, str] | None = None  # the file's map in fix_data.columns: the rows are renamed by it
 
 
 def list_files(path: Path) -> list[Path]:
@@ -130,7 +130,7 @@ def read_chunks(
 ) -> Iterator[RawChunk]:
     """Yield the rows of one file in chunks. A dataset of the Hub adds its record to `hub_records` under `source`.
 
-    `columns` names the columns as fix_data.columns does; a NAME.hub.yaml may have its own.
+    `columns` is the file's map in fix_data.columns; a NAME.hub.yaml may have its own.
 
     Raises:
         ValueError: naming the file, where it can't be read or lacks a named column.
@@ -377,10 +377,18 @@ def _join_batches(batches: Iterable[Any]) -> Iterator[pl.DataFrame]:
 
 
 def read_all_chunks(
-    path: Path, first: str | None, hub_records: dict[str, HubRecord], columns: dict[str, str] | None = None
+    path: Path,
+    first: str | None,
+    hub_records: dict[str, HubRecord],
+    choose_columns: Callable[[Path], dict[str, str] | None] = lambda file: None,
 ) -> Iterator[RawChunk]:
-    """Yield the chunks of every file of `path`, starting with the file named `first`; `columns` as in `read_chunks`."""
+    """Yield the chunks of every file of `path`, starting with the file named `first`.
+
+    `choose_columns` returns the column map of a file, as `read_chunks` takes it.
+    """
     files = list_files(path)
     names = {file: file.name if path.is_file() else file.relative_to(path).as_posix() for file in files}
     files.sort(key=lambda file: names[file] != first)  # stable: the others stay in order
-    return itertools.chain.from_iterable(read_chunks(file, names[file], hub_records, columns) for file in files)
+    return itertools.chain.from_iterable(
+        read_chunks(file, names[file], hub_records, choose_columns(file)) for file in files
+    )

@@ -17,6 +17,7 @@ from stages.params.section import PARAMS_FILE
 from stages.params.spelling import suggest_name
 
 TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
+MAX_SHOWN_FILES = 20  # in a message
 TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
 
 
@@ -43,9 +44,35 @@ def check_raw_exists(params: Params) -> None:
         )
 
 
+def check_column_files(params: Params) -> None:
+    """Raise ValueError for a name in fix_data.columns that fits no file of fix_data.raw, and for a file that two names fit."""
+    fix = params.fix_data
+    if fix.columns_by_file.keys() <= {"*"}:
+        return
+    raw, used = Path(fix.raw), set[str]()
+    names = [path.relative_to(raw) for path in raw.rglob("*") if path.is_file()] if raw.is_dir() else [Path(raw.name)]
+    files = sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
+    for file in files:
+        fitting = fix.find_column_names(raw / file if raw.is_dir() else raw)
+        if len(fitting) > 1:
+            raise ValueError(
+                f"{PARAMS_FILE}: fix_data.columns names {' and '.join(fitting)}, which both fit {file}, expected one; name "
+                "the file itself, or let only one of them fit it"
+            )
+        used.update(fitting)
+    if unknown := [name for name in fix.columns_by_file if name not in used]:
+        more = f" and {len(files) - MAX_SHOWN_FILES} more" if len(files) > MAX_SHOWN_FILES else ""
+        found = (", ".join(files[:MAX_SHOWN_FILES]) or "none") + more
+        raise ValueError(
+            f"{PARAMS_FILE}: fix_data.columns names {unknown[0]}{suggest_name(unknown[0], files)}, expected the path of a file "
+            f"as seen from fix_data.raw, or a pattern of such paths, found {found} in {raw}; correct it"
+        )
+
+
 def check_params(params: Params) -> None:
     """Check what params.yaml names on this machine. Raises ValueError for missing data, folders, GPUs and feature layers."""
     check_raw_exists(params)
+    check_column_files(params)
     check_target(params)
     if params.target.feature_layers is not None:
         check_segment_layers(params, params.target.feature_layers)

@@ -1,10 +1,11 @@
 """The sections of prompts and answers: fix_data, sample_target, prepare_prompts."""
 
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from stages.params.section import LIST_OR_NUMBER, Count, Name, NonNegative, Positive, Section, Seed, Share, Text
 from stages.params.server_urls import ServerUrls
@@ -31,7 +32,24 @@ def check_column_names(columns: dict[str, str]) -> dict[str, str]:
     return columns
 
 
+def _check_column_form(columns: Any) -> Any:
+    """Return the value of `columns`. Raises ValueError unless it is one map, or a map for each file."""
+    is_mixed = isinstance(columns, dict) and len({isinstance(value, dict) for value in columns.values()}) > 1
+    if is_mixed or not isinstance(columns, dict | None):
+        raise ValueError(
+            "expected a map of columns, as {prompt: question, answer: reply}, or one for each file, as {a.csv: {prompt: "
+            f"question, answer: reply}}}}, found {columns!r}"
+        )
+    return columns
+
+
 ColumnNames = Annotated[dict[str, Text], AfterValidator(check_column_names)]
+ColumnMaps = Annotated[
+    Annotated[ColumnNames, Tag("one map")] | Annotated[dict[str, ColumnNames], Tag("a map for each file")],
+    Discriminator(
+        lambda value: "a map for each file" if any(isinstance(one, dict) for one in value.values()) else "one map"
+    ),
+]
 
 
 def check_table_path(path: str) -> str:
@@ -51,7 +69,7 @@ TableFilePath = Annotated[Text, AfterValidator(check_table_path)]
 class FixData(Section):
     raw: Text
     format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
-    columns: ColumnNames | None
+    columns: Annotated[ColumnMaps | None, BeforeValidator(_check_column_form)]
     answers: Literal["toon", "json", "text"]
     tables: TableFilePath | None
     surrounding_text: Literal["strip", "keep"]
@@ -86,6 +104,30 @@ class FixData(Section):
             return None
         raw = Path(self.raw)
         return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
+
+    @property
+    def columns_by_file(self) -> dict[str, dict[str, str]]:
+        """Return the column maps by the paths in `raw`, or patterns of paths, that they are of: `*` where one is of all files."""
+        given = self.columns or {}
+        maps = {name: value for name, value in given.items() if isinstance(value, dict)}
+        one = {role: value for role, value in given.items() if isinstance(value, str)}
+        return maps | ({"*": one} if one else {})
+
+    def choose_columns(self, file: Path) -> dict[str, str] | None:
+        """Return the column map of a raw file; None where it is read by known names."""
+        names = self.find_column_names(file)
+        return self.columns_by_file[names[0]] if names else None
+
+    def find_column_names(self, file: Path) -> list[str]:
+        """Return the keys of columns_by_file that fit a raw file: its own path alone where that is one, else patterns.
+
+        Several patterns are for checks.py to refuse: DVC sees no order of keys, so none may be the first.
+        """
+        path, raw = file.absolute(), Path(self.raw).absolute()
+        name = path.relative_to(raw).as_posix() if path != raw and path.is_relative_to(raw) else path.name
+        if name in self.columns_by_file:
+            return [name]
+        return sorted(pattern for pattern in self.columns_by_file if fnmatchcase(name, pattern))
 
 
 class SamplingServer(Section):

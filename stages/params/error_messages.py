@@ -17,7 +17,7 @@ METHOD_TAGS = {  # of unions whose member is chosen by a key `method`
     "a row", "a static row", "a row ahead",
 }  # fmt: skip
 # Parts of pydantic's locations that are not keys of the file.
-UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text"}
+UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
 
 FEW_KEYS = 4  # of a workload; from so many on, missing ones share a line
 # Keys of earlier versions -> today's; * stands for a name that the user chose.

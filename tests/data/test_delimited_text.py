@@ -14,7 +14,11 @@ NAMED = {"prompt": "Frage", "answer": "Antwort"}
 
 
 def rows_of(path: Path, columns: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    return [row or {} for c in readers.read_all_chunks(path, None, {}, columns) for _, row in readers.parse_chunk(c)]
+    return [
+        row or {}
+        for c in readers.read_all_chunks(path, None, {}, lambda file: columns)
+        for _, row in readers.parse_chunk(c)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_a_broken_file_is_one_message(tmp_path: Path, data: str, columns: dict[s
 def test_lines_with_named_keys_may_lack_the_optional_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"Frage": "a", "Antwort": "b", "S": "s"}\n{"Frage": "c", "Antwort": "d"}\n{"Frage": "e"}\n')
-    chunk = next(readers.read_all_chunks(path, None, {}, NAMED | {"system": "S"}))
+    chunk = next(readers.read_all_chunks(path, None, {}, lambda file: NAMED | {"system": "S"}))
     rows = readers.parse_chunk(chunk)
     assert next(rows)[1] == {"prompt": "a", "answer": "b", "system": "s"}
     assert next(rows)[1] == {"prompt": "c", "answer": "d"}

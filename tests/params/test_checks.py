@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,6 +176,61 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
     p = schema.load_params()
     checks.check_raw_exists(p)
     assert p.fix_data.eval_path() == raw
+
+
+ASKED = {"prompt": "question", "answer": "reply"}
+TALK = {"messages": "talk"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns", "found"),
+    [
+        ("data/raw", ASKED, {"a.csv": ASKED, "more/a.csv": ASKED, "more/b.jsonl": ASKED}),
+        ("data/raw", {"a.csv": ASKED}, {"a.csv": ASKED}),
+        ("data/raw", {"more/a.csv": ASKED, "*.jsonl": TALK}, {"more/a.csv": ASKED, "more/b.jsonl": TALK}),
+        ("data/raw", {"a.csv": TALK, "*.csv": ASKED}, {"a.csv": TALK, "more/a.csv": ASKED}),
+        ("data/raw/a.csv", {"a.csv": ASKED}, {"a.csv": ASKED}),
+    ],
+)
+def test_a_file_has_the_columns_of_the_name_that_fits_it(
+    raw: str, columns: dict[str, Any], found: dict[str, Any]
+) -> None:
+    """Bug: one map was for every file of `raw`. DVC does not see another order of names, so the order has no meaning."""
+    folder = Path("data/raw")
+    for name in ("a.csv", "more/a.csv", "more/b.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    for given in (columns, dict(reversed(columns.items()))):
+        set_values({("fix_data", "raw"): raw, ("fix_data", "columns"): given})
+        p = schema.load_params()
+        checks.check_column_files(p)
+        files = [path for path in [Path(raw), *Path(raw).rglob("*")] if path.is_file()]
+        chosen = {path.relative_to(folder).as_posix(): p.fix_data.choose_columns(path) for path in files}
+        assert {name: one for name, one in chosen.items() if one} == found
+        assert p.fix_data.choose_columns((folder / "a.csv").absolute()) == chosen["a.csv"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (
+            {"b.cvs": ASKED},
+            r"columns names b\.cvs \(did you mean b\.csv\?\), expected .*, found a\.csv, b\.csv in data/raw; correct it$",
+        ),
+        ({"raw/a.csv": ASKED}, r"columns names raw/a\.csv .*, expected"),
+        (
+            {"*.csv": ASKED, "a*": TALK},
+            r"columns names \*\.csv and a\*, which both fit a\.csv, expected one; name the file itself",
+        ),
+    ],
+)
+def test_a_name_of_columns_that_fits_no_file_is_refused_before_any_stage(columns: dict[str, Any], said: str) -> None:
+    Path("data/raw").mkdir(parents=True)
+    for name in ("a.csv", "b.csv", ".hidden"):
+        Path("data/raw", name).touch()
+    set_values({("fix_data", "raw"): "data/raw", ("fix_data", "columns"): columns})
+    with pytest.raises(ValueError, match=rf"^params\.yaml: fix_data\.{said}"):
+        checks.check_column_files(schema.load_params())
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:

@@ -197,6 +197,7 @@ HARMLESS = {
     "report.title",  # shown; the page escapes it
     "report.analysis",
     "fix_data.columns.*",  # names of columns in the raw data
+    "fix_data.columns.*.*",  # the same, of a file: its name is compared with those in fix_data.raw
     "sample_target.thinking",
     "extract_hiddens.compile",
     "extract_hiddens.online",
