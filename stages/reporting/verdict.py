@@ -23,6 +23,8 @@ from stages.results.torch_records import TorchCell, name_torch_stage
 VerdictKind = Literal["launch", "plain", "noisy", "disputed", "unknown"]
 MAX_WARNINGS = 5  # shown outright
 MAX_LINES = 6  # groups of loads; further ones are counted
+MAX_LEFT_OUT = 3  # reasons why trees are left out; further ones are counted
+MAX_NAMES = 4  # of trees that are left out for one reason
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
     "time_trees.checkpoints"
@@ -167,7 +169,7 @@ def build_verdict(
     warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
     more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(left_out, judged, guesses, replayable)]
-    more += _summarise_methods(method_rows)
+    more += [*_describe_unsupported(served), *_summarise_methods(method_rows)]
     more = [*([CONTRADICTED] if is_contradicted else []), *more]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
@@ -363,6 +365,26 @@ def _describe_torch_only(
     pick = max(above, key=lambda one: (one.is_faster, one.speedup))
     why = f"since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
     return [f"Faster in the torch engine, {why}" if pick.is_faster else f"Left out above, {why} by the torch engine"]
+
+
+def _describe_unsupported(served: list[ServedRow]) -> list[str]:
+    """Return a line for each engine and reason, with the trees of the cells that can't run for it."""
+    groups: dict[
+        tuple[str, str | None], dict[str, None]
+    ] = {}  # names as sets in order: a tree has a cell for each workload
+    for row in served:
+        if not row.ran:
+            name = "plain decoding" if row.tree is None else f"{row.tree} with {row.checkpoint}"
+            groups.setdefault((row.engine, row.remark), {})[name] = None
+    told = []
+    for (engine, remark), found in groups.items():
+        where, names = "in the torch engine" if engine == TORCH_ENGINE else f"on {engine}", list(found)
+        rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        told.append(f"Left out {where}: {', '.join(names[:MAX_NAMES])}{rest}; {remark}")
+    if len(told) > MAX_LEFT_OUT:
+        more = len(told) - MAX_LEFT_OUT
+        return [*told[:MAX_LEFT_OUT], f"{more} more reasons why trees are left out are in results/served.csv"]
+    return told
 
 
 def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:

@@ -382,6 +382,50 @@ def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     assert found.more[0].startswith("Left out above, since no serving engine runs this tree")
 
 
+def refuse(tree: str | None, reason: str, **changes: Any) -> ServedRow:
+    """Return the row of a cell of status unsupported."""
+    values: dict[str, Any] = {
+        "workload": "code", "checkpoint": tree and "e009", "tree": tree, "engine": "vllm", "temperature": 0.0,
+        "decoding": "speculative" if tree else "plain", "status": "unsupported", "remark": f"unsupported: {reason}",
+    }  # fmt: skip
+    return ServedRow.model_validate(values | changes)
+
+
+def test_trees_of_unsupported_cells_are_said_to_be_left_out() -> None:
+    """Bug: such a tree was named under the table of served cells alone, and the verdict advised as if it had been measured."""
+    chains = "vLLM drafts chains only, this tree has topk 3"
+    rows = [
+        serve(8, 1.5, 1.3, 1.8, engine="vllm", tree="t5_1_6"),
+        refuse("t8_3_16", chains),
+        refuse("t8_3_16", chains, workload="mine"),
+        refuse("t8_3_16", chains, checkpoint="e003"),
+        refuse("t10_3_32", chains),
+        refuse("t8_1_9", "this draft grows 7 drafts", engine="torch", checkpoint="b003"),
+        refuse(None, "no GPU"),
+    ]
+    found = give(served=rows, families=BLOCKS)
+    assert found.headline.startswith("Launch t5_1_6 with e009: measured 1.50x")
+    assert found.more == (
+        f"Left out on vllm: t8_3_16 with e009, t8_3_16 with e003, t10_3_32 with e009; unsupported: {chains}",
+        "Left out in the torch engine: t8_1_9 with b003; unsupported: this draft grows 7 drafts",
+        "Left out on vllm: plain decoding; unsupported: no GPU",
+    )
+    alone = give(served=[refuse("t8_3_16", chains)])
+    assert (alone.kind, alone.headline) == ("unknown", verdict.NOTHING_TIMED)
+    assert alone.more == (f"Left out on vllm: t8_3_16 with e009; unsupported: {chains}",)
+
+
+def test_many_trees_of_unsupported_cells_are_counted() -> None:
+    rows = [refuse(f"t8_{topk}_16", f"this tree has topk {topk}") for topk in range(2, 9)]
+    rows += [refuse(f"t{steps}_4_16", "this tree has topk 2") for steps in range(2, 8)]
+    found = give(served=rows)
+    assert found.more[0] == (
+        "Left out on vllm: t8_2_16 with e009, t2_4_16 with e009, t3_4_16 with e009, t4_4_16 with e009 and 3 more; unsupported: "
+        "this tree has topk 2"
+    )
+    assert found.more[verdict.MAX_LEFT_OUT :] == ("4 more reasons why trees are left out are in results/served.csv",)
+
+
 def test_the_chain_of_the_whole_block_is_advised() -> None:
     cells = [timed_cell("t7_1_8", 1.9, 1.7, 2.1, checkpoint="b003"), timed_cell("t6_4_32", 1.2, 1.1, 1.3)]
     found = give(cells=cells, families=BLOCKS)
