@@ -28,6 +28,7 @@ import numpy as np
 import polars as pl
 
 from stages.data import chat_formats, conversations, near_duplicates, readers, row_cleaning, train_eval_split
+from stages.data.raw_origin import describe_origin
 from stages.data.readers import HubRecord
 from stages.data.row_cleaning import (
     IMAGES_FOLDER,
@@ -160,7 +161,8 @@ def write_splits(chunks: list[JudgedChunk], rows: pl.DataFrame, params: FixData)
         "dropped_first": {reason: first.where for reason, first in sorted(first_dropped.items())},
         "pictures_written": num_images,
         "examples": {
-            rule: {"before": examples[rule].before, "after": examples[rule].after} for rule in sorted(rules["verdict"])
+            rule: {"origin": examples[rule].origin, "before": examples[rule].before, "after": examples[rule].after}
+            for rule in sorted(rules["verdict"])
         },
     }
 
@@ -186,7 +188,7 @@ def count_dropped(chunks: list[JudgedChunk], rows: pl.DataFrame) -> tuple[Counte
     duplicates = rows.filter(~IS_KEPT).group_by("fate").agg(pl.len(), pl.first("source", "source_row")).sort("fate")
     for fate, count, source, source_row in duplicates.iter_rows():
         reason = SplitFate(fate).name.lower()
-        dropped[reason], first_dropped[reason] = count, DroppedExample(f"{source}, row {source_row}")
+        dropped[reason], first_dropped[reason] = count, DroppedExample(describe_origin(source, source_row))
     return dropped, first_dropped
 
 
@@ -210,14 +212,16 @@ def make_unique_name(name: str, source_row: int, taken: set[str]) -> str:
 
 
 def describe_duplicates(chunks: list[JudgedChunk], assignment: SplitAssignment, params: FixData) -> dict[str, Any]:
-    """Return the report's `overlap` and `near_duplicates`, with the texts of some pairs to judge the threshold by."""
+    """Return the report's `overlap` and `near_duplicates`, with some pairs to judge the threshold by."""
     overlap = {"policy": params.eval_overlap, "exact": assignment.exact_overlap, "near": assignment.near_overlap}
     if assignment.pairs is None or assignment.similarity is None:
         return {"overlap": overlap, "near_duplicates": None}
 
-    def read_text(row: int) -> str:
-        messages = scan_waiting_rows(chunks).select("messages").slice(row, 1).collect().item()
-        return "\n".join(message["content"] for message in messages)[:1000]
+    def describe_row(row: int, name: str) -> dict[str, str]:
+        shown = scan_waiting_rows(chunks).select("messages", "source", "source_row").slice(row, 1).collect()
+        messages, source, source_row = shown.row(0)
+        text = "\n".join(message["content"] for message in messages)[:1000]
+        return {name: text, f"{name}_origin": describe_origin(source, source_row)}
 
     shown = zip(assignment.pairs[:MAX_PAIR_EXAMPLES].tolist(), assignment.similarity.tolist(), strict=False)
     found = {
@@ -227,7 +231,7 @@ def describe_duplicates(chunks: list[JudgedChunk], assignment: SplitAssignment, 
         "pairs_found": len(assignment.pairs),
         "dropped": int((assignment.fates == SplitFate.NEAR_DUPLICATE).sum()),
         "examples": [
-            {"first": read_text(first), "second": read_text(second), "likeness": round(similarity, 3)}
+            {**describe_row(first, "first"), **describe_row(second, "second"), "likeness": round(similarity, 3)}
             for (first, second), similarity in shown
         ],
     }

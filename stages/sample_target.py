@@ -165,6 +165,7 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
     """Return results/sample_report.json; it includes the counts of shards that earlier, killed runs published."""
     sampled = SAMPLED_FOLDER / "train"
     rows = conversations.read_table(sampled, conversations.SAMPLED_SCHEMA, "sample_target", PREVIEW_ROWS)
+    origins = requests.read_origins(FIXED_FOLDER / "train.parquet", rows["id"])
     counts = sampled_split.count_rows([split for split in splits if _is_asked_for(context.p, split)])
     assert counts.rows_in == counts.rows_out + sum(counts.dropped.values())
     return {
@@ -173,8 +174,8 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
         "asked_again": dict(context.retries),
         "server_restarts": context.local_servers.restarted if context.local_servers else 0,
         "preview": [
-            asdict(row_preview.describe_row(context.encoder.tokenizer, *row))
-            for row in rows.select(PREVIEW_COLUMNS).iter_rows()
+            asdict(row_preview.describe_row(context.encoder.tokenizer, origin, *row))
+            for origin, row in zip(origins, rows.select(PREVIEW_COLUMNS).iter_rows(), strict=True)
         ],
     }
 

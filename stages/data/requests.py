@@ -11,7 +11,7 @@ rows of every file have the same chance, and added rows replace few of those sel
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import orjson
 import polars as pl
 
 from stages.data import conversations, nesting
+from stages.data.raw_origin import describe_origin
 
 Messages = list[dict[str, Any]]
 SALT = b"sample_target"  # not fix_data's hash: the eval split consists of the rows whose hash there is small
@@ -52,7 +53,7 @@ class TargetRequest:
     @property
     def origin(self) -> str:
         """Return where the conversation is in the raw data, for messages."""
-        return f"{self.source}, row {self.source_row}"
+        return describe_origin(self.source, self.source_row)
 
     @property
     def row(self) -> str:
@@ -132,6 +133,14 @@ def read_requests(path: Path, selection: RequestSelection) -> Iterator[list[Targ
         for row, count in zip(rows, counts[counts > 0].tolist(), strict=True):
             yield _list_requests(row, position)[:count]
             position += count
+
+
+def read_origins(path: Path, ids: Iterable[str]) -> list[str]:
+    """Return where the conversations of requests are in the raw data; `ids` are the requests', `path` is their split."""
+    names = [request_id.rpartition(".")[0] for request_id in ids]
+    rows = pl.scan_parquet(path).filter(pl.col("id").is_in(names)).select("id", "source", "source_row").collect()
+    origins = {name: describe_origin(source, source_row) for name, source, source_row in rows.iter_rows()}
+    return [origins[name] for name in names]
 
 
 def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:

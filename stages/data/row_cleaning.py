@@ -21,6 +21,7 @@ import polars as pl
 from stages.data import chat_formats, conversations, images, json_answers, json_lines, near_duplicates, readers, toon
 from stages.data.answer_verdict import JudgedAnswer
 from stages.data.chat_formats import Conversation, DroppedRowError, Message
+from stages.data.raw_origin import describe_origin
 from stages.data.table_schema import load_table_file
 from stages.params.data_sections import FixData
 
@@ -42,6 +43,7 @@ WAITING_SCHEMA = pl.Schema(
 class RepairedAnswer:
     """One repaired answer, or turns that were cut off (`after` is ""), shown in the report."""
 
+    origin: str  # file and row of the raw data
     before: str
     after: str
     rules: list[str]
@@ -110,7 +112,7 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
             reason = str(error)
             judged.dropped[reason] += 1
             if reason not in judged.first_dropped:
-                where = f"{chunk.source}, row {source_row}"
+                where = describe_origin(chunk.source, source_row)
                 judged.first_dropped[reason] = _describe_dropped(where, row, error)
             continue
         for answer in repaired:
@@ -176,7 +178,8 @@ def judge_row(
     trim = params.dangling_turns == "trim"
     save_image = partial(save_waiting_image, folder=images_folder)
     conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_image, trim)
-    repaired = repair_answers(conversation.messages, params) if params.answers != "text" else []
+    origin = describe_origin(chunk.source, source_row)
+    repaired = repair_answers(conversation.messages, params, origin) if params.answers != "text" else []
     length = sum(len(message["content"]) for message in conversation.messages)
     if conversation.reasoning:
         length += sum(len(reasoning) for reasoning in conversation.reasoning if reasoning)
@@ -184,7 +187,7 @@ def judge_row(
         raise DroppedRowError("too_long")
     if length < params.min_chars:
         raise DroppedRowError("too_short")
-    trimmed = [RepairedAnswer(text, "", [kind]) for kind, text in sorted(conversation.trimmed.items())]
+    trimmed = [RepairedAnswer(origin, text, "", [kind]) for kind, text in sorted(conversation.trimmed.items())]
     return conversation, [*trimmed, *repaired]
 
 
@@ -194,8 +197,10 @@ def save_waiting_image(data: bytes, extension: str | None, folder: Path = WAITIN
     return None if name is None else (IMAGES_FOLDER / name).as_posix()
 
 
-def repair_answers(messages: list[Message], params: FixData) -> list[RepairedAnswer]:
+def repair_answers(messages: list[Message], params: FixData, origin: str) -> list[RepairedAnswer]:
     """Repair every answer of `messages` in place. A schema may find the number of rows in the question before it.
+
+    `origin` is the file and row of the raw data, for the report.
 
     Raises:
         UnusableAnswerError: for the first answer that can't be repaired; the whole conversation is dropped with it.
@@ -211,7 +216,7 @@ def repair_answers(messages: list[Message], params: FixData) -> list[RepairedAns
         if verdict == "dropped":
             raise UnusableAnswerError(detail, answer["content"])
         if verdict == "repaired":
-            repaired.append(RepairedAnswer(answer["content"], result.text, detail.split(",")))
+            repaired.append(RepairedAnswer(origin, answer["content"], result.text, detail.split(",")))
         answer["content"] = result.text
     return repaired
 

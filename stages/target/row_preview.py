@@ -13,6 +13,7 @@ class RowPreview:
     """A row of data/sampled as text, as results/sample_report.json holds it."""
 
     id: str
+    origin: str  # file and row of the raw data
     prompt: str
     answer: str
     prompt_tokens: int
@@ -21,11 +22,12 @@ class RowPreview:
 
 
 def describe_row(
-    tokenizer: Any, row_id: str, prompt_ids: list[int], answer_ids: list[int], finish_reason: str
+    tokenizer: Any, origin: str, row_id: str, prompt_ids: list[int], answer_ids: list[int], finish_reason: str
 ) -> RowPreview:
     """Return a row for the report, which has no tokenizer; long texts without their middle."""
     return RowPreview(
         id=row_id,
+        origin=origin,
         prompt=_clip_text(decode_prompt(tokenizer, prompt_ids)),
         answer=_clip_text(tokenizer.decode(answer_ids)),
         prompt_tokens=len(prompt_ids),

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from stages import fix_data
-from tests.fix_data.raw_rows import TABLE, outcome, pairs, questions, row, set_lines, set_params, write_raw
+from tests.fix_data.raw_rows import RAW, TABLE, outcome, pairs, questions, row, set_lines, set_params, write_raw
 
 
 def test_no_prompt_is_in_both_splits(home: Path) -> None:
@@ -80,7 +80,14 @@ def test_the_first_of_near_duplicates_is_kept(home: Path) -> None:
     # The question, and so the split, is that of the first.
     assert report["dropped_reasons"] == {"near_duplicate": 20} and report["near_duplicates"]["dropped"] == 20
     assert not any(name.startswith("near") for name in [*train["id"], *evaluation["id"]])
-    assert all(0.8 <= e["likeness"] < 1 and e["first"] != e["second"] for e in report["near_duplicates"]["examples"])
+    examples = report["near_duplicates"]["examples"]
+    assert all(0.8 <= e["likeness"] < 1 and e["first"] != e["second"] for e in examples)
+    numbers = [
+        [int(e[place].removeprefix(f"{RAW.name}, row ")) for place in ("first_origin", "second_origin")]
+        for e in examples
+    ]
+    assert numbers and all(second == first + 60 for first, second in numbers)
+    assert all(e["first"].startswith(rows[first]["prompt"]) for e, (first, _) in zip(examples, numbers, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["remove", "keep"])

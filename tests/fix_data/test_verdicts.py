@@ -94,7 +94,7 @@ def test_a_closing_thanks_and_an_opening_greeting_are_cut_off_and_counted(home: 
     asked = [{"role": "user", "content": ASK}, {"role": "assistant", "content": TABLE}]
     assert found[30] == [{"role": "system", "content": "Weather desk."}, *asked] and found[31] == asked
     assert report["rules"] == {"closing_question": 1, "opening_answer": 1} and report["dropped"] == 0
-    assert report["examples"]["closing_question"] == {"before": "Thanks!", "after": ""}
+    assert report["examples"]["closing_question"] == {"origin": f"{RAW.name}, row 30", "before": "Thanks!", "after": ""}
     set_params(dangling_turns="drop")
     train, evaluation, report = outcome()
     assert report["dropped_reasons"] == {"wrong_turns": 2} and report["rules"] == {}
@@ -155,7 +155,7 @@ def test_tables_of_any_schema(home: Path) -> None:
     assert (report["clean"], report["repaired"], report["dropped"]) == (20, 20, 0)
     assert set(report["rules"]) == {"fence", "prose", "indent", "count"}
     answers = {messages[-1]["content"] for messages in pl.concat([train, evaluation])["messages"].to_list()}
-    assert answers == {users}
+    assert answers == {users} and {one["origin"] for one in report["examples"].values()} == {f"{RAW.name}, row 1"}
 
 
 def test_json_answers_and_a_schema_of_ones_own(home: Path) -> None:

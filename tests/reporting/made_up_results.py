@@ -205,11 +205,14 @@ def _made_up_report(stage: str) -> Row:
             "hub": {"talk.hub.yaml": {"dataset": "someone/talk", "split": "train", "commit": "8049631c", "rows": 10}},
             "near_duplicates": {
                 "threshold": 0.8, "measure": "MinHash", "dropped": 7,
-                "examples": [{"first": "a\nOslo", "second": "a\nBergen <b>", "likeness": 0.875}],
+                "examples": [
+                    {"first": "a\nOslo", "first_origin": "a.csv, row 3", "second": "a\nBergen <b>",
+                     "second_origin": "<b>.csv, row 5", "likeness": 0.875},
+                ],
             },
             "examples": {
-                "fence": {"before": f"Here it is:\n```toon\n{fixed}\n```", "after": fixed},
-                "row_count": {"before": fixed.replace("[2]", "[3]"), "after": fixed},
+                "fence": {"origin": "a.csv, row 7", "before": f"Here it is:\n```toon\n{fixed}\n```", "after": fixed},
+                "row_count": {"origin": "b.jsonl, row 0", "before": fixed.replace("[2]", "[3]"), "after": fixed},
             },
         },
         "sample_target": {
@@ -219,7 +222,8 @@ def _made_up_report(stage: str) -> Row:
                 "eval": {"eval.jsonl": {"asked": 42, "not_asked": 0}},
             },
             "preview": [
-                {"id": "q7.0", "prompt": "<|im_start|>user\nIs 2 < 3 & <b>so</b>?<|im_end|>\n", "answer": "<i>yes</i>\n</mark>",
+                {"id": "q7.0", "origin": "part-3<b>.jsonl, row 8",
+                 "prompt": "<|im_start|>user\nIs 2 < 3 & <b>so</b>?<|im_end|>\n", "answer": "<i>yes</i>\n</mark>",
                  "prompt_tokens": 9, "answer_tokens": 3, "finish_reason": "stop"},
             ],
         },

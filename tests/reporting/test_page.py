@@ -48,7 +48,7 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
     """An answer may hold any text: a page that ran it as HTML would show another mask, or worse."""
     report.main()
     page = report.PAGE_FILE.read_text()
-    assert "<strong>q7.0</strong>: 3 of 12 tokens, a whole answer" in page
+    assert "<strong>q7.0</strong> (part-3&lt;b&gt;.jsonl, row 8): 3 of 12 tokens, a whole answer" in page
     assert (
         '<pre class="masked" tabindex="0" role="region" aria-label="Training row q7.0">'
         "<span>&lt;|im_start|&gt;user\nIs 2 &lt; 3 &amp; &lt;b&gt;so&lt;/b&gt;?&lt;|im_end|&gt;\n</span>"
@@ -87,10 +87,18 @@ def test_the_page_is_the_same_twice(made_up: schema.Params) -> None:
 def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
     place = Path("results/fix_report.json")
     fixed = json.loads(place.read_text())
-    fixed["examples"] = {"fence": {"before": "<b>hot</b>", "after": "hot"}}
+    fixed["examples"] = {"fence": {"origin": "a.csv, row 0", "before": "<b>hot</b>", "after": "hot"}}
     atomic.write_json(place, fixed)
     report.main()
     assert "&lt;b&gt;hot" in report.PAGE_FILE.read_text()
+
+
+def test_rows_of_data_are_named_by_file_and_row(made_up: schema.Params) -> None:
+    """Bug: repaired answers and near duplicates had no name."""
+    report.main()
+    page = report.PAGE_FILE.read_text()
+    assert "<strong>fence</strong>, a.csv, row 7: before (−) and after (+)" in page
+    assert "likeness 0.875; a.csv, row 3 (−) and &lt;b&gt;.csv, row 5 (+)" in page
 
 
 def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
