@@ -89,7 +89,7 @@ class CostPlan:
 
 SIX_TREES = "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COST_PLANS = {
-    "8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [12, 64, 256, 960], epochs=8),
+    "8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [12, 48, 192, 512], epochs=8),
     "1b": CostPlan(SIX_TREES, 0.12, 50_000, [40, 96, 512, 960], epochs=16),
     "small": CostPlan(SIX_TREES, 0.12, 50_000, [3, 8], epochs=5),
 }
@@ -166,6 +166,8 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--long-row", type=int, help="tokens of one training and one eval row")
     takes.add_argument("--window", type=int, help="init_draft.sliding_window")
     takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
+    takes.add_argument("--repeats", type=int, default=3, help="of the loads of --costs")
+    takes.add_argument("--epochs", type=int, help="of --costs; default: the plan's")
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
@@ -298,11 +300,11 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
         "backend": "transformers", "temperature": 0.0, "batch_size": 256, "train_rows": o.rows, "eval_rows": o.eval_rows,
     }  # fmt: skip
     p["replay_trees"] |= {"num_steps": [3, 5, 8], "topk": [1, 2, 4], "num_draft_tokens": [4, 16], "trace_trees": []}
-    p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = plan.epochs
+    p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = o.epochs or plan.epochs
     eval_load = p["benchmark"]["workloads"]["eval"]
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
     size = {"num_prompts": plan.num_prompts, "concurrency": at_once, "warmup": at_once[-1]}
-    p["benchmark"]["workloads"] = {LIVE: {**eval_load, **length, **size, "repeats": 3}}
+    p["benchmark"]["workloads"] = {LIVE: {**eval_load, **length, **size, "repeats": o.repeats}}
     p["serving_costs"] |= {"workloads": [LIVE], "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
     p["benchmark_served"] |= {"workloads": [LIVE], "trees": LIVE_TREES.split(), "interleave": True}
     # SGLang's Triton attention keeps indices for every position of the context: 60 GB in a grid's seven servers at 163,840.

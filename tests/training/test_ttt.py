@@ -237,3 +237,11 @@ def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.
         keys = torch.randn(length, 2, 4)
         sizes.append(attention_mask._FlexPackAttention.build(pack, keys, keys, None).keys.shape[2])
     assert sizes == [384, 384, 384, 512]
+
+
+def test_options_of_the_compiler_are_known_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a pack of fewer positions than twice the hidden size was compiled anew, on each rank at another step."""
+    options = compile_on_cuda.INDUCTOR_OPTIONS
+    assert compile_on_cuda.list_known_options(options) == options
+    monkeypatch.setattr(compile_on_cuda, "BACKEND", "aot_eager")
+    assert compile_on_cuda.list_known_options(options) is None
