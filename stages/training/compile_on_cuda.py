@@ -9,8 +9,8 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 BACKEND = "inductor"  # another one in tests
-# RMSNorm's gradients of states and of weights are one kernel at all sizes. By default Inductor (torch 2.10 and later) chooses by the
-# size, so a pack of fewer than 2H positions compiles the function again: seconds in which all other ranks wait.
+# RMSNorm's gradients of states and of weights are one kernel at all sizes. By default Inductor (torch 2.11) chooses by the size,
+# so that the first pack of fewer than 2H positions compiles a function again, for seconds in which all other ranks wait.
 INDUCTOR_OPTIONS: dict[str, Any] = {"triton.mix_order_reduction_non_strict_mode": True}
 
 
@@ -29,23 +29,12 @@ def compile_on_cuda(function: F) -> F:
         from torch.fx.experimental import _config as shape_config
 
         if not compiled:
-            compiled.append(
-                torch.compile(function, dynamic=True, backend=BACKEND, options=list_known_options(INDUCTOR_OPTIONS))
-            )
+            options = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
+            compiled.append(torch.compile(function, dynamic=True, backend=BACKEND, options=options))
         with shape_config.patch(use_duck_shape=False):
             return compiled[0](*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-def list_known_options(options: dict[str, Any]) -> dict[str, Any] | None:
-    """Return those options that this torch's Inductor has; None for another backend, and if it has none of them."""
-    if BACKEND != "inductor":
-        return None
-    import torch._inductor
-
-    known = torch._inductor.list_options()
-    return {name: value for name, value in options.items() if name in known} or None
 
 
 def is_on_gpu(args: tuple[Any, ...]) -> bool:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -239,9 +240,6 @@ def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.
     assert sizes == [384, 384, 384, 512]
 
 
-def test_options_of_the_compiler_are_known_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_compiler_are_known_to_it() -> None:
     """Bug: a pack of fewer positions than twice the hidden size was compiled anew, on each rank at another step."""
-    options = compile_on_cuda.INDUCTOR_OPTIONS
-    assert compile_on_cuda.list_known_options(options) == options
-    monkeypatch.setattr(compile_on_cuda, "BACKEND", "aot_eager")
-    assert compile_on_cuda.list_known_options(options) is None
+    assert set(compile_on_cuda.INDUCTOR_OPTIONS) <= set(torch._inductor.list_options())
