@@ -4,7 +4,7 @@
 #   step NAME SECONDS COMMAND...   run a command with a limit; its output is /tmp/res/NAME.log, its status a line of order.txt
 #   keep NAME FOLDER PATH...       add files of FOLDER to the results as NAME.tar.xz
 #   wait_for FILE                  wait until a later call has brought a kit or a graph
-#   watch SECONDS                  stay in a call, and bring all results back in $OUT at its end; returns at once without a driver
+#   stay SECONDS                   stay in a call, and bring all results back in $OUT at its end; returns at once without a driver
 #
 # What travels in a call has 64 MiB, tar's headers with it: `git ls-files -z | tar --null -T - -cf - FOLDERS | wc -c` before the
 # first. A larger archive is cut (`split -b 26000000`), brought by two calls and joined by `cat`. The calls of a session are issued
@@ -41,7 +41,7 @@ collect() {
   tar -C /tmp -cf - --exclude='*.part' res | xz -T4 -2 >"$OUT/results.tar.xz"
 }
 
-watch() {
+stay() {
   local until=$((SECONDS + $1))
   if ! [ -e $RESULTS/order.txt ]; then
     echo "no driver has begun here: $RESULTS/order.txt is missing; give the machine back" >&2

@@ -3,7 +3,8 @@
 Times whole cycles, as decoding runs them, over a grid of num_steps, topk and num_draft_tokens, and steps of plain decoding,
 of one sequence or of several at once (`batches`).
 Every round times each tree once, forwards and backwards in alternation, so that a drifting machine affects all alike; a tree's
-time is the median over its cycles. results/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
+time is the median over its cycles. Plain decoding takes as many steps as the deepest tree commits tokens at most, since the
+first few after a prefill are slower. results/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
 Times depend on a draft's shapes, not on its weights: e000 stands for every EAGLE-3 checkpoint that train_draft makes from it.
 A block draft is timed on the trees of the grid that are no deeper than its block.
 """
@@ -12,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -35,6 +37,15 @@ ANSWERS_FOLDER = Path("data/sampled/eval")
 StartDecoding = Callable[[], Iterator[list[RequestUpdate]]]
 
 
+@dataclass(frozen=True)
+class TimedDecoding:
+    """A decoding of all prompts, and which of its steps are timed: a step is a cycle, or a step of plain decoding."""
+
+    start: StartDecoding
+    warmup: int  # untimed steps after prefill
+    count: int  # timed steps after those
+
+
 def main(name: str) -> None:
     p = schema.load_params()
     torch.set_num_threads(p.benchmark.num_threads)
@@ -47,8 +58,7 @@ def main(name: str) -> None:
 
     plain, grid = [], []
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
-        decodings = [_make_decoding(engine, prompts[:batch], tree, s.warmup + s.cycles) for tree in (None, *trees)]
-        steps, *cycles = _time_decodings(decodings, s)
+        steps, *cycles = _time_decodings(_list_decodings(engine, prompts[:batch], trees, s), s.repeats)
         plain.append(timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps)))
         grid += [
             timing_grid.CycleTime(
@@ -145,10 +155,24 @@ def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShap
     return s.list_trees()
 
 
-def _make_decoding(engine: Engine, prompts: list[list[int]], tree: TreeShape | None, cycles: int) -> StartDecoding:
-    """Return a function that decodes all prompts at once, plainly without a tree."""
-    tokens = _count_asked_tokens(tree, cycles)
-    return partial(_decode_together, engine, [DecodeRequest(prompt, tokens) for prompt in prompts], tree)
+def _list_decodings(
+    engine: Engine, prompts: list[list[int]], trees: list[TreeShape], s: TimeTrees
+) -> list[TimedDecoding]:
+    """Return plain decoding, with as many steps as the deepest tree commits tokens at most, and the decodings with trees."""
+    deepest = 1 + max(tree.num_steps for tree in trees)
+    return [
+        _make_decoding(engine, prompts, None, s.warmup * deepest, s.cycles * deepest),
+        *(_make_decoding(engine, prompts, tree, s.warmup, s.cycles) for tree in trees),
+    ]
+
+
+def _make_decoding(
+    engine: Engine, prompts: list[list[int]], tree: TreeShape | None, warmup: int, count: int
+) -> TimedDecoding:
+    """Return a decoding of all prompts at once, plain without a tree."""
+    tokens = _count_asked_tokens(tree, warmup + count)
+    requests = [DecodeRequest(prompt, tokens) for prompt in prompts]
+    return TimedDecoding(partial(_decode_together, engine, requests, tree), warmup, count)
 
 
 def _decode_together(
@@ -163,27 +187,27 @@ def _decode_together(
         yield from updates
 
 
-def _time_decodings(decodings: list[StartDecoding], s: TimeTrees) -> list[list[float]]:
-    """Return the seconds of each decoding's steps after prefill and warm-up, over all rounds."""
+def _time_decodings(decodings: list[TimedDecoding], repeats: int) -> list[list[float]]:
+    """Return the seconds of each decoding's timed steps over all rounds."""
     seconds: list[list[float]] = [[] for _ in decodings]
-    for number in range(s.repeats):
+    for number in range(repeats):
         order = range(len(decodings))
         for at in order if number % 2 == 0 else reversed(order):
-            # Closed at once, so that the next decoding reuses its caches.
-            with closing(cast(Generator[list[RequestUpdate], None, None], decodings[at]())) as decoding:
-                seconds[at] += list(_time_steps(decoding, s.cycles, s.warmup))
+            seconds[at] += list(_time_steps(decodings[at]))
     return seconds
 
 
-def _time_steps(decoding: Iterator[list[RequestUpdate]], count: int, warmup: int) -> Iterator[float]:
+def _time_steps(timed: TimedDecoding) -> Iterator[float]:
     """Yield the seconds from step to step; a step ends when its tokens are read, while the next may already run."""
-    for _ in range(1 + warmup):  # prefill, then first steps, which may allocate and pick kernels
-        next(decoding)
-    last = time.perf_counter()
-    for _ in range(count):
-        next(decoding)
-        previous, last = last, time.perf_counter()
-        yield last - previous
+    # Closed at once, so that the next decoding reuses its caches.
+    with closing(cast(Generator[list[RequestUpdate], None, None], timed.start())) as steps:
+        for _ in range(1 + timed.warmup):  # prefill, then first steps, which may allocate and pick kernels
+            next(steps)
+        last = time.perf_counter()
+        for _ in range(timed.count):
+            next(steps)
+            previous, last = last, time.perf_counter()
+            yield last - previous
 
 
 if __name__ == "__main__":

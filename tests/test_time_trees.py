@@ -51,7 +51,7 @@ def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.Capture
         (t.num_steps, t.topk, t.num_draft_tokens) for t in trees
     ]
     assert all(r["batch"] == 1 and r["cycle_s"] > 0 and r["error"] >= 0 and r["samples"] == 6 for r in found["grid"])
-    assert [p["samples"] for p in found["plain"]] == [6] and found["plain"][0]["step_s"] > 0
+    assert [p["samples"] for p in found["plain"]] == [6 * 7] and found["plain"][0]["step_s"] > 0
     assert found.fit == cost_fit.fit_cost_model(found.grid)
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
     assert found["settings"] == GRID | {"dtype": "float32", "tree_scoring": "sglang"}
@@ -88,7 +88,8 @@ def note_decodings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[lis
         finally:
             open_now -= 1
             seen.extend(updates)
-            assert len(updates) == 1 + len(requests) + 1 + 2  # begun, prefills, warm-up, timed
+            # Begun, prefills, warm-up and timed passes: of plain decoding as many as a tree 6 deep commits tokens at most.
+            assert len(updates) == 1 + len(requests) + (1 + 2) * (1 if tree else 7)
 
     monkeypatch.setattr(Engine, "decode_batch", noted)
     return begun, seen
@@ -104,7 +105,7 @@ def test_several_sequences_are_timed_at_once(project: Path, monkeypatch: pytest.
     assert [(row.shape, row.batch) for row in found.grid] == [(tree, batch) for batch in (1, 3) for tree in trees]
     assert [plain.batch for plain in found.plain] == [1, 3] and len(begun) == 2 * 3 * (len(trees) + 1)
     passes = [{number for number, step in update if step and step.tokens} for update in seen]
-    assert passes.count({0, 1, 2}) == 3 * 3 * (len(trees) + 1)  # rounds of a warm-up and two timed passes
+    assert passes.count({0, 1, 2}) == 3 * 3 * (len(trees) + 7)  # rounds of 1 + 2 passes, plain ones 7 times as many
     whole = time_trees._build_prompts(24, 1, None)[0]  # all there is
     assert [one for prompt in time_trees._build_prompts(16, 3, None) for one in prompt] == [*whole, *whole]
 
@@ -117,7 +118,7 @@ def test_one_sequence_is_decoded_as_it_is_alone(project: Path) -> None:
     for tree in (None, TreeShape.parse("t3_2_8")):
         steps = engine.decode_speculative(prompt, 1 + 3 * 4, tree) if tree else engine.decode_plain(prompt, 1 + 3)
         alone = [(step.tokens, step.num_accepted) for step in itertools.islice(steps, 4)]
-        timed = time_trees._make_decoding(engine, [prompt], tree, 3)()
+        timed = time_trees._make_decoding(engine, [prompt], tree, 1, 2).start()
         together = [
             [(number, step.tokens, step.num_accepted) for number, step in update]
             for update in itertools.islice(timed, 4)
@@ -131,7 +132,7 @@ def test_no_answer_ends_while_it_is_timed(project: Path) -> None:
     engine, _ = time_trees._build_engine(p, manifest.read_manifest(), "e000")
     prompts = time_trees._build_prompts(16, 2, None)
     for tree in (None, TreeShape.parse("t1_1_2")):
-        timed = time_trees._make_decoding(engine, prompts, tree, 3)()
+        timed = time_trees._make_decoding(engine, prompts, tree, 1, 2).start()
         list(itertools.islice(timed, 1 + 3))
         assert [number for number, step in next(timed) if step and step.tokens] == [0, 1]
 

@@ -240,6 +240,19 @@ def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.
     assert sizes == [384, 384, 384, 512]
 
 
+def test_attention_of_the_first_step_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the compiler guards a view with its base, which later steps' attention has none of: finish_layer was compiled anew."""
+
+    def run(query: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
+        return query, query.new_zeros(query.shape[:3])
+
+    monkeypatch.setattr(attention_mask, "run_flex_attention", run)
+    attention = attention_mask._FlexPackAttention(lambda step: None, *torch.randn(2, 1, 2, 256, 4))
+    query = torch.randn(150, 6, 4)
+    attended = attention.attend(query, [], [])
+    assert torch.equal(attended, query) and attended._base is None
+
+
 def test_options_of_the_compiler_are_known_to_it() -> None:
     """Bug: a pack of fewer positions than twice the hidden size was compiled anew, on each rank at another step."""
     assert set(compile_on_cuda.INDUCTOR_OPTIONS) <= set(torch._inductor.list_options())
