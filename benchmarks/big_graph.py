@@ -19,6 +19,7 @@ the process could run, counted from its start. `GiB` is the most memory in use o
 in turns with its own baseline, whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the
 embedded one, widened to the shape (benchmarks/widened_target.py), on the embedded data: answers of a random one all have one
 length, and each draft is accepted. At 1B shape steps are mostly the engine's Python, whose speed is the machine's of the moment.
+`--gpus 0 1 2 3` measures the grid and three live cells at the same time, each on a GPU of its own.
 
 Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden states 25, drafts with optimizer states 13.
 
@@ -50,7 +51,7 @@ import torch
 from ruamel.yaml import YAML
 
 from benchmarks import engine_kit, random_target, widened_target
-from benchmarks.gpu_graph import copy_project, run, serve_cells
+from benchmarks.gpu_graph import copy_project, run, serve_cells, serve_on_gpus
 from pipeline import processes
 from stages.runtime import atomic
 from stages.telemetry.gpu_energy import list_visible_cards, pynvml
@@ -144,10 +145,19 @@ def main() -> None:
     edit_params(folder, o)
     with processes.preload_stages(len(o.parts)):  # as `aerie run` does
         is_made = all(measure_stage(folder, stage) for stage in o.parts)
-    for cells in (o.grids, o.cells) if is_made else ():  # a grid takes the memory of as many servers as it holds
+    if is_made and (o.grids or o.cells):
+        serve(folder, o)
+    print_table(folder)
+
+
+def serve(folder: Path, o: argparse.Namespace) -> None:
+    """Make the grids and live cells of --costs: with --gpus all at once, else the grids alone first, as they fill a GPU."""
+    if o.gpus:
+        serve_on_gpus(folder, [*o.grids, *o.cells], o.gpus)
+        return
+    for cells in (o.grids, o.cells):
         if cells:
             serve_cells(folder, cells, o.at_once)
-    print_table(folder)
 
 
 def parse_words() -> argparse.Namespace:
@@ -170,6 +180,7 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--epochs", type=int, help="of --costs; default: the plan's")
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
+    takes.add_argument("--gpus", nargs="+", help="of the grid and the live cells of --costs, which have one each")
     takes.add_argument("--parts", nargs="+", help="stages, or the beginnings of their names; default: all")
     takes.add_argument("--small", action="store_true", help="on a CPU, a tiny target, few rows, the tests' double")
     o = takes.parse_args()

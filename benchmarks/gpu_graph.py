@@ -17,11 +17,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -211,15 +213,15 @@ def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str
         yaml.dump(p, path)
 
 
-def run(folder: Path, *words: str, shown: int = 12) -> int:
-    """Run a command in the project; print its last lines and seconds."""
+def run(folder: Path, *words: str, shown: int = 12, environment: dict[str, str] | None = None) -> int:
+    """Run a command in the project, with the variables of `environment` too; print its last lines and seconds."""
     begun = time.perf_counter()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     modules = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{folder}"
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=folder,
-        env=os.environ | {"PATH": path, "PYTHONPATH": modules},
+        env=os.environ | {"PATH": path, "PYTHONPATH": modules} | (environment or {}),
         capture_output=True,
         text=True,
     )
@@ -238,9 +240,33 @@ def make_prompts(folder: Path, plan: Plan) -> None:
 
 
 def serve_cells(folder: Path, stages: list[str], at_once: int) -> None:
-    """Make served cells by `dvc repro`, several at once."""
-    with processes.preload_stages(len(stages)), ThreadPoolExecutor(at_once) as pool:
-        failed = sum(pool.map(lambda name: run(folder, *REPRO, name, shown=6) != 0, stages))
+    """Make served cells by `dvc repro`, several at once, which are measured in turns."""
+    _serve_beside(folder, stages, [{}] * at_once)
+
+
+def serve_on_gpus(folder: Path, stages: list[str], gpus: list[str]) -> None:
+    """Make served cells by `dvc repro`, each on a GPU of its own, measured as if it were alone: no other waits for it."""
+    places = [{"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": f"{tempfile.gettempdir()}/gpu{gpu}"} for gpu in gpus]
+    for place in places:
+        Path(place["TMPDIR"]).mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
+    _serve_beside(folder, stages, places)
+
+
+def _serve_beside(folder: Path, stages: list[str], places: list[dict[str, str]]) -> None:
+    """Make served cells by `dvc repro`, as many at once as there are places, each with the variables of one."""
+    free: Queue[dict[str, str]] = Queue()
+    for place in places:
+        free.put(place)
+
+    def serve(name: str) -> int:
+        place = free.get()
+        try:
+            return run(folder, *REPRO, name, shown=6, environment=place)
+        finally:
+            free.put(place)
+
+    with processes.preload_stages(len(stages)), ThreadPoolExecutor(len(places)) as pool:
+        failed = sum(status != 0 for status in pool.map(serve, stages))
     print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
 
 

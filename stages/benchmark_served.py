@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from stages.params import schema
@@ -71,13 +72,15 @@ def _measure_repeats(
     both alike.
     """
     plan = server_setup.build_server_plan(work)
+    owner = served_records.name_served_cell(work.workload_name, measured.checkpoint, measured.tree_name)
+    open_servers = partial(measured_loads.open_servers, plan, owner=owner)
     if baseline is None:
-        with measured_loads.open_servers(work, plan, [measured]) as (opened,):
+        with open_servers([measured]) as (opened,):
             measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
         return None
     if plan.count_servers_at_once() < 2:
-        return _alternate(work, measured, baseline, lambda one: measured_loads.open_servers(work, plan, [one]))
-    with measured_loads.open_servers(work, plan, [baseline, measured]) as pair:
+        return _alternate(work, measured, baseline, lambda one: open_servers([one]))
+    with open_servers([baseline, measured]) as pair:
         both = {each.server.config_name: each for each in pair}
         return _alternate(work, measured, baseline, lambda one: contextlib.nullcontext([both[one.config_name]]))
 

@@ -113,7 +113,7 @@ def _measure_or_read(
             missing.append(one)
     for number in range(0, len(missing), at_once):
         group = missing[number : number + at_once]
-        with measured_loads.open_servers(work, plan, group) as opened:
+        with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}") as opened:
             _measure_in_turns(work, opened, repeats, place)
     for one in servers:
         yield (

@@ -12,7 +12,7 @@ import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
-from stages.results import served_points, served_records
+from stages.results import served_points
 from stages.served_cell import requests as served_requests
 from stages.served_cell.requests import SECTION, ServedCellContext
 from stages.serving import load_checks, load_generator, measured_server
@@ -35,17 +35,14 @@ class OpenedServer:
 
 
 @contextlib.contextmanager
-def open_servers(
-    work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer]
-) -> Iterator[list[OpenedServer]]:
-    """Open servers, which start at once where they can, and take the turn to measure them."""
-    logs = {LOGS_FOLDER / f"{_name_cell(work, one)}.log": one for one in servers}
+def open_servers(plan: ServerPlan, servers: list[MeasuredServer], owner: str) -> Iterator[list[OpenedServer]]:
+    """Open servers, which start at once where they can, and take the turn to measure them.
+
+    `owner` is the cell or the grid that they are measured for: another may have a server of the same configuration meanwhile.
+    """
+    logs = {LOGS_FOLDER / owner / f"{one.config_name}.log": one for one in servers}
     with measured_server.open_servers(plan, logs) as opened:
         yield [OpenedServer(one, url, check) for one, (url, check) in zip(servers, opened, strict=True)]
-
-
-def _name_cell(work: ServedCellContext, one: MeasuredServer) -> str:
-    return served_records.name_served_cell(work.workload_name, one.checkpoint, one.tree_name)
 
 
 def order_turns(servers: Sequence[T], number: int) -> Iterable[T]:

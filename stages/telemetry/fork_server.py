@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import warnings
 from contextlib import suppress
@@ -162,6 +163,7 @@ def _become(request: StageRequest) -> None:
     """Make this fork what a new process of the request would be, without a module of aerie loaded."""
     os.environ.clear()
     os.environ.update(request.environment)
+    tempfile.tempdir = None  # the server's TMPDIR, which what it imported has asked for
     os.chdir(request.folder)
     sys.path[0] = request.folder
     sys.argv = ["-m", *request.words]

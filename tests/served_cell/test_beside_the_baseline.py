@@ -73,6 +73,11 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")
+    # Bug: a baseline's log had one name in all cells of its workload, so that cells made at once wrote over each other's.
+    assert {path.name for path in Path(".scratch/served/eval-e003-t5_1_6").iterdir()} == {
+        "baseline.log",
+        "e003-t5_1_6.log",
+    }
     assert events == (["start"] * 2 + ["await_start"] * 2 if together else ["start", "await_start"] * 2)
     cell = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2

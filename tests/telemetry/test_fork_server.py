@@ -18,7 +18,13 @@ from stages.telemetry import fork_server
 
 ROOT = Path(__file__).parents[2]
 # As the real server, but for what it preloads; it marks its forks by a module of others that only it has loaded.
-SERVER = "from stages.telemetry import fork_server; fork_server.PRELOADED = ('sndhdr_of_no_stage',); fork_server.main()"
+SERVER = """
+import tempfile
+from stages.telemetry import fork_server
+fork_server.PRELOADED = ("sndhdr_of_no_stage",)
+tempfile.gettempdir()  # torch's import asks for it
+fork_server.main()
+"""
 STAGES = {
     "describe": """
         import os, sys
@@ -42,6 +48,7 @@ STAGES = {
         print(os.getpid(), child.pid, flush=True)
         time.sleep(100)
     """,
+    "temporary": "import tempfile; print(tempfile.gettempdir())",
     "own": "TEXT = 'first'",
 }
 
@@ -95,6 +102,14 @@ def test_a_fork_has_the_words_folder_environment_and_files_of_its_client(
     done = run(project, environment, "stages.describe", "a b", "c")
     assert done.stdout == f"['a b', 'c'] {project} spoken first False\n"
     assert (done.stderr, done.returncode) == ("forked\n", 0)
+
+
+def test_a_fork_has_the_folder_of_temporary_files_of_its_client(project: Path, environment: dict[str, str]) -> None:
+    """Bug: it had the server's, so that locks in it were those of other stages."""
+    folder = project / "temporary"
+    folder.mkdir()
+    done = run(project, environment | {"TMPDIR": str(folder)}, "stages.temporary")
+    assert (done.stdout, done.returncode) == (f"{folder}\n", 0)
 
 
 def test_a_fork_runs_the_code_that_lies_there_now(project: Path, environment: dict[str, str]) -> None:
