@@ -26,7 +26,7 @@ from stages.runtime import atomic, scratch
 from stages.served_cell import measured_loads, server_setup, simulated_answers
 from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
-from stages.serving import gpu_memory, load_checks, measured_server, simulated_acceptance
+from stages.serving import gpu_memory, measured_server, simulated_acceptance
 from stages.serving.measured_server import MeasuredServer, ServerPlan
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
@@ -150,11 +150,6 @@ def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, 
     one = opened.server
     measured_loads.run_repeats(work, opened, [number])
     measured = {load: repeats[-1] for load, repeats in one.loads.items()}
-    if one.simulated:
-        results = [result for repeats in one.loads.values() for turns in repeats for result in turns]
-        answers = sum(len(result.records) for result in results)
-        cycles, accepted = load_checks.sum_counts(results)
-        simulated_acceptance.check_simulated(one.config_name, one.simulated.length, cycles, accepted, answers)
     points = []
     for (length, cap), turns in measured.items():
         records = [[result.records for result in turns]]
@@ -164,7 +159,30 @@ def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, 
         rows = [row.model_copy(update={"repeat": number}) for row in point.requests]
         points.append(point.model_copy(update={"requests": rows}))
     times = ServedTimes(version=one.info.get("version"), points=points)
+    if one.simulated:
+        _check_simulated(work, one, one.simulated.length, times, place)
     atomic.write_json(_locate_times(place, one, number), times.model_dump())
+
+
+def _check_simulated(
+    work: ServedCellContext, one: MeasuredServer, length: float, times: ServedTimes, place: Path
+) -> None:
+    """Judge a repeat together with those of the server that are kept, also by a killed run: one may have too few cycles to tell.
+
+    Raises:
+        ValueError: if they did not accept as many tokens as the server was told to. Nothing of it is kept then.
+    """
+    paths = [_locate_times(place, one, number) for number in range(work.workload.repeats)]
+    kept = [path for path in paths if path.exists()]
+    every = [times, *(ServedTimes.read_json(path, f"serving_costs@{work.workload_name}") for path in kept)]
+    rows = [row for some in every for point in some.points for row in point.requests]
+    cycles, accepted = sum(row.cycles or 0 for row in rows), sum(row.accepted or 0 for row in rows)
+    try:
+        simulated_acceptance.check_simulated(one.config_name, length, cycles, accepted, len(rows))
+    except ValueError:
+        for path in kept:
+            path.unlink()
+        raise
 
 
 def _join_repeats(repeats: Iterable[ServedTimes]) -> ServedTimes:

@@ -12,7 +12,7 @@ from stages.data import workload_prompts
 from stages.params import schema
 from stages.results import timing_grid
 from stages.results.timing_grid import TimingGrid
-from stages.runtime import scratch
+from stages.runtime import atomic, scratch
 from stages.served_cell import measured_loads, requests, server_setup, simulated_answers
 from stages.serving import engine_versions, measured_server, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
@@ -236,9 +236,24 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
     monkeypatch.setattr(
         simulated_acceptance, "check_simulated", lambda *given: (judged.append(given[2]), check(*given))[1]
     )
-    with pytest.raises(ValueError, match=r"1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
+    write = atomic.write_json
+
+    def write_and_end(place: Path, *given: Any) -> None:
+        write(place, *given)
+        if place.name == "e003-t2_1_3-0.json":
+            raise KeyboardInterrupt
+
+    # A run that ends after the first repeat of this server: what it kept is judged, too.
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "write_json", write_and_end)
+        with pytest.raises(KeyboardInterrupt):
+            serving_costs.main("load")
+    (place,) = Path(".scratch").glob("serving_costs-load-*/")
+    assert (place / "e003-t2_1_3-0.json").exists()
+    with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
         serving_costs.main("load")
     assert judged[0] < 60 <= judged[-1]
+    assert not (place / "e003-t2_1_3-0.json").exists(), "times of a server that simulates nothing are not kept"
 
 
 @pytest.mark.parametrize(
