@@ -113,7 +113,9 @@ if __name__ == "__main__":
     from dvc.cli import main
 
     from pipeline.dvc_internals import use_libyaml_for_lock_file
+    from pipeline.started_inputs import record_started_inputs
 
     check_cached_copies()
+    record_started_inputs()
     use_libyaml_for_lock_file()
     sys.exit(main(sys.argv[1:]))

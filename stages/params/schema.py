@@ -22,6 +22,7 @@ from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
 from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
 from stages.params.spelling import suggest_name
+from stages.params.started_params import locate_started_params
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
@@ -312,12 +313,13 @@ def check_initial(params: Params, name: str) -> None:
 
 
 def load_params(path: Path = PARAMS_FILE) -> Params:
-    """Read params.yaml and check the whole file.
+    """Read params.yaml, in a stage as it was when the stage began, and check the whole file.
 
     Raises:
         ValueError: naming the file, every wrong key, what was expected and what to do.
     """
-    found = _read_sections(path, "run from the project's root, the folder of dvc.yaml")
+    file = locate_started_params(path) if path == PARAMS_FILE else path
+    found = _read_sections(file, "run from the project's root, the folder of dvc.yaml")
     return _validate_model(Params, found, path)
 
 
