@@ -3,7 +3,6 @@
 import gc
 import random
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, multimodal
+from stages.target.manifest import TargetManifest
 from tests.engine.test_decode import Played, Posted, draft, drawn
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
 from tests.target.test_multimodal_forward import random_draft
@@ -177,10 +177,15 @@ def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict
     ]
 
 
-def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
-    saved(tmp_path, "qwen3 moe", False)
-    model = loading.load_target(str(tmp_path), "float32", "cpu")
-    made = manifest_of(tmp_path)
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, TargetManifest]:
+    folder = tmp_path_factory.mktemp("moe")
+    saved(folder, "qwen3 moe", False)
+    return loading.load_target(str(folder), "float32", "cpu"), manifest_of(folder)
+
+
+def test_experts_route_each_token_as_alone(way: str, with_experts: tuple[PreTrainedModel, TargetManifest]) -> None:
+    model, made = with_experts
     engine = Engine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)
     some = [DecodeRequest([draws.randrange(7, 80) for _ in range(length)], 16) for length in (3, 17, 9, 30)]
@@ -191,11 +196,21 @@ def test_experts_route_each_token_as_alone(way: str, tmp_path: Path) -> None:
     assert sum(step.num_accepted for one in together for step in one) > 2
 
 
-@pytest.mark.parametrize("name", ["qwen3 vl", "qwen2.5 vl"])
-def test_pictures_of_one_are_not_seen_by_another(way: str, tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module", params=["qwen3 vl", "qwen2.5 vl"])
+def with_pictures(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, TargetManifest]:
+    """The same for every way, so that transformers' own search is asked once."""
+    folder = tmp_path_factory.mktemp("vl")
+    return load(folder, request.param), manifest_of(folder)
+
+
+def test_pictures_of_one_are_not_seen_by_another(
+    way: str, with_pictures: tuple[PreTrainedModel, TargetManifest]
+) -> None:
     """Each prompt has its own pictures, or none, and its own way of counting places."""
-    model = load(tmp_path, name)
-    engine = Engine(model, [5], TAPPED, random_draft(manifest_of(tmp_path)).requires_grad_(False))
+    model, made = with_pictures
+    engine = Engine(model, [5], TAPPED, random_draft(made).requires_grad_(False))
     some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
         together = steps(engine.decode_batch(some, 3, tree), 4)
