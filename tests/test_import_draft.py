@@ -21,7 +21,7 @@ from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
 from stages.target import loading, manifest
-from tests.conftest import dvc, edit_params
+from tests.conftest import dvc, edit_params, run_graph
 from tests.draft.slow_draft import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("forked_stages")
@@ -88,7 +88,7 @@ def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_pat
     edit_params(root, {"replay_trees": mine, "benchmark": {**mine, "trees": ["t8_2_16"]}, "benchmark_served": mine})
     edit_params(root, {"time_trees": mine})
     expected = (root / "results/replay/e003.csv").read_text()
-    done = dvc(root, "repro", "report")
+    done = run_graph(root, "report")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "init_draft" not in done.stdout and "check_overfit" not in done.stdout
     assert "checkpoint theirs" in done.stdout and not (root / "drafts/e000").exists()

@@ -29,8 +29,7 @@ from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision
 from stages.toy import text_targets
-from tests.conftest import ROOT, SMALL, copy_project, edit_params
-from tests.conftest import dvc as run_dvc
+from tests.conftest import ROOT, SMALL, copy_project, edit_params, run_graph
 from tests.recorded_graph import Recorder, names, opened
 
 NAMES = sorted(file.stem for file in (ROOT / "recipes").glob("*.yaml"))
@@ -375,7 +374,7 @@ def test_a_recipe_runs_from_raw_data_to_the_table(name: str, tmp_path: Path, mon
     monkeypatch.chdir(project)
     use_recipe(name)
     shrink(project)
-    done = run_dvc(project, "repro")
+    done = run_graph(project)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     with (project / "results/benchmark.csv").open() as file:
         cells = [row for row in csv.DictReader(file) if row["source"] == "measured"]
