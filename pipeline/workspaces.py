@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from pipeline import dvc_graph
 from pipeline.processes import capture_output
-from pipeline.remote import dvc_remote
 from pipeline.resources import try_lock
 from stages.params.section import PARAMS_FILE
 from stages.params.spelling import suggest_name
@@ -95,12 +94,15 @@ def share_settings(folder: Path) -> None:
     local = Path(".dvc/config.local")
     if local.exists():
         shutil.copy2(local, folder / local)
-    cache = Path(run_dvc("cache", "dir").strip()).resolve()
-    run_dvc("cache", "dir", "--local", str(cache), at=folder)
+    with dvc_graph.open_repo() as repo:
+        cache = Path(repo.cache.local_cache_dir).resolve()
+        remotes = {name: remote["url"] for name, remote in repo.config["remote"].items()}
     # Absolute paths: .dvc/config may hold them relative to itself.
-    for name, path in dvc_remote.list_remotes().items():
-        if Path(path).is_absolute():  # a folder of this machine, or mounted here
-            run_dvc("remote", "modify", "--local", name, "url", path, at=folder)
+    with _edit_local_settings(folder) as settings:
+        settings["cache"]["dir"] = str(cache)
+        for name, path in remotes.items():
+            if Path(path).is_absolute():  # a folder of this machine, or mounted here
+                settings["remote"].setdefault(name, {})["url"] = path
     for engine in map(Path, SERVING_ENVIRONMENTS):
         if engine.is_dir():
             (folder / engine).parent.mkdir(exist_ok=True)
@@ -112,7 +114,25 @@ def make_bare_project(folder: Path) -> None:
     (folder / ".dvc").mkdir(parents=True, exist_ok=True)
     shutil.copy2(".dvc/config", folder / ".dvc/config")
     share_settings(folder)
-    run_dvc("config", "--local", "core.no_scm", "true", at=folder)
+    with _edit_local_settings(folder) as settings:
+        settings["core"]["no_scm"] = "true"
+
+
+@contextmanager
+def _edit_local_settings(folder: Path) -> Iterator[dict[str, Any]]:
+    """Write .dvc/config.local of the project in `folder`, as `dvc config --local` does in a process for each setting.
+
+    Raises:
+        ValueError: with DVC's message.
+    """
+    from dvc.config import Config
+    from dvc.exceptions import DvcException
+
+    try:
+        with Config(str(folder / ".dvc")).edit("local") as settings:
+            yield settings
+    except DvcException as error:
+        raise ValueError(str(error)) from error
 
 
 def drop_run(name: str) -> Iterator[str]:
