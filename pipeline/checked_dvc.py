@@ -112,10 +112,11 @@ def _list_output_paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
 if __name__ == "__main__":
     from dvc.cli import main
 
-    from pipeline.dvc_internals import use_libyaml_for_lock_file
+    from pipeline.dvc_internals import mend_lock_list, use_libyaml_for_lock_file
     from pipeline.started_inputs import record_started_inputs
 
     check_cached_copies()
     record_started_inputs()
     use_libyaml_for_lock_file()
+    mend_lock_list()
     sys.exit(main(sys.argv[1:]))

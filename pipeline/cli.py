@@ -254,10 +254,11 @@ def pull(stage: Stage) -> None:
 def launch() -> None:
     """Print the advised draft, tree and engine flags.
 
-    From the results here, which also tell whether to speculate at all.
+    From the results here, which also tell whether to speculate at all. Says so, on stderr, where stages are stale.
 
     Example: aerie launch after aerie run.
     """
+    _note_outdated()
     _exec_module("stages.report", "--launch")
 
 
@@ -265,11 +266,22 @@ def launch() -> None:
 def table() -> None:
     """Print the table of the results here. Runs nothing.
 
+    Says so, on stderr, where stages are stale.
+
     Example: aerie table > table.txt
     """
     from pipeline import commands
 
     _print_lines(commands.read_table())
+    _note_outdated()
+
+
+def _note_outdated() -> None:
+    """Print on stderr whether what is printed is of an earlier state."""
+    from pipeline import commands
+
+    for line in commands.describe_outdated():
+        print(line, file=sys.stderr)
 
 
 @app.command()

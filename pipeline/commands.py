@@ -177,6 +177,20 @@ def read_table() -> Iterator[str]:
     yield TABLE_FILE.read_text(encoding="utf-8").rstrip("\n")
 
 
+def describe_outdated() -> Iterator[str]:
+    """Yield a line where the results here are not those of params.yaml, data and code as they are now."""
+    from pipeline import dvc_graph
+
+    try:
+        stale = dvc_graph.explain_stale()
+    except ValueError as error:
+        yield f"note: it is not known whether this is of params.yaml as it is now: {error}"
+        return
+    if stale:
+        names = ", ".join(_shorten_names([*stale]))
+        yield f"note: of an earlier state, for these stages are stale: {names}; see aerie stale, and run: aerie run"
+
+
 def list_stale() -> Iterator[str]:
     """Check params.yaml, and yield a line for each group of stale stages, and warnings.
 

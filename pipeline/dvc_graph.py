@@ -23,6 +23,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline import freshness
 from pipeline.checked_dvc import check_cached_copies
+from pipeline.dvc_internals import mend_lock_list
 from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log, show_line
@@ -66,6 +67,7 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     from dvc.repo import Repo  # 0.4 s
 
     check_cached_copies()
+    mend_lock_list((root or Path()) / ".dvc/tmp")
     # Its bars, of which it draws one for each file of each stage on a terminal: they follow this logger's level.
     logging.getLogger("dvc.progress").setLevel(logging.CRITICAL)
     try:

@@ -135,9 +135,12 @@ def test_a_command_prints_the_lines_of_its_function(
         calls.append(arguments)
         return ["one line", "another"]
 
+    monkeypatch.setattr(commands, "describe_outdated", lambda: ["a note"])
     monkeypatch.setattr(module, function, record)
     cli.run_command_line(words)
-    assert calls == [given] and capsys.readouterr().out == "one line\nanother\n"
+    printed = capsys.readouterr()
+    assert calls == [given] and printed.out == "one line\nanother\n"
+    assert printed.err == ("a note\n" if words == ["table"] else "")
 
 
 @pytest.mark.parametrize(
@@ -150,13 +153,15 @@ def test_a_command_prints_the_lines_of_its_function(
     ],
 )
 def test_a_command_becomes_the_module_that_make_runs(
-    words: list[str], module: list[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], module: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """exec, not a child: signals reach it, and `make ui` finds a leftover server's parent by `pipeline.serve`."""
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, argv: started.append([program, *argv]))
+    monkeypatch.setattr(commands, "describe_outdated", lambda: ["a note"])
     monkeypatch.setenv("PATH", "/usr/bin")
     cli.run_command_line(words)
+    assert capsys.readouterr().err == ("a note\n" if words == ["launch"] else "")
     assert started == [[sys.executable, sys.executable, "-m", *module]]
     assert os.environ["PATH"].split(os.pathsep)[0] == str(BIN)
     makefile = (ROOT / "Makefile").read_text()

@@ -119,3 +119,18 @@ def test_a_run_and_dvc_alone_write_the_same_lock_file(project: Project, monkeypa
     Path("dvc.lock").unlink()
     assert dvc(project.root, "repro", "--force").returncode == 0
     assert Path("dvc.lock").read_text() == fast
+
+
+def test_a_cut_list_of_locks_is_emptied(project: Project) -> None:
+    """Bug: a full disk leaves it empty, and every command ended with "JSON structure is corrupted" for good."""
+    dvc_graph.reproduce_stage("first", print)
+    locks = Path(".dvc/tmp/rwlock")
+    for text in ("", '{"write": {"first.csv":'):
+        locks.write_text(text)
+        dvc_graph.reproduce_stage("middle", print, force=True)
+        locks.write_text(text)
+        assert set(dvc_graph.explain_stale()) == {"last"} and "first.csv" not in locks.read_text()
+    kept = '{"write": {"elsewhere.csv": {"pid": 1, "cmd": "dvc repro"}}, "read": {}}'
+    locks.write_text(kept)
+    dvc_internals.mend_lock_list()
+    assert locks.read_text() == kept

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli, dvc_graph, freshness
-from pipeline.commands import list_stale, run_graph
+from pipeline.commands import describe_outdated, list_stale, run_graph
 from tests.pipeline.conftest import Project, by_dvc, give_params, make_project
 
 
@@ -126,6 +126,17 @@ def test_the_record_is_of_one_version_of_dvc_and_a_broken_one_is_ignored(
     assert freshness.read_fresh_stages() is None
     freshness.KNOWN_STATE_FILE.write_text("{")
     assert freshness.read_fresh_stages() is None and dvc_graph.explain_stale() == {}
+
+
+def test_results_of_an_earlier_state_are_told(done: Project) -> None:
+    """Bug: `aerie launch` and `aerie table` printed results of another target without a word."""
+    assert list(describe_outdated()) == []
+    edit_title()
+    (line,) = describe_outdated()
+    assert line == "note: of an earlier state, for these stages are stale: last; see aerie stale, and run: aerie run"
+    Path("dvc.yaml").write_text("stages: {first: 1}")
+    (line,) = describe_outdated()
+    assert line.startswith("note: it is not known whether this is of params.yaml as it is now: ")
 
 
 def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> None:
