@@ -143,6 +143,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     predicted = _predict_speedups(p, cells, lines, replayed)
     families = _list_families(p, imported)
     remarks = timing_noise.find_timing_remarks(cells, method_cells, lines, predicted.costs)
+    reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,
         rows=[benchmark_table.build_benchmark_row(cell, replayed.get(cell.checkpoint, [])) for cell in cells],
@@ -150,7 +151,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         replays={name: replay_records.select_temperature(trees, 0) for name, trees in replayed.items()},
         families=families,
         tree_statistics={name: replay_records.read_tree_statistics(name) for name in p.replay_trees.checkpoints},
-        reports=_read_stage_reports(p),
+        reports=reports,
         trained=trained,
         served=served_cells,
         lines=lines,
@@ -170,6 +171,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             _select_replayable(p, p.benchmark.workloads),
             replayed,
             families,
+            reports["sample_target"].get("warnings", ()),
         ),
     )
 

@@ -72,11 +72,13 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
             keep_backend.keep_answers(context, split)
             _finish_split(p, split)
         sample_splits(splits[len(kept) :])
-    for warning in filter(None, (sampled_split.describe_truncation(splits), sampled_split.describe_unchecked(splits))):
+    warnings = [*filter(None, (sampled_split.describe_truncation(splits), sampled_split.describe_unchecked(splits)))]
+    for warning in warnings:
         print(f"warning: {warning}")
     for split in splits:
         split.shards.publish(SAMPLED_FOLDER / split.name)
-    atomic.write_json(REPORT, _build_report(context, splits) | {"seconds": round(time.perf_counter() - started, 2)})
+    seconds = round(time.perf_counter() - started, 2)
+    atomic.write_json(REPORT, _build_report(context, splits) | {"warnings": warnings, "seconds": seconds})
     scratch.remove_scratch(place)
 
 

@@ -4,7 +4,7 @@ The page, the terminal's table and results/metrics.json, which `pipeline` reads,
 speedup counts only where the low end of its interval is above 1.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -144,8 +144,9 @@ def build_verdict(
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
     families: Families,
+    sample_warnings: Sequence[str] = (),
 ) -> Verdict:
-    """Return the verdict.
+    """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of.
 
     `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these. Trees
     that no serving engine runs (DraftFamily.is_served) are never advised.
@@ -166,7 +167,7 @@ def build_verdict(
     told = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
-    warnings = [*_warn_of_measured(cells, served), *_warn_of_replays(replays)]
+    warnings = [*sample_warnings, *_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
     more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(left_out, judged, guesses, replayable)]
     more += [*_describe_unsupported(served), *_summarise_methods(method_rows)]

@@ -109,6 +109,14 @@ def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytes
     assert "warning: 10 rows" in capsys.readouterr().out
 
 
+def test_warnings_of_sampling_are_with_the_verdict(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a target whose answers never end gave drafts of 100% and "Launch", without a word on the page."""
+    warning = "100 of 100 answers are cut (train 60 of 60, eval 40 of 40)"
+    atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"warnings": [warning]})
+    report.main()
+    assert warning in capsys.readouterr().out and warning in report.PAGE_FILE.read_text()
+
+
 def test_the_page_says_which_files_the_sampled_rows_are_from(made_up: schema.Params) -> None:
     report.main()
     page = report.PAGE_FILE.read_text()
