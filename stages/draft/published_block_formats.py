@@ -37,7 +37,7 @@ FIRST_SLOT_KEYS = ("sample_from_anchor", "shift_label", "query_zero_predicts_nex
 TENSOR_RENAMES = ((r"^model\.", ""), (r"^logit_head\.", ""), (r"_codebook\.weight$", "_codebook"))
 MARKOV_TENSORS = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 COPIES = {  # of the target's embedding and head
-    "embed_tokens.weight": "embedding, since engines take the target's",
+    "embed_tokens.weight": "embedding, as in SGLang; vLLM would take it",
     "lm_head.weight": "head, as in SGLang; vLLM would take it",
 }
 CONFIDENCE_TENSOR = "confidence_head.proj.weight"

@@ -72,7 +72,7 @@ def read_published_draft(
     published_files.note_few_positions(shape["max_position_embeddings"], manifest, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     if "embed_tokens.weight" in tensors:
-        why = "embedding, since engines take the target's"
+        why = "embedding, as in SGLang; vLLM would take it"
         published_files.drop_copy(tensors, "embed_tokens.weight", why, read_embedding_and_head()[0], notes)
     _fill_head(folder, raw, shape, tensors, read_embedding_and_head, notes)
     _fill_vocabulary_maps(folder, shape, tensors)

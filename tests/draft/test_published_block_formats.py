@@ -149,7 +149,7 @@ def test_copies_of_the_targets_tables_are_dropped(tmp_path: Path) -> None:
     found = read(publish(tmp_path / "other", config, tensors | other), (embedding, head))
     assert set(found.tensors) == set(tensors)
     assert found.notes == [
-        "embed_tokens differs from the target's embedding; left out, since engines take the target's",
+        "embed_tokens differs from the target's embedding; left out, as in SGLang; vLLM would take it",
         "lm_head differs from the target's head; left out, as in SGLang; vLLM would take it",
     ]
     half = {name: tensor.bfloat16() for name, tensor in (tensors | {"lm_head.weight": head}).items()}
