@@ -70,6 +70,16 @@ class VocabReport(BaseModel):
     draft_parameters: int
 
 
+class ImportReport(BaseModel):
+    """The part of a published draft's results/train/NAME.json that the line shows."""
+
+    method: str
+    draft_parameters: int
+    draft_vocab_size: int
+    rope_theta: float
+    notes: list[str]
+
+
 class RowReport(BaseModel):
     """A draft that has learned one row."""
 
@@ -219,6 +229,15 @@ def _train_draft(item: str) -> str:
     return f"epoch {last.epoch}, loss {last.loss:.2f}, {last.step_accuracy[0]:.0%} of first drafts right"
 
 
+def _import_draft(item: str) -> str:
+    report = _read(ImportReport, RESULTS / f"train/{item}.json")
+    notes = f"; note: {'; note: '.join(report.notes)}" if report.notes else ""
+    return (
+        f"{report.method}, {report.draft_parameters:,} parameters, draft vocabulary {report.draft_vocab_size:,}, rope_theta "
+        f"{report.rope_theta:,.0f}{notes}"
+    )
+
+
 def _replay_trees(item: str) -> str:
     with (RESULTS / f"replay/{item}.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if float(row["temperature"]) == 0]
@@ -274,6 +293,7 @@ SUMMARIES: dict[str, Callable[[str], str]] = {
     "init_draft": _init_draft,
     "check_overfit": _check_overfit,
     "train_draft": _train_draft,
+    "import_draft": _import_draft,
     "replay_trees": _replay_trees,
     "time_trees": _time_trees,
     "benchmark": _benchmark,

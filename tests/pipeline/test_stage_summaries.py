@@ -36,6 +36,19 @@ def test_drops_are_told_with_their_reasons(tmp_path: Path, monkeypatch: pytest.M
     assert summarise_stage("fix_data") == kept
 
 
+def test_an_imported_draft_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the line had the seconds alone."""
+    monkeypatch.chdir(tmp_path)
+    report = {
+        "method": "eagle3", "draft_parameters": 270848, "draft_vocab_size": 320, "rope_theta": 1e6, "notes": [], "options": {},
+    }  # fmt: skip
+    write("results/train/hub.json", report)
+    told = "eagle3, 270,848 parameters, draft vocabulary 320, rope_theta 1,000,000"
+    assert summarise_stage("import_draft@hub") == told
+    write("results/train/hub.json", report | {"notes": ["few positions", "no t2d"]})
+    assert summarise_stage("import_draft@hub") == f"{told}; note: few positions; note: no t2d"
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rows_out": "many"}'])
 def test_a_report_that_is_missing_or_of_another_form_gives_no_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
@@ -63,7 +76,7 @@ def test_every_stage_of_a_run_says_what_it_made(small_run: Path, monkeypatch: py
 
 def test_every_stage_with_a_report_has_a_summary() -> None:
     stages = set(YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"])
-    assert stages - set(stage_summaries.SUMMARIES) == {"prepare_prompts", "import_draft"}
+    assert stages - set(stage_summaries.SUMMARIES) == {"prepare_prompts"}
 
 
 def test_a_served_cell_says_its_loads_and_taus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
