@@ -14,7 +14,7 @@ from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
 from stages.params import checks
 from stages.params.cell_trees import describe_left_out
-from stages.params.schema import load_params, read_recipe
+from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 
 GIB = 2**30
@@ -49,17 +49,31 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 fetched = (block.files if block else (), f"run: aerie fetch {recipe}")
                 file, _ = stack.enter_context(recipes.merge_recipe(recipe))
             params = load_params(file)
-            checks.check_target_files(params)
-            target_checks.check_mask_tokens(params, file)
         except ValueError as error:
             yield Finding(name, str(error), False)
             yield requirements.check_disk(None)
         else:
-            yield Finding(name, f"valid, target {params.target.model}", True)
+            problems = list(_list_problems(params, file))
+            yield from (Finding(name, problem, False) for problem in problems)
+            if not problems:
+                yield Finding(name, f"valid, target {params.target.model}", True)
             yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
             yield from check_files(params, *fetched)
-            yield from _check_estimate(path, file)
+            if problems:
+                yield requirements.check_disk(None)
+            else:
+                yield from _check_estimate(path, file)
+    yield from requirements.check_writable()
     yield from _check_dvc()
+
+
+def _list_problems(params: Params, file: Path) -> Iterator[str]:
+    """Yield what `aerie run` refuses of valid parameters, but a missing file that `check_files` names."""
+    yield from checks.list_problems(params)
+    try:
+        target_checks.check_mask_tokens(params, file)
+    except ValueError as error:
+        yield str(error)
 
 
 def _check_packages() -> Iterator[Finding]:

@@ -7,8 +7,10 @@ python -m stages.params.checks        # check the whole file, as `aerie run` doe
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from stages.params import target_files
 from stages.params.cell_trees import describe_left_out
 from stages.params.draft_sections import BlockSegment
 from stages.params.gpus import may_have_gpu
@@ -70,19 +72,34 @@ def check_column_files(params: Params) -> None:
 
 
 def check_params(params: Params) -> None:
-    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders, GPUs and feature layers."""
-    check_raw_exists(params)
-    check_column_files(params)
-    check_target(params)
-    if params.target.feature_layers is not None:
-        check_segment_layers(params, params.target.feature_layers)
+    """Check what params.yaml names on this machine. Raises ValueError for missing data, folders, files, GPUs and layers."""
+    for check in CHECKS:
+        check(params)
+
+
+def list_problems(params: Params) -> Iterator[str]:
+    """Yield what each check of `check_params` refuses. Without data that is missing: pipeline/requirements.py says where to
+    get it.
+    """
+    for check in CHECKS if Path(params.fix_data.raw).exists() else TARGET_CHECKS:
+        try:
+            check(params)
+        except ValueError as error:
+            yield str(error)
 
 
 def check_target(params: Params) -> None:
     """Raise ValueError for a target whose folder is missing or not watched, a device that this machine lacks, or as
-    check_target_files.
+    check_target_settings.
     """
-    model, device = params.target.model, params.target.device
+    check_target_place(params)
+    check_device(params)
+    check_target_settings(params)
+
+
+def check_target_place(params: Params) -> None:
+    """Raise ValueError for a target whose folder is missing, or not watched."""
+    model = params.target.model
     if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
         parent = Path(model).parent
         folders = [path.as_posix() for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
@@ -92,20 +109,54 @@ def check_target(params: Params) -> None:
             "builtin/weather-tiny"
         )
     check_watched("target.model", model, "target.watch", params.target.watch)
+
+
+def check_device(params: Params) -> None:
+    """Raise ValueError for a GPU that this machine lacks."""
+    device = params.target.device
     if device != "cpu" and params.schedule.runner == "local" and not may_have_gpu():
         raise ValueError(
             f"{PARAMS_FILE}: target.device is {device}, expected a GPU, found none on this machine or none that "
             "CUDA_VISIBLE_DEVICES leaves visible; set target.device: cpu, or run where there is one"
         )
-    check_target_files(params)
 
 
-def check_target_files(params: Params) -> None:
+def check_target_settings(params: Params) -> None:
     """Raise ValueError for a chat template that can't be read, or feature layers that a target that is here does not have."""
     read_chat_template(params.target.chat_template)
     layers, model = params.target.feature_layers, params.target.model
-    if layers is not None and (num_layers := _find_num_layers(params)) is not None:
+    if layers is not None and (num_layers := _find_number(params, "num_hidden_layers")) is not None:
         check_target_layers(model, layers, num_layers)
+
+
+def check_target_files(params: Params) -> None:
+    """Raise ValueError for a local target that lacks a file which prepare_target needs."""
+    target, folder = params.target, Path(params.target.model)
+    if folder.is_dir():
+        has_template = target.chat_template is not None
+        target_files.check_target_folder(target.model, folder, has_template, target.trust_remote_code)
+
+
+def check_vocab_of_target(params: Params) -> None:
+    """Raise ValueError for a draft vocabulary larger than that of a target that is here."""
+    is_trained = params.target.model.startswith("builtin/") and params.prepare_target.weights == "train"
+    if not is_trained and (size := _find_number(params, "vocab_size")) is not None:
+        check_draft_vocab(params, size)
+
+
+def check_stored_layers(params: Params) -> None:
+    """Raise ValueError where a block draft is to be trained that reads other layers than target.feature_layers names."""
+    if params.target.feature_layers is not None:
+        check_segment_layers(params, params.target.feature_layers)
+
+
+def check_published_drafts(params: Params) -> None:
+    """Raise ValueError for a published draft, to start from or to import, in a folder that DVC does not watch."""
+    initial, imported = params.init_draft, params.import_draft
+    if initial.checkpoints:
+        check_watched("init_draft.from", initial.from_, "init_draft.watch", initial.watch)
+    for name, item in imported.checkpoints.items():
+        check_watched(f"import_draft.checkpoints.{name}.model", item.model, "import_draft.watch", imported.watch)
 
 
 def read_chat_template(name: str | None) -> str | None:
@@ -140,8 +191,8 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
         )
 
 
-def _find_num_layers(params: Params) -> int | None:
-    """Return the number of the target's layers by its config.json; None where that is not here. Downloads nothing."""
+def _find_number(params: Params, key: str) -> int | None:
+    """Return a number of the target's config.json; None where that is not here. Downloads nothing."""
     model, path = params.target.model, Path(params.target.model) / "config.json"
     if model.startswith("builtin/"):
         path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
@@ -152,7 +203,7 @@ def _find_num_layers(params: Params) -> int | None:
             found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
             path = Path(found) if isinstance(found, str) else path
         config = json.loads(path.read_text(encoding="utf-8"))
-        number = config.get("text_config", config)["num_hidden_layers"]
+        number = config.get("text_config", config)[key]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong
         return None
     return number if isinstance(number, int) else None
@@ -212,6 +263,18 @@ def check_segment_layers(params: Params, stored: list[int]) -> None:
                 f"{stored}: add {', '.join(map(str, missing))} there ({sorted({*stored, *missing})}), or name stored ones here, "
                 "or null, which chooses"
             )
+
+
+TARGET_CHECKS = (
+    check_target_place,
+    check_device,
+    check_target_settings,
+    check_target_files,
+    check_vocab_of_target,
+    check_stored_layers,
+    check_published_drafts,
+)
+CHECKS = (check_raw_exists, check_column_files, *TARGET_CHECKS)
 
 
 def main() -> None:

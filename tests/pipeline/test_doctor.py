@@ -1,17 +1,22 @@
 """`aerie doctor`: what is installed, found and missing, for params.yaml or for a recipe."""
 
+import json
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import doctor, dvc_graph, reproduce, requirements
+from pipeline import commands, doctor, dvc_graph, reproduce, requirements
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
+from stages.params import gpus
 from stages.params.schema import load_params
-from tests.conftest import ROOT
+from tests.conftest import ROOT, edit_params
 
 Usage = namedtuple("Usage", "total used free")
 ESTIMATE = RunEstimate(
@@ -124,10 +129,14 @@ def test_a_parameter_that_does_not_fit_the_target_is_a_problem(home: Path, monke
     assert found.ok is False and found.found.startswith("params.yaml: target.feature_layers")
 
 
-def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(home: Path) -> None:
+def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = "fix_data.raw"
     Path(check()[key].found).unlink()
     assert check()[key].ok is False and check()[key].found.endswith("not found")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus, "GPU_DEVICES", ("/dev/null",))
     found = check("angelslim-qwen3-1.7b")
     assert found["params.yaml with angelslim-qwen3-1.7b"].found == "valid, target Qwen/Qwen3-1.7B"
     missing = [finding.found for finding in found.values() if finding.ok is False]
@@ -152,3 +161,93 @@ def test_the_estimate_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     with_recipe = reproduce.estimate_params(Path("recipes/weather-tiny.yaml"), Path("params.yaml"))
     without = reproduce.estimate_params(None, Path("params.yaml"))
     assert without.disk_bytes > with_recipe.disk_bytes > 0
+
+
+def make_target(folder: Path) -> None:
+    """Write the small files of a target of four layers and 500 tokens, and weights that nobody reads."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"num_hidden_layers": 4, "vocab_size": 500}')
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+
+
+def refuse_run() -> list[str]:
+    """The problems of params.yaml by doctor; the first is that with which `aerie run` and `aerie stale` end."""
+    found = [each.found for each in doctor.check_all() if each.subject == "params.yaml" and each.ok is False]
+    for command in (commands.run_graph, commands.list_stale):
+        with pytest.raises(ValueError, match=r"^") as refused:
+            list(command())
+        assert str(refused.value) == found[0]
+    return found
+
+
+def test_doctor_names_what_a_run_refuses_each_on_its_own_line(home: Path) -> None:
+    """Bug: it said that nothing was in the way where `aerie run` ended at once, or in prepare_target."""
+    target = home / "models/mine"
+    make_target(target)
+    edit_params(home, {"target": {"model": "models/mine", "watch": "models"}})
+    (line,) = [each.found for each in doctor.check_all() if each.subject == "params.yaml"]
+    assert line == "valid, target models/mine"
+    edit_params(home, {
+        "target": {"watch": "data/nothing"}, "init_draft": {"draft_vocab_size": 501},
+        "import_draft": {"checkpoints": {"theirs": {"model": "models", "revision": None, "rope_theta": None}}},
+    })  # fmt: skip
+    unwatched, vocabulary, draft = refuse_run()
+    assert (
+        "expected target.watch to be that folder" in unwatched and "import_draft.checkpoints.theirs.model is" in draft
+    )
+    assert "draft_vocab_size is 501, but models/mine has 500 tokens" in vocabulary
+    with pytest.raises(SystemExit):
+        list(doctor.report_findings())
+
+
+def remove_template(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+def make_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def lose_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (remove_template, "target.model models/mine has no chat template, expected one in its"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "target.model models/mine has no tokenizer, expected one of"),
+        (lambda folder: (folder / "config.json").unlink(), "target.model models/mine has no config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "must be safetensors, found none"),
+        (make_pickle, "must be safetensors, found pytorch_model.bin, pickles, which run code when they are read; convert"),
+        (lose_shard, "names: model-00002-of-00002.safetensors; copy or download it again"),
+    ],
+)  # fmt: skip
+def test_files_that_a_local_target_lacks_are_problems_before_a_run(
+    home: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    """Bug: prepare_target named them, after fix_data, and doctor nothing."""
+    target = home / "models/mine"
+    make_target(target)
+    edit_params(home, {"target": {"model": "models/mine", "watch": "models"}})
+    damage(target)
+    (found,) = refuse_run()
+    assert said in found
+
+
+def test_a_folder_that_can_not_be_written_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: nothing was in the way of a run on a read-only file system."""
+    assert "writing" not in check()
+    script = "mount --bind . . && mount -o remount,ro,bind . && cd . && exec $0 -m pipeline doctor"
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable],
+        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert f"PROBLEM  writing: {home} is on a read-only file system; mount it for writing" in done.stdout
+    assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -1,0 +1,120 @@
+"""What the folder of a target must hold: weights as safetensors, a config, a tokenizer, a chat template. Reads no weights.
+
+`aerie run`, `aerie stale` and `aerie doctor` check a local folder before anything starts, prepare_target every target.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stages.params.section import PARAMS_FILE
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # pickles beside the weights
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
+    "spiece.model",
+)
+TEMPLATE_FILES = ("chat_template*", "additional_chat_templates/*.jinja", "tekken.json")  # tekken.json implies its own
+MAX_SHOWN = 4
+CONVERSION = (
+    'python -c "import glob, torch; from safetensors.torch import save_file; t = {k: v.contiguous().clone() for f in '
+    "sorted(glob.glob('PICKLES')) for k, v in torch.load(f, weights_only=True).items()}; save_file(t, "
+    f"'{WEIGHTS_FILE}', {{'format': 'pt'}})\""
+)
+
+
+def check_target_folder(model: str, folder: Path, has_template: bool, trust_remote_code: bool) -> None:
+    """Raise ValueError where `folder`, of the target `model`, lacks a file that prepare_target needs.
+
+    `has_template` is whether target.chat_template names one. Remote code may bring a template of its own.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model {model} has no config.json, expected the folder of a transformers model; name its "
+            "folder, or copy the file there"
+        )
+    list_weight_files(folder)
+    check_tokenizer_files(model, folder)
+    if not has_template and not trust_remote_code and not _may_have_template(folder):
+        raise ValueError(describe_missing_template(model))
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """Return the files of a target's weights, those of the index where there is one. Raises ValueError where one is missing."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        if not (folder / WEIGHTS_FILE).exists():
+            raise ValueError(_describe_missing_weights(folder))
+        return [folder / WEIGHTS_FILE]
+    try:
+        files = [
+            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
+    if missing := [file.name for file in files if not file.exists()]:
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the {len(files)} files of weights that its {INDEX_FILE} names: "
+            f"{', '.join(missing[:MAX_SHOWN])}{more}; copy or download {'it' if len(missing) == 1 else 'them'} again"
+        )
+    return files
+
+
+def check_tokenizer_files(model: str, folder: Path) -> None:
+    """Raise ValueError where the folder of the target `model` has no file of a tokenizer."""
+    if not any(path for name in TOKENIZER_FILES for path in folder.glob(name)):
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model {model} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)} in {folder}; "
+            "copy the tokenizer's files there"
+        )
+
+
+def describe_missing_template(model: str) -> str:
+    """Return the message on a target without a chat template."""
+    return (
+        f"{PARAMS_FILE}: target.model {model} has no chat template, expected one in its tokenizer_config.json or "
+        "chat_template.jinja, by which conversations become prompts (a base model has none); take its instruct version, or "
+        "write one to templates/NAME.jinja and set target.chat_template: NAME.jinja"
+    )
+
+
+def _may_have_template(folder: Path) -> bool:
+    """Return whether a file of the folder holds a chat template, or can't be read: prepare_target then says what is wrong."""
+    if any(path for name in TEMPLATE_FILES for path in folder.glob(name)):
+        return True
+    configs = [folder / name for name in ("tokenizer_config.json", "processor_config.json")]
+    return any(_names_template(config) for config in configs if config.is_file())
+
+
+def _names_template(config: Path) -> bool:
+    try:
+        found: Any = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return True
+    return not isinstance(found, dict) or bool(found.get("chat_template"))
+
+
+def _describe_missing_weights(folder: Path) -> str:
+    """Return the message on a folder with neither WEIGHTS_FILE nor INDEX_FILE."""
+    said = f"{folder / WEIGHTS_FILE} not found; the target's weights must be safetensors"
+    if shards := sorted(file.name for file in folder.glob("model-*-of-*.safetensors")):
+        return f"{said}, found {shards[0]} without {INDEX_FILE}, which names all of them; copy or download it too"
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES and f.name not in NO_WEIGHTS)
+    if not pickles:
+        return (
+            f"{said}, found none (pickles of a hub are not downloaded); copy or download the weights, or name another target; "
+            "of one that has pickles only, download them and set target.model to the folder"
+        )
+    pattern = "pytorch_model*.bin" if pickles[0].startswith("pytorch_model") else pickles[0]
+    return (
+        f"{said}, found {', '.join(pickles[:MAX_SHOWN])}, pickles, which run code when they are read; convert them where you "
+        f"trust them, in {folder}: {CONVERSION.replace('PICKLES', pattern)}"
+    )
