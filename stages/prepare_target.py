@@ -21,22 +21,12 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
 from stages.draft import named_mask_tokens
-from stages.params import checks, schema
+from stages.params import checks, schema, target_files
 from stages.runtime import atomic
 from stages.target import chat_template, config_facts, feature_layers, head_check, loading, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-    "*.tiktoken",
-    "spiece.model",
-)
 
 
 def main() -> None:
@@ -165,17 +155,10 @@ def _load_checked_tokenizer(p: schema.Params, target: TargetManifest, folder: Pa
     Raises ValueError for one without a chat template that works, or none at all: sampling would fail on it, much later.
     """
     source, key = manifest.resolve_weights_folder(target, folder), f"params.yaml: target.model {target.model}"
-    if not any(path for name in TOKENIZER_FILES for path in source.glob(name)):
-        raise ValueError(
-            f"{key} has no tokenizer, expected one of {', '.join(TOKENIZER_FILES)} in {source}; copy the tokenizer's files there"
-        )
+    target_files.check_tokenizer_files(target.model, source)
     tokenizer = chat_template.load_tokenizer(source, p.target.trust_remote_code, target.chat_template)
-    advice = "write one to templates/NAME.jinja and set target.chat_template: NAME.jinja"
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"{key} has no chat template, expected one in its tokenizer_config.json or chat_template.jinja, by which "
-            f"conversations become prompts (a base model has none); take its instruct version, or {advice}"
-        )
+        raise ValueError(target_files.describe_missing_template(target.model))
     try:
         chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
     except chat_template.TemplateRefusalError as error:
@@ -191,7 +174,7 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
     weights = manifest.resolve_weights_folder(target, folder)
     try:
         embedding, head = manifest.read_embedding_and_head(target, folder)
-    except ValueError as error:
+    except manifest.MissingHeadError as error:
         raise ValueError(f"{error}. {_advise_on_head(weights, target)}") from None
     key = target.lm_head_key or ("the embedding (tied)" if target.tie_word_embeddings else "lm_head.weight")
     try:

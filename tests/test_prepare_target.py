@@ -1,6 +1,8 @@
 """prepare_target: the template that takes the place of a target's own, and the tables that later stages read by name."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,42 @@ def test_a_head_that_is_not_there_is_refused_with_the_keys_that_would_fit(
         ValueError, match=r"no embed_tokens\.weight and head; .* shape \(61, 32\): lm_head\.weight, model\.embed"
     ):
         prepare_target.main()
+
+
+def test_a_missing_shard_is_named_without_advice_on_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: "the target's weights must be safetensors. Set target.lm_head_key to the head"."""
+    folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
+    (folder / "model.safetensors").unlink()
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder, max_shard_size="40KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(
+        ValueError, match=rf"^mine lacks 1 of the {len(shards)} files .*: {shards[1].name}; .* it again"
+    ):
+        prepare_target.main()
+
+
+def test_pickled_weights_are_refused_with_a_conversion_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the advice was to set target.lm_head_key. Two shards, of which two tensors share their memory."""
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    folder = pinned(tmp_path, monkeypatch, model)
+    (folder / "model.safetensors").unlink()
+    tensors = list(model.state_dict().items())
+    torch.save(dict(tensors[:5]) | {"alias": tensors[0][1]}, folder / "pytorch_model-00001-of-00002.bin")
+    torch.save(dict(tensors[5:]), folder / "pytorch_model-00002-of-00002.bin")
+    torch.save({"no": "weights"}, folder / "training_args.bin")
+    with pytest.raises(
+        ValueError, match=r"found pytorch_model-00001-of-00002\.bin, pytorch.* in mine: python -c"
+    ) as error:
+        prepare_target.main()
+    assert "lm_head_key" not in str(error.value)
+    command = str(error.value).partition(" in mine: ")[2].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(command, shell=True, cwd=folder, check=True)
+    prepare_target.main()
+    assert manifest.read_manifest().model == "mine"
 
 
 def test_a_head_that_config_json_calls_tied_and_is_not_is_refused(

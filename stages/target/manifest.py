@@ -6,7 +6,6 @@ the manifest has the commit or a digest. A feature layer i is *the residual stre
 """
 
 import hashlib
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from stages.params import target_files
 from stages.runtime import atomic
 from stages.telemetry import waits
 
@@ -25,6 +25,10 @@ MADE_BY = "prepare_target"
 WEIGHTS = "*.safetensors"
 DIGEST_THREADS = 8  # hashing releases the GIL
 SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block in every 4 MiB: 16 MB of 16 GB
+
+
+class MissingHeadError(ValueError):
+    """A target whose files have an embedding and no head of the name that was looked for."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +91,15 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
 def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER) -> tuple[Tensor, Tensor]:
     """Return the target's embedding [V, H] and output head [V, H] as float32, without loading the model.
 
-    A tied target has one table for both. Raises ValueError where the files have no such tensors.
+    A tied target has one table for both. Raises ValueError where files are missing or have no such tensors, MissingHeadError
+    where they have all but a head.
     """
     folder = resolve_weights_folder(manifest, path)
-    index = folder / "model.safetensors.index.json"
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": "model.safetensors"}
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # embed_tokens, lm_head -> the tensor's full name
-    for name in files:
-        if not (folder / name).exists():
-            raise ValueError(f"{folder / name} not found; the target's weights must be safetensors")
+    for file in target_files.list_weight_files(folder):
         try:
-            with safe_open(folder / name, framework="pt") as tensors:
+            with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a dict
                     table = _match_table_name(key, manifest.lm_head_key)
                     if table is not None and len(key) <= len(names.get(table, key)):
@@ -112,13 +109,14 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
                         numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
                         found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{folder / name} is cut or broken ({error}); get the target's weights anew") from None
+            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights anew") from None
     embedding = found.get("embed_tokens")
     tied = manifest.tie_word_embeddings and manifest.lm_head_key is None
     head = embedding if tied else found.get("lm_head")
     if embedding is None or head is None:
         wanted = manifest.lm_head_key or "lm_head.weight"
-        raise ValueError(f"{folder} has no embed_tokens.weight and {wanted}; found {sorted(found)}")
+        missing = ValueError if embedding is None else MissingHeadError
+        raise missing(f"{folder} has no embed_tokens.weight and {wanted}; found {sorted(found)}")
     return embedding, head
 
 
