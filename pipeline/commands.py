@@ -5,6 +5,7 @@ With nothing to do the answer takes no DVC: everything but pipeline/freshness.py
 
 import itertools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Container, Iterator, Sequence
@@ -22,6 +23,7 @@ VALID_PARAMS_FILE = Path(".scratch/valid_params.json")
 # What the check of params.yaml depends on, besides data; stages.params has the first as PARAMS_FILE, and pydantic, 0.2 s.
 CHECKED_PATHS = ("params.yaml", "stages/params")
 MAX_SHOWN_CHANGES = 3  # of one line; Prefect's pages have all of them
+PROCESS_ID = re.compile(r"\(PID (\d+)\)")  # in DVC's message on a locked file
 NOTHING_STALE = "nothing is stale"
 
 # What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
@@ -195,15 +197,22 @@ def list_stale() -> Iterator[str]:
     """Check params.yaml, and yield a line for each group of stale stages, and warnings.
 
     Raises:
-        ValueError: params.yaml is not valid, or dvc.yaml cannot be read.
+        ValueError: params.yaml is not valid, dvc.yaml cannot be read, or a run is at work here.
         SystemExit: with 1, after the last line, if any stage is stale.
     """
-    from pipeline import dvc_graph, versions
+    from pipeline import dvc_graph, resources, versions, workspaces
     from stages.params.cell_trees import describe_left_out
 
+    if holder := resources.find_lock_holder(workspaces.LOCK_PATH):
+        raise ValueError(f"a run is at work here ({holder}); ask again when it has ended")
     if not _is_known_fresh():
         yield from describe_left_out(_check_params().list_left_out_trees())
-    reasons = dvc_graph.explain_stale()
+    try:
+        reasons = dvc_graph.ask_stale()
+    except dvc_graph.BusyError as error:
+        blocker = PROCESS_ID.search(str(error))
+        by = f"process {blocker[1]}" if blocker else "another process"
+        raise ValueError(f"a command of DVC is at work here ({by}); ask again when it has ended") from None
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
     if reasons:

@@ -97,23 +97,26 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     (pipeline/freshness.py). DVC does not look at what another process works on: then every stage asked about may be stale.
     Raises ValueError as `list_stages`.
     """
+    try:
+        return ask_stale(names)
+    except BusyError as error:
+        unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
+        return {name: [unknown] for name in names or list_stages()}
+
+
+def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
+    """Return what `explain_stale` does. Raises BusyError where another process works on what is asked about."""
     # Which of them the run-cache would restore is not told. Its key is a hash over the content of all inputs: unknown below a
     # stale stage until that has run, and of the others DVC finds it only by hashing every changed input anew, as a run does.
     if names is None and freshness.read_fresh_stages() is not None:
         return {}
-    try:
-        with open_repo() as repo:
-            paths = _list_watched_paths(repo) if names is None else []
-            digest = freshness.digest_paths(paths)
-            found = repo.status(targets=names)
-            if paths and not found:
-                freshness.remember_fresh(paths, digest, _sort_stages(repo))
-            new = {
-                _get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)
-            }
-    except BusyError as error:
-        unknown = f"DVC can't say, another process is at work: {str(error).splitlines()[0]}"
-        return {name: [unknown] for name in names or list_stages()}
+    with open_repo() as repo:
+        paths = _list_watched_paths(repo) if names is None else []
+        digest = freshness.digest_paths(paths)
+        found = repo.status(targets=names)
+        if paths and not found:
+            freshness.remember_fresh(paths, digest, _sort_stages(repo))
+        new = {_get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
     reasons = {name.rpartition(":")[2]: list(_format_changes(changes)) for name, changes in found.items()}
     return {name: ["new"] if name in new else changes for name, changes in reasons.items()}
 

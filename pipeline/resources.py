@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -104,6 +105,30 @@ def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
         file.close()
         return None
     return file
+
+
+def find_lock_holder(path: Path) -> str | None:
+    """Return who holds the lock of `path`, as words; None where nobody does. Creates no file."""
+    try:
+        file = path.open()
+    except FileNotFoundError:
+        return None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _name_lock_holder(os.fstat(file.fileno()).st_ino)
+    return None
+
+
+def _name_lock_holder(inode: int) -> str:
+    """Return the process that has locked the file of an inode, by Linux's list; without its id where that is not known."""
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 08:01:131 0 EOF; of a waiting process with ->
+            if words[1:2] == ["FLOCK"] and words[5].rpartition(":")[2] == str(inode) and int(words[4]) > 0:
+                return f"process {words[4]}"
+    return "another process"
 
 
 @dataclass(frozen=True)

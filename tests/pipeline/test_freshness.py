@@ -166,7 +166,7 @@ def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
 ) -> None:
     """A new clone's first lines were 20,000 letters of files."""
     changes = [f"{n}.py modified" for n in range(5)]
-    monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"last": changes})
+    monkeypatch.setattr(dvc_graph, "ask_stale", lambda: {"last": changes})
     assert [*islice(list_stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]
 
 

@@ -229,6 +229,30 @@ def test_what_may_run_below_the_stale_stages_is_named() -> None:
     assert list(commands._describe_stale({"report": ["a", "b"]}, stages)) == ["stale: report (a; b)"]
 
 
+def test_what_is_stale_is_not_told_while_a_run_is_at_work(
+    project: Project, started: list[subprocess.Popen[str]]
+) -> None:
+    """Bug: every stage was listed as stale, with DVC's message on its lock."""
+    project.sleeper("first")
+    by_aerie = start(started)
+    find_sleeper("first")
+    with pytest.raises(ValueError, match=rf"^a run is at work here \(process {by_aerie.pid}\); ask again when"):
+        list(commands.list_stale())
+    by_aerie.send_signal(signal.SIGTERM)
+    by_aerie.wait(60)
+    by_dvc = subprocess.Popen([sys.executable, "-m", "dvc", "repro"], stdout=subprocess.PIPE, text=True)
+    sleeper = int(read_until(by_dvc, "asleep").split()[1])
+    try:
+        with pytest.raises(
+            ValueError, match=rf"^a command of DVC is at work here \(process {by_dvc.pid}\); ask again when"
+        ):
+            list(commands.list_stale())
+    finally:
+        by_dvc.terminate()
+        os.kill(sleeper, signal.SIGTERM)
+        by_dvc.communicate(timeout=60)
+
+
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
     """Bug: DVC's error about a broken dvc.yaml came as a traceback."""
     project.script("middle", "sys.exit('out of cheese')")

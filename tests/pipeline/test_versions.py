@@ -110,7 +110,7 @@ def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.Mo
 def test_stale_warns_of_other_versions_although_nothing_is_stale(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dvc_graph, "explain_stale", dict)
+    monkeypatch.setattr(dvc_graph, "ask_stale", dict)
     give_params(Project(Path()))
     Path("raw.csv").touch()
     ran("init_draft", torch="1.13.1")
