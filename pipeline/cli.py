@@ -387,12 +387,15 @@ def _run_command(words: list[str]) -> int | None:
 def _exit_with_line(error: Exception, words: list[str]) -> NoReturn:
     """Raise SystemExit with a line on what the user can correct; any other error as it is."""
     from pipeline.processes import StageError
+    from stages.telemetry import machine_errors
 
     if isinstance(error, UsageError):
         shown = error.ctx.command_path if error.ctx else "aerie"
         sys.exit(f"aerie: {error.format_message()} Found: {' '.join(words)}; run: {shown} --help")
     if isinstance(error, ValueError | StageError):
         sys.exit(f"aerie: {error}")
+    if problem := machine_errors.explain_file_error(error):
+        sys.exit(f"aerie: {problem}")
     raise error
 
 

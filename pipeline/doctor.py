@@ -16,6 +16,7 @@ from stages.params import checks
 from stages.params.cell_trees import describe_left_out
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
+from stages.telemetry.machine_errors import explain_file_error
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "datasets", "polars", "safetensors", "dvc", "prefect", "typer")
@@ -125,8 +126,8 @@ def _check_dvc() -> Iterator[Finding]:
     try:
         yield Finding("dvc.yaml", f"{len(dvc_graph.list_stages())} stages", True)
         listed = dvc_remote.list_remotes()
-    except ValueError as error:
-        yield Finding("dvc.yaml", str(error), False)
+    except (ValueError, OSError) as error:
+        yield Finding("dvc.yaml", explain_file_error(error) or str(error), False)
         return
     found = ", ".join(f"{name} ({url})" for name, url in listed.items())
     yield Finding("DVC remote", found or "none; results stay on this machine (docs/sharing.md)")

@@ -6,10 +6,12 @@ pipeline/checked_dvc.py and pipeline/dvc_internals.py use DVC; docs/dvc.md descr
 rely on.
 """
 
+import errno
 import logging
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -61,7 +63,9 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     Raises:
         BusyError: another process holds one of DVC's locks.
         ValueError: with DVC's message, for any other error of DVC's.
+        OSError: the disk is full, or a folder of DVC's can't be written.
     """
+    from dvc.dirs import site_cache_dir
     from dvc.exceptions import DvcException
     from dvc.lock import LockError
     from dvc.repo import Repo  # 0.4 s
@@ -77,6 +81,10 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
         raise BusyError(str(error)) from error
     except DvcException as error:
         raise ValueError(str(error)) from error
+    except sqlite3.OperationalError as error:  # of its cache of files' hashes
+        if "disk is full" in str(error):
+            raise OSError(errno.ENOSPC, str(error), site_cache_dir()) from error
+        raise
 
 
 def _sort_stages(repo: Any) -> dict[str, list[str]]:

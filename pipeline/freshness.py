@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,18 @@ def read_known(file: Path) -> dict[str, Any] | None:
 
 
 def write_known(file: Path, known: dict[str, Any]) -> None:
-    """Write what is known of the files that the digest `look` covers."""
-    file.parent.mkdir(exist_ok=True)
+    """Write what is known of the files that the digest `look` covers; nothing where the disk is full or read-only.
+
+    The next command then takes longer.
+    """
     temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(known), encoding="utf-8")
-    os.replace(temporary, file)
+    try:
+        file.parent.mkdir(exist_ok=True)
+        temporary.write_text(json.dumps(known), encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def digest_paths(paths: Iterable[str]) -> str:

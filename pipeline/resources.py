@@ -111,7 +111,7 @@ def find_lock_holder(path: Path) -> str | None:
     """Return who holds the lock of `path`, as words; None where nobody does. Creates no file."""
     try:
         file = path.open()
-    except FileNotFoundError:
+    except OSError:  # there is none, or not for this user
         return None
     with file:
         try:

@@ -13,8 +13,11 @@ WORDS = re.compile(r"No space left on device|Disk quota exceeded|\(os error (?:2
 WRITING = re.compile(r"writing (?P<path>.+), which needs more than (?P<needed>\d+) bytes")
 
 
-def explain_full_disk(error: BaseException) -> str | None:
-    """Return one line about the full disk or used quota that caused `error`; None for other errors."""
+KEPT = "What earlier stages made is kept, and what this one had finished; its partial file is removed. "
+
+
+def explain_full_disk(error: BaseException, kept: str = KEPT) -> str | None:
+    """Return one line about the full disk or used quota that caused `error`; None for other errors. `kept` is a part of it."""
     every = list(_list_causes(error))
     full = next((cause for cause in every if getattr(cause, "errno", None) in ERRORS or WORDS.search(str(cause))), None)
     if full is None:
@@ -28,8 +31,7 @@ def explain_full_disk(error: BaseException) -> str | None:
     free = _format_mib(shutil.disk_usage(folder).free)
     return (
         f"the disk is full, or its quota used: {what}{needed}, and {free} are free in {folder} "
-        f"({full}). What earlier stages made is kept, and what this one had finished; its partial file is removed. Free "
-        "space there and run the same command again"
+        f"({full}). {kept}Free space there and run the same command again"
     )
 
 

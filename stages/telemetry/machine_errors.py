@@ -43,9 +43,22 @@ def explain_machine_error(error: BaseException, stage: str) -> str | None:
             f"{stage} cannot use the GPU that target.device names ({message[:200]}); set target.device: cpu in params.yaml, or "
             "install a driver and its PyTorch: make run TORCH=cu130"
         )
-    if isinstance(error, OSError) and error.errno in NOT_PERMITTED and error.filename:
-        return f"{error.filename}: {error.strerror}; make it readable and writable for this user, and run again"
-    return None
+    return _explain_refused_file(error)
+
+
+def explain_file_error(error: BaseException) -> str | None:
+    """Return one line about a disk that is full or a file that may not be read or written, for commands; None for others."""
+    return explain_full_disk(error, kept="") or _explain_refused_file(error)
+
+
+def _explain_refused_file(error: BaseException) -> str | None:
+    if not isinstance(error, OSError) or error.errno not in NOT_PERMITTED or not error.filename:
+        return None
+    if error.errno == errno.EROFS:
+        advice = "mount its file system for writing, or work in a copy on another disk"
+    else:
+        advice = "make it readable and writable for this user"
+    return f"{error.filename}: {error.strerror}; {advice}, and run again"
 
 
 def advise_less_memory(stage: str) -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli, dvc_graph, freshness
-from pipeline.commands import describe_outdated, list_stale, run_graph
+from pipeline.commands import NOTHING_STALE, describe_outdated, list_stale, run_graph
+from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, by_dvc, give_params, make_project
 
 
@@ -168,6 +169,48 @@ def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
     changes = [f"{n}.py modified" for n in range(5)]
     monkeypatch.setattr(dvc_graph, "ask_stale", lambda: {"last": changes})
     assert [*islice(list_stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]
+
+
+READ_ONLY = "mount --bind . . && mount -o remount,ro,bind . && cd . && "
+FULL = (
+    'mount -t tmpfs -o size=8m t "$0" && cp -r . "$0" && cd "$0" && export DVC_SITE_CACHE_DIR="$0/site" && '
+    "(cat /dev/zero > filler 2>&1 || true) && "
+)
+
+
+def limited(limit: str, place: Path, *words: str) -> tuple[int, str]:
+    """Run aerie on the project, on a file system of that limit -> status and what it said."""
+    command = f"{limit} exec {sys.executable} -m pipeline {' '.join(words)}"
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, str(place)],
+        capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DVC_SITE_CACHE_DIR": os.environ["DVC_SITE_CACHE_DIR"]},
+    )  # fmt: skip
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [["stale"], ["run"], ["use", "ours"]])
+def test_a_disk_that_is_read_only_or_full_is_one_line(done: Project, tmp_path: Path, words: list[str]) -> None:
+    """Bug: a traceback."""
+    (done.root / "recipes").mkdir()
+    (done.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
+    edit_title()  # so that DVC is asked
+    (tmp_path / "full").mkdir()
+    for limit, said in (
+        (READ_ONLY, r".+: Read-only file system; mount its"),
+        (FULL, "the disk is full, or its quota used: "),
+    ):
+        status, line = limited(limit, tmp_path / "full", *words)
+        assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {said}", line), line
+
+
+def test_what_is_known_to_be_fresh_needs_no_memo(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `aerie stale` ended where it could not write down what it had found."""
+    shutil.rmtree(".scratch")
+    Path(".scratch").touch()
+    assert list(list_stale()) == [NOTHING_STALE]
 
 
 @pytest.mark.parametrize(
