@@ -284,7 +284,7 @@ def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], par
             "and see what each row becomes: aerie preview data"
         )
     if first.is_of_answer:
-        return row_cleaning.advise_on_answers(params)
+        return row_cleaning.advise_on_answers(params, reason)
     shown = f": {first.found}" if first.found else ""
     return f"mend the data (docs/data.md says what each reason means), first {first.where}{shown}"
 

@@ -44,6 +44,8 @@ class PreviewedRow:
 def main(rows: str, path: str = "") -> None:
     params = load_params()
     if path:
+        if not Path(path).exists():
+            raise ValueError(f"{path} does not exist; give a file or a folder of raw data (docs/data.md)")
         of_path = params.fix_data.model_copy(update={"raw": path, "eval_file": None, "eval_rows": None})
         check_raw_exists(params.model_copy(update={"fix_data": of_path}))
     else:
@@ -109,7 +111,7 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
     if judged.dropped:
         (reason,) = judged.dropped
         first = judged.first_dropped[reason]
-        found, advice = first.found, row_cleaning.advise_on_answers(params) if first.is_of_answer else ""
+        found, advice = first.found, row_cleaning.advise_on_answers(params, reason) if first.is_of_answer else ""
         if reason == "unknown_format" and not first.expected:
             (_, row), *_ = readers.parse_chunk(chunk)
             found = f"{column_names.list_names(row or {})}: {found}"

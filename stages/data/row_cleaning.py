@@ -142,13 +142,17 @@ def _describe_dropped(where: str, row: dict[str, Any] | None, error: DroppedRowE
     return DroppedExample(where, shown, is_of_answer=isinstance(error, UnusableAnswerError))
 
 
-def advise_on_answers(params: FixData) -> str:
-    """Return what to do where rows are dropped by answers that can't be decoded."""
+WITHOUT_TABLE = "no_table"  # most likely prose
+
+
+def advise_on_answers(params: FixData, reason: str) -> str:
+    """Return what to do where rows are dropped for this reason, by answers that can't be decoded."""
     is_not = f"no {params.answers.upper()}, set fix_data.answers: text (docs/data.md)"
     if params.tables is None:
         return f"if the answers are {is_not}"
     schema = f"not of the schema {params.tables}, set fix_data.tables to null or to a file of your own"
-    return f"if the answers are {schema}; if they are {is_not}"
+    first, then = (is_not, schema) if reason == WITHOUT_TABLE else (schema, is_not)
+    return f"if the answers are {first}; if they are {then}"
 
 
 def judge_row(

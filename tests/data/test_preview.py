@@ -72,20 +72,20 @@ def test_another_path_and_no_row_that_is_kept(home: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit) as ended:
         preview.main("5", "z.jsonl")
     assert ended.value.code == 1 and "1 rows read" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"fix_data\.raw is none\.csv, which does not exist"):
+    with pytest.raises(ValueError, match=r"^none\.csv does not exist; give a file or a folder"):
         preview.main("5", "none.csv")
 
 
-SCHEMA = (
-    "; if the answers are not of the schema data/tables/weather.yaml, set fix_data.tables to null or to a file of your own; if "
-    "they are no TOON, set fix_data.answers: text (docs/data.md)"
-)
+CUT_TABLE = "place: Oslo\nunit: C\ndays[1]{date,low,high,rain,sky}:\n  2026-01-09,0"
+TEXT = "no TOON, set fix_data.answers: text (docs/data.md)"
+SCHEMA = "not of the schema data/tables/weather.yaml, set fix_data.tables to null or to a file of your own"
 
 
 @pytest.mark.parametrize(
     ("answers", "row", "said"),
     [
-        ("toon", {"prompt": "q", "answer": "Sunny."}, SCHEMA),
+        ("toon", {"prompt": "q", "answer": "Sunny."}, f"; if the answers are {TEXT}; if they are {SCHEMA}"),
+        ("toon", {"prompt": "q", "answer": CUT_TABLE}, f"; if the answers are {SCHEMA}; if they are {TEXT}"),
         ("json", {"prompt": "q", "answer": "Sunny."}, "; if the answers are no JSON, set fix_data.answers: text (docs/data.md)"),
         ("toon", {"prompt": "q", "answer": None}, ""),
         ("toon", {"text": "Sunny."}, "; fix_data.columns names the columns of another format"),
