@@ -108,7 +108,7 @@ def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
 
 
 def find_lock_holder(path: Path) -> str | None:
-    """Return who holds the lock of `path`, as words; None where nobody does. Creates no file."""
+    """Return who holds the lock of `path`, as words; None where it is free. Creates no file."""
     try:
         file = path.open()
     except OSError:  # there is none, or not for this user

@@ -19,6 +19,7 @@ METHOD_TAGS = {  # of unions whose member is chosen by a key `method`
 # Parts of pydantic's locations that are not keys of the file.
 UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
 
+PATTERNS_IN_WORDS = {r"^[^/]+$": "the file's name without its folder"}
 FEW_KEYS = 4  # of a workload; from so many on, missing ones share a line
 # Keys of earlier versions -> today's; * stands for a name that the user chose.
 OLD_KEYS = {
@@ -140,7 +141,7 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
         advice = "Correct the spelling, or leave the key out"
         return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}{shared}. {advice}"
     if kind == "missing":
-        return f"{key}: missing; the code holds no defaults, so write it (git show HEAD:params.yaml has one)"
+        return f"{key}: missing; the code holds no defaults, so write it{_advise_on_missing(error['loc'], whole)}"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], whole))}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
@@ -150,13 +151,26 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
     if kind == "string_type":
         return f"{key}: expected text, {found}"
     if kind == "string_pattern_mismatch":
-        return f"{key}: expected text matching {error['ctx']['pattern']}, {found}"
+        pattern = error["ctx"]["pattern"]
+        return f"{key}: expected {PATTERNS_IN_WORDS.get(pattern) or f'text matching {pattern}'}, {found}"
     if kind == "literal_error":
         found += suggest_name(str(error["input"]), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
         return f"{key}: expected {error['ctx']['expected']}, {found}"
     # Pydantic's messages: "Input should be greater than 0", "List should have at least 1 item after validation, not 0".
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", message)
     return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
+
+
+def _advise_on_missing(location: Location, whole: type[Section]) -> str:
+    """Return where a missing key is to be found: in the last commit, or for what the user has named, which keys it has."""
+    above = [place for place in range(len(location) - 1) if location[place] not in UNION_TAGS]
+    named = [place for place in above if str(location[place]) not in _known_keys(location[:place], whole)]
+    if not named:
+        return " (git show HEAD:params.yaml has one)"
+    section = _find_section(location[:-1], whole)
+    fields = {field.alias or name: field for name, field in section.model_fields.items()}
+    allowed = " (null is allowed)" if type(None) in get_args(fields[location[-1]].annotation) else ""
+    return f"{allowed}; {'.'.join(_strip_union_tags(location[:-1]))} has the keys {', '.join(fields)}"
 
 
 def explain_yaml(error: Exception) -> str:
@@ -171,8 +185,13 @@ def explain_yaml(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}; {advice}" if mark and problem else f"{error}; {advice}"
 
 
-def _known_keys(location: Sequence[str | int], whole: type[Section]) -> list[str]:
+def _known_keys(location: Sequence[Any], whole: type[Section]) -> list[str]:
     """Return the keys of the section at a location of `whole`, as written in the file; in a union, of the member named."""
+    return [field.alias or name for name, field in _find_section(location, whole).model_fields.items()]
+
+
+def _find_section(location: Sequence[Any], whole: type[Section]) -> type[Section]:
+    """Return the class of the section at a location of `whole`; in a union, the member named."""
     model: Any = whole
     members: dict[str, type[Section]] = {}
     for part in map(str, location):
@@ -184,7 +203,8 @@ def _known_keys(location: Sequence[str | int], whole: type[Section]) -> list[str
         members = dict(_list_members(annotation)) if field else members
         inner = _sections_in(annotation)
         model = inner[0] if inner else annotation if isinstance(annotation, type) else model
-    return [field.alias or name for name, field in model.model_fields.items()]
+    found: type[Section] = model
+    return found
 
 
 def _list_members(annotation: Any) -> Iterator[tuple[str, type[Section]]]:

@@ -197,6 +197,8 @@ BAD_VALUES = [
     ("num_threads: 2", "num_threads: 2.0", "target.num_threads: expected a valid integer, found 2.0"),
     ("dtype: float32 ", "dtype: float8 ", "target.dtype: expected 'float32', 'bfloat16' or 'float16', found 'float8'"),
     ("device: cpu", "device: gpu", r"target.device: expected text matching ^(cpu|cuda(:\d+)?)$, found 'gpu'"),
+    ("chat_template: null", "chat_template: templates/own.jinja",
+     "target.chat_template: expected the file's name without its folder, found 'templates/own.jinja'"),
     ("feature_layers: null", "feature_layers: []", "target.feature_layers: expected at least 1 item, found []"),
     ("feature_layers: null", "feature_layers: [4, 2, 3]",
      ("target.feature_layers: is [4, 2, 3], expected ids in increasing order, each once: features are stored in the order of "
