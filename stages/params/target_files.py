@@ -1,4 +1,4 @@
-"""What the folder of a target must hold: weights as safetensors, a config, a tokenizer, a chat template. Reads no weights.
+"""Check that the folder of a target has weights as safetensors, a config, a tokenizer and a chat template. Reads no weights.
 
 `aerie run`, `aerie stale` and `aerie doctor` check a local folder before anything starts, prepare_target every target.
 """
