@@ -55,7 +55,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield requirements.check_disk(None)
         else:
             problems = list(_list_problems(params, file))
-            yield from (Finding(name, problem, False) for problem in problems)
+            yield from (Finding(name, problem.removeprefix(f"{PARAMS_FILE}: "), False) for problem in problems)
             if not problems:
                 yield Finding(name, f"valid, target {params.target.model}", True)
             yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))

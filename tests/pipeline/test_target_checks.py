@@ -41,7 +41,7 @@ def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> 
     assert f"params.yaml: train_draft.checkpoints.beyond: mask_token_id is {size}, outside of" in str(error.value)
     assert "expected one of the" in str(error.value) and "checkpoints.auto" not in str(error.value)
     (found,) = [each for each in doctor.check_all() if each.subject == "params.yaml"]
-    assert found.ok is False and found.found == str(error.value)
+    assert found.ok is False and f"params.yaml: {found.found}" == str(error.value)
     edit_params(home, {"target": {"model": "someone/other"}})  # of another target, which is not here yet
     commands._check_params()
     edit_params(home, {"target": {"model": "builtin/weather-tiny"}})
@@ -57,7 +57,7 @@ def test_a_chat_template_and_feature_layers_are_checked_before_any_stage(home: P
     with pytest.raises(ValueError, match=rf"^params\.yaml: target\.{next(iter(target))} is ") as error:
         commands._check_params()
     (found,) = [each for each in doctor.check_all() if each.subject == "params.yaml"]
-    assert found.ok is False and found.found == str(error.value)
+    assert found.ok is False and f"params.yaml: {found.found}" == str(error.value)
 
 
 def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
