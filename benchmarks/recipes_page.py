@@ -80,7 +80,8 @@ the meta device. The draft's shape is inferred as `init_draft` does. **All hours
 | `sample_target`, transformers | 0.70 ms a layer and step, whatever the batch: that of EAGLE's engine, which runs transformers' modules | [the table of one prompt](results/2026-11-22-h200-engine.md) |
 | `sample_target`, servers; `benchmark_served` | weights and KV cache at 2.90 TB/s: 5.22 ms a step at that shape | [decoding](results/2026-11-20-h200-decoding.md) |
 
-Several GPUs use 97.5% (extraction) and 96% (training) of their time, as two do; more than two were not measured. `--gpu h100` scales
+Several GPUs use 97.5% (extraction) and 96% (training) of their time, as two do; four use
+[96.8% and 95.5%](results/2026-11-27-h200-four-gpus.md), more were not measured. `--gpu h100` scales
 decoding to an H100's 3.35 TB/s. Answers count at their length limit, and speculative decoding as plain. Mixtures of experts
 were not measured at size: a step is assumed to read the experts that all tokens in flight can meet. A stage that is "not
 estimated" takes seconds to minutes on the embedded target; at other sizes it was not measured.

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stages.params.started_params import COPY_VARIABLE
-
-PARAMS_FILE = Path("params.yaml")  # stages.params.section's, without pydantic
+# As in stages.params.section and stages.params.started_params: importing `stages` in DVC's process ends its forking of stages.
+PARAMS_FILE, COPY_VARIABLE = Path("params.yaml"), "AERIE_STARTED_PARAMS"
 COPIES_FOLDER = Path(".scratch/started_params")
 STARTED = "started_inputs"  # a stage's attribute while its command runs: hash and meta of each dependency
 

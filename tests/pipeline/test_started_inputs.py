@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import dvc_graph
+from pipeline import dvc_graph, started_inputs
 from pipeline.dvc_graph import StageError
 from stages.params import schema
+from stages.params.section import PARAMS_FILE
 from stages.params.started_params import COPY_VARIABLE
 from tests.pipeline.conftest import REPO, Project, by_dvc, give_params
 
@@ -117,6 +118,11 @@ def test_a_stage_that_fails_is_recorded_as_never_begun(edited: Project) -> None:
     Path("edited").touch()
     by_dvc("repro")
     assert dvc_graph.explain_stale() == {}
+
+
+def test_stages_know_the_variable_and_the_file_by_the_same_names() -> None:
+    names = started_inputs.COPY_VARIABLE, started_inputs.PARAMS_FILE
+    assert names == (COPY_VARIABLE, PARAMS_FILE)
 
 
 def test_a_stage_reads_the_params_that_it_began_with(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
 
     monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
     opened = contextlib.contextmanager(
-        lambda work, plan, servers: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
+        lambda plan, servers, owner: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
     )
     monkeypatch.setattr(measured_loads, "open_servers", opened)
     monkeypatch.setattr(measured_loads, "run_repeats", measure)
@@ -167,7 +167,7 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
         server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + together)
     )
     until = {"half_width": 0.05, "most_repeats": 8}
-    work: Any = SimpleNamespace(workload=Workload.model_validate({**EVAL, "until": until}))
+    work: Any = SimpleNamespace(workload_name="eval", workload=Workload.model_validate({**EVAL, "until": until}))
     ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))
     assert ended and ended.model_dump() == {"repeats": 4, "rule": "half_width", "half_width": 0.04}
     pairs = [("baseline", "drafts"), ("drafts", "baseline")] * 2
