@@ -181,10 +181,9 @@ def read_table() -> Iterator[str]:
 
 def describe_outdated() -> Iterator[str]:
     """Yield a line where the results here are not those of params.yaml, data and code as they are now."""
-    from pipeline import dvc_graph
-
     try:
-        stale = dvc_graph.explain_stale()
+        _check_no_run()
+        stale = _ask_stale()
     except ValueError as error:
         yield f"note: it is not known whether this is of params.yaml as it is now: {error}"
         return
@@ -200,19 +199,13 @@ def list_stale() -> Iterator[str]:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or a run is at work here.
         SystemExit: with 1, after the last line, if any stage is stale.
     """
-    from pipeline import dvc_graph, resources, versions, workspaces
+    from pipeline import dvc_graph, versions
     from stages.params.cell_trees import describe_left_out
 
-    if holder := resources.find_lock_holder(workspaces.LOCK_PATH):
-        raise ValueError(f"a run is at work here ({holder}); ask again when it has ended")
+    _check_no_run()
     if not _is_known_fresh():
         yield from describe_left_out(_check_params().list_left_out_trees())
-    try:
-        reasons = dvc_graph.ask_stale()
-    except dvc_graph.BusyError as error:
-        blocker = PROCESS_ID.search(str(error))
-        by = f"process {blocker[1]}" if blocker else "another process"
-        raise ValueError(f"a command of DVC is at work here ({by}); ask again when it has ended") from None
+    reasons = _ask_stale()
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
     if reasons:
@@ -237,6 +230,26 @@ def describe_stopped_run(again: str, since: float) -> str:
         ]
         return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(places)}"
     return f"stopped; what has finished is kept, `{again}` goes on with the rest"
+
+
+def _check_no_run() -> None:
+    """Raise ValueError while a run is at work here: what is stale is not known then."""
+    from pipeline import resources, workspaces
+
+    if holder := resources.find_lock_holder(workspaces.LOCK_PATH):
+        raise ValueError(f"a run is at work here ({holder}); ask again when it has ended")
+
+
+def _ask_stale() -> dict[str, list[str]]:
+    """Return the stale stages, each with what changed. Raises ValueError while another command of DVC is at work here."""
+    from pipeline import dvc_graph
+
+    try:
+        return dvc_graph.ask_stale()
+    except dvc_graph.BusyError as error:
+        blocker = PROCESS_ID.search(str(error))
+        by = f"process {blocker[1]}" if blocker else "another process"
+        raise ValueError(f"a command of DVC is at work here ({by}); ask again when it has ended") from None
 
 
 def _describe_stale(reasons: dict[str, list[str]], stages: dict[str, list[str]]) -> Iterator[str]:

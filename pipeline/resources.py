@@ -111,7 +111,7 @@ def find_lock_holder(path: Path) -> str | None:
     """Return who holds the lock of `path`, as words; None where it is free. Creates no file."""
     try:
         file = path.open()
-    except OSError:  # there is none, or not for this user
+    except OSError:  # the file is missing, or this user may not read it
         return None
     with file:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 # As in stages.params.section and stages.params.started_params: importing `stages` in DVC's process ends its forking of stages.
 PARAMS_FILE, COPY_VARIABLE = Path("params.yaml"), "AERIE_STARTED_PARAMS"
-COPIES_FOLDER = Path(".scratch/started_params")
+COPIES_FOLDER = Path(".scratch/stage_params")
 STARTED = "started_inputs"  # a stage's attribute while its command runs: hash and meta of each dependency
 
 log = logging.getLogger("dvc.started_inputs")  # below DVC's own, whose handlers print warnings
@@ -103,7 +103,10 @@ def _check_changes(stage: Any) -> list[str]:
     from dvc.exceptions import DvcException
 
     names: list[str] = []
-    for dep, (started, _) in zip(stage.deps, vars(stage).get(STARTED, ()), strict=False):
+    begun = vars(stage).get(STARTED)
+    if begun is None:  # restored, or not run by a command
+        return names
+    for dep, (started, _) in zip(stage.deps, begun, strict=True):
         try:
             found = dep.get_hash()
         except (DvcException, OSError):  # removed, or being written

@@ -42,7 +42,7 @@ class ImportedDraft:
 def main(name: str) -> None:
     params = schema.load_params()
     item = get_named(params.import_draft.checkpoints, name, "import_draft.checkpoints")
-    checks.check_published_drafts(params)
+    checks.check_imported_draft(params, name)
     target_manifest = manifest.read_manifest()
     folder, commit = published_files.fetch_draft(item.model, item.revision)
     if published_files.is_block_config(published_files.read_flat_config(folder)):

@@ -34,7 +34,7 @@ LEAST_COVERAGE = 0.98  # of the eval answers' tokens by the draft's vocabulary, 
 def main(name: str = ROOT_CHECKPOINT) -> None:
     params = schema.load_params()
     schema.check_initial(params, name)
-    checks.check_published_drafts(params)
+    checks.check_initial_draft(params)
     target_manifest = manifest.read_manifest()
     checks.check_draft_vocab(params, target_manifest.vocab_size)
     counts = {split: _count_tokens(split, target_manifest.vocab_size) for split in ("train", "eval")}

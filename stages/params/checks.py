@@ -152,11 +152,22 @@ def check_stored_layers(params: Params) -> None:
 
 def check_published_drafts(params: Params) -> None:
     """Raise ValueError for a published draft, to start from or to import, in a folder that DVC does not watch."""
-    initial, imported = params.init_draft, params.import_draft
-    if initial.checkpoints:
-        check_watched("init_draft.from", initial.from_, "init_draft.watch", initial.watch)
-    for name, item in imported.checkpoints.items():
-        check_watched(f"import_draft.checkpoints.{name}.model", item.model, "import_draft.watch", imported.watch)
+    if params.init_draft.checkpoints:
+        check_initial_draft(params)
+    for name in params.import_draft.checkpoints:
+        check_imported_draft(params, name)
+
+
+def check_initial_draft(params: Params) -> None:
+    """Raise ValueError for a draft to start from in a folder that DVC does not watch."""
+    check_watched("init_draft.from", params.init_draft.from_, "init_draft.watch", params.init_draft.watch)
+
+
+def check_imported_draft(params: Params, name: str) -> None:
+    """Raise ValueError for a draft to import in a folder that DVC does not watch."""
+    imported = params.import_draft
+    key, model = f"import_draft.checkpoints.{name}.model", imported.checkpoints[name].model
+    check_watched(key, model, "import_draft.watch", imported.watch)
 
 
 def read_chat_template(name: str | None) -> str | None:

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 # http://host:port; no user:password@, which would be logged
 SERVER_URL_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5})?(/v1)?/?$"
-# URLs of SERVER_URL_PATTERN, and http://host:6000-6007, which names a server on each of those ports.
+# The pattern also takes a range of ports: http://host:6000-6007 names a server on each of them.
 SERVER_URLS_PATTERN = r"^https?://[^\s/@?#:]+(:\d{1,5}(-\d{1,5})?)?(/v1)?/?$"
 MAX_PORT, MAX_RANGE = 65535, 1024
 

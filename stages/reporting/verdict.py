@@ -372,7 +372,7 @@ def _describe_unsupported(served: list[ServedRow]) -> list[str]:
     """Return a line for each engine and reason, with the trees of the cells that can't run for it."""
     groups: dict[
         tuple[str, str | None], dict[str, None]
-    ] = {}  # names as sets in order: a tree has a cell for each workload
+    ] = {}  # names in order, once: a tree has a cell for each workload
     for row in served:
         if not row.ran:
             name = "plain decoding" if row.tree is None else f"{row.tree} with {row.checkpoint}"

@@ -164,7 +164,7 @@ def test_the_estimate_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_target(folder: Path) -> None:
-    """Write the small files of a target of four layers and 500 tokens, and weights that nobody reads."""
+    """Write the files that a target of four layers and 500 tokens must have; the file of weights is empty."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"num_hidden_layers": 4, "vocab_size": 500}')
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

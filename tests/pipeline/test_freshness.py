@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli, dvc_graph, freshness
+from pipeline import cli, dvc_graph, freshness, workspaces
 from pipeline.commands import NOTHING_STALE, describe_outdated, list_stale, run_graph
 from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, by_dvc, give_params, make_project
@@ -138,6 +138,10 @@ def test_results_of_an_earlier_state_are_told(done: Project) -> None:
     Path("dvc.yaml").write_text("stages: {first: 1}")
     (line,) = describe_outdated()
     assert line.startswith("note: it is not known whether this is of params.yaml as it is now: ")
+    # Bug: while a run was at work, all stages were told to be stale.
+    with workspaces.hold_workspace(print):
+        (line,) = describe_outdated()
+    assert line.endswith(f"a run is at work here (process {os.getpid()}); ask again when it has ended")
 
 
 def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> None:

@@ -74,7 +74,7 @@ def test_an_edit_of_params_while_a_stage_is_at_work_is_not_recorded_as_what_it_r
     )
     assert Path("first.csv").read_text() == "1 1"
     assert dvc_graph.explain_stale() == {"first": ["params.yaml: number modified"]}
-    assert not list(Path(".scratch/started_params").iterdir())
+    assert not list(Path(".scratch/stage_params").iterdir())
 
     assert dvc_graph.reproduce_stage("first", print) is dvc_graph.Outcome.RAN, "not restored as the result of 2"
     assert Path("first.csv").read_text() == "2 2" and dvc_graph.explain_stale() == {}
