@@ -19,7 +19,8 @@ the process could run, counted from its start. `GiB` is the most memory in use o
 in turns with its own baseline, whose speedups benchmarks/serving_costs.py compares with the predictions. The target is the
 embedded one, widened to the shape (benchmarks/widened_target.py), on the embedded data: answers of a random one all have one
 length, and each draft is accepted. At 1B shape steps are mostly the engine's Python, whose speed is the machine's of the moment.
-`--gpus 0 1 2 3` measures the grid and three live cells at the same time, each on a GPU of its own.
+`--gpus 0 1 2 3` measures the grid and three live cells at the same time, each on a GPU of its own, where `--num-prompts` may be
+larger than the plan's.
 
 Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden states 25, drafts with optimizer states 13.
 
@@ -178,6 +179,9 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("--costs", action="store_true", help="grids of serving_costs and live cells")
     takes.add_argument("--repeats", type=int, default=3, help="of the loads of --costs")
     takes.add_argument("--epochs", type=int, help="of --costs; default: the plan's")
+    takes.add_argument(
+        "--num-prompts", type=int, nargs="+", help=f"of --costs, at {AT_ONCE} at once; default: the plan's"
+    )
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--gpus", nargs="+", help="of the grid and the live cells of --costs, which have one each")
@@ -199,7 +203,8 @@ def parse_words() -> argparse.Namespace:
     if o.costs:
         if o.shape not in COST_PLANS:
             takes.error(f"--costs with --shape {o.shape}, expected one of {', '.join(COST_PLANS)}")
-        o.eval_rows = 20 if o.small else max(COST_PLANS[o.shape].num_prompts)
+        o.num_prompts = o.num_prompts or COST_PLANS[o.shape].num_prompts
+        o.eval_rows = 20 if o.small else max(o.num_prompts)
     return o
 
 
@@ -304,7 +309,7 @@ def edit_params(folder: Path, o: argparse.Namespace) -> None:
 def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     """Replace the served pair by the grids of serving_costs and their live cells."""
     plan = COST_PLANS[o.shape]
-    at_once = AT_ONCE[: len(plan.num_prompts)]
+    at_once = AT_ONCE[: len(o.num_prompts)]
     # Greedy answers are replayed at one temperature; few and short ones need no server.
     p["fix_data"]["eval_share"] = 0.4
     p["sample_target"] |= {
@@ -314,7 +319,7 @@ def edit_cost_params(p: dict[str, Any], o: argparse.Namespace) -> None:
     p["train_draft"]["checkpoints"][CHECKPOINT]["epochs"] = o.epochs or plan.epochs
     eval_load = p["benchmark"]["workloads"]["eval"]
     length = {"max_new_tokens": o.longest, "ignore_eos": False}
-    size = {"num_prompts": plan.num_prompts, "concurrency": at_once, "warmup": at_once[-1]}
+    size = {"num_prompts": o.num_prompts, "concurrency": at_once, "warmup": at_once[-1]}
     p["benchmark"]["workloads"] = {LIVE: {**eval_load, **length, **size, "repeats": o.repeats}}
     p["serving_costs"] |= {"workloads": [LIVE], "checkpoint": CHECKPOINT, "trees": plan.trees.split()}
     p["benchmark_served"] |= {"workloads": [LIVE], "trees": LIVE_TREES.split(), "interleave": True}

@@ -9,7 +9,7 @@ in benchmarks/training.py's `real`. In the forward of one pack it takes 42 of 39
     flash      aten's flash kernel with borders of documents: what stages/target/packed_forward.py calls
     flex       FlexAttention with a block mask of the documents, as training has it; building the mask is timed apart
     cudnn      cuDNN's kernel, rows of one length as a batch: no borders, so only where all lengths are equal
-    fa3        FlashAttention 3 (`flash_attn_interface`), where it is installed
+    fa3        FlashAttention 3 in place of aten's flash kernel, where it is installed (stages/target/flash_attention.py)
 
 FLOP: 4 * heads * width for each visible pair. Every output is compared with float32's of the first two documents.
 Prints JSON: milliseconds (median of 20) and TFLOP/s.
@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.training import LENGTHS
+from stages.target.flash_attention import activate_flash_attention_3
 from stages.training.attention_mask import build_flex_mask, run_flex_attention
 
 HEADS, GROUPS, WIDTH = 32, 8, 128
@@ -44,26 +45,37 @@ def main() -> None:
         torch.randn(tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16, generator=generator)
         for heads in (HEADS, GROUPS, GROUPS)
     )
-    for name in ("dense", "real"):
-        lengths = draw_lengths(name, tokens)
-        expected = attend_exactly(query, key, value, lengths[:2])
-        flop = sum(4 * HEADS * WIDTH * n * (n + 1) // 2 for n in lengths)
+    packs = {name: draw_lengths(name, tokens) for name in ("dense", "real")}
+    for name, lengths in packs.items():
         document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
         seconds = time_kernel(partial(build_mask, document))
         print(json.dumps({"lengths": name, "kernel": "flex's mask", "ms": round(1000 * seconds, 3)}), flush=True)
-        for kernel, attend in list_kernels(query, key, value, document, lengths).items():
-            try:
-                off = (attend()[: len(expected)].float() - expected).norm() / expected.norm()
-                seconds = time_kernel(attend)
-            except (RuntimeError, ImportError) as error:
-                print(json.dumps({"lengths": name, "kernel": kernel, "failed": str(error).splitlines()[0]}), flush=True)
-                continue
-            found = {
-                "ms": round(1000 * seconds, 3),
-                "tflop_per_s": round(flop / seconds / 1e12),
-                "off": round(float(off), 5),
-            }
-            print(json.dumps({"lengths": name, "documents": len(lengths), "kernel": kernel, **found}), flush=True)
+        print_kernels(name, lengths, (query, key, value), list_kernels(query, key, value, document, lengths))
+    if activate_flash_attention_3(query.device):
+        for name, lengths in packs.items():
+            attend = partial(attend_flash, query, key, value, list_borders(lengths), max(lengths))
+            print_kernels(name, lengths, (query, key, value), {"fa3": attend})
+
+
+def print_kernels(
+    name: str, lengths: list[int], states: tuple[Tensor, Tensor, Tensor], kernels: dict[str, Attend]
+) -> None:
+    """Measure kernels on the same documents, their queries, keys and values in `states`."""
+    expected = attend_exactly(*states, lengths[:2])
+    flop = sum(4 * HEADS * WIDTH * n * (n + 1) // 2 for n in lengths)
+    for kernel, attend in kernels.items():
+        line: dict[str, Any] = {"lengths": name, "documents": len(lengths), "kernel": kernel}
+        try:
+            off = (attend()[: len(expected)].float() - expected).norm() / expected.norm()
+            seconds = time_kernel(attend)
+        except RuntimeError as error:
+            print(json.dumps(line | {"failed": str(error).splitlines()[0]}), flush=True)
+            continue
+        rate = round(flop / seconds / 1e12)
+        print(
+            json.dumps(line | {"ms": round(1000 * seconds, 3), "tflop_per_s": rate, "off": round(float(off), 5)}),
+            flush=True,
+        )
 
 
 def draw_lengths(name: str, tokens: int) -> list[int]:
@@ -78,27 +90,22 @@ def draw_lengths(name: str, tokens: int) -> list[int]:
 
 def list_kernels(query: Tensor, key: Tensor, value: Tensor, document: Tensor, lengths: list[int]) -> dict[str, Attend]:
     """Return the kernels that take these documents; document [N] is the number of each token's."""
-    borders = torch.tensor([0, *lengths], device=query.device).cumsum(0).int()
     found: dict[str, Attend] = {
-        "flash": partial(attend_flash, query, key, value, borders, max(lengths)),
+        "flash": partial(attend_flash, query, key, value, list_borders(lengths), max(lengths)),
         "flex": partial(attend_flex, query, key, value, build_mask(document)),
-        "fa3": partial(attend_fa3, query, key, value, borders, max(lengths)),
     }
     if len(set(lengths)) == 1:
         found["cudnn"] = partial(attend_cudnn, query, key, value, lengths[0])
     return found
 
 
+def list_borders(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
 def attend_flash(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int) -> Tensor:
     forward = torch.ops.aten._flash_attention_forward
     return forward(query, key, value, borders, borders, longest, longest, 0.0, True, False)[0]
-
-
-def attend_fa3(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int) -> Tensor:
-    from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
-
-    found = flash_attn_varlen_func(query, key, value, borders, borders, longest, longest, causal=True)
-    return found[0] if isinstance(found, tuple) else found
 
 
 def build_mask(document: Tensor) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import polars as pl
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
 from benchmarks.random_target import build_config, build_model
 from stages.data import conversations
@@ -50,7 +51,7 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     model = build_model(build_config("8b"), device)
     target = FeatureTarget(model, LAYERS, None, args.batch_tokens if args.compile else None)
-    packed = target.supports_packing
+    packed, kernel = target.supports_packing, current_flash_attention_impl() or "FA2"
     source = sources.HiddenStatesSource(
         partial(sources.fill_from_target, target, {}),
         partial(shard_plan.split_batches, args.batch_tokens, not packed),
@@ -75,7 +76,7 @@ def main() -> None:
         rate = count / seconds
         found = {
             "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "folder": str(disk), "dtype": name,
-            "compile": args.compile, "packed": packed, "real": args.real, "tokens": count, "shards": len(work),
+            "compile": args.compile, "packed": packed, "flash_attention": kernel, "real": args.real, "tokens": count, "shards": len(work),
             "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds, 2),
             "bytes_per_token": round(written / count, 2), "formula": size.token_bytes,
         }  # fmt: skip

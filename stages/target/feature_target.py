@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.params.target_sections import Target
-from stages.target import hooks, loading, manifest, multimodal, packed_forward
+from stages.target import flash_attention, hooks, loading, manifest, multimodal, packed_forward
 from stages.target.vision import CachedImageProcessor
 
 
@@ -34,8 +34,9 @@ class FeatureTarget:
         image_processor: CachedImageProcessor | None,
         compile_tokens: int | None = None,
     ) -> None:
-        """Compile the target's blocks for `compile_tokens` tokens, where given."""
+        """Choose the fastest attention kernel; compile the target's blocks for `compile_tokens` tokens, where given."""
         self.model, self.layers, self.image_processor = model, layers, image_processor
+        flash_attention.activate_flash_attention_3(model.device)
         self.supports_packing = packed_forward.supports_packing(model)
         if compile_tokens and self.supports_packing:
             packed_forward.compile_blocks(model, compile_tokens)
