@@ -81,8 +81,9 @@ def keep_copy(name: str) -> Path:
 def merge_recipe(name: str, keep: bool = False) -> AbstractContextManager[tuple[Path, list[str]]]:
     """Return a context with a temporary params.yaml as `use_recipe` would write it, and a line for each change of a key."""
     _, recipe = schema.read_recipe(locate_recipe(name))
-    edits = _nest_keys(_find_local_edits()) if keep else {}
-    return _write_merged(_read_committed(), [recipe, edits], f"recipe {name}")
+    base, edits, label = _read_committed(), _find_local_edits() if keep else {}, f"recipe {name}"
+    _refuse_clashes(base, recipe, edits, label)
+    return _write_merged(base, [recipe, _nest_keys(edits)], label)
 
 
 def write_sections(sections: Sections) -> list[str]:
@@ -116,6 +117,38 @@ def _find_local_edits() -> dict[str, Any]:
     return {path: value for path, value in now.items() if path not in expected or expected[path] != value}
 
 
+def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: str) -> None:
+    """Raise ValueError for local edits without which the recipe is valid, with both values of each.
+
+    They are those that each alone make it invalid; where none does, those without which the others are valid; else all.
+    """
+
+    def explain(kept: dict[str, Any]) -> str | None:
+        return _explain_invalid(_merge_sections(base, [recipe, _nest_keys(kept)])[0])
+
+    problem = explain(edits) if edits else None
+    if problem is None or explain({}):
+        return
+    clashing = [path for path in edits if explain({path: edits[path]})]
+    clashing = clashing or [
+        path for path in edits if not explain({other: edits[other] for other in edits if other != path})
+    ]
+    without = _read_leaves(_merge_sections(base, [recipe])[0])
+    told = [_describe_clash(path, edits[path], without.get(path)) for path in clashing or edits]
+    keys = "this key" if len(told) == 1 else "these keys"
+    head = f"{label} can't be used with these local edits of {PARAMS_FILE}, which --keep keeps:"
+    advice = f"Change {keys} in {PARAMS_FILE}, or leave out --keep, which drops local edits (a copy of {PARAMS_FILE} is kept)"
+    raise ValueError("\n".join([head, *(f"  {line}" for line in told), problem, f"{advice}; nothing was changed"]))
+
+
+def _describe_clash(path: str, kept: Any, of_recipe: Any) -> str:
+    """Return a key with its two values; those of a mapping are shown whole where the names are the same."""
+    values = [_describe_value(kept), _describe_value(of_recipe)]
+    if values[0] == values[1]:
+        values = [str(kept), str(of_recipe)]
+    return f"{path}: {values[0]} (kept), {values[1]} (with the recipe)"
+
+
 def _read_leaves(text: str) -> dict[str, Any]:
     """Return the keys of params.yaml by their path, such as target.model; a mapping with users' names is one value."""
     return dict(_list_leaves(YAML(typ="safe").load(text), schema.Params, ""))
@@ -145,17 +178,32 @@ def _write_merged(base: str, layers: list[Sections], label: str) -> Iterator[tup
     """Yield a temporary params.yaml that is `base` with these keys, and a line for each that differs from params.yaml here."""
     text, touched = _merge_sections(base, layers)
     changes = _list_changes(PARAMS_FILE.read_text(encoding="utf-8"), text, touched)
+    if problem := _explain_invalid(text):
+        raise ValueError(f"{label}: {problem}")
+    with _write_temporary(text) as file:
+        yield file, changes
+
+
+@contextmanager
+def _write_temporary(text: str) -> Iterator[Path]:
+    """Yield a temporary params.yaml of this text beside the one here."""
     with NamedTemporaryFile("w", dir=".", prefix=".params-", suffix=".yaml", encoding="utf-8", delete=False) as file:
         file.write(text)
     shutil.copymode(PARAMS_FILE, file.name)  # a temporary file is readable by its owner alone
     try:
-        try:
-            schema.load_params(Path(file.name))
-        except ValueError as error:
-            raise ValueError(f"{label}: {str(error).replace(file.name, 'params.yaml with it')}") from None
-        yield Path(file.name), changes
+        yield Path(file.name)
     finally:
         Path(file.name).unlink(missing_ok=True)
+
+
+def _explain_invalid(text: str) -> str | None:
+    """Return what is wrong with a params.yaml of this text, None if it is valid."""
+    with _write_temporary(text) as file:
+        try:
+            schema.load_params(file)
+        except ValueError as error:
+            return str(error).replace(str(file), "params.yaml with it")
+    return None
 
 
 class _NullRepresenter(RoundTripRepresenter):

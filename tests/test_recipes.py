@@ -239,6 +239,37 @@ def test_an_edit_that_the_recipe_makes_invalid_leaves_everything(committed: Path
     assert (committed / "params.yaml").read_bytes() == before and not (committed / recipes.USED_FILE).exists()
 
 
+def test_a_kept_edit_that_clashes_with_the_recipe_is_named_with_both_values(committed: Path) -> None:
+    """Bug: the message named a key of the recipe alone, as if that were wrong, and neither the kept key nor a way out."""
+    mine = {"e002": {"from": "e000", "epochs": 2}}
+    edit_params(committed, {"train_draft": {"checkpoints": mine, "learning_rate": 0.0125}})
+    for section in ("replay_trees", "benchmark", "benchmark_served"):
+        edit_params(committed, {section: {"checkpoints": ["e002"]}})
+    before = (committed / "params.yaml").read_bytes()
+    with pytest.raises(ValueError, match="can't be used with these local edits") as error:
+        use_recipe("weather-tiny-block", keep=True)
+    head, *lines, what_to_do = str(error.value).splitlines()
+    assert head.startswith("recipe weather-tiny-block can't be used")
+    assert (
+        "  train_draft.checkpoints: e002 (kept), e003, e009, dflash18, dflash2_18, dspark18 (with the recipe)" in lines
+    )
+    assert any("time_trees.checkpoints" in line for line in lines), "what is wrong with it is said too"
+    assert "learning_rate" not in str(error.value), "an edit that fits is none of the cause"
+    assert "leave out --keep" in what_to_do
+    assert (committed / "params.yaml").read_bytes() == before and not (committed / recipes.USED_FILE).exists()
+    assert not list(committed.glob(".params-*"))
+
+
+def test_a_kept_mapping_with_the_recipes_names_is_shown_whole(committed: Path) -> None:
+    longer = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 60}}
+    edit_params(committed, {"train_draft": {"checkpoints": longer}})
+    (committed / "mine.yaml").write_text("train_draft: {schedule: cosine, horizon_epochs: 9}\n")
+    with pytest.raises(
+        ValueError, match=r"train_draft\.checkpoints: .*'epochs': 60.* \(kept\), .*'epochs': 6.* \(with the recipe\)"
+    ):
+        use_recipe("mine.yaml", keep=True)
+
+
 def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces(project: Path) -> None:
     """Bug: params.yaml was left at mode 0600, and a user's own checkpoints were gone with no way back."""
     mine, again = {"e002": {"from": "e000", "epochs": 2}}, {"e004": {"from": "e000", "epochs": 4}}
