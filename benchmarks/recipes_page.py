@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline import recipes
 from stages.params import schema
+from stages.params.byte_size import format_bytes
 from stages.params.recipe import RECIPES_FOLDER
 from stages.reproduce import estimate, target_size
 
@@ -103,7 +104,7 @@ def render_page() -> str:
         cells = (
             f"`{path.stem}`", ", ".join(dict.fromkeys(f"`{match.publication}`" for match in recipe.beside)) or "ours",
             recipe.status.partition(",")[0], estimate.format_count(target.parameters), f"{target.kv_bytes(p.target.dtype):,} B",
-            estimate.format_count(draft), f"{result.disk_bytes / 2**30:.1f} GiB", f"{result.download_bytes / 2**30:.1f} GiB",
+            estimate.format_count(draft), format_bytes(result.disk_bytes), format_bytes(result.download_bytes),
             f"{result.gpu_hours:.2g}" if result.gpu_hours else "none",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

@@ -13,12 +13,12 @@ from pipeline.remote import dvc_remote
 from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
 from stages.params import checks
+from stages.params.byte_size import format_bytes
 from stages.params.cell_trees import describe_left_out
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 from stages.telemetry.machine_errors import explain_file_error
 
-GIB = 2**30
 PACKAGES = ("torch", "transformers", "datasets", "polars", "safetensors", "dvc", "prefect", "typer")
 
 
@@ -89,7 +89,7 @@ def _check_packages() -> Iterator[Finding]:
 
 def _check_hardware() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("CPU", f"{os.cpu_count()} cores, {memory / GIB:.0f} GiB of memory")
+    yield Finding("CPU", f"{os.cpu_count()} cores, {format_bytes(memory)} of memory")
     gpus = resources.list_gpus()
     yield Finding("GPUs", ", ".join(gpus) if gpus else "none; the torch stages run on the CPU")
 

@@ -18,14 +18,14 @@ from ruamel.yaml import YAML
 from pipeline import reproduce, requirements
 from pipeline.dvc_graph import LOCK_FILE
 from stages.params import schema
+from stages.params.byte_size import format_bytes
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE
 from stages.telemetry import stage_log
 
-GIB = 2**30
 MEASURED_FOLDER = RECIPES_FOLDER / "measured"
 GPUS = ("h200", "h100")
-HEAD = ("stage", "runs", "time", "GiB", "GPU-hours", "where the time comes from")
+HEAD = ("stage", "runs", "time", "disk", "GPU-hours", "where the time comes from")
 UNKNOWN = "-"
 
 
@@ -145,13 +145,20 @@ def _build_rows(
             kind,
             str(len(names)),
             _format_seconds(time.seconds) if time else UNKNOWN,
-            _format_gib(found.disk_bytes if found else 0),
+            format_bytes(found.disk_bytes) if found and found.disk_bytes else UNKNOWN,
             f"{time.gpu_hours:.2g}" if time and time.gpu_hours is not None else UNKNOWN,
             time.origin if time else "not estimated",
         )
     known = "one stage after another" + (", those not estimated left out" if unknown else "")
     total_hours = f"{hours:.2g}" if hours else UNKNOWN
-    yield "together", str(len(upstream)), _format_seconds(seconds), _format_gib(size.disk_bytes), total_hours, known
+    yield (
+        "together",
+        str(len(upstream)),
+        _format_seconds(seconds),
+        format_bytes(size.disk_bytes) if size.disk_bytes else UNKNOWN,
+        total_hours,
+        known,
+    )
 
 
 def _find_time(
@@ -198,10 +205,6 @@ def _format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"
-
-
-def _format_gib(size: float) -> str:
-    return UNKNOWN if size < GIB / 200 else f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:,.0f}"
 
 
 def _format_table(rows: list[tuple[str, ...]]) -> Iterator[str]:

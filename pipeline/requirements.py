@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pipeline import resources
 from pipeline.workspaces import SERVING_ENVIRONMENTS
+from stages.params.byte_size import GIB, format_bytes
 from stages.params.data_sections import PromptSet
 from stages.params.recipe import Recipe
 from stages.params.schema import Params
 
-GIB = 2**30
-MIN_FREE_GIB = 2.0  # a run of the embedded target with its cache takes under 1 GiB
+MIN_FREE_BYTES = 2 * GIB  # a run of the embedded target with its cache takes under 1 GiB
 MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}
 WRITTEN_FOLDERS = (".", ".dvc", ".dvc/cache", ".dvc/tmp", ".scratch", "artifacts", "data", "drafts", "logs", "results")
 # Weights are not all that a GPU holds: KV cache, activations, a draft.
@@ -137,7 +137,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
     )
     gpus = resources.list_gpu_memory()
     enough = len(gpus) >= needed
-    names = ", ".join(f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB)" for gpu in gpus) or "none"
+    names = ", ".join(f"{gpu.name} ({format_bytes(gpu.total_bytes)})" for gpu in gpus) or "none"
     advice = f"run on a machine with {needed} or more, or set target.device: cpu for a target that is small enough"
     yield Finding(
         "GPUs", f"{names}, expected {needed} for target.device {params.target.device}", enough, "" if enough else advice
@@ -145,7 +145,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
     if enough:
         room = sum(gpu.total_bytes for gpu in gpus[:needed]) * WEIGHTS_SHARE
         fits = weight_bytes <= room
-        found = f"{weight_bytes / GIB:.1f} GiB of weights on {needed} GPU{'s' if needed > 1 else ''}"
+        found = f"{format_bytes(weight_bytes)} of weights on {needed} GPU{'s' if needed > 1 else ''}"
         advice = "spread a copy over more GPUs: benchmark.num_gpus_per_model, benchmark_served.server.tp"
         yield Finding("GPU memory", found, fits, "" if fits else advice)
 
@@ -166,9 +166,9 @@ def check_writable() -> Iterator[Finding]:
 
 
 def check_disk(needed_bytes: float | None) -> Finding:
-    """Return whether what a run writes here fits; for a run whose size is not known (None), whether MIN_FREE_GIB are free."""
-    free = shutil.disk_usage(".").free / GIB
-    needed = MIN_FREE_GIB if needed_bytes is None else needed_bytes / GIB
-    about = "" if needed_bytes is None else f", a run writes about {needed:.2f} GiB"
+    """Return whether what a run writes here fits; for a run whose size is not known (None), whether MIN_FREE_BYTES are free."""
+    free = shutil.disk_usage(".").free
+    needed = MIN_FREE_BYTES if needed_bytes is None else needed_bytes
+    about = "" if needed_bytes is None else f", a run writes about {format_bytes(needed)}"
     advice = "" if free >= needed else "make room, or lower sample_target.train_rows, or set extract_hiddens.online"
-    return Finding("disk", f"{free:.1f} GiB free here{about}", free >= needed, advice)
+    return Finding("disk", f"{format_bytes(free)} free here{about}", free >= needed, advice)

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from stages.params.byte_size import format_bytes
+
 ReportT = TypeVar("ReportT", bound=BaseModel)
 RESULTS = Path("results")
 TARGET_FILE = Path("artifacts/target/target.json")
@@ -197,7 +199,7 @@ def _sample_target(_: str) -> str:
 
 def _extract_hiddens(_: str) -> str:
     report = _read(HiddensReport, RESULTS / "hiddens_report.json")
-    told = f"hidden states of {report.tokens:,} tokens in {report.rows_out:,} rows, {report.bytes / 2**20:,.0f} MiB"
+    told = f"hidden states of {report.tokens:,} tokens in {report.rows_out:,} rows, {format_bytes(report.bytes)}"
     return told + _list_drops(report.dropped, "results/hiddens_report.json")
 
 

@@ -29,12 +29,13 @@ from stages.engine import cell_context, question_turns, timing
 from stages.engine.cell_context import TorchCellContext
 from stages.engine.decode import DecodeStep
 from stages.engine.device_placement import measure_remaining_memory
-from stages.engine.memory_estimate import GIB, MemoryEstimate
+from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.question_turns import QuestionTurn
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema
+from stages.params.byte_size import GIB
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import (

@@ -27,6 +27,7 @@ from stages.hidden_states import extraction, format, importers, origin, shard_pl
 from stages.hidden_states.format import IndexEntry
 from stages.hidden_states.shard_plan import TOKENS_ONLY_SIZE, ShardTask, StoredRowSize
 from stages.params import checks, schema
+from stages.params.byte_size import format_bytes
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
@@ -125,7 +126,7 @@ def _write_report(
         print(f"{report['truncated']} rows are longer than max_length {e.max_length}: their answers are cut there")
     online = "; those of training rows are made online, by train_draft" if e.online else ""
     print(
-        f"{rows_out} rows, {report['tokens']} tokens, {_count_bytes(tasks) / 2**20:.0f} MiB of {e.dtype} hidden states{online}"
+        f"{rows_out} rows, {report['tokens']} tokens, {format_bytes(_count_bytes(tasks))} of {e.dtype} hidden states{online}"
     )
 
 
@@ -176,7 +177,7 @@ def _print_plan(tasks: list[ShardTask]) -> None:
         image_tokens = sum(sum(size.count_image_tokens(each)) for each in rows)
         images = f" + {image_tokens} image tokens x {size.image_token_bytes} bytes" if image_tokens else ""
         total = round(sum(map(size.count_bytes, rows)))
-        print(f"{tokens} tokens x {size.token_bytes:.0f} bytes{images} = {total / 2**30:.2f} GiB")
+        print(f"{tokens} tokens x {size.token_bytes:.0f} bytes{images} = {format_bytes(total)}")
     todo = [task for task in tasks if not task.is_written()]
     _check_disk_space(_count_bytes(todo))
     if len(todo) < len(tasks):
@@ -196,10 +197,10 @@ def _check_disk_space(needed: int) -> None:
     """Raise ValueError where `needed` bytes and 5% more do not fit the disk."""
     HIDDENS.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(HIDDENS).free
-    print(f"{needed / 2**30:.2f} GiB of them are to be written; {free / 2**30:.1f} GiB are free")
+    print(f"{format_bytes(needed)} of them are to be written; {format_bytes(free)} are free")
     if needed * 1.05 > free:
         raise ValueError(
-            f"extract_hiddens needs {needed * 1.05 / 2**30:.1f} GiB in {HIDDENS}, {free / 2**30:.1f} GiB are free; set "
+            f"extract_hiddens needs {format_bytes(needed * 1.05)} in {HIDDENS}, {format_bytes(free)} are free; set "
             "extract_hiddens.dtype to bfloat16 or fp8, lower sample_target.train_rows or extract_hiddens.max_length, or free "
             "space"
         )

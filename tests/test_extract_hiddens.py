@@ -238,7 +238,7 @@ def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.Mo
     monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
     extract_hiddens._check_disk_space(10**9)
     with pytest.raises(
-        ValueError, match=r"needs 1\.0 GiB in data/hiddens, 1\.0 GiB are free; set extract_hiddens\.dtype"
+        ValueError, match=r"needs 1\.05 GiB in data/hiddens, 1\.00 GiB are free; set extract_hiddens\.dtype"
     ):
         extract_hiddens._check_disk_space(1_070_000_000)
 

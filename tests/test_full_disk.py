@@ -76,7 +76,8 @@ def test_a_full_disk_is_one_line_and_the_partial_file_is_gone(tmp_path: Path, wr
         done.stderr
     )
     assert (
-        "results/out could not be written; it needs more than 1.0 MiB, and 1.0 MiB are free in results (" in done.stderr
+        "results/out could not be written; it needs more than 1.00 MiB, and 1.00 MiB are free in results ("
+        in done.stderr
     )
     assert "What earlier stages made is kept" in done.stderr and "run the same command again" in done.stderr
     assert done.stdout == "[] True\n"

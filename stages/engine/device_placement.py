@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stages.engine.cuda_graphs import measure_free_memory
-from stages.engine.memory_estimate import GIB, count_weight_bytes
+from stages.engine.memory_estimate import count_weight_bytes
+from stages.params.byte_size import GIB, format_bytes
 
 
 def place_model(
@@ -34,8 +35,8 @@ def place_model(
         usable = measure_usable_memory(torch.device(device), max_memory_gib)
         if size > usable:
             raise ValueError(
-                f"the target's weights are {sum(needed) / GIB:.1f} GiB, {size / GIB:.1f} of them for {device}, of which "
-                f"{usable / GIB:.1f} may be taken; raise benchmark.max_gpu_memory or num_gpus_per_model"
+                f"the target's weights are {format_bytes(sum(needed))}, {format_bytes(size)} of them for {device}, of which "
+                f"{format_bytes(usable)} may be taken; raise benchmark.max_gpu_memory or num_gpus_per_model"
             )
         limit_gpu_memory(torch.device(device), max_memory_gib)
     decoder.layers = nn.ModuleList()  # so that model.to moves everything but the blocks

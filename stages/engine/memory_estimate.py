@@ -16,9 +16,9 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import round_up_capacity
+from stages.params.byte_size import format_bytes
 from stages.params.tree_shape import TreeShape
 
-GIB = 2**30
 CUBLAS_WORKSPACE = 2 * (32 << 20)  # of two streams
 MATMUL_TIMING_WORKSPACE = 256 << 20  # while matrix products are timed (matmul_triton)
 
@@ -40,14 +40,14 @@ class MemoryEstimate(NamedTuple):
         cache = f"of keys and values of {self.cache_tokens} tokens"
         parts = [(self.target, "of the target"), (self.draft, "of the draft"), (self.cache, cache)]
         parts.append((self.activations, "of activations"))
-        listed = ", ".join(f"{size / GIB:.3g} {name}" for size, name in parts)
-        return f"{listed}: {self.total / GIB:.3g} GiB"
+        listed = ", ".join(f"{format_bytes(size)} {name}" for size, name in parts)
+        return f"{listed}: {format_bytes(self.total)}"
 
     def check(self, free: float, device: torch.device) -> None:
         """Raise ValueError where caches and activations exceed `free` bytes; weights are already loaded."""
         if (need := self.cache + self.activations) > free:
             raise ValueError(
-                f"{need / GIB:.3g} GiB are needed beside the weights, {device} has {free / GIB:.3g} GiB left ({self}); lower "
+                f"{format_bytes(need)} are needed beside the weights, {device} has {format_bytes(free)} left ({self}); lower "
                 "benchmark.workloads.*.max_new_tokens or concurrency, use shorter prompts, or end what else runs there"
             )
 

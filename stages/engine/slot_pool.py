@@ -16,6 +16,7 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
 from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacity
 from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes, read_sliding_window
+from stages.params.byte_size import format_bytes
 
 
 class SlotPool:
@@ -138,7 +139,7 @@ class SlotPool:
         need = self.count_cache_bytes(tokens)
         if (free := measure_free_memory(self.device)) < need:
             raise ValueError(
-                f"keys and values of {tokens} tokens take {need / 2**30:.1f} GiB, {self.device} has {free / 2**30:.1f} GiB "
+                f"keys and values of {tokens} tokens take {format_bytes(need)}, {self.device} has {format_bytes(free)} "
                 "left; lower benchmark.workloads.*.max_new_tokens, use shorter prompts, or end what else runs there"
             )
 

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from stages.params.byte_size import format_bytes
+
 ERRORS = (errno.ENOSPC, errno.EDQUOT)
 # safetensors, polars and the Hub's client raise their own errors, with Rust's messages for these error numbers.
 WORDS = re.compile(r"No space left on device|Disk quota exceeded|\(os error (?:28|122)\)")
@@ -27,8 +29,8 @@ def explain_full_disk(error: BaseException, kept: str = KEPT) -> str | None:
     path = Path(noted["path"] if noted else getattr(full, "filename", None) or ".")
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     what = f"{path} could not be written" if path != Path() else "a file could not be written"
-    needed = f"; it needs more than {_format_mib(int(noted['needed']))}" if noted else ""
-    free = _format_mib(shutil.disk_usage(folder).free)
+    needed = f"; it needs more than {format_bytes(int(noted['needed']))}" if noted else ""
+    free = format_bytes(shutil.disk_usage(folder).free)
     return (
         f"the disk is full, or its quota used: {what}{needed}, and {free} are free in {folder} "
         f"({full}). {kept}Free space there and run the same command again"
@@ -42,7 +44,3 @@ def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _format_mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.params.byte_size import format_bytes
 from stages.reporting.benchmark_table import DOUBTED_MARK, DOUBTED_NOTE
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
 from stages.results.method_records import MethodCell, name_method_stage
@@ -162,15 +163,6 @@ def format_method_row(row: MethodRow, is_doubted: bool = False) -> tuple[str, ..
         format_number(row.training_s, 0),
         row.moe,
     )
-
-
-def format_bytes(count: float) -> str:
-    """Return bytes in the largest unit that leaves at least 1."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 # Engines

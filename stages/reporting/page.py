@@ -15,7 +15,7 @@ from stages.reporting import costs, families, latencies, methods, overview, plot
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
-from stages.reporting.text import format_interval, format_number, format_spread, format_tree
+from stages.reporting.text import format_gib, format_interval, format_number, format_spread, format_tree
 from stages.reporting.verdict import MAX_WARNINGS
 from stages.results.served_records import RAN
 from stages.results.torch_records import TorchCell
@@ -46,6 +46,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "energy": provenance.format_energy,
         "engine_figures": served.format_figures,
         "figure": format_number,
+        "gib": format_gib,
         "load": served.format_load,
         "scalars": _select_scalars,
         "span": format_interval,

@@ -7,9 +7,10 @@ from typing import Any
 from stages.draft import block_checkpoint, block_initialisation
 from stages.draft.block_draft import BlockDraftConfig
 from stages.params import schema
+from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import BlockSegment
 from stages.reproduce.block_flop import BlockFlop, BlockWork
-from stages.reproduce.recipe_estimate import GIB, RecipeEstimate, format_count
+from stages.reproduce.recipe_estimate import RecipeEstimate, format_count
 from stages.reproduce.target_size import get_itemsize
 from stages.target.manifest import TargetManifest
 from stages.training.block_training import OBJECTIVES
@@ -84,5 +85,6 @@ def add_sizes(result: RecipeEstimate, p: schema.Params, manifest: TargetManifest
         if p.target.device == "cpu":
             continue
         held = found.count_training_bytes(size)
-        how = f"weights, gradients and moments {held / GIB:.2f}, the target's embedding and head {tables / GIB:.2f}; activations"
-        result.add_line(f"GPU memory, training {name}", f"{(held + tables) / GIB:.2f} GiB and more", how)
+        of_tables = f"the target's embedding and head {format_bytes(tables)}"
+        how = f"weights, gradients and moments {format_bytes(held)}, {of_tables}; activations"
+        result.add_line(f"GPU memory, training {name}", f"{format_bytes(held + tables)} and more", how)

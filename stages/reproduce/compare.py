@@ -15,6 +15,7 @@ from stages.literature import agreement, comparison, published
 from stages.literature.comparison import CellRecord
 from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.params import schema
+from stages.params.byte_size import format_bytes
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.reproduce import estimate
 from stages.results import served_records, torch_records
@@ -168,12 +169,12 @@ def build_page(
         f"{verdicts[word]} {word}" for word in ("within", "outside", "consistent", "not comparable", "not run")
     )
     pins = ", ".join(f"{package} {version}" for package, version in recipe.pins.items()) or "none"
-    disk_gib, download_gib = expected.disk_bytes / 2**30, expected.download_bytes / 2**30
+    disk, download = format_bytes(expected.disk_bytes), format_bytes(expected.download_bytes)
     shares = [f"{share:.0%} of {metric}" for metric, share in recipe.tolerance.items()]
     margin = ["half of the last decimal printed", "half of our 95% interval where there is one", *shares]
     remarks = [
         f"Status of the recipe: {recipe.status}. Pins: {pins}.",
-        f"Expected: {expected.gpu_hours:.2g} GPU-hours of an H200, {disk_gib:.1f} GiB here, {download_gib:.1f} GiB to download.",
+        f"Expected: {expected.gpu_hours:.2g} GPU-hours of an H200, {disk} here, {download} to download.",
         *(f"Another {what}: {text}." for what, text in recipe.substitutes.items()),
         *recipe.notes,
         f"{len(comparisons)} published numbers: {counts}. {left_out.total()} more of this target are left out, see below.",

@@ -24,13 +24,14 @@ from stages.draft import eagle3_checkpoint
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
+from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import BlockSegment
 from stages.params.recipe import Recipe
 from stages.params.server_urls import expand_urls
 from stages.reproduce import block_estimate, measured_rates
 from stages.reproduce.block_estimate import BlockSize
 from stages.reproduce.measured_rates import GPUS, MEASURED_GPU, SERVER_START_S, Gpu
-from stages.reproduce.recipe_estimate import GIB, RecipeEstimate, format_count
+from stages.reproduce.recipe_estimate import RecipeEstimate, format_count
 from stages.reproduce.target_size import TargetSize, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
@@ -96,7 +97,7 @@ def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -
     else:
         _add_hours(result, p, gpu, rows, target, draft)
         result.add_line("together", f"{result.gpu_hours:.2g} GPU-hours", gpu.origin)
-    result.add_line("together", f"{result.disk_bytes / GIB:.2f} GiB", "in this folder")
+    result.add_line("together", format_bytes(result.disk_bytes), "in this folder")
     return result
 
 
@@ -129,8 +130,8 @@ def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, dra
     held = {"target": result.weight_bytes, "draft": total * size}
     if p.benchmark_served.workloads and (tokens := p.benchmark_served.server.max_total_tokens):
         held[f"{tokens:,} tokens of KV cache"] = tokens * kv
-    how = ", ".join(f"{what} {bytes_ / GIB:.2f}" for what, bytes_ in held.items())
-    result.add_line("GPU memory", f"{sum(held.values()) / GIB:.2f} GiB and more", how)
+    how = ", ".join(f"{what} {format_bytes(bytes_)}" for what, bytes_ in held.items())
+    result.add_line("GPU memory", f"{format_bytes(sum(held.values()))} and more", how)
 
 
 # Disk
@@ -165,8 +166,8 @@ def _add_disk(
         )
     else:
         result.download_bytes += 2 * target.parameters
-        how = f"target and drafts, 2 bytes each; {_get_free_cache_bytes() / GIB:.0f} GiB are free in the Hugging Face cache"
-        result.add_line("to download, unless it is there", f"{result.download_bytes / GIB:.1f} GiB", how)
+        how = f"target and drafts, 2 bytes each; {format_bytes(_get_free_cache_bytes())} are free in the Hugging Face cache"
+        result.add_line("to download, unless it is there", format_bytes(result.download_bytes), how)
 
 
 def _count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: dict[str, Any]) -> int:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-GIB = 2**30
+from stages.params.byte_size import format_bytes
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RecipeEstimate:
     def add_disk(self, stage: str, what: str, size: float, how: str) -> None:
         self.disk_bytes += size
         self._get_stage(stage).disk_bytes += size
-        self.add_line(what, f"{size / GIB:.2f} GiB", how)
+        self.add_line(what, format_bytes(size), how)
 
     def add_hours(self, what: str, gpu_seconds: float, how: str, gpus: int = 1) -> None:
         """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""

@@ -268,9 +268,12 @@ def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> Non
 
 
 def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 layers of 2 heads 16 wide, and the draft's: 1,280 bytes a token, keys and values in float32."""
+    """4 layers of 2 heads 16 wide, and the draft's: 1,280 bytes a token, keys and values in float32.
+
+    Bug: the message said that 0.0 GiB are needed and 0.0 GiB left.
+    """
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1280 * 256 - 1)
-    with pytest.raises(ValueError, match=r"keys and values of 256 tokens take 0\.0 GiB, cpu has 0\.0 GiB left; lower"):
+    with pytest.raises(ValueError, match=r"keys and values of 256 tokens take 320 KiB, cpu has 320 KiB left; lower"):
         next(engine.decode_plain([1, 2, 3], 8))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1280 * 256)
     assert next(engine.decode_plain([1, 2, 3], 8)).tokens

@@ -58,7 +58,7 @@ def test_a_machine_that_can_run_has_no_problem_and_nothing_is_changed(home: Path
     assert found["GPUs"].found.startswith("none") and found["sglang"].found.startswith("not found")
     assert found["params.yaml"].found == "valid, target builtin/weather-tiny"
     assert found["dvc.yaml"].found == f"{len(dvc_graph.list_stages())} stages"
-    assert found["disk"].found == "100.0 GiB free here, a run writes about 3.00 GiB"
+    assert found["disk"].found == "100 GiB free here, a run writes about 3.00 GiB"
     assert found["target"].found.startswith("builtin/weather-tiny, 1.09e6") and found["target"].ok is None
     assert found["DVC remote"].found.startswith("none")
     after = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and ".dvc" not in file.parts}
@@ -104,7 +104,7 @@ def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.
 def test_a_disk_that_is_too_small_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
     disk = check()["disk"]
-    assert disk.ok is False and "1.0 GiB free here, a run writes about 3.00 GiB" in disk.found
+    assert disk.ok is False and "1.00 GiB free here, a run writes about 3.00 GiB" in disk.found
     assert "extract_hiddens.online" in disk.advice
 
 
@@ -114,7 +114,7 @@ def test_a_target_of_unknown_shape_leaves_the_size_open(home: Path, monkeypatch:
 
     monkeypatch.setattr(reproduce, "estimate_params", refuse)
     found = check()
-    assert found["disk"].ok is True and found["disk"].found == "100.0 GiB free here"
+    assert found["disk"].ok is True and found["disk"].found == "100 GiB free here"
     assert found["size of a run"].ok is None and "mine.json not found" in found["size of a run"].found
 
 

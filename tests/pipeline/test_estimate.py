@@ -62,7 +62,7 @@ def read_rows(*words: Any) -> dict[str, str]:
 
 def test_without_a_run_times_are_recorded_ones_or_arithmetic(home: Path) -> None:
     rows = read_rows()
-    assert rows["train_draft"] == "2 60 min 1.00 2 arithmetic of the test"
+    assert rows["train_draft"] == "2 60 min 1.00 GiB 2 arithmetic of the test"
     assert "measured on 2026-11-23, AMD EPYC, 2 shared cores, with the defaults" in rows["replay_trees"]
     assert rows["to"] == "get before the run: data/raw/weather_toon.jsonl, data/tables/weather.yaml"
 
@@ -71,7 +71,7 @@ def test_a_run_here_with_these_parameters_comes_before_arithmetic(home: Path) ->
     lock_present_params(home)
     log_runs(home, {"train_draft@e003": 30.0, "train_draft@e009": 60.0}, ("a GPU", "a GPU"))
     rows = read_rows()
-    assert rows["train_draft"] == "2 90.0 s 1.00 0.05 measured here on 2026-11-23"
+    assert rows["train_draft"] == "2 90.0 s 1.00 GiB 0.05 measured here on 2026-11-23"
 
 
 def test_a_cell_that_did_not_run_counts_as_the_others_do(home: Path) -> None:

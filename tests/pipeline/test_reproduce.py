@@ -129,12 +129,12 @@ def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
     (home / "data/raw/weather_maps.jsonl").touch()
     monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
     with pytest.raises(
-        SystemExit, match=r"needs 1 thing .*\n  disk: 1.0 GiB free here, a run writes about 9.97 GiB; make room"
+        SystemExit, match=r"needs 1 thing .*\n  disk: 1.00 GiB free here, a run writes about 9.97 GiB; make room"
     ):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**50))
     monkeypatch.setattr(requirements.resources, "list_gpu_memory", lambda: [resources.Gpu("T4", 4 * 2**30)])
-    with pytest.raises(SystemExit, match=r"GPU memory: 4\.0 GiB of weights on 1 GPU; spread a copy over more GPUs"):
+    with pytest.raises(SystemExit, match=r"GPU memory: 3\.96 GiB of weights on 1 GPU; spread a copy over more GPUs"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     assert ran == []
 

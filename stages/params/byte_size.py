@@ -1,0 +1,15 @@
+"""Sizes in bytes as messages and pages show them. Here, since every folder may import it, and no result depends on it."""
+
+GIB = 2**30
+
+
+def format_bytes(count: float) -> str:
+    """Return a size with three digits, in the largest unit up to GiB that leaves at least 1: 512 B, 1.50 KiB, 80.0 GiB."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    decimals = 2 if count < 9.995 else 1 if count < 99.95 else 0
+    return f"{count:,.{decimals}f} {unit}"
