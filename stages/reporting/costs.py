@@ -143,7 +143,7 @@ def describe_limit(limit: SpeculationLimit) -> str:
         which = (
             "at every concurrency" if limit.undecided == limit.concurrencies else f"at {_join(limit.undecided)} at once"
         )
-        advice = f"can't tell {which}, for want of an interval (repeats: 3)"
+        advice = f"can't tell {which}: no interval, or too wide a one (repeats: 3, more trees)"
         advice += f"; speculate at {_join(limit.enabled)}" if limit.enabled else ""
     elif limit.off_above == 0:
         advice = f"leave speculation off: from {first} to {last} at once no tree's interval lies above 1"
@@ -170,8 +170,8 @@ def _format_launch_row(row: LaunchAdvice) -> tuple[str, ...]:
 
 
 def format_advice(row: LaunchAdvice) -> str:
-    """Return whether to speculate; an interval is needed to tell."""
-    return "yes" if row.enable else "can't tell" if row.low is None else "no"
+    """Return whether to speculate; an interval is needed to tell, and one that says something."""
+    return "yes" if row.enable else "can't tell" if row.is_undecided else "no"
 
 
 # The page

@@ -33,7 +33,10 @@ def _describe_runner_up(row: LaunchAdvice, installed: str | None) -> list[str]:
         return [f"{told}no other draft is predicted"]
     speedup = f"{best.speedup:.2f}x ({format_interval(best.low, best.high, 'no interval')})"
     told += f"{format_tree(best.shape.name)} of {best.checkpoint}, predicted {speedup}"
-    return [told, f"    {shlex.join(best.flags)}"] if best.enable else [f"{told}: leave speculation off"]
+    if best.enable:
+        return [told, f"    {shlex.join(best.flags)}"]
+    off = "it can't be told whether to speculate" if best.is_undecided else "leave speculation off"
+    return [f"{told}: {off}"]
 
 
 def _advise_install(engine: str, version: str) -> str:

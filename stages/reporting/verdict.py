@@ -14,7 +14,7 @@ from stages.reporting.families import Families
 from stages.reporting.methods import BASELINE_ROW, MethodRow
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 from stages.results import served_records
-from stages.results.prediction import LaunchAdvice, PredictedSpeedup
+from stages.results.prediction import LaunchAdvice, PredictedSpeedup, can_tell
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.served_table import SPECULATIVE, ServedRow
@@ -272,9 +272,9 @@ def _judge_measured(
     if faster:
         return VerdictLine(load, "launch", f"Launch {faster.name}", f"measured {faster}")
     said = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"
-    if all(one.low is None for one in every):
+    if all(one.low is None for one in every) or (best.speedup <= 1 and best.low is None):
         return VerdictLine(load, "unknown", "No speedup is sure", said, "ask more prompts, or take three repeats")
-    if best.speedup <= 1 or all(one.is_slower for one in every):
+    if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(one.is_slower for one in every):
         top = max(every, key=lambda one: one.speedup)
         nearest = "" if top.stage or top is best else f"the highest predicted, {top.name}, is {top}"
         return VerdictLine(load, "plain", "Do not speculate", said, nearest)

@@ -25,6 +25,18 @@ from stages.runtime import atomic
 LAUNCH_FILE = Path("results/launch.json")
 REPLAY_COLUMNS = ("num_steps", "topk", "num_draft_tokens", "tau_low", "tau_high", "draft_sampling")
 LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
+WIDEST_APART = (
+    4.0  # high / low of an interval around 1; of one that is wider neither "faster" nor "not faster" can be told
+)
+
+LARGEST_ERROR = 600.0  # of a logarithm whose exponential is still a number
+
+
+def can_tell(low: float | None, high: float | None) -> bool:
+    """Return whether the interval of a speedup tells if it is above 1: none does not, nor one around 1 that is very wide."""
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return False
+    return low > 1 or high < 1 or high <= WIDEST_APART * low
 
 
 class PredictedSpeedup(TableRow):
@@ -58,6 +70,11 @@ class PredictedSpeedup(TableRow):
     def is_faster(self) -> bool:
         """Return whether the interval lies above 1; False without one."""
         return self.low is not None and self.low > 1
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the interval can't tell if the tree is faster."""
+        return not can_tell(self.low, self.high)
 
     @property
     def preference(self) -> tuple[bool, float]:
@@ -95,7 +112,7 @@ class SpeculationLimit(Record):
     temperature: float
     concurrencies: list[int]  # all that were timed
     enabled: list[int]  # those where some tree's interval lies above 1
-    undecided: list[int]  # those where the best tree has no interval
+    undecided: list[int]  # those where the best tree's interval can't tell
     off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
 
 
@@ -160,7 +177,7 @@ def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: 
     """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
 
     The errors are tau's, that of the fit, and that of the plain step. If one is unknown (one conversation was replayed, or the
-    plain step was timed in one repeat) there is no interval.
+    plain step was timed in one repeat), or too large for a number, there is no interval.
     """
     c = cycle_s / plain.step_s
     found, step_error = tree.tau / c, interval.compute_margin(plain.error, plain.samples)
@@ -168,6 +185,8 @@ def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: 
         return SpeedupEstimate(tree.tau, c, found, None, None)
     error = math.hypot(fit.margin, step_error)
     down, up = (math.hypot(math.log(a / b), error) for a, b in ((tree.tau, tree.tau_low), (tree.tau_high, tree.tau)))
+    if not max(down, up) < LARGEST_ERROR:  # NaN too
+        return SpeedupEstimate(tree.tau, c, found, None, None)
     return SpeedupEstimate(tree.tau, c, found, found * math.exp(-down), found * math.exp(up))
 
 
@@ -244,7 +263,7 @@ def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
     for (engine, timed_on, workload, length, temperature), advice in groups.items():
         caps = sorted(advice)
         on = [cap for cap in caps if advice[cap].enable]
-        undecided = [cap for cap in caps if advice[cap].low is None]
+        undecided = [cap for cap in caps if advice[cap].is_undecided]
         is_one_span = on == caps[: len(on)] and not undecided
         if len(caps) > 1:
             found.append(

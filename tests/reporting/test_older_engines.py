@@ -86,3 +86,9 @@ def test_a_runner_up_that_is_not_faster_and_none_at_all() -> None:
     assert describe_older_engines(alone)[-1] == "to launch the first, get sglang 0.5.23 or later"
     any_version = prediction.choose_launches([guess("t5_4_16", 1.6, 1.5)], describe_launch)
     assert describe_older_engines(any_version) == [] and any_version[0].runner_up is None
+
+
+def test_a_runner_up_without_an_interval_is_not_told_as_slower() -> None:
+    """Bug: "leave speculation off" was said of a tree without an interval."""
+    told = describe_older_engines(choose(guess("t5_4_16", 1.6, None, high=None)))
+    assert "predicted 1.60x (no interval): it can't be told whether to speculate" in told[0]

@@ -191,6 +191,15 @@ def test_a_speedup_without_an_interval_is_not_sure() -> None:
     )
 
 
+@pytest.mark.parametrize(("ends", "kind"), [((0.05, 20.0), "noisy"), ((None, None), "unknown"), ((0.8, 1.1), "plain")])
+def test_a_best_below_1_that_can_not_be_told_is_no_advice_against(
+    ends: tuple[float | None, float | None], kind: str
+) -> None:
+    """Bug: "Do not speculate" was said of a speedup of 0.97 with an interval from 0.05 to 20, or without one beside one with."""
+    found = give([predict(0.7, 0.6, 0.8)], [timed_cell("t5_1_6", 0.97, *ends)])
+    assert found.kind == kind and found.headline.startswith("Do not speculate") == (kind == "plain")
+
+
 def test_nothing_timed() -> None:
     found = give()
     assert found.kind == "unknown" and found.list_lines() == [verdict.NOTHING_TIMED]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.params.tree_shape import TreeShape
-from stages.reporting.costs import describe_limit, format_launch_table
+from stages.reporting.costs import describe_limit, format_advice, format_launch_table
 from stages.results import prediction
 from stages.results.prediction import EngineLaunch, PredictedSpeedup
 from tests import costs
@@ -98,7 +98,7 @@ def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
 # --- what to launch ---------------------------------------------------------------------------------------------------
 
 
-def guess(name: str, speedup: float, low: float, **keys: object) -> PredictedSpeedup:
+def guess(name: str, speedup: float, low: float | None, **keys: object) -> PredictedSpeedup:
     tree = TreeShape.parse(name)
     row = {"engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": "e009", "concurrency": 1}
     shape = {
@@ -174,8 +174,16 @@ def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ([True, True, True], None, "speculate at every concurrency that was timed, 1 to 32"),
         ([False, False, False], 0, "leave speculation off: from 1 to 32 at once no tree's interval lies above 1"),
         ([False, True, False], None, "speculate at 8 at once, not at the others that were timed"),
-        ([None, None, None], None, r"can't tell at every concurrency, for want of an interval (repeats: 3)"),
-        ([True, None, False], None, r"can't tell at 8 at once, for want of an interval (repeats: 3); speculate at 1"),
+        (
+            [None, None, None],
+            None,
+            "can't tell at every concurrency: no interval, or too wide a one (repeats: 3, more trees)",
+        ),
+        (
+            [True, None, False],
+            None,
+            "can't tell at 8 at once: no interval, or too wide a one (repeats: 3, more trees); speculate at 1",
+        ),
     ],
 )
 def test_the_concurrency_above_which_to_turn_speculation_off(
@@ -195,6 +203,40 @@ def test_the_concurrency_above_which_to_turn_speculation_off(
     )
     assert describe_limit(limit) == f"sglang, chat, 64 tokens: {said}"
     assert prediction.find_limits(launch[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "advice"),
+    [
+        (0.02, 90.0, "can't tell"),  # two repeats of a plain step
+        (0.6, 2.5, "can't tell"),
+        (0.9, 1.9, "no"),
+        (0.1, 0.9, "no"),
+        (1.1, 90.0, "yes"),
+        (math.nan, math.nan, "can't tell"),
+        (0.0, math.inf, "can't tell"),
+        (None, None, "can't tell"),
+    ],
+)
+def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float | None, advice: str) -> None:
+    """Bug: an interval from 0.02 to 90, or of numbers that are none, was told as "no", and to leave speculation off."""
+    rows = [
+        guess("t3_1_4", 1.4, low, high=high, workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
+        for cap in (1, 8)
+    ]
+    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
+    assert [format_advice(row) for row in launch] == [advice, advice]
+    (limit,) = prediction.find_limits(launch)
+    assert ("can't tell" in describe_limit(limit)) == (advice == "can't tell")
+    assert limit.off_above == (0 if advice == "no" else None)
+
+
+def test_an_error_too_large_for_a_number_gives_no_interval() -> None:
+    """Bug: the interval's end was too large for a number, and the report ended in OverflowError."""
+    made = costs.made_up()
+    far = made.model_copy(update={"fit": made.fit.model_copy(update={"error": 400.0})})
+    (row,) = prediction.predict_speedups(far, "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
+    assert (row.low, row.high) == (None, None) and row.is_undecided
 
 
 def test_speculation_stays_on_where_some_tree_is_surely_faster() -> None:
