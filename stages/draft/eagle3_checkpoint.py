@@ -17,6 +17,7 @@ from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, r
 from stages.runtime import atomic
 from stages.target.feature_layers import (
     NUM_EAGLE3_FEATURES,
+    default_eagle3_feature_layers,
     engine_default_feature_layers,
     to_after_layer_ids,
     to_entering_ids,
@@ -114,14 +115,28 @@ def build_eagle3_config(
 def list_feature_layers(config: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
     """Return the feature layers that a draft's config.json lists for a target of `num_layers`, by a description of each list.
 
-    Ids are those of the blocks that the residual streams enter. Negative ids of vLLM count from the target's end.
+    Ids are those of the blocks that the residual streams enter. Negative ids of vLLM count from the target's end. Raises
+    ValueError where there is no list, and the engines' default is none for so few blocks.
     """
     layers: dict[str, list[int]] = {}
     if listed := (config.get("eagle_config") or {}).get(LAYER_IDS_KEY):
         layers[f"eagle_config.{LAYER_IDS_KEY} {listed}, as SGLang counts"] = to_entering_ids(listed)
     if listed := config.get(LAYER_IDS_KEY):
         layers[f"{LAYER_IDS_KEY} {listed}, as vLLM counts"] = [i % num_layers if i < 0 else i for i in listed]
-    return layers or {"no list, so EAGLE-3's own": engine_default_feature_layers(num_layers)}
+    return layers or {"no list, so EAGLE-3's own": _choose_engine_default(num_layers)}
+
+
+def _choose_engine_default(num_layers: int) -> list[int]:
+    """Return the engines' default. Raises ValueError for a target of fewer than 7 blocks, where it is no three streams."""
+    default, ours = engine_default_feature_layers(num_layers), default_eagle3_feature_layers(num_layers)
+    if default != ours:
+        raise ValueError(
+            f"no {LAYER_IDS_KEY}, and EAGLE-3's own layers are 2, n//2 and n-3, which of this target's {num_layers} blocks are "
+            f"{', '.join(map(str, default))}; expected three in increasing order, since SGLang and vLLM capture each once and in "
+            "the blocks' order. Write the streams that the draft was trained on into that key, at the top level, each by the "
+            f"block that it enters, for example {ours}; or choose another draft"
+        )
+    return default
 
 
 def read_feature_layers(config: dict[str, Any], num_layers: int) -> list[int]:

@@ -153,9 +153,13 @@ def _read_options(raw: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetManifest) -> list[int]:
     """Return the feature layers that the draft reads, as ids of the blocks that the residual streams enter.
 
-    Raises ValueError where the lists disagree, are not of three ids in increasing order, or name streams that are not stored.
+    Raises ValueError where the lists disagree, are not of three ids in increasing order, or name streams that are not stored, and
+    where there is none for a target of few blocks.
     """
-    lists = eagle3_checkpoint.list_feature_layers(raw, manifest.num_layers)
+    try:
+        lists = eagle3_checkpoint.list_feature_layers(raw, manifest.num_layers)
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json has {error}") from None
     source, layers = published_files.select_feature_layers(f"{folder}/config.json", lists)
     if len(layers) != NUM_EAGLE3_FEATURES:
         raise ValueError(

@@ -272,6 +272,25 @@ def test_layers_that_the_target_was_extracted_with_are_taken(tmp_path: Path) -> 
         read(tmp_path / "theirs")
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "default", "stored"),
+    [(3, "2, 1, 0", [0, 1, 2]), (4, "2, 2, 1", [1, 2, 3]), (5, "2, 2, 2", [1, 2, 4]), (6, "2, 3, 3", [1, 3, 5])],
+)
+def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
+    tmp_path: Path, num_layers: int, default: str, stored: list[int]
+) -> None:
+    """Bug: the message named no layer and no block, and sent the user to ask the draft's author for the order of a list."""
+    config, tensors = ours(tmp_path)
+    folder = publish(tmp_path / "theirs", config, tensors)
+    small = replace(MADE, num_layers=num_layers, feature_layers=stored)
+    with pytest.raises(ValueError, match=r"theirs/config\.json has no eagle_aux_hidden_state_layer_ids") as error:
+        read(folder, made=small)
+    assert f"of this target's {num_layers} blocks are {default}; expected three" in str(error.value)
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": stored}))
+    found = read(folder, made=small)
+    assert eagle3_checkpoint.read_feature_layers(found.config, num_layers) == stored, "as the message advises"
+
+
 @pytest.mark.parametrize("layers", [[2, 18, 33], [1, 17, 32], [10, 18, 34]])
 def test_layers_among_those_extracted_are_taken_as_the_draft_lists_them(tmp_path: Path, layers: list[int]) -> None:
     """The target stores those of several families; config.json keeps the draft's own three, or the engines' default."""
