@@ -73,7 +73,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
     from stages.params.cell_trees import describe_left_out
 
-    params = _check_params()
+    params = check_run_params()
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files:
         reasons = dvc_graph.explain_stale()
         stages = dvc_graph.list_stages()
@@ -152,8 +152,11 @@ def _advise_block_drafts(chains: Sequence[str], has_own_target: bool) -> list[st
     ]
 
 
-def _check_params() -> "Params":
-    """Check and return the whole params.yaml. Raises ValueError naming every wrong key, before any stage starts."""
+def check_run_params() -> "Params":
+    """Check and return the whole params.yaml, before any stage of a run here or by Prefect starts.
+
+    Raises ValueError naming every wrong key, or the file, folder, GPU or token that it names and that is not as expected.
+    """
     from pipeline import target_checks
     from stages.params import checks, schema  # 0.2 s
 
@@ -204,7 +207,7 @@ def list_stale() -> Iterator[str]:
 
     _check_no_run()
     if not _is_known_fresh():
-        yield from describe_left_out(_check_params().list_left_out_trees())
+        yield from describe_left_out(check_run_params().list_left_out_trees())
     reasons = _ask_stale()
     yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})

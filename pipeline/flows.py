@@ -43,7 +43,6 @@ from pipeline.orphan_guard import end_with_parent
 from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dispatch
 from pipeline.scheduler import StageGraph, run_stages
-from stages.params.checks import check_raw_exists
 from stages.params.schema import Params, load_params
 from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 
@@ -156,7 +155,7 @@ def _prepare_run(
 ) -> PreparedRun:
     """Name the run, enter its workspace and hold it until `stack` ends, and plan the graph.
 
-    Raises ValueError for parameters, raw data, hosts or resources that the user must correct.
+    Raises ValueError for parameters, files that they name, hosts or resources that the user must correct.
     """
     root = Path.cwd()
     require_server()
@@ -169,7 +168,7 @@ def _prepare_run(
         change()
     params = load_params()
     run_names.tag_run(run_names.list_tags(params, recipe))
-    check_raw_exists(params)
+    commands.check_run_params()
     hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
     graph, pool = plan_run(params)
     return PreparedRun(name, root, change is not None, held, graph, pool, hosts)
@@ -340,7 +339,7 @@ def require_server() -> None:
 def main() -> None:
     try:
         require_server()  # before the flow, whose call starts the temporary server
-        check_raw_exists(load_params())
+        commands.check_run_params()
     except ValueError as error:
         sys.exit(f"aerie: {error}")
     # SIGTERM as an exception, like Ctrl-C, so that a running stage is ended too; in `serve` Prefect does this.

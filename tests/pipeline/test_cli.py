@@ -251,13 +251,9 @@ def test_ctrl_c_of_a_flow_in_a_terminal_is_one_line(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
-    for name, value in (
-        ("require_server", lambda: None),
-        ("check_raw_exists", lambda params: None),
-        ("build", interrupt),
-    ):
-        monkeypatch.setattr(flows, name, value)
-    monkeypatch.setattr(flows, "load_params", lambda: None)
+    monkeypatch.setattr(flows, "require_server", lambda: None)
+    monkeypatch.setattr(flows.commands, "check_run_params", lambda: None)
+    monkeypatch.setattr(flows, "build", interrupt)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
