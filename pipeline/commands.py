@@ -187,7 +187,7 @@ def describe_outdated() -> Iterator[str]:
     try:
         _check_no_run()
         stale = _ask_stale()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: DVC needs a lock, on a disk that is read-only
         yield f"note: it is not known whether this is of params.yaml as it is now: {error}"
         return
     if stale:

@@ -63,7 +63,7 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     Raises:
         BusyError: another process holds one of DVC's locks.
         ValueError: with DVC's message, for any other error of DVC's.
-        OSError: the disk is full, or a folder of DVC's can't be written.
+        OSError: the disk is full, or a folder of DVC's can't be written: in the project, or that of its hashes of files.
     """
     from dvc.dirs import site_cache_dir
     from dvc.exceptions import DvcException
@@ -82,9 +82,21 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
     except DvcException as error:
         raise ValueError(str(error)) from error
     except sqlite3.OperationalError as error:  # of its cache of files' hashes
-        if "disk is full" in str(error):
-            raise OSError(errno.ENOSPC, str(error), site_cache_dir()) from error
+        if number := _find_error_number(error, Path(site_cache_dir())):
+            told = (
+                f"{os.strerror(number)}, where DVC keeps the hashes of files (DVC_SITE_CACHE_DIR names another folder)"
+            )
+            raise OSError(number, told, site_cache_dir()) from error
         raise
+
+
+def _find_error_number(error: sqlite3.OperationalError, folder: Path) -> int | None:
+    """Return what the system says of the folder of a database that failed: full, read-only or not permitted; None for others."""
+    if "disk is full" in str(error):
+        return errno.ENOSPC
+    if not re.search("unable to open database file|readonly database", str(error)) or not folder.is_dir():
+        return None
+    return errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
 
 
 def _sort_stages(repo: Any) -> dict[str, list[str]]:

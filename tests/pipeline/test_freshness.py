@@ -210,6 +210,30 @@ def test_a_disk_that_is_read_only_or_full_is_one_line(done: Project, tmp_path: P
         assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {said}", line), line
 
 
+@pytest.mark.parametrize("words", [["stale"], ["run"], ["doctor"]])
+def test_a_cache_of_hashes_that_is_read_only_is_one_line(done: Project, tmp_path: Path, words: list[str]) -> None:
+    """Bug: a traceback of sqlite's, where the whole disk is read-only, or only the folder of DVC's hashes."""
+    edit_title()
+    site = f"mount --bind {tmp_path}/site {tmp_path}/site && mount -o remount,ro,bind {tmp_path}/site && "
+    status, said = limited(site, tmp_path, *words)
+    assert status == 1 and "Traceback" not in said, said
+    told = [line for line in said.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
+    assert len(told) == 1 and "DVC_SITE_CACHE_DIR names another folder" in told[0], said
+    assert words == ["doctor"] or said.splitlines() == told
+
+
+def test_a_table_on_a_read_only_disk_is_printed_with_a_note(done: Project, tmp_path: Path) -> None:
+    """Bug: below the table stood an error, and the status was 1, since DVC could take no lock to say what is stale."""
+    edit_title()
+    (done.root / "results/report").mkdir(parents=True)
+    (done.root / "results/report/table.txt").write_text("a table\n")
+    status, said = limited(READ_ONLY, tmp_path, "table")
+    assert (status, said.splitlines()[0]) == (0, "a table"), said
+    assert re.match(
+        "note: it is not known whether this is of params.yaml as it is now: .*Read-only", said.splitlines()[1]
+    )
+
+
 def test_what_is_known_to_be_fresh_needs_no_memo(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: `aerie stale` ended where it could not write down what it had found."""
     shutil.rmtree(".scratch")
