@@ -75,8 +75,9 @@ def main() -> None:
         written = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         rate = count / seconds
         found = {
-            "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "folder": str(disk), "dtype": name,
-            "compile": args.compile, "packed": packed, "flash_attention": kernel, "real": args.real, "tokens": count, "shards": len(work),
+            "gpus": world, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "flash_attention": kernel,
+            "folder": str(disk), "dtype": name, "compile": args.compile, "packed": packed, "real": args.real, "tokens": count,
+            "shards": len(work),
             "tokens_per_s": round(rate), "gb_per_s": round(written / 1e9 / seconds, 2),
             "bytes_per_token": round(written / count, 2), "formula": size.token_bytes,
         }  # fmt: skip

@@ -23,13 +23,14 @@ ARGUMENTS = (
 
 
 def run_forward(*arguments: Any) -> list[torch.Tensor]:
-    """Return the output, the log-sum-exp and what split kernels leave, by vLLM's operator."""
+    """Return the output, the log-sum-exp and what split kernels leave (empty without a split), by vLLM's operator."""
     given = list(arguments)
     if given.pop(CHUNK):
         raise NotImplementedError("attention_chunk")
     if given[SCALE] is None:
         given[SCALE] = given[QUERY].shape[-1] ** -0.5
-    return torch.ops._vllm_fa3_C.fwd(*given, None, 1, 0, None)
+    empty = torch.empty(0, device=given[QUERY].device)
+    return [empty if made is None else made for made in torch.ops._vllm_fa3_C.fwd(*given, None, 1, 0, None)]
 
 
 def run_backward(*_: Any) -> None:

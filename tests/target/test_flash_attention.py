@@ -1,11 +1,12 @@
-"""When packed documents run on FlashAttention 3: on a Hopper, where it is installed and loads."""
+"""When documents run on FlashAttention 3: on a Hopper, where it is installed, loads and computes what PyTorch's kernel does."""
 
 import importlib.machinery
 import importlib.util
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import attention
 
 from stages.target import flash_attention
@@ -13,38 +14,64 @@ from stages.target import flash_attention
 CUDA = torch.device("cuda")
 
 
+@dataclass
+class Machine:
+    """A machine with a GPU that this one does not have."""
+
+    major: int = 9
+    installed: bool = True
+    kernels_differ: bool = False
+    active: list[str] = field(default_factory=list)
+
+    def attend(self, _device: torch.device) -> Tensor:
+        return torch.ones(3) * (2 if self.active and self.kernels_differ else 1)
+
+
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]]:
-    """Return a function that makes a machine of a GPU's capability, with or without FlashAttention 3; what is activated is kept."""
-    activated: list[str] = []
-
-    def make(major: int, installed: bool) -> list[str]:
-        found = importlib.machinery.ModuleSpec(flash_attention.FA3_MODULE, None) if installed else None
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, 0))
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _name: found)
-        monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
-        return activated
-
-    return make
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    spec = importlib.machinery.ModuleSpec(flash_attention.FA3_MODULE, None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (made.major, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: spec if made.installed else None)
+    monkeypatch.setattr(flash_attention, "attend_two_documents", made.attend)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", made.active.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", made.active.clear)
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: made.active[0] if made.active else None)
+    return made
 
 
 @pytest.mark.parametrize(
     ("major", "installed", "expected"), [(9, True, ["FA3"]), (9, False, []), (8, True, []), (10, True, [])]
 )
 def test_only_an_installed_kernel_on_a_hopper_is_activated(machine, major, installed, expected) -> None:
-    activated = machine(major, installed)
+    machine.major, machine.installed = major, installed
     assert flash_attention.activate_flash_attention_3(CUDA) == bool(expected)
-    assert activated == expected
+    assert machine.active == expected
+
+
+def test_it_is_activated_once_in_a_process(machine) -> None:
+    assert [flash_attention.activate_flash_attention_3(CUDA) for _ in range(2)] == [True, True]
+    assert machine.active == ["FA3"]
 
 
 def test_a_cpu_has_no_flash_kernel() -> None:
     assert not flash_attention.activate_flash_attention_3(torch.device("cpu"))
 
 
-def test_a_kernel_that_does_not_load_is_told_and_left_out(monkeypatch) -> None:
+def test_a_kernel_that_computes_something_else_is_told_and_left_out(machine) -> None:
+    """Bug: a FlashAttention 3 whose operator failed stayed active, so all rows were padded, at three quarters of the speed."""
+    machine.kernels_differ = True
+    with pytest.warns(UserWarning, match=r"can't be used \(RuntimeError: its output is 1 away from PyTorch's kernel"):
+        assert not flash_attention.activate_flash_attention_3(CUDA)
+    assert machine.active == []
+
+
+def test_a_kernel_that_does_not_load_is_told_and_left_out(machine, monkeypatch) -> None:
     """PyTorch's own activation, of a module that is found and can't be imported."""
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: importlib.machinery.ModuleSpec("", None))
-    with pytest.warns(UserWarning, match="FlashAttention 3 is installed and can't be used: ModuleNotFoundError"):
+    monkeypatch.setattr(flash_attention, "attend_two_documents", machine.attend)
+    with pytest.warns(UserWarning, match=r"FlashAttention 3 is installed and can't be used \(ModuleNotFoundError"):
         assert not flash_attention.activate_flash_attention_3(CUDA)
     assert attention.current_flash_attention_impl() is None
