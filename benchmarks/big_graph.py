@@ -335,7 +335,7 @@ def list_launch_args(o: argparse.Namespace) -> list[str]:
     if o.small:
         return []
     parallel = ["--tensor-parallel-size", str(o.tensor_parallel)] if o.tensor_parallel else []
-    return [*engine_kit.KIT_FLAGS["sglang"], *parallel]
+    return [*engine_kit.list_sglang_flags(o.prefill_graphs), *parallel]
 
 
 # The measurement

@@ -13,12 +13,25 @@ KIT_FLAGS = {  # what runs without the kernels that the kits leave out
     ],
     "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
 }  # fmt: skip
+# In place of "disabled": SGLang's own default, for passes of prompts of fewer sizes. Not seen to start with the kit yet.
+PREFILL_GRAPHS = [
+    "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-bs-prefill", "16", "32", "64", "128", "256", "512", "1024",
+]  # fmt: skip
 KIT_VERSIONS = {"sglang": "0.5.17", "vllm": "0.26.0"}
 LAUNCHERS = {
     "sglang": '. /tmp/kit/env.sh\nshift\nexec python3 -m sglang.launch_server "$@"\n',
     "vllm": '. /tmp/vllm_kit/env.sh\nexec vllm "$@"\n',
 }
 DOUBLE = [sys.executable, "-m", "tests.serving.engine_double", "serve"]  # of the tests, for a rehearsal without a GPU
+
+
+def list_sglang_flags(prefill_graphs: bool = False) -> list[str]:
+    """Return the flags of the kit's SGLang, which reads prompts without CUDA graphs, or with them."""
+    flags = KIT_FLAGS["sglang"]
+    if not prefill_graphs:
+        return flags
+    first = flags.index(PREFILL_GRAPHS[0])
+    return [*flags[:first], *PREFILL_GRAPHS, *flags[first + 2 :]]
 
 
 def write_launchers(folder: Path) -> None:
