@@ -1,7 +1,7 @@
 """A checkpoint on disk: `draft/` is loaded by engines, `state/` by the next training segment.
 
 What drafts of all kinds share; `draft/` is written and read by eagle3_checkpoint.py and block_checkpoint.py. `state/` holds
-optimizer moments as safetensors and the training progress as JSON.
+optimizer moments as safetensors, in shards where they are large, and the training progress as JSON.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from stages.runtime import atomic
 
 DRAFTS_FOLDER = Path("drafts")
+MAX_SHARD_BYTES = 2**29  # DVC hashes a file in one thread, and as many files at once as it has threads
+STATE_FILES, STATE_INDEX = "optimizer{suffix}.safetensors", "optimizer.safetensors.index.json"
 
 
 def locate_checkpoint(name: str) -> Path:
@@ -24,15 +27,27 @@ def locate_checkpoint(name: str) -> Path:
 
 
 def write_state(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-    """Write `folder`/state atomically: the optimizer's tensors and the training progress."""
+    """Write `folder`/state atomically: the optimizer's tensors, with an index if there are several shards, and the progress."""
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=STATE_FILES, max_shard_size=MAX_SHARD_BYTES)
+    shards = split.filename_to_tensors or {STATE_FILES.format(suffix=""): []}
     with atomic.write_folder(folder / "state") as temporary:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "optimizer.safetensors")
+        for file, names in shards.items():
+            save_file({name: tensors[name].contiguous() for name in names}, temporary / file)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            atomic.write_json(temporary / STATE_INDEX, index)
         atomic.write_json(temporary / "progress.json", progress)
 
 
 def read_state(folder: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizer's tensors and the training progress. Raises Broken as `read_tensors` and `read_progress`."""
-    return read_tensors(folder / "state" / "optimizer.safetensors", made_by), read_progress(folder, made_by)
+    index, files = folder / "state" / STATE_INDEX, [STATE_FILES.format(suffix="")]
+    if index.exists():
+        files = sorted(set(atomic.read_json(index, made_by)["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= read_tensors(folder / "state" / file, made_by)
+    return tensors, read_progress(folder, made_by)
 
 
 def read_progress(folder: Path, made_by: str) -> dict[str, Any]:
