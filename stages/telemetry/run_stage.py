@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 
@@ -16,6 +16,7 @@ from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
 from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
+from stages.telemetry.params_edits import tell_params_edits
 
 
 def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
@@ -62,9 +63,12 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
         wanted = " ".join(name.upper() for name in signature.parameters) or "no arguments"
         raise ValueError(f"expected {wanted}, found {' '.join(words) or 'none'}") from None
     is_stage = Path(sys.argv[0]).parent.name == "stages"  # stages/reproduce is started like one and is none
-    if is_stage:
-        unfinished.begin_stage(_stage_name(sys.argv))
-    with stage_log.log_run(_stage_name(sys.argv), words, list_gpus()) if is_stage else nullcontext():
+    with ExitStack() as watched:
+        if is_stage:
+            stage = _stage_name(sys.argv)
+            unfinished.begin_stage(stage)
+            watched.enter_context(tell_params_edits(stage))
+            watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)
     unfinished.end_stage()
 
