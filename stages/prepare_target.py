@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
-from stages.draft import named_mask_tokens
+from stages.draft import named_mask_tokens, rotary
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
 from stages.target import chat_template, config_facts, feature_layers, head_check, loading, manifest
@@ -40,7 +40,10 @@ def main() -> None:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         own_layers = feature_layers.default_eagle3_feature_layers(target.num_layers)
-        checks.check_feature_layers(p, target.feature_layers, own_layers)  # not first after hours of extraction
+        # Not first after hours of extraction.
+        checks.check_feature_layers(p, target.feature_layers, own_layers)
+        if p.init_draft.makes_fresh_draft and p.init_draft.draft_config_path is None:  # its file may give another RoPE
+            rotary.check_rope(target.rope, target.head_dim)
         tokenizer = _load_checked_tokenizer(p, target, folder)
         named_mask_tokens.check_named_mask_tokens(p, tokenizer, target)
         _check_tables(p, target, folder)

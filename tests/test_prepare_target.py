@@ -102,6 +102,21 @@ def test_a_class_whose_attention_no_stage_computes_is_refused(tmp_path: Path, mo
     assert not manifest.TARGET_FOLDER.exists()
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def test_rope_that_no_draft_has_is_refused_before_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a target with YaRN (DeepSeek-V3, long Qwen) was refused by init_draft, after sampling and extraction."""
+    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA, rope_parameters=YARN)))
+    with pytest.raises(
+        ValueError, match=r"rope_type 'yarn' is not supported .*draft_configs/ with \{\"rope_theta\": 20000"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+    edit_params(tmp_path, {"init_draft": {"draft_config_path": "draft_configs/plain.json"}})
+    prepare_target.main()  # init_draft reads the file
+
+
 def test_a_target_without_tokenizer_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: it came to light in sample_target only, as a failure of a library."""
     folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))

@@ -47,7 +47,8 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft.block_config import BlockDraftConfig
-from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary, compute_inverse_frequency
+from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary
+from stages.draft.rotary import compute_inverse_frequency
 
 # Attention of block rows: queries [N, Q, A, E], keys and values [N, S + Q, G, E] -> [N, Q, A, E].
 BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import stages.runtime.torch_warmup  # noqa: F401 - imported for its side effect
+from stages.draft.rotary import compute_inverse_frequency
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.target.mrope import assign_frequency_axes
 
@@ -250,32 +251,6 @@ def build_prefix_mask(positions: Tensor, num_tokens: int, window: int | None, st
     """Return the prefix mask [B, Q, T] of a step drafted from positions p [B, Q]."""
     index, p = torch.arange(num_tokens, device=positions.device), positions[..., None]
     return index <= p if window is None else (index <= p) & (index > p + step - window)
-
-
-def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Return RoPE frequencies 1/theta**(2i/E) in float32, [E/2], with the target's scaling.
-
-    They must never be rounded to bfloat16, as SpecForge did at one time: cosines were then wrong by up to 2.
-    Raises ValueError for a rope_type that is not implemented.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequency = 1.0 / (float(rope["rope_theta"]) ** exponents)
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return frequency
-    if kind == "linear":
-        return frequency / rope["factor"]
-    if kind == "llama3":  # Llama 3.1: scale long wavelengths, keep short ones, interpolate between
-        low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-        rotations = old * frequency / (2 * math.pi)
-        ramp = ((rotations - low) / (high - low)).clamp(0, 1)
-        return frequency * (ramp + (1 - ramp) / rope["factor"])
-    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: one scaled base for all lengths
-        return 1.0 / ((float(rope["rope_theta"]) * rope["alpha"] ** (head_dim / (head_dim - 2))) ** exponents)
-    raise ValueError(
-        f"the target's rope_type {kind!r} is not supported by the draft, expected default, linear, llama3, or dynamic "
-        "with an alpha; choose another target"
-    )
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -40,14 +40,19 @@ def has_tied_embeddings(whole: PretrainedConfig) -> bool:
 
 
 def read_rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary embedding's parameters by transformers 5's names.
+    """Return the rotary embedding's parameters by transformers 5's names, as a draft of this target has them.
 
-    Older configs, and those of remote code, have `rope_theta` and `rope_scaling` (with `rope_type` or `type`).
+    Older configs, and those of remote code, have `rope_theta` and `rope_scaling` (with `rope_type` or `type`). Where each type of
+    layer has its own (Gemma 3, OLMo 3), those of full attention, since a draft attends to all tokens. Without
+    `partial_rotary_factor` (GLM-4, Phi-4-mini): a draft rotates whole heads, and engines would rotate a part if it were named.
     """
     found = dict(_read_first(config, "rope_parameters") or {})
+    if by_layer_type := {name: value for name, value in found.items() if isinstance(value, dict)}:
+        found = dict(by_layer_type.get("full_attention") or next(iter(by_layer_type.values())))
     if "rope_theta" not in found:
         found = {**(_read_first(config, "rope_scaling") or {}), **found}
         found["rope_theta"] = _read_first(config, "rope_theta") or 10_000.0
+    found.pop("partial_rotary_factor", None)
     kind = found.pop("type", "default")
     found.setdefault("rope_type", kind)
     if found["rope_type"] == "mrope":  # Qwen2-VL's name for the default with mrope_section

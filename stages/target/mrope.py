@@ -23,7 +23,9 @@ def assign_frequency_axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
     if len(section) != 3 or sum(section) != head_dim // 2:
         raise ValueError(
             f"the target's mrope_section is {section}, expected three counts that add up to {head_dim // 2}, half of "
-            f"head_dim {head_dim}; correct rope_parameters in its config.json"
+            f"head_dim {head_dim}; correct rope_parameters in its config.json, or for a class that rotates a part of each head "
+            f"give the draft heads of that width: init_draft.draft_config_path names a JSON file in draft_configs/ with "
+            f'{{"head_dim": {2 * sum(section)}}}'
         )
     if not rope.get("mrope_interleaved", False):
         return torch.arange(3).repeat_interleave(torch.tensor(section))

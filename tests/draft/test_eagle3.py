@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stages.draft import eagle3 as d
+from stages.draft import rotary
 from tests.draft.slow_draft import CONFIG, random_draft
 
 LLAMA3 = {
@@ -32,12 +33,12 @@ LLAMA3 = {
 def test_frequencies_are_transformers_own(rope: dict) -> None:
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=dict(rope))
     theirs = LlamaRotaryEmbedding(config).inv_freq
-    assert torch.allclose(d.compute_inverse_frequency(rope, 128), theirs, rtol=1e-6)
+    assert torch.allclose(rotary.compute_inverse_frequency(rope, 128), theirs, rtol=1e-6)
 
 
 def test_a_rope_type_we_do_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="'yarn' is not supported"):
-        d.compute_inverse_frequency({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 8)
+        rotary.compute_inverse_frequency({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 8)
 
 
 def test_a_cast_to_bfloat16_leaves_the_angles_alone() -> None:
@@ -82,6 +83,6 @@ def test_hunyuans_angles_are_its_targets() -> None:
     rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
     config = HunYuanDenseV1Config(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
     theirs = HunYuanDenseV1RotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(d.compute_inverse_frequency(rope, 32), theirs.float())
+    torch.testing.assert_close(rotary.compute_inverse_frequency(rope, 32), theirs.float())
     with pytest.raises(ValueError, match="or dynamic with an alpha"):
-        d.compute_inverse_frequency({**rope, "alpha": None}, 32)
+        rotary.compute_inverse_frequency({**rope, "alpha": None}, 32)

@@ -231,10 +231,27 @@ def test_the_facts_are_those_of_the_model(tmp_path: Path, name: str, tied: bool)
         ),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}},) * 2,
         ({}, {"rope_type": "default", "rope_theta": 10_000.0}),
+        (
+            {"rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            }},
+            {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}},
+            {"rope_type": "default", "rope_theta": 2e4},
+        ),
     ],
-    ids=["theta alone", "yarn by its old name", "both names", "the new spelling", "nothing"],
-)
+    ids=[
+        "theta alone", "yarn by its old name", "both names", "the new spelling", "nothing", "by type of layer", "part of a head",
+    ],
+)  # fmt: skip
 def test_rope_is_read_in_both_spellings(spelt: dict, expected: dict) -> None:
+    """Bug: of Gemma 3 and OLMo 3, with RoPE by type of layer, drafts got a base of 10,000 and the layers' own beside it; of
+    GLM-4 and Phi-4-mini a `partial_rotary_factor`, by which vLLM rotates a part of each head, while training rotates all.
+    """
+
     class Config:  # as remote code may have it: transformers' own configs turn the old spelling into the new one
         pass
 

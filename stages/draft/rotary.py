@@ -1,0 +1,42 @@
+"""Rotary frequencies of a draft, from its target's rope_parameters."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.target.mrope import assign_frequency_axes
+
+
+def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Return RoPE frequencies 1/theta**(2i/E) in float32, [E/2], with the target's scaling.
+
+    They must never be rounded to bfloat16, as SpecForge did at one time: cosines were then wrong by up to 2.
+    Raises ValueError for a rope_type that is not implemented.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequency = 1.0 / (float(rope["rope_theta"]) ** exponents)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return frequency
+    if kind == "linear":
+        return frequency / rope["factor"]
+    if kind == "llama3":  # Llama 3.1: scale long wavelengths, keep short ones, interpolate between
+        low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+        rotations = old * frequency / (2 * math.pi)
+        ramp = ((rotations - low) / (high - low)).clamp(0, 1)
+        return frequency * (ramp + (1 - ramp) / rope["factor"])
+    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan: one scaled base for all lengths
+        return 1.0 / ((float(rope["rope_theta"]) * rope["alpha"] ** (head_dim / (head_dim - 2))) ** exponents)
+    raise ValueError(
+        f"the target's rope_type {kind!r} is not supported by the draft, expected default, linear, llama3, or dynamic with an "
+        "alpha; choose another target, or give the draft RoPE of its own: init_draft.draft_config_path names a JSON file in "
+        f'draft_configs/ with {{"rope_theta": {rope["rope_theta"]}, "rope_scaling": null}}'
+    )
+
+
+def check_rope(rope: dict[str, Any], head_dim: int) -> None:
+    """Raise ValueError for rope_parameters that a draft with heads of this width can't have."""
+    compute_inverse_frequency(rope, head_dim)
+    assign_frequency_axes(rope, head_dim)
