@@ -23,7 +23,7 @@ from transformers.utils import logging
 from stages.draft import named_mask_tokens, rotary
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
-from stages.target import chat_template, config_facts, feature_layers, head_check, loading, manifest
+from stages.target import chat_template, config_facts, decoder_cache, feature_layers, head_check, loading, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -106,12 +106,35 @@ def _pin_target(p: schema.Params) -> TargetManifest:
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
     loading.check_attention(config, p.target.model)
+    _check_torch_engine(p, config)
     checks.check_draft_vocab(p, config.get_text_config().vocab_size)
     target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:
         return target
     digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)
     return replace(target, weights_digest=digest, weights_sample=sample)
+
+
+def _check_torch_engine(p: schema.Params, config: PretrainedConfig) -> None:
+    """Raise ValueError for a target that the torch engine can't decode with, or lengths that exceed its window."""
+    subject = f"params.yaml: target.model {p.target.model} is a {config.model_type}, which"
+    if other := decoder_cache.describe_other_state(config):
+        raise ValueError(
+            f"{subject} keeps more or less than keys and values in {other}, expected them alone in all: the torch engine, by "
+            "which check_overfit, time_trees and benchmark decode, can't remove rejected drafts from another state (linear "
+            "attention, Mamba). Take another target, as Llama, Qwen3, Mixtral or Gemma 3"
+        )
+    window = decoder_cache.read_sliding_window(config)
+    asked = {"time_trees.context": p.time_trees.context}
+    for name in p.benchmark.torch_workloads:
+        lengths = [length for length, _ in p.benchmark.workloads[name].list_loads()]
+        asked[f"benchmark.workloads.{name}.max_new_tokens"] = max(lengths)
+    if window is not None and (long := [f"{key} {length}" for key, length in asked.items() if length >= window]):
+        raise ValueError(
+            f"{subject} has layers that see {window} tokens (sliding_window), expected prompts and answers of the torch engine "
+            f"within them, found {', '.join(long)}; lower that, or take the workload out of benchmark.torch_workloads and "
+            "measure it on SGLang or vLLM (benchmark_served), or take another target"
+        )
 
 
 def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:

@@ -17,11 +17,15 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from stages import prepare_target
@@ -100,6 +104,42 @@ def test_a_class_whose_attention_no_stage_computes_is_refused(tmp_path: Path, mo
     with pytest.raises(ValueError, match=r"target\.model mine is a gemma2, whose attention .* another target"):
         prepare_target.main()
     assert not manifest.TARGET_FOLDER.exists()
+
+
+HYBRID = {
+    "head_dim": 8, "pad_token_id": 0, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+def test_a_target_that_the_torch_engine_cannot_decode_is_refused_before_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a target with linear attention was sampled, its hidden states extracted and a draft initialised before check_overfit
+    refused it, with the advice to measure it on a server; the graph has no way there without the torch engine.
+    """
+    pinned(tmp_path, monkeypatch, Qwen3NextForCausalLM(Qwen3NextConfig(**LLAMA | HYBRID)))
+    with pytest.raises(
+        ValueError,
+        match=r"mine is a qwen3_next, which keeps more or less than keys and values in 6 of its 7 layers \(LinearAttentionLayer\)"
+        r".* rejected drafts .* another target",
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+
+
+def test_a_window_shorter_than_what_is_decoded_is_told_before_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Gemma 3 1B, whose layers see 512 tokens, was refused by time_trees and benchmark, after training."""
+    pinned(tmp_path, monkeypatch, MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=100)))
+    found = r"time_trees\.context 128, benchmark\.workloads\.eval\.max_new_tokens 200"
+    with pytest.raises(ValueError, match=rf"see 100 tokens \(sliding_window\), .*found {found}; lower that, or take"):
+        prepare_target.main()
+    served = {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"]}}
+    edit_params(tmp_path, {"time_trees": {"context": 64}, **served})
+    prepare_target.main()
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 16}

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from stages.target import decoder_cache
+
 KVShape = tuple[int, int, torch.device]  # G, E, and the layer's device
 
 
@@ -120,22 +122,18 @@ def probe_kv_shapes(model: PreTrainedModel) -> list[tuple[KVShape, KVShape]]:
     removed from it.
     """
     decoder = model.get_decoder()
+    if other := decoder_cache.describe_other_state(decoder.config):
+        raise ValueError(
+            f"{type(model).__name__} keeps more or less than keys and values in {other}, the torch engine needs them alone in "
+            "all; take another target"
+        )
     found = DynamicCache(config=decoder.config)
     decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=found, use_cache=True)
     layers = [layer for layer in found.layers if getattr(layer, "keys", None) is not None]
     if len(layers) != len(decoder.layers):
         raise ValueError(
             f"{type(model).__name__} keeps keys and values in {len(layers)} of its {len(decoder.layers)} layers, the torch "
-            "engine needs them in all; measure this target by benchmark_served"
+            "engine needs them in all; take another target"
         )
     kept = [(layer.keys, layer.values) for layer in layers]
     return [tuple((x.shape[1], x.shape[3], x.device) for x in both) for both in kept]  # type: ignore[misc]
-
-
-def read_sliding_window(model: PreTrainedModel) -> int | None:
-    """Return the sliding window of the target's layers, or None where all layers attend to every token."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
-    return getattr(config, "sliding_window", None)

@@ -15,8 +15,9 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
 from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacity
-from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes, read_sliding_window
+from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes
 from stages.params.byte_size import format_bytes
+from stages.target.decoder_cache import read_sliding_window
 
 
 class SlotPool:
@@ -25,7 +26,7 @@ class SlotPool:
     def __init__(self, model: PreTrainedModel, draft: Eagle3Draft | BlockDraft | None):
         self.model, self.draft, self.device = model, draft, model.device
         self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self.sliding_window = read_sliding_window(model)
+        self.sliding_window = read_sliding_window(model.config)
         self.kv_shapes, self.idle = probe_kv_shapes(model), list[CacheSlots]()
         self.reserved_length = 0  # tokens of the longest prompt and answer to come, as far as known
         several_devices = {device for both in self.kv_shapes for _, _, device in both} != {self.device}

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    FalconH1Config,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.engine import slot_pool
@@ -309,5 +317,29 @@ def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM keeps keys and values in 1 of its 4 layers"):
+    with pytest.raises(
+        ValueError, match=r"Qwen3NextForCausalLM keeps more or less than keys and values in 3 of its 4 layers"
+    ):
         Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1, 2])
+
+
+@pytest.mark.parametrize("kind", ["a state beside attention", "an index of keys"])
+def test_a_target_that_keeps_more_beside_keys_and_values_is_refused(kind: str) -> None:
+    """Bug: Falcon-H1, with attention and Mamba in one layer, and DeepSeek-V3.2 passed, since each layer has keys and values, and
+    the first pass failed in transformers ("Cannot get conv state", "no indexer key cache").
+    """
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    if kind == "an index of keys":
+        config = DeepseekV32Config(
+            **sizes, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, index_topk=4,
+            index_head_dim=8, index_n_heads=2, first_k_dense_replace=2, n_routed_experts=2, num_experts_per_tok=1,
+        )  # fmt: skip
+    else:
+        config = FalconH1Config(**sizes, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8)
+    with pytest.raises(
+        ValueError, match=r"keeps more or less than keys and values in 2 of its 2 layers \((Dynamic|Linear)"
+    ):
+        Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1])

@@ -1,0 +1,27 @@
+"""Tell from a config what a decoder's layers keep while it decodes, and how far they see: what the torch engine can't do."""
+
+from collections import Counter
+
+from transformers import DynamicCache, PretrainedConfig
+
+KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # transformers' layers that keep nothing else
+
+
+def describe_other_state(config: PretrainedConfig) -> str | None:
+    """Return which layers keep more or less than keys and values of their own, None where none does.
+
+    Such are linear attention and Mamba, with attention in the same layer or without, an index of keys (DeepSeek-V3.2), and
+    layers that read those of another. Rejected drafts can't be removed from a state that has summed them up.
+    """
+    layers = DynamicCache(config=config).layers
+    other = Counter(type(layer).__name__ for layer in layers if type(layer).__name__ not in KEYS_AND_VALUES)
+    return f"{other.total()} of its {len(layers)} layers ({', '.join(sorted(other))})" if other else None
+
+
+def read_sliding_window(config: PretrainedConfig) -> int | None:
+    """Return the sliding window of the layers, or None where all of them attend to every token."""
+    config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)
