@@ -38,7 +38,7 @@ from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import method_records, metrics, stopping, torch_records
 from stages.results.torch_records import MethodPromptRow
-from stages.target import loading, manifest, vision
+from stages.target import head_check, loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
@@ -114,6 +114,7 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
+    head_check.check_drawn_logits(model, w.temperature)
     draft, layers = None, list[int]()
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)

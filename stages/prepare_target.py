@@ -42,7 +42,7 @@ def main() -> None:
         own_layers = feature_layers.default_eagle3_feature_layers(target.num_layers)
         # Not first after hours of extraction.
         checks.check_feature_layers(p, target.feature_layers, own_layers)
-        if p.init_draft.makes_fresh_draft and p.init_draft.draft_config_path is None:  # its file may give another RoPE
+        if checks.inherits_rope(p):
             rotary.check_rope(target.rope, target.head_dim)
         tokenizer = _load_checked_tokenizer(p, target, folder)
         named_mask_tokens.check_named_mask_tokens(p, tokenizer, target)
@@ -117,24 +117,15 @@ def _pin_target(p: schema.Params) -> TargetManifest:
 
 def _check_torch_engine(p: schema.Params, config: PretrainedConfig) -> None:
     """Raise ValueError for a target that the torch engine can't decode with, or lengths that exceed its window."""
-    subject = f"params.yaml: target.model {p.target.model} is a {config.model_type}, which"
     if other := decoder_cache.describe_other_state(config):
         raise ValueError(
-            f"{subject} keeps more or less than keys and values in {other}, expected them alone in all: the torch engine, by "
-            "which check_overfit, time_trees and benchmark decode, can't remove rejected drafts from another state (linear "
-            "attention, Mamba). Take another target, as Llama, Qwen3, Mixtral or Gemma 3"
+            f"params.yaml: target.model {p.target.model} is a {config.model_type}, which keeps more or less than keys and values "
+            f"in {other}, expected them alone in all: the torch engine, by which check_overfit, time_trees and benchmark decode, "
+            "can't take rejected drafts out of another state (linear attention, Mamba). Take another target, as Llama, Qwen3, "
+            "Mixtral or Gemma 3"
         )
-    window = decoder_cache.read_sliding_window(config)
-    asked = {"time_trees.context": p.time_trees.context}
-    for name in p.benchmark.torch_workloads:
-        lengths = [length for length, _ in p.benchmark.workloads[name].list_loads()]
-        asked[f"benchmark.workloads.{name}.max_new_tokens"] = max(lengths)
-    if window is not None and (long := [f"{key} {length}" for key, length in asked.items() if length >= window]):
-        raise ValueError(
-            f"{subject} has layers that see {window} tokens (sliding_window), expected prompts and answers of the torch engine "
-            f"within them, found {', '.join(long)}; lower that, or take the workload out of benchmark.torch_workloads and "
-            "measure it on SGLang or vLLM (benchmark_served), or take another target"
-        )
+    if (window := decoder_cache.read_sliding_window(config)) is not None:
+        checks.check_sliding_window(p, window)
 
 
 def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
@@ -205,10 +196,16 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
     key = target.lm_head_key or ("the embedding (tied)" if target.tie_word_embeddings else "lm_head.weight")
     try:
         model = head_check.load_first_block(str(weights), p.target.dtype, p.target.trust_remote_code)
-        found = head_check.compare_head(model, embedding, head)
+        has_layers = hasattr(model.get_decoder(), "layers")
+        found = head_check.compare_head(model, embedding, head) if has_layers else None
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         return
+    if found is None:
+        raise ValueError(
+            f"params.yaml: target.model {target.model}: {type(model).__name__}.get_decoder() has no `layers`, expected the "
+            "blocks there, between which hidden states are taken; such a model can't be a target yet"
+        )
     if not found.same_embedding:
         raise ValueError(
             f"{weights}: embed_tokens.weight is another table than the embedding of {type(model).__name__}; later stages would "
@@ -220,7 +217,13 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
         f"of {type(model).__name__}, logits of {head_check.TOKENS} tokens differ from final hidden states times {key} by up to "
         f"{found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in {p.target.dtype}"
     )
+    if found.has_bias:
+        raise ValueError(
+            f"params.yaml: target.model {target.model}: {difference}. Its head adds a bias, expected none: drafts, replay and "
+            "the torch engine compute logits without; such a model can't be a target yet"
+        )
     if found.same_head and found.same_choice:
+        checks.check_drawn_tokens(p, difference)
         print(
             f"note: {difference}. It is the class's own head, so the class scales or caps its logits; drafts are taught without"
         )

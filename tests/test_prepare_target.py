@@ -15,6 +15,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -29,7 +31,8 @@ from transformers import (
 )
 
 from stages import prepare_target
-from stages.target import chat_template, manifest
+from stages.params import schema
+from stages.target import chat_template, head_check, loading, manifest
 from stages.toy import text_targets
 from tests.conftest import EAGLE3, ROOT, edit_params
 from tests.target.multimodal_targets import KINDS, save
@@ -135,7 +138,9 @@ def test_a_window_shorter_than_what_is_decoded_is_told_before_sampling(
     """Bug: Gemma 3 1B, whose layers see 512 tokens, was refused by time_trees and benchmark, after training."""
     pinned(tmp_path, monkeypatch, MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=100)))
     found = r"time_trees\.context 128, benchmark\.workloads\.eval\.max_new_tokens 200"
-    with pytest.raises(ValueError, match=rf"see 100 tokens \(sliding_window\), .*found {found}; lower that, or take"):
+    with pytest.raises(
+        ValueError, match=rf"mine see 100 tokens \(sliding_window\), .*found {found}; lower that, or take"
+    ):
         prepare_target.main()
     served = {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"]}}
     edit_params(tmp_path, {"time_trees": {"context": 64}, **served})
@@ -314,6 +319,60 @@ def test_a_class_that_scales_its_logits_is_told_and_taken(
     assert "note: of GraniteForCausalLM, logits of 8 tokens differ" in capsys.readouterr().out
 
 
+def test_tokens_are_not_drawn_by_logits_without_the_class_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with a Granite target, whose logits are divided by 8, a workload above temperature 0 drew tokens of another
+    distribution than the target's, and replay took chances of drawn chains from it.
+    """
+    folder = pinned(tmp_path, monkeypatch, GraniteForCausalLM(GraniteConfig(**LLAMA, logits_scaling=8.0)))
+    workloads = schema.load_params().model_dump(by_alias=True)["benchmark"]["workloads"]
+    workloads["eval"]["temperature"] = 0.7
+    edit_params(tmp_path, {"benchmark": {"workloads": workloads}})
+    with pytest.raises(ValueError, match=r"workloads\.eval\.temperature above 0, expected 0: .* Set 0 there"):
+        prepare_target.main()
+    model = loading.load_target(str(folder), "float32", "cpu")
+    head_check.check_drawn_logits(model, 0.0)
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM scales or caps its logits, .* temperature 0, found 0\.7"):
+        head_check.check_drawn_logits(model, 0.7)
+    plain = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    head_check.check_drawn_logits(plain, 0.7)
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Phi-3.5-MoE's passed as one that scales its logits, where eight tokens had the same argmax; the torch engine then
+    decoded other answers than transformers, and replay's tau was another than the cell's.
+    """
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    folder = pinned(tmp_path, monkeypatch, model)
+    find = head_check.load_first_block
+
+    def load(*given: Any) -> PreTrainedModel:
+        block = find(*given)
+        block.lm_head.bias = torch.nn.Parameter(torch.full((61,), 0.01))  # moves no argmax
+        block.lm_head.bias.data[3] = -9.0
+        return block
+
+    monkeypatch.setattr(head_check, "load_first_block", load)
+    with pytest.raises(ValueError, match=r"target\.model mine: .* Its head adds a bias, expected none"):
+        prepare_target.main()
+    assert folder.exists() and not manifest.TARGET_FOLDER.exists()
+
+
+def test_a_class_without_layers_where_hidden_states_are_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Llama 4, of which transformers' get_decoder() gives the whole model, ended in a traceback of extract_hiddens."""
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": 0}
+    model = Llama4ForCausalLM(Llama4TextConfig(**LLAMA | sizes, attention_chunk_size=1024))
+    pinned(tmp_path, monkeypatch, model)
+    with pytest.raises(
+        ValueError, match=r"mine: Llama4ForCausalLM\.get_decoder\(\) has no `layers`, expected the blocks"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+
+
 @pytest.mark.parametrize("kind", ["tied", "qwen3", "moe", "sliding", "qwen3-vl", "qwen2.5-vl"])
 def test_the_tables_of_every_kind_of_target_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
@@ -324,7 +383,7 @@ def test_the_tables_of_every_kind_of_target_agree(
         save(kind, tmp_path / "mine")
     else:
         experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-        window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3, "head_dim": 8}
+        window = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 3, "head_dim": 8}
         model = {
             "tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
             "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=8)),

@@ -17,7 +17,7 @@ from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic, distributed
-from stages.target import chat_template, loading, manifest, vision
+from stages.target import chat_template, head_check, loading, manifest, vision
 from stages.target.vision import ImagePatches
 from stages.trees.block_expansion import check_block_tree
 
@@ -85,6 +85,7 @@ def _build_engine(
     model = loading.load_target(folder, params.target.dtype, load_device, params.target.trust_remote_code)
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
+    head_check.check_drawn_logits(model, workload.temperature)
     loaded = load_draft(params, checkpoint_name, ranks.device, model.dtype, target.num_layers)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
     return Engine(model, end_tokens, loaded.feature_layers, loaded.draft, settings.tree_scoring)

@@ -276,6 +276,49 @@ def check_segment_layers(params: Params, stored: list[int]) -> None:
             )
 
 
+def inherits_rope(params: Params) -> bool:
+    """Return whether a new draft is made with its target's RoPE: the file of draft_config_path may give it another."""
+    return params.init_draft.makes_fresh_draft and params.init_draft.draft_config_path is None
+
+
+def check_sliding_window(params: Params, window: int) -> None:
+    """Raise ValueError where the torch engine is to decode more tokens than layers of the target see."""
+    asked = {"time_trees.context": params.time_trees.context}
+    for name in params.benchmark.torch_workloads:
+        lengths = [length for length, _ in params.benchmark.workloads[name].list_loads()]
+        asked[f"benchmark.workloads.{name}.max_new_tokens"] = max(lengths)
+    if long := [f"{key} {length}" for key, length in asked.items() if length >= window]:
+        raise ValueError(
+            f"{PARAMS_FILE}: layers of target.model {params.target.model} see {window} tokens (sliding_window), expected prompts "
+            f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or take the workload out of "
+            "benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served), or take another target"
+        )
+
+
+def check_drawn_tokens(params: Params, difference: str) -> None:
+    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's scale or cap.
+
+    `difference` says how far the target's own logits are from those.
+    """
+    b, segments = (
+        params.benchmark,
+        [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints],
+    )
+    drawn = [
+        f"benchmark.workloads.{name}.temperature" for name in b.torch_workloads if b.workloads[name].temperature > 0
+    ]
+    if params.sample_target.eval_temperature > 0 and any(isinstance(segment, BlockSegment) for segment in segments):
+        drawn.append(
+            "sample_target.temperature"
+        )  # of the answers on which chains of block drafts are replayed as drawn
+    if drawn:
+        raise ValueError(
+            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class scales or caps its logits, and the "
+            "torch engine and replay would draw by logits without, another distribution. Set 0 there, or take the workload out "
+            "of benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served)"
+        )
+
+
 TARGET_CHECKS = (
     check_target_place,
     check_device,

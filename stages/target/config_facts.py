@@ -82,8 +82,15 @@ def is_mrope_interleaved(config: PretrainedConfig) -> bool:
 
 
 def _read_first(config: Any, *names: str) -> Any:
-    """Return the first of these keys that is present and not null."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    """Return the first of these keys that is present and not null; of a key that differs by layer (Gemma 4) the first layer's."""
+    return next((value for name in names if (value := _read_key(config, name)) is not None), None)
+
+
+def _read_key(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError, which its 5.17 does not have
+        return getattr(config.per_layer_config[0], name, None)
 
 
 def _read_required(config: Any, *names: str) -> Any:

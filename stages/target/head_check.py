@@ -29,6 +29,7 @@ class HeadDifference(NamedTuple):
     same_choice: bool  # equal argmax for all tokens
     same_head: bool  # the table is the class's own head, though its logits may be scaled or capped
     same_embedding: bool
+    has_bias: bool  # of the class's own head
 
     @property
     def agrees(self) -> bool:
@@ -70,21 +71,16 @@ def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
 @torch.inference_mode()
 def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> HeadDifference:
     """Compare on TOKENS tokens; embedding and head are the tables [V, H] float32 that later stages read."""
-    rows = min(len(embedding), model.get_input_embeddings().weight.shape[0])
-    ids = torch.arange(TOKENS) * (rows // TOKENS) + rows // (2 * TOKENS)
-    ids[ids == getattr(model.config, "image_token_id", None)] = 0
-    caught: list[Tensor] = []
-    decoder = model.get_decoder()
-    with decoder.register_forward_hook(lambda _module, _args, out: caught.append(out.last_hidden_state)):
-        own = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [8, V]
-    ours = caught[0][0].float() @ head.T
+    hidden, own = _run_tokens(model, min(len(embedding), model.get_input_embeddings().weight.shape[0]))
+    ours = hidden.float() @ head.T
     known = model.get_output_embeddings(), model.get_input_embeddings()
     same_head, same_embedding = (
         module is not None and torch.equal(module.weight, mine.to(model.dtype))
         for module, mine in zip(known, (head, embedding), strict=True)
     )
+    has_bias = getattr(known[0], "bias", None) is not None
     if ours.shape != own.shape:
-        return HeadDifference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding)
+        return HeadDifference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding, has_bias)
     largest = float(own.abs().max())
     return HeadDifference(
         float((ours - own).abs().max()),
@@ -93,4 +89,32 @@ def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> Hea
         bool((ours.argmax(-1) == own.argmax(-1)).all()),
         same_head,
         same_embedding,
+        has_bias,
     )
+
+
+@torch.inference_mode()
+def check_drawn_logits(model: PreTrainedModel, temperature: float) -> None:
+    """Raise ValueError where tokens are to be drawn, and the class's logits are not final hidden states times its head."""
+    if temperature == 0:  # a scale or cap moves no argmax
+        return
+    head = model.get_output_embeddings().weight  # [V, H]
+    hidden, own = _run_tokens(model, len(head))
+    ours = (hidden.to(head.device) @ head.T).float().to(own.device)
+    if (ours - own).abs().max() > TOLERANCE[model.dtype] * own.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} scales or caps its logits, and the torch engine would draw by logits without, another "
+            f"distribution; expected a workload at temperature 0, found {temperature:g}: set 0 there, or take it out of "
+            "benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served)"
+        )
+
+
+def _run_tokens(model: PreTrainedModel, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the last hidden [TOKENS, H] and the class's own logits [TOKENS, V] in float32 of ids spread over `rows`."""
+    ids = torch.arange(TOKENS) * (rows // TOKENS) + rows // (2 * TOKENS)
+    ids[ids == getattr(model.config, "image_token_id", None)] = 0
+    caught: list[Tensor] = []
+    decoder = model.get_decoder()
+    with decoder.register_forward_hook(lambda _module, _args, out: caught.append(out.last_hidden_state)):
+        own = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()  # [8, V]
+    return caught[0][0], own

@@ -267,6 +267,18 @@ def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
         config_facts.read_config_facts(transformers.GPT2Config())
 
 
+def test_a_key_that_differs_by_layer_is_read_of_the_first() -> None:
+    """Bug: Gemma 4, whose layers of full attention have wider heads, ended in a traceback of transformers."""
+    config = transformers.Gemma4TextConfig(
+        **TEXT,
+        head_dim=8,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+    )
+    facts = config_facts.read_config_facts(config)
+    assert (facts["head_dim"], facts["num_key_value_heads"], facts["num_layers"]) == (8, 2, LAYERS)
+
+
 @pytest.mark.parametrize("num_layers", range(3, 13))
 def test_every_target_of_three_layers_has_three_feature_layers(num_layers: int) -> None:
     """Bug: a target of 4 layers was refused until its layers were named by hand."""
