@@ -134,6 +134,8 @@ def _attend_documents(
 ) -> tuple[Tensor, None]:
     """Return causal attention [1, N, heads, D] inside each document; transformers calls it as an attention interface."""
     unknown = sorted(name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None)
+    if attention_mask is not None:  # transformers makes none for our attention, so the class has one of its own
+        unknown.append("a mask of the class's own")
     if cu_seq_lens_q is None or max_length_q is None or unknown:
         raise NotImplementedError(f"attention with {unknown or 'no document borders'}")
     if (

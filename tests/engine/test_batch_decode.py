@@ -308,12 +308,16 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
 
 
 def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head by head, each with the keys of its group; what it doesn't know goes transformers' own way."""
+    """Head by head, each with the keys of its group; what it doesn't know goes transformers' own way.
+
+    Bug: its memory was in another order than transformers' own, and a class that views it (AFMoE) failed with several prompts.
+    """
     draws = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, heads, rows, 8, generator=draws) for heads, rows in ((6, 5), (2, 11), (2, 11)))
     mask = torch.rand(3, 1, 5, 11, generator=draws) < 0.6
     mask[..., 0] = True
     out, _ = grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
+    assert out.is_contiguous()
     for head in range(6):
         scores = (q[:, head] @ k[:, head // 3].mT * 0.3).masked_fill(~mask[:, 0], -torch.inf)
         torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ v[:, head // 3])

@@ -169,6 +169,18 @@ def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path)
     assert packed_forward.supports_packing(model)
 
 
+def test_a_class_with_a_mask_of_its_own_is_padded() -> None:
+    """Bug: Doge keeps the 2,048 keys of the largest weights, by a mask that packed documents left out. Documents of the 24 tokens
+    that are compared are shorter than that, so longer ones were packed and had wrong hidden states.
+    """
+    torch.manual_seed(0)
+    config = transformers.DogeConfig(**TEXT, keep_window_size=16)
+    model = transformers.DogeForCausalLM(config).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not packed_forward.supports_packing(model)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block compiled anew for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
