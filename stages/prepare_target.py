@@ -23,7 +23,16 @@ from transformers.utils import logging
 from stages.draft import named_mask_tokens, rotary
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
-from stages.target import chat_template, config_facts, decoder_cache, feature_layers, head_check, loading, manifest
+from stages.target import (
+    chat_template,
+    config_facts,
+    decoder_cache,
+    feature_layers,
+    head_check,
+    loading,
+    manifest,
+    tree_check,
+)
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -198,6 +207,7 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
         model = head_check.load_first_block(str(weights), p.target.dtype, p.target.trust_remote_code)
         has_layers = hasattr(model.get_decoder(), "layers")
         found = head_check.compare_head(model, embedding, head) if has_layers else None
+        in_trees = tree_check.differs_in_trees(model) if has_layers else None
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         return
@@ -205,6 +215,12 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
         raise ValueError(
             f"params.yaml: target.model {target.model}: {type(model).__name__}.get_decoder() has no `layers`, expected the "
             "blocks there, between which hidden states are taken; such a model can't be a target yet"
+        )
+    if in_trees:
+        raise ValueError(
+            f"params.yaml: target.model {target.model}: of {type(model).__name__}, {in_trees}; the torch engine, by which "
+            "check_overfit, time_trees and benchmark decode, can't verify trees with it. Take another target, as Llama, Qwen3, "
+            "Mixtral or Gemma 3"
         )
     if not found.same_embedding:
         raise ValueError(

@@ -34,14 +34,14 @@ def _attend_by_key_group(
     query: Tensor,  # [B, heads, M, E]
     key: Tensor,  # [B, G, T, E]
     value: Tensor,
-    attention_mask: Tensor | None,  # [B, 1, M, T] bool
+    attention_mask: Tensor | None,  # [B, 1, M, T] bool; of a class with a mask of its own [B, heads, M, T]
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return [B, M, heads, E]. The heads of a group become additional queries of one head."""
     groups, width = key.shape[1], query.shape[2]
     unknown = any(others.get(name) is not None for name in ("softcap", "s_aux", "position_bias", "sliding_window"))
-    if attention_mask is None or query.shape[1] == groups or unknown:
+    if attention_mask is None or attention_mask.shape[1] != 1 or query.shape[1] == groups or unknown:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     rows = query.unflatten(1, (groups, -1)).flatten(2, 3)  # [B, G, heads / G * M, E]
     mask = attention_mask.repeat(1, 1, rows.shape[2] // width, 1)

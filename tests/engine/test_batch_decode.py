@@ -324,7 +324,8 @@ def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPa
     given: list[dict[str, Any]] = []  # transformers 5.17 and 5.23 treat softcap differently
     monkeypatch.setattr(grouped_attention, "sdpa_attention_forward", lambda *_, **others: given.append(others))
     grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
-    assert given == [{"scaling": 0.3, "softcap": 30.0}]
+    grouped_attention._attend_by_key_group(None, q, k, v, mask.repeat(1, 6, 1, 1), scaling=0.3)  # a mask for each head
+    assert given == [{"scaling": 0.3, "softcap": 30.0}, {"scaling": 0.3}]
 
 
 def test_passes_leave_the_attention_as_it_was(engine: Engine) -> None:

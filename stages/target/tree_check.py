@@ -1,0 +1,43 @@
+"""Check that a target's class computes a tree of tokens as the torch engine asks for it: by a mask and positions.
+
+Letters: N siblings, H hidden.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+PREFIX, SIBLINGS = 8, 5  # tokens of the chain, and of the tree's nodes behind it
+
+
+@torch.inference_mode()
+def differs_in_trees(model: PreTrainedModel) -> str | None:
+    """Return how the decoder's hidden states of siblings behind a prefix differ from those of each alone; None where they agree.
+
+    The engine gives all nodes of a tree in one pass, each with a mask of its ancestors and its depth as position. A class that
+    mixes tokens without regard to the mask, or takes none, can't verify trees.
+    """
+    decoder, size = model.get_decoder(), PREFIX + SIBLINGS
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(size) * 7919 + 11) % rows
+    ids[ids == getattr(model.config, "image_token_id", None)] = 0
+    ids = ids.to(model.device)
+    mask = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()
+    mask[PREFIX:, PREFIX:] = torch.eye(SIBLINGS, dtype=torch.bool, device=ids.device)
+    positions = torch.arange(size, device=ids.device).clamp(max=PREFIX)
+    try:
+        out = decoder(
+            input_ids=ids[None], position_ids=positions[None], attention_mask=mask[None, None], use_cache=False
+        )
+    except Exception as error:  # any class may raise anything
+        return f"its decoder takes no mask of a tree ({type(error).__name__}: {str(error)[:200]})"
+    together: Tensor = out.last_hidden_state[0, PREFIX:].float()  # [N, H]
+    chains = [torch.cat([ids[:PREFIX], ids[n : n + 1]])[None] for n in range(PREFIX, size)]
+    alone = torch.stack(
+        [decoder(input_ids=chain, use_cache=False).last_hidden_state[0, -1].float() for chain in chains]
+    )
+    difference = float(((together - alone).norm(dim=-1) / alone.norm(dim=-1)).median())
+    # Half precision rounds differently in every kernel, and a router may flip for a token.
+    if difference < (1e-3 if model.dtype == torch.float32 else 0.1):
+        return None
+    return f"tokens of a tree have other hidden states than each alone (by {difference:.1%}), whatever the mask"
