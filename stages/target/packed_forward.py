@@ -136,6 +136,8 @@ def _attend_documents(
     unknown = sorted(name for name in ("s_aux", "softcap", "position_bias") if others.get(name) is not None)
     if attention_mask is not None:  # transformers makes none for our attention, so the class has one of its own
         unknown.append("a mask of the class's own")
+    if sliding_window is None and _is_windowed(module):
+        unknown.append("a window that the class gives to its mask alone")
     if cu_seq_lens_q is None or max_length_q is None or unknown:
         raise NotImplementedError(f"attention with {unknown or 'no document borders'}")
     if (
@@ -159,6 +161,15 @@ def _attend_documents(
         )[0]
         return out[None], None
     return _attend_per_document(query, key, value, scaling, sliding_window, cu_seq_lens_q)[None], None
+
+
+def _is_windowed(module: Any) -> bool:
+    """Return whether the config says that this attention sees a window, or a chunk, of the tokens before it."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return kinds[module.layer_idx] in ("sliding_attention", "chunked_attention")
+    return getattr(config, "sliding_window", None) is not None
 
 
 @torch.compiler.disable  # it would recompile for every number of documents

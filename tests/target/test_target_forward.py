@@ -169,6 +169,24 @@ def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path)
     assert packed_forward.supports_packing(model)
 
 
+def test_a_class_that_gives_its_window_to_the_mask_alone_is_padded() -> None:
+    """Bug: Phi-3.5-MoE's attention is not told of the window, and packed documents have no mask: those longer than the window
+    had the hidden states of a target without one, since the documents that are compared are shorter.
+    """
+    torch.manual_seed(0)
+    config = transformers.PhimoeConfig(**TEXT, sliding_window=64, num_local_experts=4, num_experts_per_tok=2)
+    model = transformers.PhimoeForCausalLM(config).eval()
+    model.config._attn_implementation = "sdpa"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not packed_forward.supports_packing(model)
+    ids = torch.arange(100) % V
+    lengths = [90, 10]
+    found = packed_forward.forward_documents(model, ids, lengths, packed_forward.supports_packing(model))
+    alone = [compute_hidden_states(model, part[None], [2])[1][0] for part in ids.split(lengths)]
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
 def test_a_class_with_a_mask_of_its_own_is_padded() -> None:
     """Bug: Doge keeps the 2,048 keys of the largest weights, by a mask that packed documents left out. Documents of the 24 tokens
     that are compared are shorter than that, so longer ones were packed and had wrong hidden states.
