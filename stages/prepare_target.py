@@ -159,6 +159,12 @@ def describe_target(
     Raises ValueError where they are not increasing, or the target has fewer layers than these need.
     """
     shapes = config_facts.read_config_facts(config)
+    if layers is None and shapes["num_layers"] < feature_layers.NUM_EAGLE3_FEATURES:
+        raise ValueError(
+            f"params.yaml: target.model {model} has {shapes['num_layers']} layers, expected "
+            f"{feature_layers.NUM_EAGLE3_FEATURES} or more, since EAGLE-3 reads as many residual streams (target.feature_layers: "
+            "null); take a target with more layers"
+        )
     layers = layers or feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
     checks.check_target_layers(model, layers, shapes["num_layers"])
     return TargetManifest(
