@@ -6,18 +6,17 @@ or a missing image drop the row with a one-word reason.
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from stages.data import images, json_lines, nesting
+from stages.data import json_lines, nesting, row_images
 from stages.data.conversations import IMAGE_PLACEHOLDER
+from stages.data.dropped_row import DroppedRowError
+from stages.data.json_values import describe_value, is_text
+from stages.data.row_images import GivenImage, SaveImage
 
 Message = dict[str, str]
 ParsedTurn = tuple[Message, str | None, str | None]  # message, its tool calls as JSON, its reasoning
-GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has
-SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 TURN_LIST_KEYS = {  # the first of them that a row has
     "sharegpt": ("conversations", "conversation"),
@@ -45,21 +44,6 @@ ORDER_OF_TURNS = (
 )
 TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
-# What images must be, for messages.
-IMAGE_FORM = "a path, bytes or a data: URL"
-IMAGE_FILE = "a file; a relative path starts at the data file's folder"
-IMAGE_OF_HUB = "bytes: rows of a dataset of the Hub have no folder that a relative path could start at"
-IMAGE_NOT_URL = "a file or bytes: what is at a URL may change or vanish; download it, and write the path of the file"
-IMAGE_BASE64 = "a whole data: URL, as data:image/png;base64,...; write it anew"
-IMAGE_BYTES = "PNG, JPEG, WebP or GIF, by the first bytes; convert it"
-IMAGE_SIZE = "a smaller one: it takes up to 16 bytes of memory a pixel to decode; scale it down"
-MARK_OF_IMAGE = (
-    f"a mark {IMAGE_PLACEHOLDER} for each image; write it where the image belongs, or give images as parts of a content"
-)
-JSON_TYPES: dict[type, str] = {
-    str: "a text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number",
-}  # fmt: skip
-SHOWN_PATH = 120  # characters of an image's path or URL in a message
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
@@ -67,15 +51,6 @@ TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
 COMPLETIONS = ("", "a", "ua", "ta")
 # What `trim` cuts off, around what is left: answers before the first question, questions after the last answer.
 DANGLING_TURNS = re.compile(r"s?(?P<opening_answer>a*)(u.*[ac])(?P<closing_question>u*)")
-
-
-class DroppedRowError(Exception):
-    """A row that can't be used. The message is the reason, one word that the report counts."""
-
-    def __init__(self, reason: str, found: str | None = None, expected: str = "") -> None:
-        super().__init__(reason)
-        self.found = found  # the offending text, where it is a single one; with `expected`, a description of it
-        self.expected = expected  # and what to do; "" where the reason says it
 
 
 @dataclass
@@ -113,7 +88,7 @@ def explain_unknown_format(row: dict[str, Any]) -> tuple[str | None, str]:
     lacking = {side: keys for side, keys in sides.items() if _find_first_key(row, keys) is None}
     for side, keys in lacking.items() if len(lacking) == 1 else ():
         if given := next((key for key in keys if key in row), None):
-            return f"{_describe_value(row[given])} under {given}", TEXT_OF_ROW[side]
+            return f"{describe_value(row[given])} under {given}", TEXT_OF_ROW[side]
     return None, ""
 
 
@@ -160,8 +135,6 @@ def parse_conversation(
         raise DroppedRowError("marked_error", str(row["error"]))
     turns = _find_turns(row, chat_format) if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
     assert turns is not None, chat_format
-    given = row.get("images") if row.get("images") is not None else row.get("image")
-    row_images = [] if given is None else given if isinstance(given, list) else [given]
     part_images: list[Any] = []
     of = " of prompt and answer (fix_data.columns names their keys)" if chat_format == "prompt_answer" else ""
     parsed: list[ParsedTurn] = [
@@ -170,7 +143,7 @@ def parse_conversation(
     ]
     own_turns = [*parsed]  # numbered in messages as in the row
     _insert_system_message(row, parsed)
-    given_images = [*enumerate(row_images + part_images, 1)]  # numbered in messages as in the row
+    given_images = [*enumerate(row_images.list_images(row) + part_images, 1)]  # numbered in messages as in the row
     num_images = len(given_images)
     trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
     try:
@@ -188,14 +161,8 @@ def parse_conversation(
     if any(reasoning for _, _, reasoning in parsed):
         conversation.reasoning = [reasoning for _, _, reasoning in parsed]
     if given_images:
-        conversation.images = [
-            _save_image(image, f"image {number} of {num_images}", folder, save_image) for number, image in given_images
-        ]
-        marks = sum(message["content"].count(IMAGE_PLACEHOLDER) for message in messages)
-        if marks != len(given_images):
-            counted = _name_image(f"{len(given_images)} image(s), the first", given_images[0][1])
-            found = f"{counted} and {marks} mark(s) {IMAGE_PLACEHOLDER} in the turns"
-            raise DroppedRowError("image_count", found, MARK_OF_IMAGE)
+        conversation.images = row_images.save_images(given_images, num_images, folder, save_image)
+        row_images.check_image_count(given_images, (message["content"] for message in messages))
     return conversation
 
 
@@ -288,7 +255,7 @@ def _parse_turn(turn: Any, name: str, part_images: list[Any]) -> ParsedTurn:
     """Return the message with its calls and reasoning; append images among its parts to `part_images`."""
     if not isinstance(turn, dict):
         raise DroppedRowError(
-            "not_text", f"{name} is {_describe_value(turn)}", f"an object with role and content; {NO_TURN_MAP}"
+            "not_text", f"{name} is {describe_value(turn)}", f"an object with role and content; {NO_TURN_MAP}"
         )
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")
     text = turn.get("value") if turn.get("value") is not None else turn.get("content")
@@ -307,7 +274,7 @@ def _parse_turn(turn: Any, name: str, part_images: list[Any]) -> ParsedTurn:
     known = ROLE_NAMES.get(role) if isinstance(role, str) else None
     if known is None:
         lack = _describe_lack(name, turn, ("role", "from"))
-        found = lack if role is None else f"the role of {name} is {_describe_value(role)}"
+        found = lack if role is None else f"the role of {name} is {describe_value(role)}"
         raise DroppedRowError("unknown_role", found, ROLE_OF_TURN)
     if calls is not None and known != "assistant":
         raise DroppedRowError(
@@ -331,7 +298,7 @@ def _describe_text(name: str, found: Any) -> tuple[str, str]:
             f"{name} has half of a character of two surrogates, as of an emoji cut in two",
             "whole characters; export it anew",
         )
-    return f"{name} is {_describe_value(found)}", "a text"
+    return f"{name} is {describe_value(found)}", "a text"
 
 
 def _describe_lack(name: str, turn: dict[str, Any], wanted: tuple[str, ...]) -> str:
@@ -341,12 +308,6 @@ def _describe_lack(name: str, turn: dict[str, Any], wanted: tuple[str, ...]) -> 
     return (
         f"{name} has {' and '.join([*nulls, f'the keys {json_lines.abbreviate_row(given)}' if given else 'no keys'])}"
     )
-
-
-def _describe_value(value: Any) -> str:
-    """Return the JSON type of a value, and its beginning, both without characters that can't be printed."""
-    kind = JSON_TYPES.get(type(value), f"of the type {type(value).__name__}")
-    return "null" if value is None else f"{kind}, {json_lines.abbreviate_row(value)}"
 
 
 def _parse_content_part(part: dict[str, Any], part_images: list[Any], name: str) -> str:
@@ -380,7 +341,7 @@ def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
     history = row.get("history") or []
     if isinstance(history, str):
         raise DroppedRowError(
-            "not_text", f"history is {_describe_value(history)}", "a list of pairs, [question, answer], or JSON of one"
+            "not_text", f"history is {describe_value(history)}", "a list of pairs, [question, answer], or JSON of one"
         )
     for pair in history:
         if isinstance(pair, dict):  # already a turn
@@ -388,7 +349,7 @@ def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
             continue
         if not isinstance(pair, list) or len(pair) != 2:
             raise DroppedRowError(
-                "not_text", f"an entry of history is {_describe_value(pair)}", "pairs, [question, answer]"
+                "not_text", f"an entry of history is {describe_value(pair)}", "pairs, [question, answer]"
             )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -396,81 +357,6 @@ def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
 
 def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return next((row[key] for key in keys if isinstance(row.get(key), str | list)), None)
-
-
-def _save_image(image: Any, place: str, folder: str | None, save_image: SaveImage) -> str:
-    """Save an image by its content and return the path. `place` says which image of the row it is, for messages.
-
-    Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
-    """
-    data, extension, name = _read_image_bytes(image, place), None, _name_image(place, image)
-    if data is None:
-        file = _resolve_image_path(image, place, folder)
-        extension, name = file.suffix.lower(), _name_image(place, str(file))
-        data = _read_image_file(file, name)
-    if images.is_too_large(data):
-        raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
-    path = save_image(data, extension)
-    if path is None:
-        begin = f" that begin with {data[:8].hex(' ')}" if data else ""
-        raise DroppedRowError("image_bytes", f"{name} has {len(data):,} bytes{begin}", IMAGE_BYTES)
-    return path
-
-
-def _read_image_file(file: Path, name: str) -> bytes:
-    try:
-        if file.is_file():
-            return file.read_bytes()
-        why = "is no file here"
-    except OSError as error:  # no permission, a disk error, or too long a name
-        why = f"can't be read ({error.strerror})"
-    raise DroppedRowError("image_missing", f"{name} {why}", IMAGE_FILE)
-
-
-def _read_image_bytes(image: Any, place: str) -> bytes | None:
-    """Return the bytes of an image given as bytes, as the Hub's {bytes, path} or as a `data:` URL; else None."""
-    if isinstance(image, dict):
-        image = image.get("bytes")
-    if isinstance(image, str) and image[:5].lower() == "data:":
-        data = images.decode_data_url(image)
-        if data is None:
-            raise DroppedRowError("image_bytes", f"{_name_image(place, image)} is no valid base64", IMAGE_BASE64)
-        return data
-    return bytes(image) if isinstance(image, bytes | bytearray) else None
-
-
-def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
-    """Return the path of a file, from the project's root. Raise DroppedRowError for a URL: its content may change or vanish."""
-    path = image.get("path") if isinstance(image, dict) else image
-    if not isinstance(path, str):
-        raise DroppedRowError("image_missing", f"{place} is {_describe_value(image)}", IMAGE_FORM)
-    name = _name_image(place, path)
-    if not is_text(path) or "\0" in path:
-        raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):
-        raise DroppedRowError("image_url", f"{name} is a URL", IMAGE_NOT_URL)
-    file = Path(path.removeprefix("file://"))
-    if folder is None and not file.is_absolute():
-        raise DroppedRowError("image_missing", f"{name} is a relative path", IMAGE_OF_HUB)
-    return Path(folder or "") / file
-
-
-def _name_image(place: str, image: Any) -> str:
-    """Return `place` with the path or URL of the image, where it has one; the middle of a long one is left out."""
-    given = image.get("path") if isinstance(image, dict) else image
-    if not isinstance(given, str):
-        return place
-    half = SHOWN_PATH // 2
-    shown = given if len(given) <= SHOWN_PATH else f"{given[:half]}…{given[-half:]}"
-    return f"{place}, {shown!r},"
-
-
-def is_text(value: Any) -> bool:
-    """Return whether `value` is a string that UTF-8 can encode: exports that cut inside an emoji leave half a surrogate pair."""
-    try:
-        return isinstance(value, str) and (value.isascii() or value.encode() is not None)
-    except UnicodeEncodeError:
-        return False
 
 
 def _dump_json(value: Any, name: str) -> str:
@@ -489,7 +375,7 @@ def _dump_json(value: Any, name: str) -> str:
             text = None
     if not is_text(text):
         raise DroppedRowError(
-            "not_text", f"{name} is {_describe_value(value)}", "values of JSON, without NaN, bytes and dates"
+            "not_text", f"{name} is {describe_value(value)}", "values of JSON, without NaN, bytes and dates"
         )
     return str(text)
 

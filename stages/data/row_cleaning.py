@@ -20,7 +20,9 @@ import polars as pl
 
 from stages.data import chat_formats, conversations, images, json_answers, json_lines, near_duplicates, readers, toon
 from stages.data.answer_verdict import JudgedAnswer
-from stages.data.chat_formats import Conversation, DroppedRowError, Message
+from stages.data.chat_formats import Conversation, Message
+from stages.data.dropped_row import DroppedRowError
+from stages.data.json_values import is_text
 from stages.data.raw_origin import describe_origin
 from stages.data.table_schema import load_table_file
 from stages.params.data_sections import FixData
@@ -260,7 +262,7 @@ def _name_row(row: dict[str, Any], source_row: int) -> str:
     """Return the row's own id or prompt_id as text, or `line-N`."""
     given = "" if row.get("id") is None else str(row["id"])
     given = given or str(row.get("prompt_id") or "")
-    return given if given and chat_formats.is_text(given) else f"line-{source_row}"
+    return given if given and is_text(given) else f"line-{source_row}"
 
 
 def _build_table(kept: list[KeptRow], source: str) -> pl.DataFrame:

@@ -1,0 +1,120 @@
+"""Read the images that a row of a chat export names or holds, and have them saved: by path, as bytes or as a `data:` URL.
+
+A missing or unknown image, and one without a mark in the text, drop the row with a one-word reason; see docs/data.md.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from stages.data import images
+from stages.data.conversations import IMAGE_PLACEHOLDER
+from stages.data.dropped_row import DroppedRowError
+from stages.data.json_values import describe_value, is_text
+
+GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has
+SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
+
+# What images must be, for messages.
+IMAGE_FORM = "a path, bytes or a data: URL"
+IMAGE_FILE = "a file; a relative path starts at the data file's folder"
+IMAGE_OF_HUB = "bytes: rows of a dataset of the Hub have no folder that a relative path could start at"
+IMAGE_NOT_URL = "a file or bytes: what is at a URL may change or vanish; download it, and write the path of the file"
+IMAGE_BASE64 = "a whole data: URL, as data:image/png;base64,...; write it anew"
+IMAGE_BYTES = "PNG, JPEG, WebP or GIF, by the first bytes; convert it"
+IMAGE_SIZE = "a smaller one: it takes up to 16 bytes of memory a pixel to decode; scale it down"
+MARK_OF_IMAGE = (
+    f"a mark {IMAGE_PLACEHOLDER} for each image; write it where the image belongs, or give images as parts of a content"
+)
+SHOWN_PATH = 120  # characters of an image's path or URL in a message
+
+
+def list_images(row: dict[str, Any]) -> list[Any]:
+    """Return what a row has under its own key `images` or `image`; images among the parts of a content are not there."""
+    given = row.get("images") if row.get("images") is not None else row.get("image")
+    return [] if given is None else given if isinstance(given, list) else [given]
+
+
+def save_images(given: list[GivenImage], num_images: int, folder: str | None, save_image: SaveImage) -> list[str]:
+    """Save the images by their content and return the paths. `num_images` is how many the row has, for messages.
+
+    `folder` is where relative paths start; None: there are no files.
+    """
+    return [_save_image(image, f"image {number} of {num_images}", folder, save_image) for number, image in given]
+
+
+def check_image_count(given: list[GivenImage], texts: Iterable[str]) -> None:
+    """Raise DroppedRowError unless the texts have a mark for each of the images, of which there is at least one."""
+    marks = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
+    if marks != len(given):
+        counted = _name_image(f"{len(given)} image(s), the first", given[0][1])
+        found = f"{counted} and {marks} mark(s) {IMAGE_PLACEHOLDER} in the turns"
+        raise DroppedRowError("image_count", found, MARK_OF_IMAGE)
+
+
+def _save_image(image: Any, place: str, folder: str | None, save_image: SaveImage) -> str:
+    """Save an image by its content and return the path. `place` says which image of the row it is, for messages.
+
+    Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
+    """
+    data, extension, name = _read_image_bytes(image, place), None, _name_image(place, image)
+    if data is None:
+        file = _resolve_image_path(image, place, folder)
+        extension, name = file.suffix.lower(), _name_image(place, str(file))
+        data = _read_image_file(file, name)
+    if images.is_too_large(data):
+        raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
+    path = save_image(data, extension)
+    if path is None:
+        begin = f" that begin with {data[:8].hex(' ')}" if data else ""
+        raise DroppedRowError("image_bytes", f"{name} has {len(data):,} bytes{begin}", IMAGE_BYTES)
+    return path
+
+
+def _read_image_file(file: Path, name: str) -> bytes:
+    try:
+        if file.is_file():
+            return file.read_bytes()
+        why = "is no file here"
+    except OSError as error:  # no permission, a disk error, or too long a name
+        why = f"can't be read ({error.strerror})"
+    raise DroppedRowError("image_missing", f"{name} {why}", IMAGE_FILE)
+
+
+def _read_image_bytes(image: Any, place: str) -> bytes | None:
+    """Return the bytes of an image given as bytes, as the Hub's {bytes, path} or as a `data:` URL; else None."""
+    if isinstance(image, dict):
+        image = image.get("bytes")
+    if isinstance(image, str) and image[:5].lower() == "data:":
+        data = images.decode_data_url(image)
+        if data is None:
+            raise DroppedRowError("image_bytes", f"{_name_image(place, image)} is no valid base64", IMAGE_BASE64)
+        return data
+    return bytes(image) if isinstance(image, bytes | bytearray) else None
+
+
+def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
+    """Return the path of a file, from the project's root. Raise DroppedRowError for a URL: its content may change or vanish."""
+    path = image.get("path") if isinstance(image, dict) else image
+    if not isinstance(path, str):
+        raise DroppedRowError("image_missing", f"{place} is {describe_value(image)}", IMAGE_FORM)
+    name = _name_image(place, path)
+    if not is_text(path) or "\0" in path:
+        raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):
+        raise DroppedRowError("image_url", f"{name} is a URL", IMAGE_NOT_URL)
+    file = Path(path.removeprefix("file://"))
+    if folder is None and not file.is_absolute():
+        raise DroppedRowError("image_missing", f"{name} is a relative path", IMAGE_OF_HUB)
+    return Path(folder or "") / file
+
+
+def _name_image(place: str, image: Any) -> str:
+    """Return `place` with the path or URL of the image, where it has one; the middle of a long one is left out."""
+    given = image.get("path") if isinstance(image, dict) else image
+    if not isinstance(given, str):
+        return place
+    half = SHOWN_PATH // 2
+    shown = given if len(given) <= SHOWN_PATH else f"{given[:half]}…{given[-half:]}"
+    return f"{place}, {shown!r},"

@@ -1,0 +1,110 @@
+"""Images of a row: by path, as bytes and as data: URLs, and a row for each reason to drop one by its images."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.data import chat_formats
+from stages.data.dropped_row import DroppedRowError
+from tests.data.test_chat_formats import PLAIN, SAY, read, save_file_only
+from tests.data.test_images import png_of
+
+
+def parts(url: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}, PLAIN[1]]}
+
+
+def test_images_by_path(tmp_path: Path) -> None:
+    """Bug: rows held the user's path, so replacing an image on disk changed no row, and only fix_data reran."""
+    path = (tmp_path / "sky.png").as_posix()
+    Path(path).write_bytes(b"a sky")
+    kept = ["b'a sky'.png"]
+    human = {"from": "human", "value": "<image>\nWhat is this?"}
+    for image in ({"image": "sky.png"}, {"images": ["sky.png"]}, {"images": [{"path": path, "bytes": None}]}):
+        found = read({"conversations": [human, PLAIN[1] | {"from": "gpt", "value": SAY}], **image}, str(tmp_path))
+        assert found.images == kept and found.messages[0]["content"] == human["value"]
+    part = [{"type": "image_url", "image_url": {"url": f"file://{path}"}}, {"type": "text", "text": "What?"}]
+    found = read({"messages": [{"role": "user", "content": part}, PLAIN[1]]}, None)
+    assert found.images == kept and found.messages[0]["content"] == "<image>What?"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (parts("https://example.org/sky.png"), "image_url"),
+        (parts("s3://bucket/sky.png"), "image_url"),
+        (parts("data:image/png;base64,iVBORw0KGgo"), "image_bytes"),  # its padding is cut off
+        (parts("data:image/svg+xml,<svg/>"), "image_bytes"),
+        (parts("DATA:text/plain;base64,aGVsbG8="), "image_bytes"),  # hello
+        ({"messages": PLAIN, "image": {"bytes": b"\x89PNG", "path": "sky.png"}}, "image_bytes"),
+        ({"messages": PLAIN, "image": b""}, "image_bytes"),
+        (parts("nowhere.png"), "image_missing"),
+        (parts("x" * 5000), "image_missing"),
+        (parts(None), "image_missing"),
+        ({"messages": PLAIN, "images": ["sky.png"]}, "image_count"),
+    ],
+)
+def test_a_row_that_is_dropped_by_its_images(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    (tmp_path / "sky.png").touch()
+    with pytest.raises(DroppedRowError, match=f"^{reason}$"):
+        read(row, str(tmp_path))
+
+
+BMP = b"BM and more"
+FILE = "a file; a relative path starts at the data file's folder"
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "expected"),
+    [
+        (parts("nowhere.png"), "image 1 of 1, 'data/nowhere.png', is no file here", FILE),
+        (parts("x" * 5000), f"image 1 of 1, 'data/{'x' * 55}…{'x' * 60}', ", FILE),
+        (parts(None), "image 1 of 1 is an object, '{\"url\": null}'", "a path, bytes or a data: URL"),
+        (parts(7), "image 1 of 1 is a number, '7'", "a path"),
+        (parts("a\0b"), "image 1 of 1, 'a\\x00b', is no path", "a path"),
+        ({"messages": PLAIN, "image": {"bytes": None, "path": None}}, "image 1 of 1 is an object, '{\"bytes\": null", "a path"),
+        (parts("https://example.org/sky.png"), "image 1 of 1, 'https://example.org/sky.png', is a URL", "a file or bytes"),
+        (parts("data:image/png;base64,iVBORw0KGgo"), "image 1 of 1, 'data:image/png;base64,iVBORw0KGgo', is no valid base64",
+         "a whole data: URL"),
+        (parts("data:image/svg+xml,<svg/>"), "image 1 of 1, 'data:image/svg+xml,<svg/>', is no valid base64", "a whole data:"),
+        (parts("DATA:text/plain;base64,aGVsbG8="),
+         "image 1 of 1, 'DATA:text/plain;base64,aGVsbG8=', has 5 bytes that begin with 68 65 6c 6c 6f", "PNG, JPEG, WebP or GIF"),
+        ({"messages": PLAIN, "image": {"bytes": BMP, "path": "sky.png"}},
+         "image 1 of 1, 'sky.png', has 11 bytes that begin with 42 4d 20 61 6e 64 20 6d", "PNG"),
+        ({"messages": PLAIN, "image": b""}, "image 1 of 1 has 0 bytes", "PNG"),
+        ({"messages": PLAIN, "images": [{"bytes": png_of(8193, 8192), "path": "sky.png"}]},
+         "image 1 of 1, 'sky.png', has more than 67,108,864 pixels", "a smaller one"),
+        ({"messages": PLAIN, "images": ["sky.png"]}, "1 image(s), the first, 'sky.png', and 0 mark(s) <image> in the turns",
+         "a mark <image> for each image"),
+        ({"messages": [{**PLAIN[0], "content": "<image>" * 3}, PLAIN[1]], "images": ["sky.png", "sky.png", "b.png"]},
+         "image 3 of 3, 'data/b.png', is no file here", FILE),
+    ],
+)  # fmt: skip
+def test_the_image_that_a_row_is_dropped_by_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], found: str, expected: str
+) -> None:
+    """Bug: the beginning of the row was shown, or the file's path alone: neither which image nor why."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/sky.png").touch()
+    with pytest.raises(DroppedRowError, match="image_") as dropped:
+        read(row, "data")
+    assert str(dropped.value.found).startswith(found) and dropped.value.expected.startswith(expected)
+
+
+def test_an_image_of_a_dataset_of_the_hub_needs_its_bytes() -> None:
+    with pytest.raises(DroppedRowError, match="image_missing") as dropped:
+        read(parts("sky.png"))
+    assert dropped.value.found == "image 1 of 1, 'sky.png', is a relative path"
+    assert dropped.value.expected.startswith("bytes: rows of a dataset of the Hub have no folder")
+
+
+def test_images_are_numbered_as_in_the_row_where_turns_are_cut_off() -> None:
+    def ask(url: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "image", "image": url}]}
+
+    turns = [{**ask("data:image/png;base64,AAAA"), "role": "assistant"}, ask("nowhere.png"), PLAIN[1], PLAIN[0]]
+    with pytest.raises(DroppedRowError, match="image_missing") as dropped:
+        chat_formats.parse_conversation({"messages": turns}, "messages", "data", save_file_only, trim=True)
+    assert dropped.value.found == "image 2 of 2, 'data/nowhere.png', is no file here"
