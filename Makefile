@@ -72,10 +72,12 @@ clean: ## remove caches and byte code; .venv, .scratch (unfinished training) and
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "aerie: $(PYTHON) not found; name another one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)'
-	@$(PYTHON) pipeline/install.py --torch "$(TORCH)" --uv "$(UV)"
+	@$(PYTHON) pipeline/install.py --torch "$(TORCH)" --uv "$(UV)" $(EXTRA:%=--extra %)
 	@rm -f $(VENV)/.installed-torch-*
-	@touch $(VENV)/.installed $@
+	@touch $(VENV)/.installed $@ $(EXTRA:%=$(VENV)/.installed-%)
 
+# In one go where nothing is installed: a second start of pip looks at every package again and builds this project again.
+$(VENV)/.installed-test: EXTRA := test
 $(VENV)/.installed-test: $(INSTALLED)
-	@$(PYTHON) pipeline/install.py --uv "$(UV)" --extra test
+	@[ -e $@ ] && [ ! $< -nt $@ ] || $(PYTHON) pipeline/install.py --uv "$(UV)" --extra test
 	@touch $@

@@ -69,15 +69,16 @@ def main(words: list[str]) -> None:
 
 def describe_size(torch: str, extra: str) -> str:
     """Return what is downloaded in words. What is installed or in a cache is not downloaded again."""
-    if extra:
+    if extra and PYTHON.exists():
         return f"up to {EXTRA_GB} GB to download for {extra}"
+    more = f", and {EXTRA_GB} GB for {extra}" if extra else ""
     if torch == "cpu":
-        return f"up to {CPU_GB} GB to download"
+        return f"up to {CPU_GB} GB to download{more}"
     if torch:
-        return f"up to {CUDA_GB} GB to download, most of it CUDA"
+        return f"up to {CUDA_GB} GB to download, most of it CUDA{more}"
     return (
         f"up to {CUDA_GB} GB to download where your index has PyTorch with CUDA, as PyPI for Linux; without CUDA {CPU_GB} GB "
-        "(make run TORCH=cpu)"
+        f"(make run TORCH=cpu){more}"
     )
 
 

@@ -52,6 +52,33 @@ def test_make_passes_the_choice_of_torch_and_a_second_run_installs_nothing(bare:
     assert 'install.py --torch "cu130"' in make("run", "TORCH=cu130", folder=bare)  # another torch than is there
 
 
+NOTED = """\
+#!/bin/sh
+case "$1" in pipeline/install.py) echo "$@" >> installed.log;; esac
+"""
+
+
+def test_what_the_tests_need_is_installed_with_all_the_rest_or_alone_where_that_is_there(bare: Path) -> None:
+    """Bug: in a new checkout `make test` installed twice, the second time to find that most of it is there."""
+    python, log = bare / "python", bare / "installed.log"
+    python.write_text(NOTED)
+    python.chmod(0o755)
+    (bare / ".venv").mkdir()
+
+    def install_by(*words: str) -> list[str]:
+        log.write_text("")
+        subprocess.run(["make", *words, "UV=", f"PYTHON={python}"], cwd=bare, check=True, capture_output=True)
+        return [line.removeprefix("pipeline/install.py ") for line in log.read_text().splitlines()]
+
+    assert install_by(".venv/.installed-test", "TORCH=cpu") == ["--torch cpu --uv  --extra test"]
+    assert install_by(".venv/.installed-test", ".venv/.installed", "TORCH=cpu") == []
+    (bare / ".venv/.installed-test").unlink()
+    assert install_by(".venv/.installed-test", "TORCH=cpu") == ["--uv  --extra test"]
+    (bare / "pyproject.toml").touch()
+    assert install_by(".venv/.installed") == ["--torch  --uv "]
+    assert install_by(".venv/.installed-test") == ["--uv  --extra test"]
+
+
 def test_make_takes_the_uv_that_is_on_the_path(bare: Path) -> None:
     uv = bare / "bin/uv"
     uv.parent.mkdir()
