@@ -5,6 +5,7 @@ hours are known, without a GPU or a download. All in this process, for each part
 """
 
 import csv
+import pickle
 import shutil
 import stat
 import subprocess
@@ -40,6 +41,20 @@ every_recipe = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture
 def project(home: Path) -> Path:
     return home
+
+
+MERGE_SECTIONS = recipes._merge_sections
+
+
+@lru_cache
+def merge_pickled(base: str, layers: bytes) -> tuple[str, list[str]]:
+    return MERGE_SECTIONS(base, pickle.loads(layers))
+
+
+@pytest.fixture(autouse=True)
+def merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merge a recipe into the same params.yaml once for all tests: the parser that keeps comments is slow."""
+    monkeypatch.setattr(recipes, "_merge_sections", lambda base, layers: merge_pickled(base, pickle.dumps(layers)))
 
 
 @lru_cache
