@@ -26,6 +26,10 @@ REPO = Path(__file__).resolve().parents[2]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+# Of a server on a copy of a database, which is neither brought up to date, nor given the types of Prefect's blocks.
+READY = {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
+
+
 def wait_for(what: Callable[[], Any], seconds: float = 300.0) -> Any:
     """The first true thing `what` gives. It asks less and less often: each question costs the server CPU time."""
     deadline, pause = time.monotonic() + seconds, 0.1
@@ -44,9 +48,11 @@ class Server:
         """Without the database `tables` (prefect_tables) the server makes its own."""
         self.project = project
         self.home = home
+        self.settings: dict[str, str] = {}
         if tables:
             Path(home).mkdir(mode=0o700, exist_ok=True)
             shutil.copy(tables, home)
+            self.settings = READY
         self.port = free_port.find_free_port()
         self.log = project.root / "serve.log"
         self.start()
@@ -54,6 +60,7 @@ class Server:
     def start(self) -> None:
         home = self.home
         settings = {"AERIE_PORT": str(self.port), "PREFECT_HOME": home, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+        settings |= self.settings
         settings["TMPDIR"] = home  # slots of its own, or a run beside these tests would share them
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
