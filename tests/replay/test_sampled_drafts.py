@@ -192,7 +192,7 @@ class LiveRuns:
         hows = [SamplingParams(*HOW, None, seed, samples_drafts=True) for seed in range(count)]
         asked = [DecodeRequest(prompt, ANSWER, None, how) for prompt, how in zip(prompts, hows, strict=True)]
         runs: list[list] = [[] for _ in asked]
-        for updates in engine.decode_batch(asked, 100, TreeShape(width, 1, width + 1)):
+        for updates in engine.decode_batch(asked, 200, TreeShape(width, 1, width + 1)):
             for number, step in updates:
                 runs[number] += [step] if step else []
         self.rows = [
