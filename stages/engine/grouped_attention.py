@@ -46,9 +46,8 @@ def _attend_by_key_group(
     rows = query.unflatten(1, (groups, -1)).flatten(2, 3)  # [B, G, heads / G * M, E]
     mask = attention_mask.repeat(1, 1, rows.shape[2] // width, 1)
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return out.unflatten(2, (-1, width)).flatten(1, 2).transpose(
-        1, 2
-    ).contiguous(), None  # as sdpa's: some classes view it
+    out = out.unflatten(2, (-1, width)).flatten(1, 2).transpose(1, 2)
+    return out.contiguous(), None  # as transformers' sdpa returns it: some classes view it
 
 
 AttentionInterface.register(GROUPED_ATTENTION, _attend_by_key_group)

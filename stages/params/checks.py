@@ -300,17 +300,12 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
 
     `difference` says how far the target's own logits are from those.
     """
-    b, segments = (
-        params.benchmark,
-        [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints],
-    )
-    drawn = [
-        f"benchmark.workloads.{name}.temperature" for name in b.torch_workloads if b.workloads[name].temperature > 0
-    ]
-    if params.sample_target.eval_temperature > 0 and any(isinstance(segment, BlockSegment) for segment in segments):
-        drawn.append(
-            "sample_target.temperature"
-        )  # of the answers on which chains of block drafts are replayed as drawn
+    workloads = params.benchmark.workloads
+    hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
+    drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
+    replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
+    if params.sample_target.eval_temperature > 0 and any(isinstance(segment, BlockSegment) for segment in replayed):
+        drawn.append("sample_target.temperature")  # chains of block drafts are replayed on answers as they were drawn
     if drawn:
         raise ValueError(
             f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class scales or caps its logits, and the "
