@@ -28,9 +28,8 @@ def activate_flash_attention_3(device: torch.device) -> bool:
     try:
         expected = attend_two_documents(device)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="(?s).*Overriding a previously registered kernel"
-            )  # that is the purpose
+            # That is the purpose.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             attention.activate_flash_attention_impl("FA3")
         difference = float((attend_two_documents(device) - expected).norm() / expected.norm())
         if not difference < MAX_DIFFERENCE:
