@@ -58,9 +58,9 @@ check: $(VENV)/.installed-test ## linters and type checks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three on two cores: a third of the long files' time is waiting, for servers, workers and a browser.
+# Four on two cores: a third of the long files' time is waiting, for servers, workers and a browser.
 test: check ## these and every test but whole runs
-	$(IN_VENV) pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(IN_VENV) pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/.installed-test ## whole runs
 	$(IN_VENV) pytest -m long
