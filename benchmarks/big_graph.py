@@ -182,6 +182,7 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument(
         "--num-prompts", type=int, nargs="+", help=f"of --costs, at {AT_ONCE} at once; default: the plan's"
     )
+    takes.add_argument("--prefill-graphs", action="store_true", help="prompts of SGLang in CUDA graphs")
     takes.add_argument("--tensor-parallel", type=int, help="GPUs of each server")
     takes.add_argument("--at-once", type=int, default=2, help="cells of --costs, of which one is measured at a time")
     takes.add_argument("--gpus", nargs="+", help="of the grid and the live cells of --costs, which have one each")
