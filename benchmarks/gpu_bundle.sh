@@ -38,12 +38,16 @@ print(*(f"{name}=={version}" for name, version in found.items()), sep="\n")
 PY
 }
 
+fetch() {
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $PLATFORMS -d "$1" "$2"
+}
+
 bundle_site() {
   local out=$1 work
   work=$(mktemp -d)
   trap 'rm -rf "$work"' RETURN
   for package in $(list_packages); do
-    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $PLATFORMS -d "$work" "$package" 2>"$work/error" ||
+    fetch "$work" "$package" 2>"$work/error" ||
       python3 -m pip wheel -q --no-deps -w "$work" "$package" # pure Python without a wheel
   done
   mkdir "$work/site"
@@ -56,7 +60,7 @@ bundle_fa3() {
   local out=$1 work
   work=$(mktemp -d)
   trap 'rm -rf "$work"' RETURN
-  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $PLATFORMS -d "$work" vllm==0.26.0
+  fetch "$work" vllm==0.26.0
   mkdir "$work/fa3"
   unzip -qoj "$work"/*.whl vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so -d "$work/fa3"
   cp benchmarks/vllm_fa3/flash_attn_interface.py "$work/fa3"

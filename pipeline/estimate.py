@@ -145,20 +145,13 @@ def _build_rows(
             kind,
             str(len(names)),
             _format_seconds(time.seconds) if time else UNKNOWN,
-            format_bytes(found.disk_bytes) if found and found.disk_bytes else UNKNOWN,
+            _format_size(found.disk_bytes if found else 0),
             f"{time.gpu_hours:.2g}" if time and time.gpu_hours is not None else UNKNOWN,
             time.origin if time else "not estimated",
         )
     known = "one stage after another" + (", those not estimated left out" if unknown else "")
     total_hours = f"{hours:.2g}" if hours else UNKNOWN
-    yield (
-        "together",
-        str(len(upstream)),
-        _format_seconds(seconds),
-        format_bytes(size.disk_bytes) if size.disk_bytes else UNKNOWN,
-        total_hours,
-        known,
-    )
+    yield "together", str(len(upstream)), _format_seconds(seconds), _format_size(size.disk_bytes), total_hours, known
 
 
 def _find_time(
@@ -205,6 +198,10 @@ def _format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"
+
+
+def _format_size(size: float) -> str:
+    return format_bytes(size) if size else UNKNOWN
 
 
 def _format_table(rows: list[tuple[str, ...]]) -> Iterator[str]:

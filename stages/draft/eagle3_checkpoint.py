@@ -116,7 +116,7 @@ def list_feature_layers(config: dict[str, Any], num_layers: int) -> dict[str, li
     """Return the feature layers that a draft's config.json lists for a target of `num_layers`, by a description of each list.
 
     Ids are those of the blocks that the residual streams enter. Negative ids of vLLM count from the target's end. Raises
-    ValueError where there is no list, and the engines' default is none for so few blocks.
+    ValueError for a config without a list where the target has fewer than 7 blocks: the engines' default does not fit it.
     """
     layers: dict[str, list[int]] = {}
     if listed := (config.get("eagle_config") or {}).get(LAYER_IDS_KEY):

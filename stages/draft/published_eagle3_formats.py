@@ -154,7 +154,7 @@ def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetMani
     """Return the feature layers that the draft reads, as ids of the blocks that the residual streams enter.
 
     Raises ValueError where the lists disagree, are not of three ids in increasing order, or name streams that are not stored, and
-    where there is none for a target of few blocks.
+    for a config without a list where the target has fewer than 7 blocks.
     """
     try:
         lists = eagle3_checkpoint.list_feature_layers(raw, manifest.num_layers)

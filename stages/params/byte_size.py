@@ -13,3 +13,8 @@ def format_bytes(count: float) -> str:
             break
     decimals = 2 if count < 9.995 else 1 if count < 99.95 else 0
     return f"{count:,.{decimals}f} {unit}"
+
+
+def format_gib(size: float) -> str:
+    """Return a size given in GiB as `format_bytes` does."""
+    return format_bytes(size * GIB)

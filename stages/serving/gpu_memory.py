@@ -6,7 +6,7 @@ import subprocess
 import time
 from typing import NamedTuple
 
-from stages.params.byte_size import GIB, format_bytes
+from stages.params.byte_size import format_bytes, format_gib
 from stages.serving import measuring_turn
 
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it
@@ -47,8 +47,8 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
         free = gpu.total - gpu.used
         if free < mem_fraction * gpu.total:
             raise ValueError(
-                f"GPU {number} ({gpu.name}) has {_format_gib(free)} of {_format_gib(gpu.total)} free, expected at least "
-                f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {_format_gib(gpu.used)}. "
+                f"GPU {number} ({gpu.name}) has {format_gib(free)} of {format_gib(gpu.total)} free, expected at least "
+                f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {format_gib(gpu.used)}. "
                 "End it (nvidia-smi names it), choose another GPU with CUDA_VISIBLE_DEVICES, or lower mem_fraction"
             )
 
@@ -56,15 +56,15 @@ def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
 def check_weights_fit(weights: float, draft: float, cache_tokens: int, token_bytes: int, capacity: float) -> None:
     """Print what the server will hold of its `capacity` (0: unknown). Raises ValueError if the weights alone don't fit."""
     print(
-        f"memory: {_format_gib(weights)} of weights, {_format_gib(draft)} of the draft, "
+        f"memory: {format_gib(weights)} of weights, {format_gib(draft)} of the draft, "
         f"{format_bytes(cache_tokens * token_bytes)} of KV cache at most ({cache_tokens} tokens of {token_bytes} bytes), of "
-        f"{_format_gib(capacity) if capacity else 'an unknown size'}",
+        f"{format_gib(capacity) if capacity else 'an unknown size'}",
         flush=True,
     )
     if capacity and weights + draft > capacity:
         raise ValueError(
-            f"the target's weights are {_format_gib(weights)} and the draft's {_format_gib(draft)}, expected less than "
-            f"{_format_gib(capacity)} (benchmark_served.server.mem_fraction of the GPU's memory, times tp); raise tp or "
+            f"the target's weights are {format_gib(weights)} and the draft's {format_gib(draft)}, expected less than "
+            f"{format_gib(capacity)} (benchmark_served.server.mem_fraction of the GPU's memory, times tp); raise tp or "
             "mem_fraction, or take a larger GPU"
         )
 
@@ -80,13 +80,9 @@ def wait_for_release(before: list[GpuMemory]) -> float | None:
             break
         if time.monotonic() > until:
             print(
-                f"warning: {_format_gib(used)} are still in use {RELEASE_S:g} s after the server's end, "
-                f"{_format_gib(used_before or 0)} were before"
+                f"warning: {format_gib(used)} are still in use {RELEASE_S:g} s after the server's end, "
+                f"{format_gib(used_before or 0)} were before"
             )
             break
         time.sleep(0.5)
     return used
-
-
-def _format_gib(size: float) -> str:
-    return format_bytes(size * GIB)

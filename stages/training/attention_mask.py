@@ -146,8 +146,7 @@ class _FlexPackAttention:
         mask = self.build_mask(len(own_keys))
         out, lse = run_flex_attention(arrange_by_head(query, self.keys.shape[2]), self.keys, self.values, mask)
         out, lse = out[0].transpose(0, 1)[:count], lse[0].transpose(0, 1)[:count]
-        # The clone is no view, as the result of later steps is none: the compiler guards a view by its base, and would compile
-        # finish_layer again.
+        # Cloned, since `out` is a view and the result of a later step is not: the compiler would compile finish_layer for each.
         return merge_own_steps(out, lse, query, own_keys, own_values) if own_keys else out.clone()
 
 

@@ -89,6 +89,6 @@ def test_a_runner_up_that_is_not_faster_and_none_at_all() -> None:
 
 
 def test_a_runner_up_without_an_interval_is_not_told_as_slower() -> None:
-    """Bug: "leave speculation off" was said of a tree without an interval."""
+    """Bug: the advice was to leave speculation off where the predicted speedup had no interval."""
     told = describe_older_engines(choose(guess("t5_4_16", 1.6, None, high=None)))
     assert "predicted 1.60x (no interval): it can't be told whether to speculate" in told[0]

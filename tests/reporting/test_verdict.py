@@ -195,7 +195,7 @@ def test_a_speedup_without_an_interval_is_not_sure() -> None:
 def test_a_best_below_1_that_can_not_be_told_is_no_advice_against(
     ends: tuple[float | None, float | None], kind: str
 ) -> None:
-    """Bug: "Do not speculate" was said of a speedup of 0.97 with an interval from 0.05 to 20, or without one beside one with."""
+    """Bug: the verdict was "Do not speculate" for a speedup of 0.97 whose interval is 0.05 to 20 or is missing."""
     found = give([predict(0.7, 0.6, 0.8)], [timed_cell("t5_1_6", 0.97, *ends)])
     assert found.kind == kind and found.headline.startswith("Do not speculate") == (kind == "plain")
 

@@ -219,7 +219,7 @@ def test_the_concurrency_above_which_to_turn_speculation_off(
     ],
 )
 def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float | None, advice: str) -> None:
-    """Bug: an interval from 0.02 to 90, or of numbers that are none, was told as "no", and to leave speculation off."""
+    """Bug: the advice was "no" for an interval of 0.02 to 90, and for one whose ends are NaN or infinite."""
     rows = [
         guess("t3_1_4", 1.4, low, high=high, workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
         for cap in (1, 8)

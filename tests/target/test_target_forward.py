@@ -320,7 +320,7 @@ def test_every_target_of_three_layers_has_three_feature_layers(num_layers: int) 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_target_of_fewer_layers_than_eagle3_reads_is_refused(tmp_path: Path, num_layers: int) -> None:
-    """Bug: the message was on a list of feature layers that nobody had written, and advised to set null, which it was."""
+    """Bug: the message named a list of feature layers, where target.feature_layers was null, and advised to set null."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
     config = transformers.LlamaConfig(num_hidden_layers=num_layers, **shape)
     with pytest.raises(

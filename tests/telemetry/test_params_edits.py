@@ -1,4 +1,4 @@
-"""Edits of params.yaml while `dvc repro` runs a stage are told at its end."""
+"""A stage that `dvc repro` runs warns at its end of keys of params.yaml that were edited meanwhile."""
 
 from pathlib import Path
 

@@ -1,0 +1,144 @@
+"""prepare_target refuses what later stages can't compute: attention, layers, windows, RoPE and heads of other classes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from stages import prepare_target
+from stages.params import schema
+from stages.target import head_check, loading, manifest
+from tests.conftest import edit_params
+from tests.target.pinned_targets import LLAMA, pinned
+
+
+def test_a_class_whose_attention_no_stage_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Gemma 2 passed, and sample_target advised to get the target's files again."""
+    shape = LLAMA | {"head_dim": 8, "sliding_window": 32, "query_pre_attn_scalar": 8, "pad_token_id": 0}
+    pinned(tmp_path, monkeypatch, Gemma2ForCausalLM(Gemma2Config(**shape)))
+    with pytest.raises(ValueError, match=r"target\.model mine is a gemma2, whose attention .* another target"):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+
+
+HYBRID = {
+    "head_dim": 8, "pad_token_id": 0, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+def test_a_target_that_the_torch_engine_cannot_decode_is_refused_before_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a target with linear attention was sampled, its hidden states extracted and a draft initialised before check_overfit
+    refused it, with the advice to measure it on a server; the graph has no way there without the torch engine.
+    """
+    pinned(tmp_path, monkeypatch, Qwen3NextForCausalLM(Qwen3NextConfig(**LLAMA | HYBRID)))
+    with pytest.raises(
+        ValueError,
+        match=r"mine is a qwen3_next, which keeps more or less than keys and values in 6 of its 7 layers \(LinearAttentionLayer\)"
+        r".* rejected drafts .* another target",
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+
+
+def test_a_window_shorter_than_what_is_decoded_is_told_before_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Gemma 3 1B, whose layers see 512 tokens, was refused by time_trees and benchmark, after training."""
+    pinned(tmp_path, monkeypatch, MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=100)))
+    found = r"time_trees\.context 128, benchmark\.workloads\.eval\.max_new_tokens 200"
+    with pytest.raises(
+        ValueError, match=rf"mine see 100 tokens \(sliding_window\), .*found {found}; lower that, or take"
+    ):
+        prepare_target.main()
+    served = {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"]}}
+    edit_params(tmp_path, {"time_trees": {"context": 64}, **served})
+    prepare_target.main()
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def test_rope_that_no_draft_has_is_refused_before_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a target with YaRN (DeepSeek-V3, long Qwen) was refused by init_draft, after sampling and extraction."""
+    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA, rope_parameters=YARN)))
+    with pytest.raises(
+        ValueError, match=r"rope_type 'yarn' is not supported .*draft_configs/ with \{\"rope_theta\": 20000"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+    edit_params(tmp_path, {"init_draft": {"draft_config_path": "draft_configs/plain.json"}})
+    prepare_target.main()  # init_draft reads the file
+
+
+def test_tokens_are_not_drawn_by_logits_without_the_class_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with a Granite target, whose logits are divided by 8, a workload above temperature 0 drew tokens of another
+    distribution than the target's, and replay took chances of drawn chains from it.
+    """
+    folder = pinned(tmp_path, monkeypatch, GraniteForCausalLM(GraniteConfig(**LLAMA, logits_scaling=8.0)))
+    workloads = schema.load_params().model_dump(by_alias=True)["benchmark"]["workloads"]
+    workloads["eval"]["temperature"] = 0.7
+    edit_params(tmp_path, {"benchmark": {"workloads": workloads}})
+    with pytest.raises(ValueError, match=r"workloads\.eval\.temperature above 0, expected 0: .* Set 0 there"):
+        prepare_target.main()
+    model = loading.load_target(str(folder), "float32", "cpu")
+    head_check.check_drawn_logits(model, 0.0)
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM scales or caps its logits, .* temperature 0, found 0\.7"):
+        head_check.check_drawn_logits(model, 0.7)
+    plain = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    head_check.check_drawn_logits(plain, 0.7)
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Phi-3.5-MoE's passed as one that scales its logits, where eight tokens had the same argmax; the torch engine then
+    decoded other answers than transformers, and replay's tau was another than the cell's.
+    """
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    folder = pinned(tmp_path, monkeypatch, model)
+    find = head_check.load_first_block
+
+    def load(*given: Any) -> PreTrainedModel:
+        block = find(*given)
+        block.lm_head.bias = torch.nn.Parameter(torch.full((61,), 0.01))  # moves no argmax
+        block.lm_head.bias.data[3] = -9.0
+        return block
+
+    monkeypatch.setattr(head_check, "load_first_block", load)
+    with pytest.raises(ValueError, match=r"target\.model mine: .* Its head adds a bias, expected none"):
+        prepare_target.main()
+    assert folder.exists() and not manifest.TARGET_FOLDER.exists()
+
+
+def test_a_class_without_layers_where_hidden_states_are_taken_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Llama 4, of which transformers' get_decoder() gives the whole model, ended in a traceback of extract_hiddens."""
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "pad_token_id": 0}
+    model = Llama4ForCausalLM(Llama4TextConfig(**LLAMA | sizes, attention_chunk_size=1024))
+    pinned(tmp_path, monkeypatch, model)
+    with pytest.raises(
+        ValueError, match=r"mine: Llama4ForCausalLM\.get_decoder\(\) has no `layers`, expected the blocks"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
