@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages import prepare_target
 from stages.target import head_check, tree_check
-from tests.target.test_target_forward import every_class, saved
 from tests.target.pinned_targets import LLAMA, pinned
+from tests.target.test_target_forward import every_class, saved
 
 
 @every_class
