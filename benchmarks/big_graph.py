@@ -91,7 +91,7 @@ class CostPlan:
 
 SIX_TREES = "t1_1_2 t10_1_11 t2_4_8 t6_2_12 t4_4_24 t10_4_32"
 COST_PLANS = {
-    "8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [12, 48, 192, 512], epochs=8),
+    "8b": CostPlan("t1_1_2 t10_1_11 t2_4_8 t8_4_24", 0.19, 36_000, [8, 80, 192, 512], epochs=8),
     "1b": CostPlan(SIX_TREES, 0.12, 50_000, [40, 96, 512, 960], epochs=16),
     "small": CostPlan(SIX_TREES, 0.12, 50_000, [3, 8], epochs=5),
 }
@@ -166,7 +166,7 @@ def parse_words() -> argparse.Namespace:
     takes.add_argument("folder", type=Path)
     takes.add_argument("--shape", default="8b", choices=random_target.SHAPES)
     takes.add_argument("--target", type=Path, help="a target that was made before, whose files are linked")
-    takes.add_argument("--rows", type=int, default=2000, help="of training")
+    takes.add_argument("--rows", type=int, help="of training; default: 2,000, with --costs 600")
     takes.add_argument("--eval-rows", type=int, default=16)
     takes.add_argument("--mean-answer", type=int, default=600, help="tokens; 0: every answer has --longest")
     takes.add_argument("--longest", type=int, default=8192, help="tokens of an answer")
@@ -195,7 +195,8 @@ def parse_words() -> argparse.Namespace:
     o.grids = [stage for stage in chosen if stage.startswith("serving_costs")]
     o.cells = [stage for stage in chosen if stage not in o.grids]
     if o.costs:
-        o.rows, o.longest, o.batch_tokens, o.dtype = 600, COST_ANSWER, 4096, "bfloat16"
+        o.longest, o.batch_tokens, o.dtype = COST_ANSWER, 4096, "bfloat16"
+    o.rows = o.rows or (600 if o.costs else 2000)
     if o.small:
         o.shape, o.rows, o.eval_rows, o.mean_answer, o.longest, o.batch_tokens = "tiny", 24, 4, 40, 100, 512
         o.memory_gib, o.overfit_steps = 0.25, 5

@@ -13,9 +13,10 @@ KIT_FLAGS = {  # what runs without the kernels that the kits leave out
     ],
     "vllm": ["--kv-cache-memory-bytes", "4294967296", "--enforce-eager"],
 }  # fmt: skip
-# In place of "disabled": SGLang's own default, for passes of prompts of fewer sizes. Not seen to start with the kit yet.
+# In place of "disabled": SGLang's own default, for passes of fewer sizes. A pass of less than half a size runs without a graph.
 PREFILL_GRAPHS = [
-    "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-bs-prefill", "16", "32", "64", "128", "256", "512", "1024",
+    "--cuda-graph-backend-prefill", "breakable",
+    "--cuda-graph-bs-prefill", "4", "8", "16", "32", "64", "128", "256", "512", "1024",
 ]  # fmt: skip
 KIT_VERSIONS = {"sglang": "0.5.17", "vllm": "0.26.0"}
 LAUNCHERS = {

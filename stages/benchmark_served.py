@@ -8,7 +8,7 @@ engine can't run gives a cell of status "unsupported"; a server that would measu
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -79,28 +79,45 @@ def _measure_repeats(
             measured_loads.run_repeats(work, opened, list(range(work.workload.repeats)))
         return None
     if plan.count_servers_at_once() < 2:
-        return _alternate(work, measured, baseline, lambda one: open_servers([one]))
+        return _alternate(
+            work, measured, baseline, partial(_measure_one_by_one, work, open_servers, (baseline, measured))
+        )
     with open_servers([baseline, measured]) as pair:
-        both = {each.server.config_name: each for each in pair}
-        return _alternate(work, measured, baseline, lambda one: contextlib.nullcontext([both[one.config_name]]))
+        return _alternate(work, measured, baseline, partial(_measure_together, work, pair))
 
 
 def _alternate(
     work: ServedCellContext,
     measured: MeasuredServer,
     baseline: MeasuredServer,
-    take: Callable[[MeasuredServer], contextlib.AbstractContextManager[list[OpenedServer]]],
+    measure_repeat: Callable[[int], None],
 ) -> StoppingRecord:
-    """Measure both servers in turns, in alternating order; return why there are no more repeats."""
+    """Measure repeats of both servers, until the workload's rule ends them; return why there are no more."""
     rule = RepeatRule.of_workload(work.workload)
-    pair, number, ended = (baseline, measured), 0, None
+    number, ended = 0, None
     while ended is None:
-        for one in measured_loads.order_turns(pair, number):
-            with take(one) as (opened,):
-                measured_loads.run_repeats(work, opened, [number])
+        measure_repeat(number)
         number += 1
         ended = rule.judge(number, served_points.measure_widest_half(measured, baseline))
     return ended
+
+
+def _measure_together(work: ServedCellContext, pair: list[OpenedServer], number: int) -> None:
+    """Measure a repeat of two servers that are up, each load on both before the next."""
+    for _, opened, load in measured_loads.order_loads([(work, each) for each in pair], number):
+        measured_loads.run_load(work, opened, load, number)
+
+
+def _measure_one_by_one(
+    work: ServedCellContext,
+    open_servers: Callable[[list[MeasuredServer]], contextlib.AbstractContextManager[list[OpenedServer]]],
+    pair: Sequence[MeasuredServer],
+    number: int,
+) -> None:
+    """Measure a repeat of two servers of which one can be up at a time, in alternating order."""
+    for one in measured_loads.order_turns(pair, number):
+        with open_servers([one]) as (opened,):
+            measured_loads.run_repeats(work, opened, [number])
 
 
 # The cell

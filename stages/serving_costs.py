@@ -8,7 +8,7 @@ that are read meanwhile (served_cell/simulated_answers.py). docs/cost.md
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -27,13 +27,13 @@ from stages.served_cell import measured_loads, server_setup, simulated_answers
 from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
 from stages.serving import gpu_memory, measured_server, simulated_acceptance
-from stages.serving.measured_server import MeasuredServer, ServerPlan
+from stages.serving.measured_server import Load, MeasuredServer, ServerPlan
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
 
 
 class ServedTimes(Record):
-    """The measurements of one server: of one repeat, kept until all servers are measured, or of all repeats."""
+    """The measurements of one server: of one load in one repeat, kept until all are measured, or of all loads and repeats."""
 
     version: str | None  # of the engine
     points: list[LoadPoint]
@@ -102,79 +102,78 @@ def _measure_or_read(
 
     As many servers as the machine holds start at once, if they can, and take turns; else each is measured alone.
     """
-    repeats = range(work.workload.repeats)
     at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
+    simulated = simulated_answers.simulate_answers(work)
+    contexts = {one.config_name: simulated if one.simulated else work for one in servers}
     missing = []
     for one in servers:
-        made = sum(_locate_times(place, one, number).exists() for number in repeats)
-        if made:
-            print(f"resumed: {one.config_name}: {made} of {len(repeats)} repeats were measured before, kept in {place}")
-        if made < len(repeats):
+        paths = list(_list_paths(place, one, contexts[one.config_name]))
+        if made := sum(path.exists() for path in paths):
+            print(f"resumed: {one.config_name}: {made} of {len(paths)} loads were measured before, kept in {place}")
+        if made < len(paths):
             missing.append(one)
     for number in range(0, len(missing), at_once):
         group = missing[number : number + at_once]
         with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}") as opened:
-            _measure_in_turns(work, opened, repeats, place)
+            _measure_in_turns([(contexts[each.server.config_name], each) for each in opened], place)
     for one in servers:
-        yield (
-            one,
-            _join_repeats(
-                ServedTimes.read_json(_locate_times(place, one, number), f"serving_costs@{work.workload_name}")
-                for number in repeats
-            ),
-        )
+        kept = [_read_times(work, path) for path in _list_paths(place, one, contexts[one.config_name])]
+        yield one, _join_repeats(kept)
 
 
-def _locate_times(place: Path, one: MeasuredServer, repeat: int) -> Path:
-    return place / f"{one.config_name}-{repeat}.json"
+def _read_times(work: ServedCellContext, path: Path) -> ServedTimes:
+    return ServedTimes.read_json(path, f"serving_costs@{work.workload_name}")
 
 
-def _measure_in_turns(work: ServedCellContext, opened: list[OpenedServer], repeats: range, place: Path) -> None:
-    """Measure what is missing of each repeat on every server, in alternating order, before the next repeat.
-
-    So a drift of the machine's speed affects all trees and plain decoding alike.
-    """
-    simulated = simulated_answers.simulate_answers(work)
-    for number in repeats:
-        for each in measured_loads.order_turns(opened, number):
-            if not _locate_times(place, each.server, number).exists():
-                _measure_repeat(simulated if each.server.simulated else work, each, number, place)
+def _list_paths(place: Path, one: MeasuredServer, work: ServedCellContext) -> Iterator[Path]:
+    """Yield where the times of each load of a server are kept, in every repeat."""
+    for number in range(work.workload.repeats):
+        for load in work.workload.list_loads():
+            yield _locate_times(place, one, load, number)
 
 
-def _measure_repeat(work: ServedCellContext, opened: OpenedServer, number: int, place: Path) -> None:
-    """Measure a repeat on a server and keep its times.
+def _locate_times(place: Path, one: MeasuredServer, load: Load, number: int) -> Path:
+    length, cap = load
+    return place / f"{one.config_name}-{length}-{cap}-{number}.json"
+
+
+def _measure_in_turns(servers: list[tuple[ServedCellContext, OpenedServer]], place: Path) -> None:
+    """Measure what is missing of each repeat on every server before the next repeat."""
+    for number in range(servers[0][0].workload.repeats):
+        for work, each, load in measured_loads.order_loads(servers, number):
+            if not _locate_times(place, each.server, load, number).exists():
+                _measure_load(work, each, load, number, place)
+
+
+def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, number: int, place: Path) -> None:
+    """Measure one repeat of a load on a server and keep its times.
 
     Raises:
         ValueError: if the server did not accept as many tokens as it was told to.
     """
-    one = opened.server
-    measured_loads.run_repeats(work, opened, [number])
-    measured = {load: repeats[-1] for load, repeats in one.loads.items()}
-    points = []
-    for (length, cap), turns in measured.items():
-        records = [[result.records for result in turns]]
-        load = load_points.PointLoad(length, cap, work.workload.request_rate)
-        grades: list[bool | None] = [None] * len(load_points.list_requests(records))
-        point = load_points.build_point(load, records, grades, {}, None, [])
-        rows = [row.model_copy(update={"repeat": number}) for row in point.requests]
-        points.append(point.model_copy(update={"requests": rows}))
-    times = ServedTimes(version=one.info.get("version"), points=points)
+    one, (length, cap) = opened.server, load
+    measured_loads.run_load(work, opened, load, number)
+    records = [[result.records for result in one.loads[load][-1]]]
+    grades: list[bool | None] = [None] * len(load_points.list_requests(records))
+    of_load = load_points.PointLoad(length, cap, work.workload.request_rate)
+    point = load_points.build_point(of_load, records, grades, {}, None, [])
+    rows = [row.model_copy(update={"repeat": number}) for row in point.requests]
+    times = ServedTimes(version=one.info.get("version"), points=[point.model_copy(update={"requests": rows})])
     if one.simulated:
-        _check_simulated(work, one, one.simulated.length, times, place)
-    atomic.write_json(_locate_times(place, one, number), times.model_dump())
+        kept = [path for path in _list_paths(place, one, work) if path.exists()]
+        _check_simulated(work, one, one.simulated.length, times, kept)
+    atomic.write_json(_locate_times(place, one, load, number), times.model_dump())
 
 
 def _check_simulated(
-    work: ServedCellContext, one: MeasuredServer, length: float, times: ServedTimes, place: Path
+    work: ServedCellContext, one: MeasuredServer, length: float, times: ServedTimes, kept: list[Path]
 ) -> None:
-    """Judge a repeat together with those of the server that are kept, also by a killed run: one may have too few cycles to tell.
+    """Judge a load together with those of the server that are `kept`, also by a killed run: one may have too few cycles to tell.
 
     Raises:
         ValueError: if they did not accept as many tokens as the server was told to. Nothing of it is kept then.
     """
-    paths = [_locate_times(place, one, number) for number in range(work.workload.repeats)]
-    kept = [path for path in paths if path.exists()]
-    every = [times, *(ServedTimes.read_json(path, f"serving_costs@{work.workload_name}") for path in kept)]
+    every = [times, *(_read_times(work, path) for path in kept)]
     rows = [row for some in every for point in some.points for row in point.requests]
     cycles, accepted = sum(row.cycles or 0 for row in rows), sum(row.accepted or 0 for row in rows)
     try:
@@ -185,9 +184,11 @@ def _check_simulated(
         raise
 
 
-def _join_repeats(repeats: Iterable[ServedTimes]) -> ServedTimes:
-    """Return the times of all repeats of one server, whose points are those of each."""
-    every = list(repeats)
+def _join_repeats(every: list[ServedTimes]) -> ServedTimes:
+    """Return the times of one server, with one point for each load, of all its repeats."""
+    by_load: dict[Load, list[LoadPoint]] = {}
+    for point in (point for times in every for point in times.points):
+        by_load.setdefault((point.max_new_tokens, point.concurrency), []).append(point)
     points = [
         same[0].model_copy(
             update={
@@ -195,7 +196,7 @@ def _join_repeats(repeats: Iterable[ServedTimes]) -> ServedTimes:
                 "requests": [row for point in same for row in point.requests],
             }
         )
-        for same in zip(*(times.points for times in every), strict=True)
+        for same in by_load.values()
     ]
     return ServedTimes(version=every[0].version, points=points)
 

@@ -50,25 +50,44 @@ def order_turns(servers: Sequence[T], number: int) -> Iterable[T]:
     return servers if number % 2 == 0 else reversed(servers)
 
 
+def order_loads(
+    servers: Sequence[tuple[ServedCellContext, OpenedServer]], number: int
+) -> Iterator[tuple[ServedCellContext, OpenedServer, Load]]:
+    """Yield what a repeat measures on servers that are up together: each load on all that have it, then the next load.
+
+    So one load of all servers is measured within seconds, and a machine that is slower for a minute slows all of them alike.
+    Every second load goes backwards.
+    """
+    loads = dict.fromkeys(load for work, _ in servers for load in work.workload.list_loads())
+    for place, load in enumerate(loads):
+        for work, opened in order_turns(servers, number + place):
+            if load in work.workload.list_loads():
+                yield work, opened, load
+
+
 def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:
-    """Run these repeats of all points on a server.
+    """Run these repeats of all points on a server."""
+    for number in numbers:
+        for load in work.workload.list_loads():
+            run_load(work, opened, load, number)
+
+
+def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, number: int) -> None:
+    """Run one repeat of one point on a server, and add it to the server's `loads`.
 
     The whole warm-up, of as many prompts as the load at most, runs before the first load at each concurrency, since engines
     compile kernels by the size of a batch; one prompt of it before each later load.
     """
-    one = opened.server
-    for number in numbers:
-        for load in work.workload.list_loads():
-            started = time.perf_counter()
-            is_warm = any(cap == load[1] for _, cap in one.loads)
-            warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
-            turns = asyncio.run(_run_load(work, opened, load, number, warmup))
-            one.loads.setdefault(load, []).append(turns)
-            took = turns, time.perf_counter() - started
-            print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
+    one, started = opened.server, time.perf_counter()
+    is_warm = any(cap == load[1] for _, cap in one.loads)
+    warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
+    turns = asyncio.run(_run_turns(work, opened, load, number, warmup))
+    one.loads.setdefault(load, []).append(turns)
+    took = turns, time.perf_counter() - started
+    print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
 
 
-async def _run_load(
+async def _run_turns(
     work: ServedCellContext, opened: OpenedServer, load: Load, number: int, warmup_prompts: pl.DataFrame
 ) -> list[LoadResult]:
     """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""

@@ -154,24 +154,34 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
     """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
 
-    def measure(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
-        order.append((opened.server.config_name, numbers))
+    def measure(work: Any, opened: measured_loads.OpenedServer, load: Any, number: int) -> None:
+        order.append((opened.server.config_name, load, number))
 
     monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
     opened = contextlib.contextmanager(
         lambda plan, servers, owner: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
     )
     monkeypatch.setattr(measured_loads, "open_servers", opened)
-    monkeypatch.setattr(measured_loads, "run_repeats", measure)
+    monkeypatch.setattr(measured_loads, "run_load", measure)
     monkeypatch.setattr(
         server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + together)
     )
     until = {"half_width": 0.05, "most_repeats": 8}
-    work: Any = SimpleNamespace(workload_name="eval", workload=Workload.model_validate({**EVAL, "until": until}))
+    loads = {"max_new_tokens": 9, "concurrency": [1, 4]}
+    work: Any = SimpleNamespace(
+        workload_name="eval", workload=Workload.model_validate({**EVAL, **loads, "until": until})
+    )
     ended = benchmark_served._measure_repeats(work, MeasuredServer("drafts"), MeasuredServer("baseline"))
     assert ended and ended.model_dump() == {"repeats": 4, "rule": "half_width", "half_width": 0.04}
-    pairs = [("baseline", "drafts"), ("drafts", "baseline")] * 2
-    assert order == [(name, [number]) for number, pair in enumerate(pairs) for name in pair]
+    pair = ["baseline", "drafts"]
+    one_by_one = [(name, cap, n) for n in range(4) for name in (pair if n % 2 == 0 else pair[::-1]) for cap in (1, 4)]
+    in_turns = [
+        (name, cap, n)
+        for n in range(4)
+        for place, cap in enumerate((1, 4))
+        for name in (pair if (n + place) % 2 == 0 else pair[::-1])
+    ]
+    assert order == [(name, (9, cap), n) for name, cap, n in (in_turns if together else one_by_one)]
 
 
 def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> None:

@@ -129,30 +129,38 @@ def test_answers_of_a_server_that_simulates(
     assert (plain.max_tokens, plain.ignore_eos) == (lengths[0], keys["ignore_eos"])
 
 
-def test_servers_take_turns_and_a_killed_run_goes_on_with_the_repeats_that_are_left(
+def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_left(
     load: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine that is slower for a while then slows one repeat of all servers, not all repeats of one."""
+    """A machine that is slower for a while then slows one repeat of a load on all servers, not all loads of one server."""
     edit_params(load, {"benchmark": {"workloads": {"eval": EVAL, "load": {**LOAD, "repeats": 2}}}})
     monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 9)
-    run, turns = measured_loads.run_repeats, []
+    run, turns = measured_loads.run_load, []
 
-    def fall(work: Any, opened: measured_loads.OpenedServer, numbers: list[int]) -> None:
-        turns.append((opened.server.config_name, *numbers))
-        if len(turns) == 8:
+    def fall(work: Any, opened: measured_loads.OpenedServer, of: Any, number: int) -> None:
+        turns.append((opened.server.config_name, of, number))
+        if len(turns) == 27:
             raise KeyboardInterrupt
-        run(work, opened, numbers)
+        run(work, opened, of, number)
 
-    monkeypatch.setattr(measured_loads, "run_repeats", fall)
+    monkeypatch.setattr(measured_loads, "run_load", fall)
     with pytest.raises(KeyboardInterrupt):
         serving_costs.main("load")
     scratch.remove_scratch(scratch.locate_scratch("serving_costs-eval"))  # bug: another workload's took this one's away
     serving_costs.main("load")
     names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
-    first, second = ([(name, repeat) for name in names] for repeat in (0, 1))
-    assert turns[:8] == [*first, *second[:1:-1]] and turns[8:] == second[2::-1]
+    expected = [
+        (name, of, number)
+        for number in (0, 1)
+        for place, of in enumerate([(20, 1), (20, 2), (5, 1), (5, 2)])
+        for name in (names if (number + place) % 2 == 0 else names[::-1])
+        if of[0] == 20 or name != "baseline"
+    ]
+    assert turns[:27] == expected[:27] and turns[27:] == expected[26:]
     printed = capsys.readouterr().out
-    assert printed.count("2 of 2 repeats were measured before") == 2 and printed.count("1 of 2 repeats") == 3
+    for name in names:
+        measured, of_server = (sum(turn[0] == name for turn in some) for some in (expected[:26], expected))
+        assert f"{name}: {measured} of {of_server} loads were measured before" in printed
     check_arrivals()
     (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert {cycle.samples for cycle in grid.grid} == {step.samples for step in grid.plain} == {2}
@@ -240,7 +248,7 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
 
     def write_and_end(place: Path, *given: Any) -> None:
         write(place, *given)
-        if place.name == "e003-t2_1_3-0.json":
+        if place.name == "e003-t2_1_3-12-2-0.json":
             raise KeyboardInterrupt
 
     # A run that ends after the first repeat of this server: what it kept is judged, too.
@@ -248,7 +256,7 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
         patch.setattr(atomic, "write_json", write_and_end)
         with pytest.raises(KeyboardInterrupt):
             serving_costs.main("load")
-    (kept,) = Path(".scratch").glob("serving_costs-load-*/e003-t2_1_3-0.json")
+    (kept,) = Path(".scratch").glob("serving_costs-load-*/e003-t2_1_3-12-2-0.json")
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
         serving_costs.main("load")
     assert judged[0] < 60 <= judged[-1]
