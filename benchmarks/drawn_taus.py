@@ -48,7 +48,8 @@ def main() -> None:
     folder = str(manifest.resolve_weights_folder(target))
     model = loading.load_target(folder, p.target.dtype, o.device, p.target.trust_remote_code)
     loaded = load_draft(p, o.checkpoint, o.device, model.dtype, target.num_layers)
-    engine = Engine(model, target.eos_token_ids, loaded.feature_layers, loaded.draft, p.replay_trees.tree_scoring)
+    scoring, scale = p.replay_trees.tree_scoring, target.logits_scale
+    engine = Engine(model, target.eos_token_ids, loaded.feature_layers, loaded.draft, scoring, scale)
     chance = random.Random(7)
     taus = []
     for number in range(o.draws):

@@ -114,13 +114,14 @@ def _build_context(p: schema.Params, settings: MethodRow, w: Workload, prompts: 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    head_check.check_drawn_logits(model, w.temperature)
+    head_check.check_drawn_logits(model, w.temperature, target.logits_scale)
     draft, layers = None, list[int]()
     if settings.method == "eagle3":
         assert isinstance(settings, DynamicRow)
         draft, config = load_eagle3_draft(p, settings.checkpoint, p.target.device, model.dtype)
         layers = eagle3_checkpoint.read_feature_layers(config, target.num_layers)
-    engine = Engine(model, target.eos_token_ids, layers, draft, p.benchmark.tree_scoring)
+    scoring, scale = p.benchmark.tree_scoring, target.logits_scale
+    engine = Engine(model, target.eos_token_ids, layers, draft, scoring, scale)
     images = dict(prompts.select("id", "images").iter_rows())
     return MethodRunContext(
         engine,
@@ -145,7 +146,7 @@ def _build_method(p: schema.Params, settings: MethodRow, engine: Engine) -> Draf
         checkpoint.locate_checkpoint(name), method, p.get_making_stage(name)
     )
     module = (
-        registry.build_draft(config, tensors, engine.lm_head)
+        registry.build_draft(config, tensors, engine.lm_head, engine.logits_scale)
         .to(engine.device, engine.model.dtype)
         .requires_grad_(False)
     )

@@ -118,11 +118,11 @@ def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, 
     )
     if name == ROOT_CHECKPOINT:
         layers = eagle3_checkpoint.read_feature_layers(config, target_manifest.num_layers)
-        return Eagle3Overfit(config, tensors, layers, settings, device)
+        return Eagle3Overfit(config, tensors, layers, settings, device, target_manifest.logits_scale)
     segment, longest = settings.checkpoints[name], int(reader.read_index(HIDDENS)["length"].max() or 0)
     assert isinstance(segment, BlockSegment), name
     draft, _ = block_initialisation.build_untrained_draft(name, segment, config, target_manifest, params, longest)
-    return BlockOverfit(draft, segment, settings.seed, device)
+    return BlockOverfit(draft, segment, settings.seed, device, target_manifest.logits_scale)
 
 
 def _train_on_row(

@@ -55,7 +55,7 @@ def main() -> None:
             rotary.check_rope(target.rope, target.head_dim)
         tokenizer = _load_checked_tokenizer(p, target, folder)
         named_mask_tokens.check_named_mask_tokens(p, tokenizer, target)
-        _check_tables(p, target, folder)
+        target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
         manifest.write_manifest(folder, target)
     print(
         f"target {target.model}: {target.num_layers} layers, {target.hidden_size} wide, {target.vocab_size} tokens, "
@@ -198,8 +198,9 @@ def _load_checked_tokenizer(p: schema.Params, target: TargetManifest, folder: Pa
     return tokenizer
 
 
-def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> None:
-    """Check that the embedding and head read by name are those the target computes with. Cost: docs/guide.md
+def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path) -> float:
+    """Check that the embedding and head read by name are those the target computes with; return what it multiplies its logits
+    by. Cost: docs/guide.md
 
     Raises ValueError naming the key, the largest difference and the keys of the head's shape.
     """
@@ -210,13 +211,13 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
         raise ValueError(f"{error}. {_advise_on_head(weights, target)}") from None
     key = target.lm_head_key or ("the embedding (tied)" if target.tie_word_embeddings else "lm_head.weight")
     try:
-        model = head_check.load_first_block(str(weights), p.target.dtype, p.target.trust_remote_code)
+        model = head_check.load_first_block(str(weights), p.target.trust_remote_code)
         has_layers = hasattr(model.get_decoder(), "layers")
         found = head_check.compare_head(model, embedding, head) if has_layers else None
         in_trees = tree_check.differs_in_trees(model) if has_layers else None
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
-        return
+        return 1.0
     if found is None:
         raise ValueError(
             f"params.yaml: target.model {target.model}: {type(model).__name__}.get_decoder() has no `layers`, expected the "
@@ -234,10 +235,12 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
             "give the draft other embeddings than the target has. This target's files can't be read by name"
         )
     if found.agrees:
-        return
+        if found.scale != 1:
+            print(f"logits of {type(model).__name__} are {found.scale:g} times final hidden states times its head")
+        return found.scale
     difference = (
         f"of {type(model).__name__}, logits of {head_check.TOKENS} tokens differ from final hidden states times {key} by up to "
-        f"{found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in {p.target.dtype}"
+        f"{found.logits:.3g} (largest logit {found.largest:.3g}), expected at most {found.allowed:.2g} in float32"
     )
     if found.has_bias:
         raise ValueError(
@@ -247,9 +250,9 @@ def _check_tables(p: schema.Params, target: TargetManifest, folder: Path) -> Non
     if found.same_head and found.same_choice:
         checks.check_drawn_tokens(p, difference)
         print(
-            f"note: {difference}. It is the class's own head, so the class scales or caps its logits; drafts are taught without"
+            f"note: {difference}. It is the class's own head, so the class caps its logits; drafts are taught without"
         )
-        return
+        return 1.0
     raise ValueError(
         f"params.yaml: target.lm_head_key is {target.lm_head_key}: {difference}. {_advise_on_head(weights, target)}"
     )

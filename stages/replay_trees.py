@@ -159,7 +159,7 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
         sizes = block.config
         _check_draft(name, sizes.vocab_size, sizes.hidden_size, made)
         _check_text_target(name, sizes, made)
-        replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring)
+        replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring, made.logits_scale)
         traced = _select_traced(name, traced, sizes.num_drafts)
         grid = settings.list_trees(sizes.num_drafts)
         return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)

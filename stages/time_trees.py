@@ -145,7 +145,8 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
     loaded = load_draft(p, name, p.target.device, model.dtype, target.num_layers)
-    return Engine(model, [], loaded.feature_layers, loaded.draft, p.benchmark.tree_scoring), loaded
+    layers, draft = loaded.feature_layers, loaded.draft
+    return Engine(model, [], layers, draft, p.benchmark.tree_scoring, target.logits_scale), loaded
 
 
 def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShape]:

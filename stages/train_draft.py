@@ -99,16 +99,17 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     )
     target_manifest, resumed = manifest.read_manifest(), work.exists()
     embedding, head = manifest.read_embedding_and_head(target_manifest)
+    scale = target_manifest.logits_scale
     if resumed:
         with scratch.check_unfinished(work):
-            draft, progress = _read_draft(work, parent_stage, segment.other_method, head)
+            draft, progress = _read_draft(work, parent_stage, segment.other_method, head, scale)
             progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
     elif segment.from_ == ROOT_CHECKPOINT and isinstance(segment, BlockSegment):
         draft, progress = _initialise_block_draft(name, segment, target_manifest, params), TrainingProgress({})
     elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:
-        draft, progress = _initialise_method_draft(segment, head, settings), TrainingProgress({})
+        draft, progress = _initialise_method_draft(segment, head, scale, settings), TrainingProgress({})
     else:
-        draft, progress = _read_draft(parent, parent_stage, segment.other_method, head)
+        draft, progress = _read_draft(parent, parent_stage, segment.other_method, head, scale)
     last_epoch = checkpoint.read_progress(parent, parent_stage)["epoch"] + segment.epochs
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
@@ -117,7 +118,7 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     layers = _list_feature_layers(draft, target_manifest)
     places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
     hidden_states = HiddenStatesReader(HIDDENS, places)
-    objective, compute_loss = _choose_objective(draft, segment, settings)
+    objective, compute_loss = _choose_objective(draft, segment, settings, scale)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state
     if hidden_states.online:
@@ -147,16 +148,18 @@ def _list_feature_layers(draft: DraftModel, target: TargetManifest) -> list[int]
     return eagle3_checkpoint.read_feature_layers(draft.config, target.num_layers)
 
 
-def _choose_objective(draft: DraftModel, segment: Segment, settings: TrainDraft) -> tuple[PackObjective, ComputeLoss]:
+def _choose_objective(
+    draft: DraftModel, segment: Segment, settings: TrainDraft, logits_scale: float
+) -> tuple[PackObjective, ComputeLoss]:
     """Return what is learned, and the function that computes its loss."""
     if isinstance(segment, BlockSegment) and isinstance(draft.model, BlockDraft):
         num_drafts = draft.model.config.num_drafts
-        block = block_training.BlockTrainingObjective.of_segment(segment, num_drafts, settings.seed)
+        block = block_training.BlockTrainingObjective.of_segment(segment, num_drafts, settings.seed, logits_scale)
         return block, block_training.compute_loss
     compute_loss = registry.TRAINABLE_METHODS[draft.method].compute_loss if draft.method else ttt.compute_loss
     num_steps = {None: settings.ttt_steps, "eagle": 1, "medusa": draft.config.get("heads", 0)}[draft.method]
     weights = settings.ttt_decay, settings.mask, settings.loss
-    return ttt.TrainingObjective(num_steps, *weights, settings.batch_tokens), compute_loss
+    return ttt.TrainingObjective(num_steps, *weights, settings.batch_tokens, logits_scale), compute_loss
 
 
 def _train_epochs(
@@ -197,8 +200,10 @@ def read_log(path: Path, made_by: str) -> list[EpochLog]:
     return epochs
 
 
-def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) -> tuple[DraftModel, TrainingProgress]:
-    """Read the draft and the training progress of a checkpoint; `head` [V, H] is the target's."""
+def _read_draft(
+    folder: Path, made_by: str, method: str | None, head: Tensor, logits_scale: float
+) -> tuple[DraftModel, TrainingProgress]:
+    """Read the draft and the training progress of a checkpoint; `head` [V, H] and `logits_scale` are the target's."""
     model: nn.Module
     if method is None:
         config, tensors = eagle3_checkpoint.read_eagle3_draft(folder, made_by)
@@ -209,20 +214,22 @@ def _read_draft(folder: Path, made_by: str, method: str | None, head: Tensor) ->
         model.load_state_dict(tensors)
     else:
         config, tensors = method_checkpoint.read_method_draft(folder, method, made_by)
-        model = registry.build_draft(config, tensors, head)
+        model = registry.build_draft(config, tensors, head, logits_scale)
     state, progress = checkpoint.read_state(folder, made_by)
     return DraftModel(model, config, method), TrainingProgress(state, progress["epoch"], progress["step"])
 
 
-def _initialise_method_draft(segment: Segment, head: Tensor, settings: TrainDraft) -> DraftModel:
-    """Return an untrained draft of another method, with the sizes and the vocabulary of e000; `head` [V, H] is the target's."""
+def _initialise_method_draft(segment: Segment, head: Tensor, logits_scale: float, settings: TrainDraft) -> DraftModel:
+    """Return an untrained draft of another method, with the sizes and the vocabulary of e000; `head` [V, H] and `logits_scale`
+    are the target's.
+    """
     assert segment.other_method is not None
     root, tensors = eagle3_checkpoint.read_eagle3_draft(
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
     config = method_checkpoint.build_method_config(segment.other_method, root, settings.dtype, segment.num_heads)
     method = registry.TRAINABLE_METHODS[segment.other_method]
-    model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed)
+    model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed, logits_scale)
     return DraftModel(model, config, segment.other_method)
 
 
@@ -245,7 +252,7 @@ def _measure_rank_accuracy(
     settings, device = trainer.settings, trainer.ranks.device
     num_steps = registry.get_max_steps(draft.config, settings.ttt_steps)
     embedding, head = trainer.training_step.tables
-    model = registry.build_draft(draft.config, weights, head).to(device)
+    model = registry.build_draft(draft.config, weights, head, 1.0).to(device)  # a scale moves no rank
     plan = [[pack] for step in plan_epoch(hidden_states.lengths, settings, 0) for pack in step][:MAX_MEASURED_PACKS]
     objective = ttt.TrainingObjective(num_steps, settings.ttt_decay)
     ranks = distributed.RankContext(0, 1, device)

@@ -105,7 +105,7 @@ def tables(taught: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loaded(name: str, method: str, head: torch.Tensor) -> Any:
     return registry.build_draft(
-        *method_checkpoint.read_method_draft(checkpoint.locate_checkpoint(name), method, "a test"), head
+        *method_checkpoint.read_method_draft(checkpoint.locate_checkpoint(name), method, "a test"), head, 1.0
     )
 
 
@@ -194,7 +194,7 @@ def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
     config, tensors = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
     made = method_checkpoint.build_method_config("medusa", config, "float32", 3)
-    heads = registry.TRAINABLE_METHODS["medusa"].initialise(made, head, tensors["d2t"], tensors["t2d"], 0)
+    heads = registry.TRAINABLE_METHODS["medusa"].initialise(made, head, tensors["d2t"], tensors["t2d"], 0, 1.0)
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads.logits(hidden))

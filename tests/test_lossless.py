@@ -126,7 +126,12 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     static = StaticTree.from_paths(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
         name: registry.TRAINABLE_METHODS[name].initialise(
-            method_checkpoint.build_method_config(name, made, "float32", 4), head, tensors["d2t"], tensors["t2d"], 1
+            method_checkpoint.build_method_config(name, made, "float32", 4),
+            head,
+            tensors["d2t"],
+            tensors["t2d"],
+            1,
+            1.0,
         )
         for name in method_checkpoint.CHECKPOINT_METHODS
     }

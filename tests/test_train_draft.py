@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import free_port
@@ -257,3 +257,20 @@ def run(project: Path, stage: str, *arguments: str) -> None:
 def finish(project: Path, name: str = "straight") -> dict:
     run(project, "train_draft", name)
     return json.loads((project / f"results/train/{name}.json").read_text())
+
+
+def test_labels_are_the_targets_own_logits_with_its_scale(project: Path, small_run: Path, tmp_path: Path) -> None:
+    """Bug: drafts of targets that divide their logits (Granite) were taught a distribution that is far too certain."""
+    other = shutil.copytree(project, tmp_path / "other")
+    about = json.loads((project / "artifacts/target/target.json").read_text())
+    (project / "artifacts/target/target.json").write_text(json.dumps(about | {"logits_scale": 0.25}))
+    weights = load_file(other / "artifacts/target/model.safetensors")
+    head = weights["model.embed_tokens.weight" if about["tie_word_embeddings"] else "lm_head.weight"]
+    save_file(weights | {"quarter.weight": head / 4}, other / "artifacts/target/model.safetensors")
+    (other / "artifacts/target/target.json").write_text(json.dumps(about | {"lm_head_key": "quarter.weight"}))
+    for folder in (project, other):
+        kill_and_finish(folder, kills=0, seed=0)
+        command = [sys.executable, "-m", "stages.check_overfit", "check_overfit@e000"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    for place in ("drafts/straight/draft/model.safetensors", "results/train/e000.overfit.json"):
+        assert (project / place).read_bytes() == (other / place).read_bytes() != (small_run / place).read_bytes()

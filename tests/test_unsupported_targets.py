@@ -8,8 +8,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -90,24 +90,22 @@ def test_rope_that_no_draft_has_is_refused_before_sampling(tmp_path: Path, monke
     prepare_target.main()  # init_draft reads the file
 
 
-def test_tokens_are_not_drawn_by_logits_without_the_class_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: with a Granite target, whose logits are divided by 8, a workload above temperature 0 drew tokens of another
-    distribution than the target's, and replay took chances of drawn chains from it.
-    """
-    folder = pinned(tmp_path, monkeypatch, GraniteForCausalLM(GraniteConfig(**LLAMA, logits_scaling=8.0)))
+def test_tokens_are_not_drawn_by_logits_without_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap is no factor: the torch engine and replay would draw tokens of another distribution than the target's."""
+    capped = Gemma3TextConfig(**LLAMA | {"head_dim": 8, "pad_token_id": 0}, final_logit_softcapping=30.0)
+    folder = pinned(tmp_path, monkeypatch, Gemma3ForCausalLM(capped))
     workloads = schema.load_params().model_dump(by_alias=True)["benchmark"]["workloads"]
     workloads["eval"]["temperature"] = 0.7
     edit_params(tmp_path, {"benchmark": {"workloads": workloads}})
     with pytest.raises(ValueError, match=r"workloads\.eval\.temperature above 0, expected 0: .* Set 0 there"):
         prepare_target.main()
     model = loading.load_target(str(folder), "float32", "cpu")
-    head_check.check_drawn_logits(model, 0.0)
-    with pytest.raises(ValueError, match=r"GraniteForCausalLM scales or caps its logits, .* temperature 0, found 0\.7"):
-        head_check.check_drawn_logits(model, 0.7)
-    plain = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    head_check.check_drawn_logits(plain, 0.7)
+    head_check.check_drawn_logits(model, 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"Gemma3ForCausalLM caps its logits, or .* temperature 0, found 0\.7"):
+        head_check.check_drawn_logits(model, 0.7, 1.0)
+    workloads["eval"]["temperature"] = 0
+    edit_params(tmp_path, {"benchmark": {"workloads": workloads}})
+    prepare_target.main()
 
 
 def test_a_head_with_a_bias_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,11 @@ def _build_engine(
     model = loading.load_target(folder, params.target.dtype, load_device, params.target.trust_remote_code)
     if not on_one_device:
         place_model(model, gpus, settings.max_gpu_memory)
-    head_check.check_drawn_logits(model, workload.temperature)
+    head_check.check_drawn_logits(model, workload.temperature, target.logits_scale)
     loaded = load_draft(params, checkpoint_name, ranks.device, model.dtype, target.num_layers)
     end_tokens = [] if workload.ignore_eos else target.eos_token_ids
-    return Engine(model, end_tokens, loaded.feature_layers, loaded.draft, settings.tree_scoring)
+    layers, draft = loaded.feature_layers, loaded.draft
+    return Engine(model, end_tokens, layers, draft, settings.tree_scoring, target.logits_scale)
 
 
 def _load_needed_tokenizer(params: schema.Params, workload: Workload, prompts: pl.DataFrame) -> Any:

@@ -95,9 +95,11 @@ class Engine:
         feature_layers: list[int],  # those that the draft reads
         draft: Eagle3Draft | BlockDraft | None = None,
         tree_scoring: str = "sglang",  # a key of draft_tree.TREE_SCORINGS
+        logits_scale: float = 1.0,  # of the target's manifest
     ):
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
         self.lm_head = model.get_output_embeddings().weight  # [V, H]
+        self.logits_scale = logits_scale
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.end_tokens, self.draft, self.slots = set(end_tokens), draft, SlotPool(model, draft)
         self.uses_cuda_graphs = self.slots.uses_cuda_graphs
@@ -136,7 +138,7 @@ class Engine:
                 rows = slot.positions[None, count : count + more]
                 hidden = self.target.forward(slot, ids, rows + prefill.rope_offset, causal, rows, count + more)[0, -1]
         first, second = (hidden @ self.lm_head.T).float().topk(2).values.tolist()
-        return first - second
+        return (first - second) * self.logits_scale
 
     @torch.inference_mode()
     def decode_plain(
@@ -261,7 +263,7 @@ class Engine:
         """Return a run whose slots are all idle."""
         if method is not None and method not in slots.proposers:
             slots.proposers[method] = method.build_proposer(slots.capacity)
-        sampler = TokenSampler(sampling, slots.uniforms.flatten())
+        sampler = TokenSampler(sampling, slots.uniforms.flatten(), self.logits_scale)
         return DecodingRun(
             slots,
             self.slots.take_state(slots, method.num_steps + 1 if method else 1),
@@ -296,7 +298,8 @@ class Engine:
         state.cache_length.fill_(count)
         state.num_verified.fill_(1)
         first = state.output_length.zero_()[0]
-        state.next_tokens[0, :1] = self._sample(TokenSampler(sampling, slot.uniforms[0]), prefill.hidden[-1:], first)
+        sampler = TokenSampler(sampling, slot.uniforms[0], self.logits_scale)
+        state.next_tokens[0, :1] = self._sample(sampler, prefill.hidden[-1:], first)
         state.output_length.fill_(1)
         state.rope_offset.fill_(prefill.rope_offset)
         if run.proposer is not None:

@@ -65,9 +65,11 @@ def _hash_seed(about: str) -> int:
 class TokenSampler:
     """Samples the tokens of one answer; greedy without parameters."""
 
-    def __init__(self, sampling: SamplingParams | None, uniforms: Tensor):
-        """uniforms [*] float64: the answer's own numbers, one for each of its tokens."""
-        self._sampling, self._uniforms = sampling, uniforms
+    def __init__(self, sampling: SamplingParams | None, uniforms: Tensor, logits_scale: float = 1.0):
+        """uniforms [*] float64: the answer's own numbers, one for each of its tokens. The target's logits are `logits_scale`
+        times those that are given.
+        """
+        self._sampling, self._uniforms, self._logits_scale = sampling, uniforms, logits_scale
         # Answers that share this differ in their numbers alone, so that one CUDA graph serves them all.
         self.graph_key: Hashable = None if sampling is None else sampling[:3]
 
@@ -96,7 +98,7 @@ class TokenSampler:
     def _compute_probabilities(self, logits: Tensor) -> Tensor:
         assert self._sampling is not None, "greedy decoding has no probabilities"
         temperature, top_p, top_k = self._sampling[:3]
-        return compute_probabilities(logits, temperature, top_p, top_k)
+        return compute_probabilities(logits, temperature / self._logits_scale, top_p, top_k)
 
 
 def draw_uniforms(seed: int, count: int) -> Tensor:

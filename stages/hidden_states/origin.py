@@ -37,9 +37,10 @@ def check_origin(folder: Path, split: str, target: TargetManifest) -> None:
 def digest_target(target: TargetManifest) -> str:
     """Return a digest of the target's manifest and of its weight files' names, sizes and ends.
 
-    A digest of all weights would take as long as loading a large target.
+    A digest of all weights would take as long as loading a large target. Hidden states don't depend on the scale of logits.
     """
-    total = hashlib.sha256(json.dumps(asdict(target), sort_keys=True).encode())
+    known = {name: value for name, value in asdict(target).items() if name != "logits_scale"}
+    total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     for path in sorted(manifest.resolve_weights_folder(target).glob("*.safetensors")):
         size = path.stat().st_size
         total.update(f"{path.name}:{size}".encode())

@@ -21,11 +21,15 @@ CROSS_ENTROPY_WEIGHT = 0.1  # SmoothL1 has weight 1
 
 
 class EagleDraft(Eagle3Draft):
-    """A draft over the target's whole vocabulary. `head` [V, H] is the target's: frozen, not registered as a parameter."""
+    """A draft over the target's whole vocabulary. `head` [V, H] is the target's: frozen, not registered as a parameter.
 
-    def __init__(self, config: DraftConfig, head: Tensor):
+    Its states are the target's last hidden states, so its logits have the target's `logits_scale`.
+    """
+
+    def __init__(self, config: DraftConfig, head: Tensor, logits_scale: float = 1.0):
         super().__init__(config)
         self.head = (head,)  # a tuple, so that the module does not register it
+        self.logits_scale = logits_scale
 
     def _add_layers(self, c: DraftConfig) -> None:
         self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size)
@@ -39,10 +43,10 @@ class EagleDraft(Eagle3Draft):
         self.midlayer.mlp = DraftMLP(c)
 
     @classmethod
-    def initialise(cls, config: DraftConfig, head: Tensor, seed: int) -> "EagleDraft":
+    def initialise(cls, config: DraftConfig, head: Tensor, seed: int, logits_scale: float = 1.0) -> "EagleDraft":
         """Return random weights from the seed, with `fc` such that the first prediction for p+1 is near the hidden state of p."""
         torch.manual_seed(seed)
-        draft = cls(config, head)
+        draft = cls(config, head, logits_scale)
         with torch.no_grad():
             for name, weight in draft.named_parameters():
                 if weight.ndim == 2:
@@ -62,10 +66,10 @@ class EagleDraft(Eagle3Draft):
         return mixed
 
     def normalise_output(self, state: Tensor) -> Tensor:
-        return state
+        return state if self.logits_scale == 1 else state * self.logits_scale
 
     def logits(self, state: Tensor) -> Tensor:
-        return state @ self.head[0].T
+        return self.normalise_output(state) @ self.head[0].T
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids
@@ -115,9 +119,8 @@ def compute_loss(
     )  # [1]
     all_ids = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     output_head = chunked_loss.OutputHead(eagle.normalise_output, head, all_ids, torch.ones_like(all_ids).bool())
-    total, loss, hits = chunked_loss.compute_chunked_loss(
-        output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss
-    )
+    given = output_head, [states], pack, head, CROSS_ENTROPY_WEIGHT * share, objective.loss, objective.logits_scale
+    total, loss, hits = chunked_loss.compute_chunked_loss(*given)
     expected = pack.last[pack.query_tokens + 1].to(states.dtype)  # of the predicted position
     distance = nn.functional.smooth_l1_loss(states, expected, reduction="none").mean(-1).float().sum()
     return ttt.LossOutput(total + distance * share[0], CROSS_ENTROPY_WEIGHT * loss + distance.detach(), hits)

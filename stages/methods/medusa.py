@@ -34,7 +34,9 @@ class MedusaDraft(nn.Module):
         self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
 
     @classmethod
-    def initialise(cls, config: dict[str, Any], head: Tensor, d2t: Tensor, t2d: Tensor) -> "MedusaDraft":
+    def initialise(
+        cls, config: dict[str, Any], head: Tensor, d2t: Tensor, t2d: Tensor, logits_scale: float = 1.0
+    ) -> "MedusaDraft":
         """Return untrained heads for a target with `head` [V, H], with a draft's vocabulary."""
         draft = cls(config)
         draft.d2t.copy_(d2t)
@@ -43,7 +45,7 @@ class MedusaDraft(nn.Module):
             for block, out in zip(draft.blocks, draft.outs, strict=True):
                 nn.init.zeros_(block.weight)
                 nn.init.zeros_(block.bias)
-                out.weight.copy_(head[d2t + torch.arange(len(d2t))])
+                out.weight.copy_(head[d2t + torch.arange(len(d2t))] * logits_scale)
         return draft
 
     def compute_head_input(self, index: int, hidden: Tensor) -> Tensor:
@@ -80,9 +82,8 @@ def compute_loss(
         of_head = pack.select_step(k)
         states = medusa.compute_head_input(k, pack.last[of_head.query_tokens].to(out.weight.dtype))
         output_head = chunked_loss.OutputHead(nn.Identity(), out.weight, medusa.d2t, medusa.t2d)
-        parts.append(
-            chunked_loss.compute_chunked_loss(output_head, [states], of_head, head, weights[k : k + 1], objective.loss)
-        )
+        given = output_head, [states], of_head, head, weights[k : k + 1], objective.loss, objective.logits_scale
+        parts.append(chunked_loss.compute_chunked_loss(*given))
     totals, losses, hits = zip(*parts, strict=True)
     wide = [nn.functional.pad(x[0], (0, len(pack.query_tokens) - x.shape[1])) for x in hits]
     return ttt.LossOutput(torch.stack(totals).sum(), torch.cat(losses), torch.stack(wide))

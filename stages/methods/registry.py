@@ -23,33 +23,34 @@ LossFunction = Callable[[Any, ttt.TrainingPack, Tensor, Tensor, ttt.TrainingObje
 class TrainableMethod(NamedTuple):
     """Constructors and loss of a method's draft."""
 
-    initialise: Callable[
-        [dict[str, Any], Tensor, Tensor, Tensor, int], nn.Module
-    ]  # config, head [V, H], d2t, t2d, seed
-    build_uninitialised: Callable[[dict[str, Any], Tensor], nn.Module]  # config, head
+    # config, head [V, H], d2t, t2d, seed, logits_scale
+    initialise: Callable[[dict[str, Any], Tensor, Tensor, Tensor, int, float], nn.Module]
+    build_uninitialised: Callable[[dict[str, Any], Tensor, float], nn.Module]  # config, head, logits_scale
     compute_loss: LossFunction
     predict_top_tokens: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
 
 
 TRAINABLE_METHODS = {
     "eagle": TrainableMethod(
-        lambda config, head, _d2t, _t2d, seed: EagleDraft.initialise(DraftConfig.from_json(config), head, seed),
-        lambda config, head: EagleDraft(DraftConfig.from_json(config), head),
+        lambda config, head, _d2t, _t2d, seed, scale: EagleDraft.initialise(
+            DraftConfig.from_json(config), head, seed, scale
+        ),
+        lambda config, head, scale: EagleDraft(DraftConfig.from_json(config), head, scale),
         eagle.compute_loss,
         eagle.predict_top_tokens,
     ),
     "medusa": TrainableMethod(
-        lambda config, head, d2t, t2d, _seed: MedusaDraft.initialise(config, head, d2t, t2d),
-        lambda config, _head: MedusaDraft(config),
+        lambda config, head, d2t, t2d, _seed, scale: MedusaDraft.initialise(config, head, d2t, t2d, scale),
+        lambda config, _head, _scale: MedusaDraft(config),
         medusa.compute_loss,
         medusa.predict_top_tokens,
     ),
 }
 
 
-def build_draft(config: dict[str, Any], tensors: dict[str, Tensor], head: Tensor) -> Any:
-    """Return a draft from a checkpoint's config.json and tensors, and the target's head."""
-    draft = TRAINABLE_METHODS[config["method"]].build_uninitialised(config, head)
+def build_draft(config: dict[str, Any], tensors: dict[str, Tensor], head: Tensor, logits_scale: float) -> Any:
+    """Return a draft from a checkpoint's config.json and tensors, and the target's head with the scale of its logits."""
+    draft = TRAINABLE_METHODS[config["method"]].build_uninitialised(config, head, logits_scale)
     draft.load_state_dict(tensors)
     return draft
 

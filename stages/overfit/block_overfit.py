@@ -25,10 +25,10 @@ from stages.training.packed_rows import PackPlace
 class BlockOverfit(OverfitRun):
     """An untrained block draft; the segment names its loss and the anchors of a step."""
 
-    def __init__(self, draft: BlockDraft, segment: BlockSegment, seed: int, device: str):
+    def __init__(self, draft: BlockDraft, segment: BlockSegment, seed: int, device: str, logits_scale: float):
         self.draft: BlockDraft = draft.to(device)
         self.feature_layers, self.num_steps = list(draft.config.feature_layers), draft.config.num_drafts
-        self.objective = BlockTrainingObjective.of_segment(segment, self.num_steps, seed)
+        self.objective = BlockTrainingObjective.of_segment(segment, self.num_steps, seed, logits_scale)
         self.learns_own_tokens = not self.objective.loss.l1
         self.device = device
 

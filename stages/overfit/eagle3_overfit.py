@@ -22,10 +22,12 @@ class Eagle3Overfit(OverfitRun):
         feature_layers: list[int],
         settings: TrainDraft,
         device: str,
+        logits_scale: float,
     ):
         self.draft: Eagle3Draft = Eagle3Draft.from_checkpoint(config, tensors).to(device)
         self.config, self.feature_layers, self.num_steps = config, feature_layers, settings.ttt_steps
-        self.objective = ttt.TrainingObjective(settings.ttt_steps, settings.ttt_decay, settings.mask, settings.loss)
+        weights = settings.ttt_decay, settings.mask, settings.loss
+        self.objective = ttt.TrainingObjective(settings.ttt_steps, *weights, logits_scale=logits_scale)
         self.device = device
 
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:

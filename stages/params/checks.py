@@ -296,7 +296,7 @@ def check_sliding_window(params: Params, window: int) -> None:
 
 
 def check_drawn_tokens(params: Params, difference: str) -> None:
-    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's scale or cap.
+    """Raise ValueError where the torch engine or replay is to draw tokens by logits that lack the class's cap.
 
     `difference` says how far the target's own logits are from those.
     """
@@ -308,8 +308,8 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
         drawn.append("sample_target.temperature")  # chains of block drafts are replayed on answers as they were drawn
     if drawn:
         raise ValueError(
-            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class scales or caps its logits, and the "
-            "torch engine and replay would draw by logits without, another distribution. Set 0 there, or take the workload out "
+            f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
+            "engine and replay would draw by logits without, another distribution. Set 0 there, or take the workload out "
             "of benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served)"
         )
 

@@ -94,6 +94,7 @@ class BlockReplay:
     embedding: Tensor  # [V, H] the target's
     head: Tensor  # [V, H] the target's
     tree_scoring: str  # a key of TREE_SCORINGS
+    logits_scale: float = 1.0  # of the target's manifest
 
     def compute_capacity(self, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
         return block_replay.compute_block_capacity(self.draft, trees, memory)
@@ -112,7 +113,7 @@ class BlockReplay:
         """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
         assert batch.last is not None, "collated with keeps_last"
         given = self.draft, self.embedding, self.head, batch.ids, batch.features, batch.last, batch.starts, batch.ends
-        return sampled_drafts.replay_sampled_answers(*given, temperature, top_p, num_places)
+        return sampled_drafts.replay_sampled_answers(*given, temperature, top_p, num_places, self.logits_scale)
 
 
 def _collate_multimodal(rows: list[HiddenStatesRow], device: torch.device) -> MultimodalFeatures | None:

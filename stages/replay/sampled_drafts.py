@@ -47,9 +47,11 @@ def replay_sampled_drafts(
     places: AnswerPlaces,
     temperature: float,  # above 0
     top_p: float,
+    logits_scale: float = 1.0,  # of the target's manifest
 ) -> ExpectedCounts:
     """Return the expected counts of sampled drafts on answers that were sampled at a temperature with a top-p."""
-    target = compute_target_chances(last, head, places.following[:, 0], temperature, top_p)
+    # The draft's logits are those of its states times the head's table, as in engines.
+    target = compute_target_chances(last, head, places.following[:, 0], temperature / logits_scale, top_p)
     own = compute_draft_chances(draft, head, states, anchor_tokens, places.following, temperature)
     return walk_expected_cycles(compute_acceptance(own, target, places.following), places.counts)
 
@@ -67,12 +69,13 @@ def replay_sampled_answers(
     temperature: float,
     top_p: float,
     places_per_batch: int = 1024,  # see `compute_block_capacity`
+    logits_scale: float = 1.0,  # of the target's manifest
 ) -> ExpectedCounts:
     """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
     places = find_places(ids, starts, ends, draft.config.num_drafts)
     states = compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
     known = last.flatten(0, 1)[places.anchors], ids.flatten()[places.anchors], places, temperature, top_p
-    return replay_sampled_drafts(draft, head, states, *known)
+    return replay_sampled_drafts(draft, head, states, *known, logits_scale)
 
 
 def compute_target_chances(last: Tensor, head: Tensor, tokens: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -2,42 +2,56 @@
 
 Training, replay and the engines of other methods read embedding and head from the target's files without loading it
 (`target.lm_head_key` names the head where its name is unusual). A wrong table of the right shape trains a draft on noise.
-Only embedding, first block, final norm and head are loaded: about 3 GB in bfloat16 for 8 billion parameters, on the CPU.
+Only embedding, first block, final norm and head are loaded: about 5 GB in float32 for 8 billion parameters, on the CPU.
+
+Some classes multiply or divide their logits by a number of their config, under many names (Granite, Cohere, MiniCPM3). It is
+measured here, as the one factor between the two for all tokens and the whole vocabulary, and kept beside the head
+(`TargetManifest.logits_scale`), not multiplied into it: block drafts share the head's table without the factor, as in SGLang
+and vLLM, a tied table is the embedding too, and a factor that is no power of two would round every weight in 16 bits.
 
 Letters: V vocabulary, H hidden.
 """
 
 import copy
-from typing import NamedTuple
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from stages.target.loading import select_auto_class
 
 TOKENS = 8
-# Largest difference over largest logit: several times the rounding of hidden states and logits.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = 1e-4  # largest difference over largest logit, in float32
+# The same where hidden states and logits are rounded to the target's dtype: several times that rounding.
+ROUNDED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+LARGE_LOGIT = 1000.0  # far above any cap
+MAX_DENOMINATOR = 10_000  # of factors: classes multiply or divide by numbers of a few digits
 
 
 class HeadDifference(NamedTuple):
     logits: float  # the largest, over all tokens
     largest: float  # of the target's own logits
-    allowed: float
+    scale: float  # the class's logits are this times final hidden states times its head; 1 where they are not
     same_choice: bool  # equal argmax for all tokens
-    same_head: bool  # the table is the class's own head, though its logits may be scaled or capped
+    same_head: bool  # the table is the class's own head, though its logits may be capped
     same_embedding: bool
     has_bias: bool  # of the class's own head
+
+    @property
+    def allowed(self) -> float:
+        return TOLERANCE * self.largest
 
     @property
     def agrees(self) -> bool:
         return self.logits <= self.allowed  # False where either is NaN
 
 
-def load_first_block(source: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the target on the CPU with its first block only; other weights are not read."""
+def load_first_block(source: str, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the target on the CPU in float32 with its first block only; other weights are not read."""
     config = cut_to_first_block(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code))
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
@@ -46,7 +60,7 @@ def load_first_block(source: str, dtype: str, trust_remote_code: bool) -> PreTra
         model = select_auto_class(config).from_pretrained(
             source,
             config=config,
-            dtype=getattr(torch, dtype),
+            dtype=torch.float32,
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
@@ -70,51 +84,81 @@ def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
 
 @torch.inference_mode()
 def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> HeadDifference:
-    """Compare on TOKENS tokens; embedding and head are the tables [V, H] float32 that later stages read."""
-    hidden, own = _run_tokens(model, min(len(embedding), model.get_input_embeddings().weight.shape[0]))
-    ours = hidden.float() @ head.T
-    known = model.get_output_embeddings(), model.get_input_embeddings()
+    """Compare a model of `load_first_block` on TOKENS tokens; embedding and head [V, H] float32 are what later stages read."""
+    rows = min(len(embedding), model.get_input_embeddings().weight.shape[0])
+    hidden, own = _run_tokens(model, rows)
+    ours, known = hidden @ head.T, (model.get_output_embeddings(), model.get_input_embeddings())
     same_head, same_embedding = (
-        module is not None and torch.equal(module.weight, mine.to(model.dtype))
+        module is not None and torch.equal(module.weight, mine)
         for module, mine in zip(known, (head, embedding), strict=True)
     )
-    has_bias = getattr(known[0], "bias", None) is not None
+    own_tables = same_head, same_embedding, getattr(known[0], "bias", None) is not None
     if ours.shape != own.shape:
-        return HeadDifference(torch.inf, float(own.abs().max()), 0.0, False, same_head, same_embedding, has_bias)
-    largest = float(own.abs().max())
-    return HeadDifference(
-        float((ours - own).abs().max()),
-        largest,
-        TOLERANCE[model.dtype] * largest,
-        bool((ours.argmax(-1) == own.argmax(-1)).all()),
-        same_head,
-        same_embedding,
-        has_bias,
+        return HeadDifference(torch.inf, float(own.abs().max()), 1.0, False, *own_tables)
+    same_choice = bool((ours.argmax(-1) == own.argmax(-1)).all())
+    scale = measure_scale(own, ours)
+    if scale != 1 and not _are_close(own, scale * ours):
+        scale = 1.0
+    found = HeadDifference(
+        float((own - scale * ours).abs().max()), float(own.abs().max()), scale, same_choice, *own_tables
     )
+    if not found.agrees:
+        return found
+    # A cap, as Gemma 2's 30 tanh(logits / 30), is no factor, but nearly one where logits are small.
+    amplitude = LARGE_LOGIT / max(found.largest, 1e-30)
+    hidden, own = _run_tokens(model, rows, amplitude)
+    ours = scale * (amplitude * hidden @ head.T)
+    if _are_close(own, ours):
+        return found
+    return found._replace(logits=float((own - ours).abs().max()), largest=float(own.abs().max()), scale=1.0)
+
+
+def measure_scale(own: Tensor, ours: Tensor) -> float:
+    """Return the positive factor s by which s * ours is nearest to own, a short fraction where one is as near; else 1."""
+    own, ours = own.double(), ours.double()
+    scale = float((own * ours).sum() / (ours * ours).sum())
+    if not (0 < scale < torch.inf):
+        return 1.0
+    short = float(Fraction(scale).limit_denominator(MAX_DENOMINATOR))
+    return short if abs(short - scale) <= 1e-5 * scale else scale
+
+
+def _are_close(own: Tensor, ours: Tensor) -> bool:
+    return bool((own - ours).abs().max() <= TOLERANCE * own.abs().max())
 
 
 @torch.inference_mode()
-def check_drawn_logits(model: PreTrainedModel, temperature: float) -> None:
-    """Raise ValueError where tokens are to be drawn, and the class's logits are not final hidden states times its head."""
-    if temperature == 0:  # a scale or cap moves no argmax
+def check_drawn_logits(model: PreTrainedModel, temperature: float, logits_scale: float) -> None:
+    """Raise ValueError where tokens are to be drawn, and the class's logits are not final hidden states times its head and
+    `logits_scale`.
+    """
+    if temperature == 0:  # a cap moves no argmax
         return
     head = model.get_output_embeddings().weight  # [V, H]
     hidden, own = _run_tokens(model, len(head))
-    ours = (hidden.to(head.device) @ head.T).float().to(own.device)
-    if (ours - own).abs().max() > TOLERANCE[model.dtype] * own.abs().max():
+    ours = (hidden.to(head.device) @ head.T).float().to(own.device) * logits_scale
+    if (ours - own).abs().max() > ROUNDED_TOLERANCE[model.dtype] * own.abs().max():
         raise ValueError(
-            f"{type(model).__name__} scales or caps its logits, and the torch engine would draw by logits without, another "
-            f"distribution; expected a workload at temperature 0, found {temperature:g}: set 0 there, or take it out of "
-            "benchmark.torch_workloads and measure it on SGLang or vLLM (benchmark_served)"
+            f"{type(model).__name__} caps its logits, or scales them otherwise than by {logits_scale:g}, which prepare_target "
+            "measured; the torch engine would draw by logits without, another distribution. Expected a workload at "
+            f"temperature 0, found {temperature:g}: set 0 there, or take it out of benchmark.torch_workloads and measure it on "
+            "SGLang or vLLM (benchmark_served)"
         )
 
 
-def _run_tokens(model: PreTrainedModel, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the last hidden [TOKENS, H] and the class's own logits [TOKENS, V] in float32 of ids spread over `rows`."""
+def _run_tokens(model: PreTrainedModel, rows: int, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the last hidden [TOKENS, H] of ids spread over `rows`, and the class's own logits [TOKENS, V] in float32 of
+    `amplitude` times it.
+    """
     ids = torch.arange(TOKENS) * (rows // TOKENS) + rows // (2 * TOKENS)
     ids[ids == getattr(model.config, "image_token_id", None)] = 0
     caught: list[Tensor] = []
-    decoder = model.get_decoder()
-    with decoder.register_forward_hook(lambda _module, _args, out: caught.append(out.last_hidden_state)):
+
+    def catch_and_amplify(_module: Module, _args: Any, out: Any) -> Any:
+        caught.append(out.last_hidden_state)
+        out.last_hidden_state = out.last_hidden_state * amplitude
+        return out
+
+    with model.get_decoder().register_forward_hook(catch_and_amplify):
         own = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float()  # [8, V]
     return caught[0][0], own

@@ -54,6 +54,7 @@ class TargetManifest:
     lm_head_key: str | None = None  # the head's tensor, where its name is unusual
     chat_template: str | None = None  # Jinja, in place of the tokenizer's own
     image_token_id: int | None = None  # where hidden states support images
+    logits_scale: float = 1.0  # the target's logits are this times final hidden states times its head (`head_check`)
     weights_digest: str | None = None  # sha256 of a local folder's weights; else the commit or DVC pins them
     weights_sample: str | None = None  # digest of a sample of their bytes, compared by every stage that loads them
 

@@ -130,6 +130,7 @@ def compute_block_loss(
     divisor: Tensor | float,  # summed weights of all drafts of the step, of all packs and ranks
     drafts_per_chunk: int = DRAFTS_PER_CHUNK,
     watch_acceptance: bool = True,
+    logits_scale: float = 1.0,  # of the target's logits over `last` times `head`; a block draft's own have none
 ) -> BlockLoss:
     """Return the loss of a pack. Raises ValueError for a loss of a head without that head, or the reverse.
 
@@ -159,7 +160,15 @@ def compute_block_loss(
     rows = labels.rows[place] if reads_target else None
     total, by_part, matches = _ChunkedBlockLoss.apply(
         _DraftInputs(
-            weights, labels.tokens[place], rows, last, head, objective, drafts_per_chunk, draft.config.selector_top_k
+            weights,
+            labels.tokens[place],
+            rows,
+            last,
+            head,
+            logits_scale,
+            objective,
+            drafts_per_chunk,
+            draft.config.selector_top_k,
         ),
         draft.config.confidence_head_with_markov,
         draft.select_drafting_slots(hidden)[place],
@@ -182,6 +191,7 @@ class _DraftInputs(NamedTuple):
     rows: Tensor | None  # [P] rows of `last`; None where the target's distribution is not needed
     last: Tensor  # [S, H]
     head: Tensor  # [V, H]
+    logits_scale: float
     objective: BlockObjective
     drafts_per_chunk: int
     num_candidates: int  # of the selector; 0 without one
@@ -261,7 +271,8 @@ def _compute_chunk_loss(
     if inputs.rows is not None:
         with torch.no_grad():
             target_logits = inputs.last[inputs.rows[chunk]].to(inputs.head.dtype) @ inputs.head.T
-    ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, bool(inputs.objective.l1))
+    learns_l1 = bool(inputs.objective.l1)
+    ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, learns_l1, inputs.logits_scale)
     loss = inputs.objective.ce * ce + inputs.objective.l1 * l1
     bce, chosen, alpha = (torch.zeros_like(ce) for _ in range(3))
     if target_logits is not None:
@@ -299,9 +310,16 @@ def _compute_selector_loss(
 
 @compile_on_cuda
 def _compute_vocabulary_loss(
-    logits: Tensor, bias: Tensor | None, target_logits: Tensor | None, labels: Tensor, learns_l1: bool
+    logits: Tensor,
+    bias: Tensor | None,
+    target_logits: Tensor | None,
+    labels: Tensor,
+    learns_l1: bool,
+    logits_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ce [C], l1 [C], 0 without the target's logits, and argmax matches [C], of logits and their bias [C, V]."""
+    """Return ce [C], l1 [C], 0 without the target's logits, and argmax matches [C], of logits and their bias [C, V]. The target's
+    logits are `logits_scale` times `target_logits`.
+    """
     dtype = _choose_dtype(logits)
     if bias is not None:
         logits = logits + bias
@@ -310,7 +328,7 @@ def _compute_vocabulary_loss(
     matches = logits.detach().argmax(-1) == labels
     if target_logits is None:
         return ce, torch.zeros_like(ce), matches
-    p = torch.softmax(target_logits.to(dtype), -1)
+    p = torch.softmax(target_logits.to(dtype) * logits_scale, -1)
     with torch.set_grad_enabled(learns_l1):
         l1 = (log_q.exp() - p).abs().sum(-1)
     return ce, l1, matches

@@ -66,19 +66,22 @@ class BlockPack(SupervisedPack):
 
 @dataclass(frozen=True)
 class BlockTrainingObjective:
-    """Number of blocks, seed and loss of a block draft's training."""
+    """Number of blocks, seed and loss of a block draft's training, and the scale of the target's logits."""
 
     num_steps: int  # D drafts of a block
     num_anchors: int  # most blocks of a pack
     seed: int
     loss: BlockObjective
+    logits_scale: float = 1.0  # of the target's manifest
 
     @classmethod
-    def of_segment(cls, segment: BlockSegment, num_drafts: int, seed: int) -> "BlockTrainingObjective":
+    def of_segment(
+        cls, segment: BlockSegment, num_drafts: int, seed: int, logits_scale: float = 1.0
+    ) -> "BlockTrainingObjective":
         """Return the method's own objective, with the segment's decay where it has one."""
         loss = OBJECTIVES[segment.method]
         loss = loss if segment.decay is None else replace(loss, decay=segment.decay)
-        return cls(num_drafts, segment.anchors, seed, loss)
+        return cls(num_drafts, segment.anchors, seed, loss, logits_scale)
 
     def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
         """Build a pack on the CPU, its anchors drawn by the seed and `place`."""
@@ -119,9 +122,8 @@ def compute_loss(
     hidden = draft.forward_pack(
         embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attend, parts
     )
-    found = block_loss.compute_block_loss(
-        draft, hidden, pack.labels, pack.last, head, objective.loss, divisor, watch_acceptance=False
-    )
+    given = draft, hidden, pack.labels, pack.last, head, objective.loss, divisor
+    found = block_loss.compute_block_loss(*given, watch_acceptance=False, logits_scale=objective.logits_scale)
     by_draft = objective.loss.ce * found.ce + objective.loss.l1 * found.l1
     by_draft = by_draft + objective.loss.confidence * found.confidence + objective.loss.selector * found.selector
     return LossOutput(found.total_loss, by_draft.sum(0), found.matches.T)

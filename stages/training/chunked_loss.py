@@ -38,12 +38,13 @@ def compute_chunked_loss(
     head: Tensor,  # [V, H]
     weights: Tensor,  # [L] weight of a position of each step in the total
     loss: str,
+    logits_scale: float,  # of the target's logits over last hidden states times `head`
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P]."""
     normed = output_head.normalise(torch.cat(list(states)))  # [S, H]
     state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
     total, losses, matches = _ChunkedLoss.apply(
-        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss
+        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss, logits_scale
     )
     loss_per_step = torch.stack([x.sum() for x in losses.split(pack.queries_per_step)])
     num_queries = len(pack.query_tokens)
@@ -65,6 +66,7 @@ class _ChunkedLoss(torch.autograd.Function):
         d2t: Tensor,
         t2d: Tensor,
         loss: str,
+        logits_scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_any, needs_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[1]  # EAGLE's head is frozen
         draft_vocab = torch.arange(len(d2t), device=d2t.device) + d2t if len(d2t) < len(t2d) else None
@@ -77,7 +79,7 @@ class _ChunkedLoss(torch.autograd.Function):
             state, label = pack.pair_state[start:stop], pack.pair_label[start:stop] - label_start
             target_logits = pack.last[pack.label_tokens[label_start:label_stop]].to(head.dtype) @ head.T  # [U, V]
             target_argmax = target_logits.argmax(-1)  # [U]
-            probs, mass = compute_teacher_probs(target_logits, draft_vocab)
+            probs, mass = compute_teacher_probs(target_logits, draft_vocab, logits_scale)
             del target_logits
             chunk_states = states[state]  # [R, H]
             target_token = target_argmax[label]
@@ -101,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
         states_grad, weight_grad = ctx.saved_tensors
         weight_grad = None if weight_grad is None else weight_grad * total_grad
         # In place: a second copy of them is 7.5 GB for a row of 131,072 tokens at 8B shape, when memory is fullest.
-        return states_grad.mul_(total_grad), weight_grad, None, None, None, None, None, None
+        return states_grad.mul_(total_grad), weight_grad, None, None, None, None, None, None, None
 
 
 def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -112,13 +114,16 @@ def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 @compile_on_cuda
-def compute_teacher_probs(logits: Tensor, draft_vocab: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return probabilities [U, D] renormalised over the draft vocabulary, and their mass [U], of the target's logits [U, V].
+def compute_teacher_probs(
+    logits: Tensor, draft_vocab: Tensor | None, logits_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return probabilities [U, D] renormalised over the draft vocabulary, and their mass [U]. The target's logits are
+    `logits_scale` times `logits` [U, V].
 
     draft_vocab [D] are target ids; None: the whole vocabulary.
     """
-    normaliser = torch.logsumexp(logits.float(), dim=-1)
-    draft_logits = (logits if draft_vocab is None else logits[:, draft_vocab]).float()
+    normaliser = torch.logsumexp(logits.float() * logits_scale, dim=-1)
+    draft_logits = (logits if draft_vocab is None else logits[:, draft_vocab]).float() * logits_scale
     draft_normaliser = torch.logsumexp(draft_logits, dim=-1)
     return (draft_logits - draft_normaliser[:, None]).exp(), (draft_normaliser - normaliser).exp()
 

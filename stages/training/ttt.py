@@ -45,13 +45,14 @@ from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackR
 
 @dataclass(frozen=True)
 class TrainingObjective:
-    """The parameters of train_draft that define the loss."""
+    """The parameters of train_draft that define the loss, and the scale of the target's logits."""
 
     num_steps: int  # L
     decay: float = 0.8  # the weight of step k is decay**k
     loss_mask: str = "aligned"  # aligned or eagle
     loss: str = "ce"  # one of chunked_loss.LOSSES
     batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
+    logits_scale: float = 1.0  # of the target's manifest
 
     def build_pack(self, rows: Sequence[PackRow], _place: PackPlace, pinned: bool) -> "TrainingPack":
         """Build a pack on the CPU; nothing of it is drawn, so it is the same at every place."""
@@ -181,7 +182,8 @@ def compute_loss(
         counts = torch.tensor(pack.supervised_per_step, device=head.device)
     weights = decay / counts.clamp(min=1)
     output_head = chunked_loss.OutputHead(draft.normalise_output, draft.lm_head.weight, draft.d2t, draft.t2d)
-    return LossOutput(*chunked_loss.compute_chunked_loss(output_head, states, pack, head, weights, objective.loss))
+    given = output_head, states, pack, head, weights, objective.loss, objective.logits_scale
+    return LossOutput(*chunked_loss.compute_chunked_loss(*given))
 
 
 def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int) -> list[Tensor]:

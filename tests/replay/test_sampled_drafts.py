@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from stages.draft.block_draft import BlockDraft
 from stages.engine.decode import Engine
@@ -18,7 +19,7 @@ from stages.replay import sampled_drafts
 from stages.replay.block_replay import AnswerPlaces, compute_place_states
 from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
-from tests.draft.slow_draft import small_target
+from tests.draft.slow_draft import scatter, small_target
 from tests.engine.test_sampling import warped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,11 +29,23 @@ ROWS_PER_PACK = 8  # of more, attention between rows costs more than calls
 every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 
-class Pair:
-    """A random target of some tokens and a random block draft of some drafts."""
+def scaled_target(vocab: int, scale: float) -> GraniteForCausalLM:
+    """As `small_target`."""
+    model = GraniteForCausalLM(
+        GraniteConfig(
+            vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, logits_scaling=1 / scale,
+        )
+    )  # fmt: skip
+    scatter(model, 0.3, 1)
+    return model.eval().requires_grad_(False)
 
-    def __init__(self, method: str, vocab: int, num_drafts: int):
-        self.target = small_target(vocab, 1)
+
+class Pair:
+    """A random target of some tokens, which multiplies its logits by `scale`, and a random block draft of some drafts."""
+
+    def __init__(self, method: str, vocab: int, num_drafts: int, scale: float = 1.0):
+        self.target, self.scale = small_target(vocab, 1) if scale == 1 else scaled_target(vocab, scale), scale
         self.embedding, self.head = self.target.model.embed_tokens.weight, self.target.lm_head.weight
         sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (method != "dspark")}
         sizes |= {"selector_top_k": 2} if method == "dflash2" else {}
@@ -72,7 +85,7 @@ class Pair:
         return states, last, anchor_tokens, AnswerPlaces(torch.zeros_like(anchor_tokens), following, counts)
 
     def replay(self, places: "Places", temperature: float, top_p: float) -> ExpectedCounts:
-        return replay_sampled_drafts(self.draft, self.head, *places, temperature, top_p)
+        return replay_sampled_drafts(self.draft, self.head, *places, temperature, top_p, self.scale)
 
 
 Places = tuple[Tensor, Tensor, Tensor, AnswerPlaces]
@@ -151,10 +164,10 @@ class Enumeration:
 
 
 @every_method
-@pytest.mark.parametrize("top_p", [1.0, 0.95])
-def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str, top_p: float) -> None:
+@pytest.mark.parametrize(("top_p", "scale"), [(1.0, 1.0), (0.95, 1.0), (1.0, 0.4)])
+def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str, top_p: float, scale: float) -> None:
     """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its chance is the target's."""
-    pair = pair_of(method, 3, 2)
+    pair = pair_of(method, 3, 2, scale)
     for width in (1, 2):
         tree = Enumeration(pair, width, 0.7, top_p)
         outcomes = tree.answers()

@@ -67,8 +67,9 @@ CASES: dict[str, tuple[dict[str, Any], BlockObjective]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk", [5, 1000])
-def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "scale"), [(5, 1.0), (1000, 1.0), (5, 0.3)])
+def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int, scale: float) -> None:
+    """`scale`: of the target's logits, which the draft's own don't have."""
     options, objective = CASES[case]
     draft, embedding, head = random_block_draft(1, **options)
     draft.requires_grad_(True)
@@ -82,12 +83,14 @@ def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int) -> None:
     context = draft.project_context(features[None], positions[None])
     hidden = draft.forward_pack(embedding, ids, positions, DOCUMENTS, anchors, context)
     labels = build_block_labels(ids, TAUGHT, DOCUMENTS, anchors, draft.config.num_drafts)
-    found = compute_block_loss(draft, hidden, labels, last, head, objective, divisor, drafts_per_chunk=chunk)
+    given = draft, hidden, labels, last, head, objective, divisor
+    found = compute_block_loss(*given, drafts_per_chunk=chunk, logits_scale=scale)
     found.total_loss.backward()
     gradients = {name: x.grad for name, x in draft.named_parameters()}
     draft.zero_grad()
 
-    slow, alphas, taus = _slow_loss(draft, embedding, head, ids, features, last, anchors.tolist(), objective, divisor)
+    given = ids, features, scale * last, anchors.tolist(), objective, divisor
+    slow, alphas, taus = _slow_loss(draft, embedding, head, *given)
     slow.backward()
     torch.testing.assert_close(found.total_loss, slow, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.acceptance[labels.is_valid], torch.stack(alphas), rtol=1e-9, atol=1e-9)

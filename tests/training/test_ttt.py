@@ -31,11 +31,12 @@ def make_row(seed: int, length: int, spans: list[tuple[int, int]]) -> SimpleName
 
 
 def run(
-    rows: list[SimpleNamespace], weights: tuple, mask: str = "aligned", loss: str = "ce"
+    rows: list[SimpleNamespace], weights: tuple, mask: str = "aligned", loss: str = "ce", scale: float = 1.0
 ) -> tuple[TrainingPack, ttt.LossOutput]:
     draft, embedding, head = weights
     pack = TrainingPack.from_rows(rows, STEPS, mask)
-    return pack, ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS, loss_mask=mask, loss=loss))
+    objective = TrainingObjective(STEPS, loss_mask=mask, loss=loss, logits_scale=scale)
+    return pack, ttt.compute_loss(draft, pack, embedding, head, objective)
 
 
 def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
@@ -62,23 +63,25 @@ def test_two_spans_never_teach_across_the_gap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "loss", "options"),
+    ("mask", "loss", "options", "scale"),
     [
-        ("eagle", "ce", "none"),
-        *(("aligned", loss, "none") for loss in chunked_loss.LOSSES),
-        *(("aligned", "ce", options) for options in OPTIONS if options != "none"),
+        ("eagle", "ce", "none", 1.0),
+        *(("aligned", loss, "none", scale) for loss in chunked_loss.LOSSES for scale in (1.0, 0.3)),
+        *(("aligned", "ce", options, 1.0) for options in OPTIONS if options != "none"),
     ],
 )
 def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
-    mask: str, loss: str, options: str, monkeypatch
+    mask: str, loss: str, options: str, scale: float, monkeypatch
 ) -> None:
-    """Loss, hits and the gradient of every weight, against one position at a time and plain autograd."""
+    """Loss, hits and the gradient of every weight, against one position at a time and plain autograd; the target's logits are
+    `scale` times its head's.
+    """
     monkeypatch.setattr(chunked_loss, "PAIRS_PER_CHUNK", 7)  # several chunks, and labels that lie in two of them
     weights = random_draft(1, **OPTIONS[options])
     draft, embedding, head = weights
     draft.requires_grad_(True)
     rows = [make_row(2, 9, [(3, 9)]), make_row(4, 11, [(1, 4), (6, 10)])]
-    pack, result = run(rows, weights, mask, loss)
+    pack, result = run(rows, weights, mask, loss, scale)
     found = torch.autograd.grad(result.total_loss, list(draft.parameters()))
     total = torch.zeros(())
     for k in range(STEPS):
@@ -89,7 +92,7 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
                 inside = all(assistant[p + 1 : p + 3 + k]) if mask == "aligned" else assistant[p + k]
                 if not inside:
                     continue
-                logits = head @ row.last[p + 1 + k]
+                logits = scale * head @ row.last[p + 1 + k]
                 probs = guess(draft, embedding, ids, row.features, p, ids[p + 2 : p + 2 + k])
                 answer, drafted = int(logits.argmax()), int(draft.to_target(probs.argmax()))
                 taught, hits = taught + 1, hits + (answer == drafted)
