@@ -71,10 +71,11 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
 def _list_problems(params: Params, file: Path) -> Iterator[str]:
     """Yield what `aerie run` refuses of valid parameters, but a missing file that `check_files` names."""
     yield from checks.list_problems(params)
-    try:
-        target_checks.check_mask_tokens(params, file)
-    except ValueError as error:
-        yield str(error)
+    for check in (target_checks.check_target_config, target_checks.check_mask_tokens):
+        try:
+            check(params, file)
+        except ValueError as error:
+            yield str(error)
 
 
 def _check_packages() -> Iterator[Finding]:

@@ -1,11 +1,13 @@
-"""Check params.yaml against a target that prepare_target has made, by a process that may import transformers (4 s)."""
+"""Check params.yaml against its target, by processes that may import transformers (4 s). They download nothing."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from pipeline.dvc_output import list_error_lines
 from pipeline.stage_summaries import TARGET_FILE
+from stages.params import checks
 from stages.params.draft_sections import BlockSegment
 from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE
@@ -20,7 +22,21 @@ def check_mask_tokens(params: Params, file: Path = PARAMS_FILE) -> None:
     names_one = any(isinstance(segment, BlockSegment) and segment.mask_token_id is not None for segment in segments)
     if not names_one or not TARGET_FILE.exists():
         return
-    command = [sys.executable, "-m", "stages.draft.named_mask_tokens", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    _run_check("stages.draft.named_mask_tokens", file)
+
+
+def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
+    """Raise ValueError for a target that prepare_target refuses by its config alone; `file` holds the parameters.
+
+    Nothing is started for embedded targets, or where the config is not on this machine: prepare_target then checks.
+    """
+    if not params.target.model.startswith("builtin/") and (config := checks.find_target_config(params)) is not None:
+        _run_check("stages.draft.supported_targets", file, config.parent)
+
+
+def _run_check(module: str, *paths: Path) -> None:
+    """Run a module that checks the parameters in a file. Raises ValueError with what it refuses."""
+    command, offline = [sys.executable, "-m", module, *map(str, paths)], os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=offline)
     if done.returncode and (said := list_error_lines(done.stderr.splitlines())):
         raise ValueError("\n".join(said))

@@ -20,19 +20,10 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging
 
-from stages.draft import named_mask_tokens, rotary
+from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
-from stages.target import (
-    chat_template,
-    config_facts,
-    decoder_cache,
-    feature_layers,
-    head_check,
-    loading,
-    manifest,
-    tree_check,
-)
+from stages.target import chat_template, config_facts, head_check, loading, manifest, tree_check
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -48,11 +39,6 @@ def main() -> None:
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
-        own_layers = feature_layers.default_eagle3_feature_layers(target.num_layers)
-        # Not first after hours of extraction.
-        checks.check_feature_layers(p, target.feature_layers, own_layers)
-        if checks.inherits_rope(p):
-            rotary.check_rope(target.rope, target.head_dim)
         tokenizer = _load_checked_tokenizer(p, target, folder)
         named_mask_tokens.check_named_mask_tokens(p, tokenizer, target)
         target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
@@ -73,10 +59,10 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
     if p.prepare_target.weights == "shipped":
         settings = p.prepare_target.model_dump(exclude={"weights"})
         shipped_target.copy_files(name, shipped_target.TrainingSettings(**settings), folder)
-        checks.check_draft_vocab(p, AutoConfig.from_pretrained(folder).vocab_size)
     else:
         _train_builtin_target(p, name, folder)
     config = AutoConfig.from_pretrained(folder)
+    supported_targets.check_target_config(p, config)
     return describe_target(p.target.model, None, config, folder, p.target.feature_layers)
 
 
@@ -114,27 +100,12 @@ def _pin_target(p: schema.Params) -> TargetManifest:
     if not folder.is_dir():
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
-    loading.check_attention(config, p.target.model)
-    _check_torch_engine(p, config)
-    checks.check_draft_vocab(p, config.get_text_config().vocab_size)
+    supported_targets.check_target_config(p, config)
     target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
     if revision is not None:
         return target
     digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)
     return replace(target, weights_digest=digest, weights_sample=sample)
-
-
-def _check_torch_engine(p: schema.Params, config: PretrainedConfig) -> None:
-    """Raise ValueError for a target that the torch engine can't decode with, or lengths that exceed its window."""
-    if other := decoder_cache.describe_other_state(config):
-        raise ValueError(
-            f"params.yaml: target.model {p.target.model} is a {config.model_type}, which keeps more or less than keys and values "
-            f"in {other}, expected them alone in all: the torch engine, by which check_overfit, time_trees and benchmark decode, "
-            "can't take rejected drafts out of another state (linear attention, Mamba). Take another target, as Llama, Qwen3, "
-            "Mixtral or Gemma 3"
-        )
-    if (window := decoder_cache.read_sliding_window(config)) is not None:
-        checks.check_sliding_window(p, window)
 
 
 def _fetch_from_hub(model: str, revision: str | None) -> tuple[Path, str]:
@@ -156,24 +127,16 @@ def describe_target(
 ) -> TargetManifest:
     """Return the manifest from the small files of `folder`; feature layers `layers`, or EAGLE-3's where that is None.
 
-    Raises ValueError where they are not increasing, or the target has fewer layers than these need.
+    Raises ValueError as `supported_targets.choose_feature_layers`.
     """
     shapes = config_facts.read_config_facts(config)
-    if layers is None and shapes["num_layers"] < feature_layers.NUM_EAGLE3_FEATURES:
-        raise ValueError(
-            f"params.yaml: target.model {model} has {shapes['num_layers']} layers, expected "
-            f"{feature_layers.NUM_EAGLE3_FEATURES} or more, since EAGLE-3 reads as many residual streams (target.feature_layers: "
-            "null); take a target with more layers"
-        )
-    layers = layers or feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
-    checks.check_target_layers(model, layers, shapes["num_layers"])
     return TargetManifest(
         model=model,
         revision=revision,
         modality="image" if hasattr(config, "vision_config") else "text",
         config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
         tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
-        feature_layers=layers,
+        feature_layers=supported_targets.choose_feature_layers(model, layers, shapes["num_layers"]),
         eos_token_ids=_read_eos_token_ids(config, folder),
         # Images need three-axis positions; a multimodal class of another kind is used for its text.
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
@@ -212,17 +175,12 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     key = target.lm_head_key or ("the embedding (tied)" if target.tie_word_embeddings else "lm_head.weight")
     try:
         model = head_check.load_first_block(str(weights), p.target.trust_remote_code)
-        has_layers = hasattr(model.get_decoder(), "layers")
-        found = head_check.compare_head(model, embedding, head) if has_layers else None
-        in_trees = tree_check.differs_in_trees(model) if has_layers else None
+        found = head_check.compare_head(model, embedding, head)
+        in_trees = tree_check.differs_in_trees(model)
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         return 1.0
-    if found is None:
-        raise ValueError(
-            f"params.yaml: target.model {target.model}: {type(model).__name__}.get_decoder() has no `layers`, expected the "
-            "blocks there, between which hidden states are taken; such a model can't be a target yet"
-        )
+    loading.check_layers(model, target.model)
     if in_trees:
         raise ValueError(
             f"params.yaml: target.model {target.model}: of {type(model).__name__}, {in_trees}; the torch engine, by which "

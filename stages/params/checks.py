@@ -202,17 +202,30 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
         )
 
 
-def _find_number(params: Params, key: str) -> int | None:
-    """Return a number of the target's config.json; None where that is not here. Downloads nothing."""
+def find_target_config(params: Params) -> Path | None:
+    """Return the target's config.json, of a Hugging Face id that in the local cache; None where it is not here.
+
+    Downloads nothing.
+    """
     model, path = params.target.model, Path(params.target.model) / "config.json"
     if model.startswith("builtin/"):
         path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
-    try:
-        if not (path.is_file() or model.startswith("builtin/")):
-            from huggingface_hub import try_to_load_from_cache  # where layers of an id are named
+    elif not path.is_file():
+        from huggingface_hub import try_to_load_from_cache  # where the target is an id
 
+        try:
             found = try_to_load_from_cache(model, "config.json", revision=params.target.revision)
-            path = Path(found) if isinstance(found, str) else path
+        except ValueError:  # the name is no id
+            return None
+        return Path(found) if isinstance(found, str) else None
+    return path if path.is_file() else None
+
+
+def _find_number(params: Params, key: str) -> int | None:
+    """Return a number of the target's config.json; None where that is not here."""
+    if (path := find_target_config(params)) is None:
+        return None
+    try:
         config = json.loads(path.read_text(encoding="utf-8"))
         number = config.get("text_config", config)[key]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong

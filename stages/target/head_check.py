@@ -70,6 +70,16 @@ def load_first_block(source: str, trust_remote_code: bool) -> PreTrainedModel:
     return model.eval()
 
 
+def build_first_block(config: PretrainedConfig) -> PreTrainedModel | None:
+    """Return a model of this config with one block, without weights (on the meta device); None where the class can't."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = select_auto_class(config).from_config(cut_to_first_block(config))
+    except Exception:  # remote code, or a class that may raise anything with one block
+        return None
+    return model
+
+
 def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of a config with one block; lists with an item per block keep their first."""
     short = copy.deepcopy(config)

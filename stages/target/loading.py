@@ -66,6 +66,15 @@ def check_attention(config: PretrainedConfig, name: str) -> None:
     )
 
 
+def check_layers(model: PreTrainedModel, name: str) -> None:
+    """Raise ValueError for a model whose decoder has no `layers`."""
+    if not hasattr(model.get_decoder(), "layers"):
+        raise ValueError(
+            f"params.yaml: target.model {name}: {type(model).__name__}.get_decoder() has no `layers`, expected the blocks there, "
+            "between which hidden states are taken; such a model can't be a target yet"
+        )
+
+
 def select_auto_class(config: PretrainedConfig) -> Any:
     """Return the Auto class of this model: a vision-language config has no causal language model."""
     is_known = type(config) in AutoModelForImageTextToText._model_mapping

@@ -6,11 +6,22 @@ import re
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import pytest
-from transformers import AutoConfig
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+    Starcoder2Config,
+)
 
-from pipeline import commands, doctor, dvc_graph
+from pipeline import commands, doctor, dvc_graph, target_checks
 from stages import prepare_target
+from stages.params import schema
 from stages.target import manifest
 from tests.conftest import EAGLE3, ROOT, edit_params
 
@@ -113,3 +124,78 @@ def test_a_mask_token_is_no_reason_to_start_a_process_where_none_is_named(
     edit_params(home, {"train_draft": {"checkpoints": EAGLE3 | {"auto": BLOCK}}})
     monkeypatch.setattr("pipeline.target_checks.subprocess.run", lambda *_, **__: pytest.fail("a process was started"))
     commands.check_run_params()
+
+
+HYBRID = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 640, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+MISTRAL = {key: HYBRID[key] for key in list(HYBRID)[:6]}
+REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
+    "hybrid": (Qwen3NextConfig(**HYBRID), r"is a qwen3_next, which keeps more or less than keys and values"),
+    "attention": (Gemma2Config(**MISTRAL), r"is a gemma2, whose attention scaled_dot_product_attention can't compute"),
+    "window": (MistralConfig(**MISTRAL, sliding_window=24), r"see 24 tokens \(sliding_window\)"),
+    "rope": (
+        LlamaConfig(**MISTRAL, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+        r"rope_type 'yarn'",
+    ),
+    "layers": (Llama4TextConfig(**MISTRAL), r"get_decoder\(\) has no `layers`"),
+    "norms": (Starcoder2Config(**MISTRAL), r"no rms_norm_eps"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_target_that_prepare_target_refuses_is_refused_before_any_stage(
+    home: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Bug: doctor said that nothing was in the way of a run. A folder, and an id whose config is in the cache; no weights."""
+    config, message = REFUSED[kind]
+    cache = home / "cache"
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    snapshot = cache / "models--someone--mine/snapshots" / ("0" * 40)
+    config.save_pretrained(snapshot)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs/main").write_text("0" * 40)
+    edit_params(home, {"target": {"model": "someone/mine"}})
+    with pytest.raises(ValueError, match=message) as error:
+        prepare_target.supported_targets.check_target_config(schema.load_params(), config)
+    for model in ("someone/mine", str(snapshot)):
+        edit_params(
+            home, {"target": {"model": model, "watch": str(cache) if model == str(snapshot) else "data/nothing"}}
+        )
+        found = [each.found for each in doctor.check_all() if each.subject == "params.yaml"]
+        expected = str(error.value).replace("someone/mine", model).removeprefix("params.yaml: ")
+        assert expected in found
+    edit_params(home, {"target": {"model": "someone/mine", "watch": "data/nothing"}})
+    with pytest.raises(ValueError, match=message):
+        commands.check_run_params()
+
+
+def test_a_target_that_is_not_here_is_not_looked_at(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is an embedded one, which is known to be good."""
+    monkeypatch.setattr("pipeline.target_checks.subprocess.run", lambda *_, **__: pytest.fail("a process was started"))
+    commands.check_run_params()
+    for model in ("someone/other", "no id at all/x/y"):
+        params = schema.load_params()
+        target_checks.check_target_config(
+            params.model_copy(update={"target": params.target.model_copy(update={"model": model})})
+        )
+
+
+@pytest.mark.parametrize(
+    "broken", ["{", '{"model_type": "of tomorrow"}', '{"model_type": "llama", "hidden_size": "wide"}']
+)
+def test_a_config_that_cannot_be_read_is_left_to_prepare_target(home: Path, broken: str) -> None:
+    (home / "mine").mkdir()
+    (home / "mine/config.json").write_text(broken)
+    edit_params(home, {"target": {"model": "mine", "watch": "mine"}})
+    target_checks.check_target_config(schema.load_params())
+
+
+def test_a_target_that_can_be_used_passes(home: Path) -> None:
+    LlamaConfig(**MISTRAL).save_pretrained(home / "mine")
+    edit_params(home, {"target": {"model": "mine", "watch": "mine"}})
+    target_checks.check_target_config(schema.load_params())

@@ -1,0 +1,77 @@
+"""Check by its config alone whether a target can be used.   python -m stages.draft.supported_targets PARAMS FOLDER
+
+prepare_target does so before anything else; `aerie run`, `aerie stale` and `aerie doctor` do by this command, where the config is
+on this machine. Neither reads weights nor downloads anything. A module of its own, since no draft's weights depend on it.
+"""
+
+import sys
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from stages.draft import rotary
+from stages.params import checks, schema
+from stages.params.section import PARAMS_FILE
+from stages.target import config_facts, decoder_cache, feature_layers, head_check, loading
+
+
+def check_target_config(params: schema.Params, config: PretrainedConfig) -> None:
+    """Raise ValueError for a target that later stages can't compute, or that does not fit the parameters, by its config.
+
+    That is: its attention, what its layers keep, its sliding window, its vocabulary, its class, sizes and norms, feature
+    layers, RoPE.
+    """
+    model = params.target.model
+    loading.check_attention(config, model)
+    if other := decoder_cache.describe_other_state(config):
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps more or less than keys and values in "
+            f"{other}, expected them alone in all: the torch engine, by which check_overfit, time_trees and benchmark decode, "
+            "can't take rejected drafts out of another state (linear attention, Mamba). Take another target, as Llama, Qwen3, "
+            "Mixtral or Gemma 3"
+        )
+    if (window := decoder_cache.read_sliding_window(config)) is not None:
+        checks.check_sliding_window(params, window)
+    checks.check_draft_vocab(params, config.get_text_config().vocab_size)
+    shapes = config_facts.read_config_facts(config)
+    layers = choose_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
+    own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
+    checks.check_feature_layers(params, layers, own_layers)
+    if checks.inherits_rope(params):
+        rotary.check_rope(shapes["rope"], shapes["head_dim"])
+    if (block := head_check.build_first_block(config)) is not None:
+        loading.check_layers(block, model)
+
+
+def choose_feature_layers(model: str, layers: list[int] | None, num_layers: int) -> list[int]:
+    """Return the feature layers `layers`, or EAGLE-3's where that is None.
+
+    Raises ValueError where they are not increasing, or the target `model` has fewer layers than these need.
+    """
+    least = feature_layers.NUM_EAGLE3_FEATURES
+    if layers is None and num_layers < least:
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model {model} has {num_layers} layers, expected {least} or more, since EAGLE-3 reads as many "
+            "residual streams (target.feature_layers: null); take a target with more layers"
+        )
+    layers = layers or feature_layers.default_eagle3_feature_layers(num_layers)
+    checks.check_target_layers(model, layers, num_layers)
+    return layers
+
+
+def main(file: str, folder: str) -> None:
+    """Check the target of the parameters in `file`, whose config.json is in `folder`. A config that can't be read, or only by
+    code of the target's own, is left to prepare_target.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # of broken files, which may raise anything
+        return
+    check_target_config(schema.load_params(Path(file)), config)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"aerie: {error}")
