@@ -325,7 +325,7 @@ def on_device(engine: Engine, tree: Tree | None, how: SamplingParams | None) -> 
         pass
     slot, found = engine.slots.idle[-1], []
     method = engine.get_tree_method(TreeShape(*tree), how) if tree else None
-    play = slot.graphs.graphs[method, TokenSampler(how, slot.uniforms.flatten()).graph_key]
+    play = slot.graphs.graphs[method, TokenSampler(how, slot.uniforms.flatten()).graph_key, slot.exceeds_window]
     state = slot.states[1 if tree is None else tree[0] + 1]
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -18,8 +18,8 @@ from stages.target import config_facts, decoder_cache, feature_layers, head_chec
 def check_target_config(params: schema.Params, config: PretrainedConfig) -> None:
     """Raise ValueError for a target that later stages can't compute, or that does not fit the parameters, by its config.
 
-    That is: its attention, what its layers keep, its sliding window, its vocabulary, its class, sizes and norms, feature
-    layers, RoPE.
+    That is: its attention, what its layers keep, its vocabulary, sizes and norms, the sliding window of a multimodal target,
+    feature layers, RoPE, its class.
     """
     model = params.target.model
     loading.check_attention(config, model)
@@ -30,10 +30,10 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
             "can't take rejected drafts out of another state (linear attention, Mamba). Take another target, as Llama, Qwen3, "
             "Mixtral or Gemma 3"
         )
-    if (window := decoder_cache.read_sliding_window(config)) is not None:
-        checks.check_sliding_window(params, window)
     checks.check_draft_vocab(params, config.get_text_config().vocab_size)
     shapes = config_facts.read_config_facts(config)
+    if "mrope_section" in shapes["rope"] and (window := decoder_cache.read_sliding_window(config)) is not None:
+        checks.check_sliding_window(params, window)
     layers = choose_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
     own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
     checks.check_feature_layers(params, layers, own_layers)

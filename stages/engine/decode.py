@@ -270,7 +270,7 @@ class Engine:
             sampler,
             slots.proposers[method] if method else None,
             method.num_draft_tokens if method else 1,
-            (method, sampler.graph_key),
+            (method, sampler.graph_key, slots.exceeds_window),
             [None] * slots.num_slots,
         )
 

@@ -79,6 +79,7 @@ class CacheSlots:
     states: dict[int, DecodeState]  # by R
     proposers: "dict[DraftingMethod, Proposer]"
     views: "list[CacheSlots]"  # of each slot, where there are several
+    exceeds_window: bool = False  # a prompt and its answer may be longer than the target's sliding window
 
     @property
     def num_slots(self) -> int:

@@ -18,6 +18,7 @@ from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacit
 from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes
 from stages.params.byte_size import format_bytes
 from stages.target.decoder_cache import read_sliding_window
+from stages.target.multimodal import is_multimodal
 
 
 class SlotPool:
@@ -26,19 +27,20 @@ class SlotPool:
     def __init__(self, model: PreTrainedModel, draft: Eagle3Draft | BlockDraft | None):
         self.model, self.draft, self.device = model, draft, model.device
         self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self.sliding_window = read_sliding_window(model.config)
+        self.sliding_window, self.is_multimodal = read_sliding_window(model.config), is_multimodal(model)
         self.kv_shapes, self.idle = probe_kv_shapes(model), list[CacheSlots]()
         self.reserved_length = 0  # tokens of the longest prompt and answer to come, as far as known
         several_devices = {device for both in self.kv_shapes for _, _, device in both} != {self.device}
         self.uses_cuda_graphs = CudaGraphRunner(self.device).captures and not several_devices
 
     def check_length(self, tokens: int) -> None:
-        """Raise ValueError where a prompt and answer of `tokens` exceed the target's limit or its sliding window."""
+        """Raise ValueError where a prompt and answer of `tokens` exceed the target's limit, or a multimodal one's window."""
         limit, window = self.model.config.get_text_config().max_position_embeddings, self.sliding_window
-        if window is not None and tokens > window:
+        if window is not None and tokens > window and self.is_multimodal:
             raise ValueError(
                 f"prompt and answer may take {tokens} tokens, and layers of this target see {window} (sliding_window), which "
-                "the torch engine does not decode with; use shorter prompts, or measure this target by benchmark_served"
+                "the torch engine does not decode with where the target is multimodal; use shorter prompts, or measure this "
+                "target by benchmark_served"
             )
         if tokens > limit:
             raise ValueError(
@@ -58,7 +60,8 @@ class SlotPool:
         Of several prompts' slots, those of one number are kept.
         """
         self.check_length(tokens)
-        capacity = (tokens if num_slots > 1 else max(tokens, self.reserved_length)) + spare
+        longest = tokens if num_slots > 1 else max(tokens, self.reserved_length)
+        capacity = longest + spare
         slots = next((idle for idle in reversed(self.idle) if idle.num_slots == num_slots), None)
         if slots is not None:
             self.idle.remove(slots)
@@ -67,6 +70,8 @@ class SlotPool:
             if num_slots > 1:
                 self.idle = [idle for idle in self.idle if idle.num_slots == 1]
             slots = self.allocate_slots(num_slots, round_up_capacity(capacity))
+        for each in (slots, *slots.views):
+            each.exceeds_window = self.sliding_window is not None and longest > self.sliding_window
         try:
             yield slots
         finally:

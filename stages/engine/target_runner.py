@@ -15,6 +15,7 @@ from stages.engine.kv_cache import KVCache, KVShape
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_kernels import FusedDecoder
 from stages.target.hooks import capture_residual_streams, tap_decoder_inputs
+from stages.target.layer_masks import build_layer_masks
 from stages.target.multimodal import ImagePatchesProtocol, build_multimodal_inputs, build_pixel_kwargs, is_multimodal
 
 
@@ -82,7 +83,7 @@ class TargetRunner:
         width = ids.shape[1]
         rows, positions = state.cache_length + slots.positions[:width], positions + state.rope_offset  # [B, M]
         cache_rows = slots.locate_rows(rows)
-        if self.fused_decoder is not None:
+        if self.fused_decoder is not None and not slots.exceeds_window:
             hidden, streams = self.fused_decoder.forward(
                 ids.flatten(),
                 positions.flatten(),
@@ -111,8 +112,12 @@ class TargetRunner:
     ) -> Tensor:
         """ids, positions, cache rows to write [B, M], mask [B, 1, M, visible_length] bool -> last hidden [B, M, H]."""
         cache = slots.target_cache.bind(rows, visible_length)
+        masks: Tensor | dict[str, Tensor] = mask
+        if slots.exceeds_window:  # of a text target, whose rotary positions are those of its tokens
+            own_rows, cached = rows - slots.starts[: len(rows)], slots.positions[:visible_length].expand(len(rows), -1)
+            masks = build_layer_masks(self.decoder.config, mask, positions, cached.scatter(1, own_rows, positions))
         with use_grouped_attention(self.decoder.config) if slots.num_slots > 1 else nullcontext():
             out = self.decoder(
-                input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+                input_ids=ids, position_ids=positions, attention_mask=masks, past_key_values=cache, use_cache=True
             )
         return out.last_hidden_state

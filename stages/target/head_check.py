@@ -22,9 +22,10 @@ from torch.nn import Module
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from stages.target.decoder_cache import read_sliding_window
 from stages.target.loading import select_auto_class
 
-TOKENS = 8
+TOKENS, SHORT_WINDOW = 8, 4
 TOLERANCE = 1e-4  # largest difference over largest logit, in float32
 # The same where hidden states and logits are rounded to the target's dtype: several times that rounding.
 ROUNDED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -81,7 +82,10 @@ def build_first_block(config: PretrainedConfig) -> PreTrainedModel | None:
 
 
 def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a config with one block; lists with an item per block keep their first."""
+    """Return a copy of a config with one block; lists with an item per block keep their first.
+
+    Where layers have a sliding window, this block has, of SHORT_WINDOW tokens: eight tokens reach beyond it.
+    """
     short = copy.deepcopy(config)
     text = short.get_text_config()
     count = text.num_hidden_layers
@@ -89,6 +93,10 @@ def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count:
             setattr(text, name, value[:1])
+    if read_sliding_window(config) is not None:
+        text.sliding_window = SHORT_WINDOW
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = ["sliding_attention"]
     return short
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.target.layer_masks import build_layer_masks
+
 PREFIX, SIBLINGS = 8, 5  # tokens of the chain, and of the tree's nodes behind it
 
 
@@ -15,7 +17,8 @@ def differs_in_trees(model: PreTrainedModel) -> str | None:
     """Return how the decoder's hidden states of siblings behind a prefix differ from those of each alone; None where they agree.
 
     The engine gives all nodes of a tree in one pass, each with a mask of its ancestors and its depth as position. A class that
-    mixes tokens without regard to the mask, or takes none, can't verify trees.
+    mixes tokens without regard to the mask, or takes none, can't verify trees. A sliding window shorter than the prefix is in the
+    mask.
     """
     decoder, size = model.get_decoder(), PREFIX + SIBLINGS
     rows = model.get_input_embeddings().weight.shape[0]
@@ -24,11 +27,10 @@ def differs_in_trees(model: PreTrainedModel) -> str | None:
     ids = ids.to(model.device)
     mask = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril()
     mask[PREFIX:, PREFIX:] = torch.eye(SIBLINGS, dtype=torch.bool, device=ids.device)
-    positions = torch.arange(size, device=ids.device).clamp(max=PREFIX)
+    positions = torch.arange(size, device=ids.device).clamp(max=PREFIX)[None]
+    masks = build_layer_masks(decoder.config, mask[None, None], positions, positions)
     try:
-        out = decoder(
-            input_ids=ids[None], position_ids=positions[None], attention_mask=mask[None, None], use_cache=False
-        )
+        out = decoder(input_ids=ids[None], position_ids=positions, attention_mask=masks, use_cache=False)
     except Exception as error:  # any class may raise anything
         return f"its decoder takes no mask of a tree ({type(error).__name__}: {str(error)[:200]})"
     together: Tensor = out.last_hidden_state[0, PREFIX:].float()  # [N, H]

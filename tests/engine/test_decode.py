@@ -12,8 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV32Config,
     FalconH1Config,
-    MistralConfig,
-    Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -285,28 +283,6 @@ def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkey
         next(engine.decode_plain([1, 2, 3], 8))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 1280 * 256)
     assert next(engine.decode_plain([1, 2, 3], 8)).tokens
-
-
-def test_a_target_that_sees_a_window_is_refused_beyond_it() -> None:
-    """It was decoded as if every layer saw all, and said other things than transformers."""
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    for config in (
-        MistralConfig(**sizes, sliding_window=20),
-        Qwen2Config(**sizes, sliding_window=20, use_sliding_window=True, max_window_layers=1),
-    ):
-        narrow = AutoModelForCausalLM.from_config(config).eval()
-        assert len(said(Engine(narrow, [], [0, 0, 1]).decode_plain([1] * 12, 8))) == 8
-        with pytest.raises(
-            ValueError, match=r"may take 21 tokens, and layers of this target see 20 \(sliding_window\)"
-        ):
-            next(Engine(narrow, [], [0, 0, 1]).decode_plain([1] * 13, 8))
-    assert (
-        Engine(AutoModelForCausalLM.from_config(Qwen2Config(**sizes, sliding_window=20)), [], []).slots.sliding_window
-        is None
-    )
 
 
 def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:

@@ -13,8 +13,8 @@ from transformers import (
     Gemma2Config,
     Llama4TextConfig,
     LlamaConfig,
-    MistralConfig,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3NextConfig,
     Starcoder2Config,
 )
@@ -133,10 +133,14 @@ HYBRID = {
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 MISTRAL = {key: HYBRID[key] for key in list(HYBRID)[:6]}
+WINDOW = {
+    "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}  # fmt: skip
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     "hybrid": (Qwen3NextConfig(**HYBRID), r"is a qwen3_next, which keeps more or less than keys and values"),
     "attention": (Gemma2Config(**MISTRAL), r"is a gemma2, whose attention scaled_dot_product_attention can't compute"),
-    "window": (MistralConfig(**MISTRAL, sliding_window=24), r"see 24 tokens \(sliding_window\)"),
+    "window": (Qwen2_5_VLConfig(text_config=MISTRAL | WINDOW), r"see 24 tokens \(sliding_window\)"),
     "rope": (
         LlamaConfig(**MISTRAL, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
         r"rope_type 'yarn'",
