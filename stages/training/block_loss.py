@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft.block_draft import BlockDraft
+from stages.training.chunked_loss import compute_target_logits
 from stages.training.compile_on_cuda import compile_on_cuda
 
 DRAFTS_PER_CHUNK = 2048  # 1.2 GB of float32 logits at a vocabulary of 152k
@@ -270,9 +271,8 @@ def _compute_chunk_loss(
         bias = embedded @ markov_weight.T
     if inputs.rows is not None:
         with torch.no_grad():
-            target_logits = inputs.last[inputs.rows[chunk]].to(inputs.head.dtype) @ inputs.head.T
-    learns_l1 = bool(inputs.objective.l1)
-    ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, learns_l1, inputs.logits_scale)
+            target_logits = compute_target_logits(inputs.last[inputs.rows[chunk]], inputs.head, inputs.logits_scale)
+    ce, l1, matches = _compute_vocabulary_loss(logits, bias, target_logits, labels, bool(inputs.objective.l1))
     loss = inputs.objective.ce * ce + inputs.objective.l1 * l1
     bce, chosen, alpha = (torch.zeros_like(ce) for _ in range(3))
     if target_logits is not None:
@@ -310,16 +310,9 @@ def _compute_selector_loss(
 
 @compile_on_cuda
 def _compute_vocabulary_loss(
-    logits: Tensor,
-    bias: Tensor | None,
-    target_logits: Tensor | None,
-    labels: Tensor,
-    learns_l1: bool,
-    logits_scale: float,
+    logits: Tensor, bias: Tensor | None, target_logits: Tensor | None, labels: Tensor, learns_l1: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ce [C], l1 [C], 0 without the target's logits, and argmax matches [C], of logits and their bias [C, V]. The target's
-    logits are `logits_scale` times `target_logits`.
-    """
+    """Return ce [C], l1 [C], 0 without the target's logits, and argmax matches [C], of logits and their bias [C, V]."""
     dtype = _choose_dtype(logits)
     if bias is not None:
         logits = logits + bias
@@ -328,7 +321,7 @@ def _compute_vocabulary_loss(
     matches = logits.detach().argmax(-1) == labels
     if target_logits is None:
         return ce, torch.zeros_like(ce), matches
-    p = torch.softmax(target_logits.to(dtype) * logits_scale, -1)
+    p = torch.softmax(target_logits.to(dtype), -1)
     with torch.set_grad_enabled(learns_l1):
         l1 = (log_q.exp() - p).abs().sum(-1)
     return ce, l1, matches

@@ -77,9 +77,10 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for start, stop, label_start, label_stop in pack.chunks:
             state, label = pack.pair_state[start:stop], pack.pair_label[start:stop] - label_start
-            target_logits = pack.last[pack.label_tokens[label_start:label_stop]].to(head.dtype) @ head.T  # [U, V]
+            last = pack.last[pack.label_tokens[label_start:label_stop]]  # [U, H]
+            target_logits = compute_target_logits(last, head, logits_scale)  # [U, V]
             target_argmax = target_logits.argmax(-1)  # [U]
-            probs, mass = compute_teacher_probs(target_logits, draft_vocab, logits_scale)
+            probs, mass = compute_teacher_probs(target_logits, draft_vocab)
             del target_logits
             chunk_states = states[state]  # [R, H]
             target_token = target_argmax[label]
@@ -113,17 +114,25 @@ def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
     return (a @ b).float()
 
 
+def compute_target_logits(last: Tensor, head: Tensor, logits_scale: float) -> Tensor:
+    """Return the target's logits [U, V] after last hidden states [U, H].
+
+    The scale is multiplied into hidden states in float32, so it rounds no more than the product does, and takes no pass over
+    logits. It is not an argument of compiled functions, for which a number is a tensor on the CPU.
+    """
+    if logits_scale != 1:
+        last = last.to(torch.promote_types(last.dtype, torch.float32)) * logits_scale
+    return last.to(head.dtype) @ head.T
+
+
 @compile_on_cuda
-def compute_teacher_probs(
-    logits: Tensor, draft_vocab: Tensor | None, logits_scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return probabilities [U, D] renormalised over the draft vocabulary, and their mass [U]. The target's logits are
-    `logits_scale` times `logits` [U, V].
+def compute_teacher_probs(logits: Tensor, draft_vocab: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return probabilities [U, D] renormalised over the draft vocabulary, and their mass [U], of the target's logits [U, V].
 
     draft_vocab [D] are target ids; None: the whole vocabulary.
     """
-    normaliser = torch.logsumexp(logits.float() * logits_scale, dim=-1)
-    draft_logits = (logits if draft_vocab is None else logits[:, draft_vocab]).float() * logits_scale
+    normaliser = torch.logsumexp(logits.float(), dim=-1)
+    draft_logits = (logits if draft_vocab is None else logits[:, draft_vocab]).float()
     draft_normaliser = torch.logsumexp(draft_logits, dim=-1)
     return (draft_logits - draft_normaliser[:, None]).exp(), (draft_normaliser - normaliser).exp()
 
