@@ -274,7 +274,8 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     wide, narrow = TreeShape(5, 4, 16), TreeShape(3, 3, 8)
     for tree in (wide, None, wide, narrow):
         list(engine.decode_batch(asks(), 3, tree))
-    expected = {(engine.get_tree_method(wide), None), (None, None), (engine.get_tree_method(narrow), None)}
+    methods = engine.get_tree_method(wide), None, engine.get_tree_method(narrow)
+    expected = {(method, None, False) for method in methods}
     assert set(engine.slots.idle[-1].graphs.recorded) == expected
 
 

@@ -11,13 +11,14 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
-from stages.engine import sampling
+from stages.engine import sampling, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target import generation, head_check, hooks, packed_forward, tree_check
 from tests.draft.slow_draft import scatter
+from tests.engine.test_decode import Played, Posted
 from tests.engine.test_sampling import said, warped
 from tests.target.pinned_targets import LLAMA
 
@@ -100,6 +101,34 @@ def test_answers_are_transformers_own(name: str) -> None:
             for number, step in updates:
                 answers[number] += step.tokens if step else []
         assert answers == expected
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Qwen3", "Gemma3Text"])
+def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU: the fused kernels, which know no window, run within it alone, though both lengths share slots."""
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    engine = Engine(build(name), [], TAPPED, build_engine(name).draft)
+    assert (engine.target.fused_decoder is not None) == (name != "Gemma3Text")
+    short = [ids[:4] for ids in PROMPTS]
+    for prompts, room in ((short, 10), (PROMPTS, ROOM), (short, 10)):
+        expected = [generate(name, prompt)[:room] for prompt in prompts]
+        for tree in (None, TreeShape(5, 3, 12)):
+            alone = [
+                engine.decode_speculative(prompt, room, tree) if tree else engine.decode_plain(prompt, room)
+                for prompt in prompts
+            ]
+            assert [said(steps) for steps in alone] == expected
+            answers: list[list[int]] = [[] for _ in prompts]
+            asked = [DecodeRequest(prompt, room, None, None) for prompt in prompts]
+            for updates in engine.decode_batch(asked, 2, tree):
+                for number, step in updates:
+                    answers[number] += step.tokens if step else []
+            assert answers == expected
+    keys = [key for slots in engine.slots.idle for key in slots.graphs.recorded]
+    assert {exceeds for _, _, exceeds in keys} == {False, True}
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3Text"])
