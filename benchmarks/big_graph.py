@@ -1,4 +1,4 @@
-"""The graph at a real size, stage by stage through `dvc repro`: seconds, GiB, joules, and what is waited for that is not work.
+"""The graph at a real size, stage by stage through `dvc repro`: seconds, GiB, joules and overhead.
 
     python3 -m benchmarks.big_graph FOLDER [--shape 8b] [--rows 2000] [--parts fix_data prepare_target ...]
     python3 -m benchmarks.big_graph FOLDER --long-row 131072 [--target OTHER/big-target] [--window 4096]
@@ -376,7 +376,7 @@ def read_costs(folder: Path) -> list[StageCost]:
 
 
 def print_table(folder: Path) -> None:
-    """Print the costs of all stages made so far, and what of the goals is missed."""
+    """Print the costs of all stages made so far, and the goals that are missed."""
     parts = (*COST_PARTS, *PARTS)
     costs = sorted(read_costs(folder), key=lambda cost: parts.index(cost.stage))
     head = "seconds process cpu GiB kJ | dvc before after | imports kernel load server compile"

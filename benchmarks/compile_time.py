@@ -7,7 +7,7 @@ an epoch ends. Each run is a process of its own: `cold` with empty caches of the
 Prints, as JSON a run, seconds from the start of the process until imports, data and each step are done, and each graph's
 name, whether it is a recompilation (number/1, /2 ...), and seconds.
 
-`--flex-dynamic` compiles FlexAttention for any size instead of one code a size; `--threads` are the compiler's processes.
+`--flex-dynamic` compiles FlexAttention for any size instead of once for each size; `--threads` are the compiler's processes.
 """
 
 import argparse

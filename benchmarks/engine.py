@@ -209,7 +209,7 @@ def drawn(args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def by_hand(model, prompt: list[int], how: SamplingParams) -> list[int]:
-    """Token by token, a forward over the whole text each."""
+    """Decode without a cache: a forward over the whole text for each token."""
     ids = list(prompt)
     for number in draw_uniforms(how.seed, ROOM).to(model.device):
         logits = model(torch.tensor([ids], device=model.device)).logits[:, -1]

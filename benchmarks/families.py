@@ -18,7 +18,7 @@ first stopped. In each project:
 `calibrate` and `time` need the machine for themselves. Epochs are fixed between them, so families may be trained side by side,
 `--at-once` of them, and both targets too.
 
-`learning_rate` and the seeds are of a whole params.yaml, so it is written anew for every rate and seed. With `--record DATE` the
+`learning_rate` and the seeds are of a whole params.yaml, so it is written again for every rate and seed. With `--record DATE` the
 figures go to docs/results/DATE-families.csv, in place of those of the same targets; `python -m
 benchmarks.families_tables DATE` prints the tables of docs/families.md. `--read` only reads what FOLDER holds.
 """
@@ -346,7 +346,7 @@ def _make(project: Path, settings: Settings, run: Run) -> None:
 
 def _repro(project: Path, command: Sequence[str]) -> None:
     if gpu_graph.run(project, *command, shown=3):
-        raise SystemExit(f"{project}: a stage failed; its output is above. Mend it and run again: what is made is kept")
+        raise SystemExit(f"{project}: a stage failed; its output is above. Fix it and run again: what is made is kept")
 
 
 def edit_params(project: Path, settings: Settings, run: Run) -> None:

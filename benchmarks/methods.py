@@ -51,7 +51,7 @@ def run_stage(words: str) -> None:
 
 
 def edit(o: argparse.Namespace) -> list[str]:
-    """-> the table's rows."""
+    """Edit params.yaml for the run and return the rows of its table."""
     use_recipe(o.recipe)
     yaml = YAML()
     p = yaml.load(Path("params.yaml").read_text())

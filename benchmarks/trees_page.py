@@ -55,7 +55,7 @@ def flattened(r: Record) -> list[tuple[float, str]]:
 
 
 def places(r: Record) -> str:
-    head = ("tree", "candidates k + (s − 1)k²", "places", "depth reached, e001", "e009", "tau, e001", "e009")
+    head = ("tree", "candidates k + (s − 1)k²", "nodes", "depth reached, e001", "e009", "tau, e001", "e009")
     shapes: list[Shape] = [(8, 2, 16), TWO, (8, 3, 16), THREE, (12, 3, 32), WIDE]
     return table(
         head,
@@ -220,11 +220,11 @@ small and its tables are short, so effects may be larger or smaller on yours; yo
 
 The draft runs `num_steps` times. The first step records k = `topk` candidates, each later step expands a beam of k nodes by
 k tokens each: **k + (num_steps − 1)·k²** candidates in total. A candidate's score is the product of the draft's probabilities on
-its path. The best `num_draft_tokens − 1` of all candidates are verified: the **places** of the tree.
+its path. The best `num_draft_tokens − 1` of all candidates are verified: the nodes of the tree, its root not counted.
 
 {places(r)}
 
-So `num_steps` is the maximum depth of a tree, not its actual depth. Among trees with the same number of places, a larger `topk`
+So `num_steps` is the maximum depth of a tree, not its actual depth. Among trees with the same number of nodes, a larger `topk`
 means more candidates, and here a shallower tree.
 
 **topk isn't the tree's width.** A depth may hold up to k² nodes, of which the beam keeps k; a depth whose nodes have low scores
@@ -255,17 +255,17 @@ Divide the logits of `{EASY}` by a temperature when trees are built. The order o
 {question(r, [(d, f"{EASY} at {t:g}") for t, d in temperatures])}
 
 From temperature {turns:g} on 10_2_32 is ahead, as in the published table, and for the reason its authors give: third guesses
-take places from deeper nodes.
+displace deeper nodes.
 At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at depth {r.trees[flat][THREE]["mean_depth"]:.1f}.
 
 {sibling_lines(r, [(shape, draft) for shape in (TWO, THREE) for draft in (EASY, flat)])}
 
 10_3_32 loses {falls[1]} of its tau, but 10_2_32 only {falls[0]}, because it has little choice:
-its {TWO[2] - 1} places are {of_pool[TWO]} of its
+its {TWO[2] - 1} nodes are {of_pool[TWO]} of its
 {count_candidates(*TWO[:2])} candidates, those of 10_3_32 {of_pool[THREE]} of {count_candidates(*THREE[:2])}.
 
 **So a small topk protects against miscalibrated scores.** The sum of a tree's scores is the number of drafts it promises. If
-the scores are calibrated, a third guess takes a place only where it is worth more than the node it displaces. With 10_3_32
+the scores are calibrated, a third guess becomes a node only where it is worth more than the node it displaces. With 10_3_32
 `{HARD}` promises {hard[0]} drafts per cycle and {hard[1]} are accepted, `{EASY}` {easy[0]} and {easy[1]}. Nodes by their path
 probability (chance): number, mean chance → share accepted.
 
@@ -287,11 +287,11 @@ The highest tau over all num_steps up to 12, by topk and by the limit on num_dra
 {lost_lines(r)}
 
 - **When few tokens are verified**, as at high concurrency: at {BUDGETS[0]} a topk above 3 gains at most
-  {100 * max(lost(r, d, BUDGETS[0]) for d in (HARD, MIDDLE, EASY)):.0f}%. The more places, the larger the best topk;
-  topk 2 can't fill more than {count_candidates(12, 2)} places in twelve steps.
+  {100 * max(lost(r, d, BUDGETS[0]) for d in (HARD, MIDDLE, EASY)):.0f}%. The more nodes, the larger the best topk;
+  topk 2 can't fill more than {count_candidates(12, 2)} nodes in twelve steps.
 - **When the draft is good**: up to {BUDGETS[1]} tokens topk ≤ 3 costs `{EASY}` {100 * lost(r, EASY, BUDGETS[1]):.0f}% and
   `{HARD}` {100 * lost(r, HARD, BUDGETS[1]):.0f}%. This is the "simple data" of the published
-  table; it no longer holds with many places.
+  table; it no longer holds with many nodes.
 - **When scores are miscalibrated**: see above.
 - **When draft steps are expensive**: k nodes a step aren't free, and tau ignores time. Compare speedups on your engine.
 
@@ -376,7 +376,9 @@ def claims(r: Record) -> None:
         "better drafts want deeper trees": len({int(best_tree(r, d).split("_")[0]) for d in drafts}) == len(drafts),
     }
     if wrong := [claim for claim, holds in borne_out.items() if not holds]:
-        raise ValueError(f"docs/trees.md says {'; '.join(wrong)}, which {r.name} doesn't bear out; write the page anew")
+        raise ValueError(
+            f"docs/trees.md says {'; '.join(wrong)}, which {r.name} doesn't bear out; write the page again"
+        )
 
 
 def answers(r: Record) -> int:

@@ -28,7 +28,7 @@ NOTHING_STALE = "nothing is stale"
 
 # What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
 AFTER_STOP = {
-    "rerun": "the cell that was here is here again, `{again}` measures it anew",
+    "rerun": "the cell that was here is here again, `{again}` measures it again",
     "pull": "what has come is in the cache, `{again}` fetches the rest",
     "fetch": "complete downloads are kept, `{again}` gets the rest",
 }
@@ -121,7 +121,7 @@ def list_next_steps(
     served_trees: Sequence[str] = (),
     has_serving_costs: bool = False,
 ) -> list[str]:
-    """Return the lines at the end of a run. Whose data and target are their own is not told to bring them.
+    """Return the lines at the end of a run. The line on own data or an own target is left out where they are the user's.
 
     Args:
         raw: fix_data.raw.

@@ -79,7 +79,7 @@ def remove_idle_pool() -> None:
 
 
 def digest_names() -> str:
-    """Return what changes with the names that the forms offer."""
+    """Return a digest of the files from which the forms take the names that they offer."""
     return freshness.digest_paths([str(PARAMS_FILE), str(RECIPES_FOLDER)])
 
 

@@ -1,9 +1,9 @@
 """The graph of stages, as DVC has it: their order, which are stale and why; bring one or all of them up to date.
 
-DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this
-process; what it did with a stage is read from the line it prints. Only this module, pipeline/remote/dvc_remote.py,
-pipeline/checked_dvc.py and pipeline/dvc_internals.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they
-rely on.
+DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this process;
+what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py, started_inputs.py,
+dvc_internals.py, remote/dvc_remote.py and remote/workspaces.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that
+they rely on.
 """
 
 import errno
@@ -127,7 +127,7 @@ def explain_stale(names: list[str] | None = None) -> dict[str, list[str]]:
 def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     """Return what `explain_stale` does. Raises BusyError where another process works on what is asked about."""
     # Which of them the run-cache would restore is not told. Its key is a hash over the content of all inputs: unknown below a
-    # stale stage until that has run, and of the others DVC finds it only by hashing every changed input anew, as a run does.
+    # stale stage until that has run, and of the others DVC finds it only by hashing every changed input again, as a run does.
     if names is None and freshness.read_fresh_stages() is not None:
         return {}
     with open_repo() as repo:
@@ -261,7 +261,7 @@ def reproduce_stage(
     if status := run_command(words, DvcOutput([name], begin, read_line), environment or {}, held_files):
         log = "\n".join(tail)
         raise StageError(
-            f"stage {name} failed (dvc exited with {status}); mend it and run again, what has finished is cached. "
+            f"stage {name} failed (dvc exited with {status}); fix the cause and run again, what has finished is cached. "
             f"The end of its log:\n{log}",
             is_transient(log),
             find_error(tail) or f"{name} failed without a word; dvc exited with {status}",
@@ -305,7 +305,7 @@ def run_all_stages(stages: Collection[str], keep_going: bool = False, verbose: b
         logs = "".join(f" and {locate_log(name)}" for name in display.failed)
         failed = f"{' and '.join(display.failed)} failed" if display.failed else f"dvc exited with {status}"
     if status:
-        raise StageError(f"{failed}, see above{logs}; mend it and run again, what has finished is cached")
+        raise StageError(f"{failed}, see above{logs}; fix it and run again, what has finished is cached")
 
 
 def check_stage_name(name: str) -> str:

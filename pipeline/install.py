@@ -24,7 +24,7 @@ VENV = Path(".venv")
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = "constraints.txt"
 TORCH_INDEX = "https://download.pytorch.org/whl"
-RESUMING_PIP = "pip>=25.2"  # continues a download where the line was cut; Python 3.11's own starts it anew
+RESUMING_PIP = "pip>=25.2"  # continues a download where the line was cut; Python 3.11's own starts it again
 
 # Sums of the sizes of all wheels for Python 3.11 on Linux x86_64, torch 2.13.0, November 2026. GB of 1e9 bytes.
 CPU_GB, CUDA_GB, EXTRA_GB = 0.5, 3.0, 0.2

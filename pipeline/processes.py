@@ -1,8 +1,8 @@
 """Start, watch and end the processes that run stages.
 
-Every process started here is a DVC (pipeline/checked_dvc.py) or another module of `pipeline`, and has the command of a
-stage below it. A run's processes carry a mark in their environment, by which the run's guard (pipeline/orphan_guard.py)
-finds and ends them if the run is killed outright.
+A process started here is a DVC (pipeline/checked_dvc.py), which has the command of a stage below it, another module of
+`pipeline`, or the process from which stages are forked (stages/telemetry/fork_server.py). A run's processes carry a mark in
+their environment, by which the run's guard (pipeline/orphan_guard.py) finds and ends them if the run is killed outright.
 """
 
 import os
@@ -36,7 +36,7 @@ TAIL_LINES = 10  # of a failed stage's log in the error
 RUN_MARK_VARIABLE = "AERIE_RUN"  # environment variable of every process that a run has started
 DVC_MODULE = "pipeline.checked_dvc"  # in the command line of a DVC process, and of none that it started
 
-# What the end of a log says of a failure that another attempt may mend; everything else fails at once.
+# What the end of a log says of a failure that another attempt may fix; everything else fails at once.
 TRANSIENT_ERRORS = (
     "ConnectionError", "Connection refused", "Connection reset", "ConnectTimeout", "ReadTimeout", "RemoteDisconnected",
     "ServerDisconnectedError", "TimeoutError", "Temporary failure in name resolution", "Max retries exceeded",

@@ -120,7 +120,7 @@ def _find_local_edits() -> dict[str, Any]:
 def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: str) -> None:
     """Raise ValueError for local edits without which the recipe is valid, with both values of each.
 
-    They are those that each alone make it invalid; where none does, those without which the others are valid; else all.
+    Name the edits that each alone make the recipe invalid; where none does, those whose removal makes it valid; else all.
     """
 
     def explain(kept: dict[str, Any]) -> str | None:

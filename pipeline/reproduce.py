@@ -60,7 +60,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
         yield from compare_recipe(name, keep)
     if stale is not None:
         raise ValueError(
-            f"{len(stale)} of {len(stages)} stages failed: {', '.join(stale)}; see above, mend it, run again"
+            f"{len(stale)} of {len(stages)} stages failed: {', '.join(stale)}; see above, fix it, run again"
         )
 
 

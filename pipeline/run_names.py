@@ -21,7 +21,7 @@ NIGHTLY = "nightly"  # the deployment of prefect.yaml that a clock starts
 
 
 def name_sweep(cells: Sweep, now: Params) -> str:
-    """Return as much as `sweep t4_2_8 at e009`; workloads and the engine where the form names them."""
+    """Return a name such as `sweep t4_2_8 at e009`; workloads and the engine where the form names them."""
     checkpoints, workloads = cells.list_axes(now)
     name = f"sweep {join_names(cells.trees, 'trees')} at {join_names(checkpoints, 'checkpoints')}"
     if cells.workloads:

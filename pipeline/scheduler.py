@@ -34,7 +34,9 @@ def run_stages(
     get_changed: Callable[[str], bool | None],
     explain: Callable[[list[str]], dict[str, StaleReasons]],
 ) -> None:
-    """Run every stage once, after its upstream stages and as soon as the pool has what it needs; exclusive stages last.
+    """Run every stage once, after its upstream stages and as soon as the pool has what it needs. Of stages that are
+    ready at the same time, exclusive ones come last.
+
 
     `reasons` holds the stale stages before the run. A stage below one that changed something is explained again, in one
     call for all stages that become ready together. `start` is called for every stage; without reasons where an upstream

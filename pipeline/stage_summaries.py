@@ -1,7 +1,7 @@
 """Summarise what a stage made, in a few words for its line in the terminal, from the report that the stage has written.
 
-One function for each stage, in SUMMARIES. A report that is missing or of another form gives no words: the line then has the
-seconds alone, since a summary must not fail a run whose stages went well.
+One function for each stage that has a report, in SUMMARIES. A report that is missing or of another form gives no words: the
+line then has the seconds alone, since a summary must not fail a run whose stages went well.
 """
 
 import csv

@@ -1,10 +1,10 @@
 """benchmark: measure one cell on the torch engine.   python -m stages.benchmark WORKLOAD CHECKPOINT TREE
 
 Plain and speculative decoding of the same prompts alternate, so that a drifting machine affects both alike. In float32 their
-greedy outputs must be identical; the share of identical answers is a metric of every greedy cell. Above temperature 0 both
-use the same seed, so that neither is timed on a longer answer (engine/sampling.py), unless drafts are sampled too
-(benchmark.draft_sampling): then they share the distribution alone. Later turns of a question follow plain
-decoding's own earlier answers in both, so both decode the same prompt even after a near-tie.
+greedy outputs are expected to be identical; the share of identical answers is a metric of every greedy cell. Above temperature
+0 both use the same seed, so that neither is timed on a longer answer (engine/sampling.py), unless drafts are sampled too
+(benchmark.draft_sampling): then they share the distribution alone. Later turns of a question follow plain decoding's own
+earlier answers in both, so both decode the same prompt even after a near-tie.
 
 A workload with several prompts at once, or a sweep, is measured in loads, as a server is: each load once by plain and once by
 speculative decoding, alternating (results/served_records.py has the cell). With several GPUs each process has a share of the

@@ -205,8 +205,8 @@ def _count_chain_drafts(params: schema.Params, name: str) -> int:
 def scale_threshold(min_tau: float, perfect_tau: float, num_steps: int) -> float:
     """Return the accept length that a row must reach.
 
-    `min_tau` is for chains of `num_steps` drafts, train_draft.ttt_steps, that perfect guesses fill. Its drafted part is scaled by
-    what perfect guesses accept on this row, in chains of any length; the token that every cycle has in any case is not.
+    `min_tau` is for chains of `num_steps` draft tokens (train_draft.ttt_steps), all of them accepted. min_tau - 1 is scaled by
+    what a perfect draft accepts on this row; the bonus token of each cycle is not.
     """
     return 1 + (min_tau - 1) * (perfect_tau - 1) / num_steps
 

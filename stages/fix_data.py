@@ -286,7 +286,7 @@ def _advise(dropped: Counter[str], first_dropped: dict[str, DroppedExample], par
     if first.is_of_answer:
         return row_cleaning.advise_on_answers(params, reason)
     shown = f": {first.found}" if first.found else ""
-    return f"mend the data (docs/data.md says what each reason means), first {first.where}{shown}"
+    return f"fix the data (docs/data.md says what each reason means), first {first.where}{shown}"
 
 
 def check_dropped(rows: int, dropped: Counter[str], first_dropped: dict[str, DroppedExample], params: FixData) -> None:

@@ -51,11 +51,11 @@ class AnswerSplit:
     temperature: float
     top_p: float | None  # None at temperature 0
     num_answers: int
-    feature_places: list[int]  # of the layers that the draft reads, among those stored
+    feature_indices: list[int]  # of the layers that the draft reads, among those stored
 
     def read_rows(self, dtype: torch.dtype) -> list[format.HiddenStatesRow]:
         """Return the rows, shortest first."""
-        return sorted(reader.read_rows(self.folder, dtype, self.feature_places), key=lambda r: len(r.ids))
+        return sorted(reader.read_rows(self.folder, dtype, self.feature_indices), key=lambda r: len(r.ids))
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ def _build_row(
 
 
 def _open_answers(
-    p: schema.Params, split: str, made: manifest.TargetManifest, feature_places: list[int]
+    p: schema.Params, split: str, made: manifest.TargetManifest, feature_indices: list[int]
 ) -> AnswerSplit:
     """Open a split. Raises ValueError for hidden states of another target or of other answers, and for answers that were
     sampled with other settings than sample_target's.
@@ -335,7 +335,7 @@ def _open_answers(
                 f"{SAMPLED / split} has answers of {_format_sampling(*sampling)}, expected {expected}, as sample_target asks; "
                 "run: dvc repro sample_target"
             )
-    return AnswerSplit(HIDDENS / split, temperature, top_p, _check_answers(split, table), feature_places)
+    return AnswerSplit(HIDDENS / split, temperature, top_p, _check_answers(split, table), feature_indices)
 
 
 def _check_answers(split: str, table: pl.DataFrame) -> int:

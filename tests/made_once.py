@@ -1,4 +1,4 @@
-"""What the report's tests would make anew for every page from the same input: plots, templates and read publications.
+"""What the report's tests would make again for every page from the same input: plots, templates and read publications.
 
 A plot is kept by all that it is drawn from, so a test that changes the data gets its own.
 """
@@ -29,7 +29,7 @@ def make_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget() -> None:
-    """Make all of it anew."""
+    """Make all of it again."""
     for kept in (PLOTS, ENVIRONMENTS, PUBLICATIONS):
         kept.clear()
 

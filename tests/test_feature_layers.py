@@ -176,7 +176,7 @@ def test_a_reader_of_three_layers_gets_what_a_folder_of_three_holds(
         mine, whole = (store.read_row(number, torch.float32) for store in (own, union))
         assert torch.equal(mine.features, whole.features) and mine.features.shape[1] == 3 * H
         assert torch.equal(mine.last, whole.last) and mine.features.dtype == whole.features.dtype
-    both = zip(reader.read_rows(folders[0]), reader.read_rows(folders[1], places=places), strict=True)
+    both = zip(reader.read_rows(folders[0]), reader.read_rows(folders[1], feature_indices=places), strict=True)
     assert all(torch.equal(mine.features, whole.features) for mine, whole in both)
 
 

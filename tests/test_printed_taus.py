@@ -3,7 +3,7 @@
 Training rounds differently on each kind of CPU, decoding must not show it in a printed digit. The taus in
 tests/shipped_draft/taus.json were recorded on an AMD EPYC; docs/LOG.md says where else this test has passed.
 
-    python -m tests.test_printed_taus drafts/e009 data/sampled/eval     # records anew, from a run of the default parameters
+    python -m tests.test_printed_taus drafts/e009 data/sampled/eval     # records again, from a run of the default parameters
 """
 
 import json

@@ -53,7 +53,8 @@ def test_a_target_that_the_torch_engine_cannot_decode_is_refused_before_sampling
     pinned(tmp_path, monkeypatch, Qwen3NextForCausalLM(Qwen3NextConfig(**LLAMA | HYBRID)))
     with pytest.raises(
         ValueError,
-        match=r"mine is a qwen3_next, which keeps more or less than keys and values in 6 of its 7 layers \(LinearAttentionLayer\)"
+        match=r"mine is a qwen3_next, which keeps state other than keys and values of its own in 6 of its 7 "
+        r"layers \(LinearAttentionLayer\)"
         r".* rejected drafts .* another target",
     ):
         prepare_target.main()

@@ -274,7 +274,8 @@ def _unpack_files(archive: Path) -> None:
             place, content = Path(member.name), files.extractfile(member) if member.isfile() else None
             if content is None or place.is_absolute() or ".." in place.parts:
                 raise ValueError(
-                    f"an archive on the remote holds {member.name}, which no run packs; whose remote is it?"
+                    f"an archive on the remote holds {member.name}, which aerie never uploads; check that this DVC "
+                    "remote is yours"
                 )
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("wb") as file:

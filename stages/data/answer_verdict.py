@@ -14,7 +14,7 @@ class JudgedAnswer:
 
 
 def judge(original: str, text: str, rules: list[str]) -> JudgedAnswer:
-    """Return the verdict on an answer that became `text` by `rules`; without a rule it is clean and as it was."""
+    """Return the verdict on an answer that became `text` by `rules`; without a rule it is clean, its text unchanged."""
     return JudgedAnswer(text, f"repaired:{','.join(rules)}") if rules else JudgedAnswer(original, "clean")
 
 

@@ -32,7 +32,7 @@ ROLE_NAMES = {
     "tool": "tool", "observation": "tool",
 }  # fmt: skip
 # What turns must be, for messages. A column map names the keys of rows, and none of their turns.
-NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them anew (docs/data.md, "Columns of a table")'
+NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them again (docs/data.md, "Columns of a table")'
 TEXT_OF_TURN = f"text under the key content (or value); {NO_TURN_MAP}"
 NO_TEXT_OF_TURN = "a text (null is for an assistant's tool_calls alone); write what the turn says"
 TEXT_OF_ROW = {
@@ -296,7 +296,7 @@ def _describe_text(name: str, found: Any) -> tuple[str, str]:
     if isinstance(found, str):
         return (
             f"{name} has half of a character of two surrogates, as of an emoji cut in two",
-            "whole characters; export it anew",
+            "whole characters; export it again",
         )
     return f"{name} is {describe_value(found)}", "a text"
 

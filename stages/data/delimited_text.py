@@ -82,7 +82,7 @@ def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], Iterat
     try:
         fields = [(next(csv.reader([line], delimiter=one, strict=True)), one) for one in delimiters]
     except csv.Error as error:
-        raise ValueError(f"{path}, line {lines}: expected the names of the columns ({error}); mend that line") from None
+        raise ValueError(f"{path}, line {lines}: expected the names of the columns ({error}); fix that line") from None
     header, delimiter = max(fields, key=lambda found: len(found[0]))
     header = [name.strip() for name in header]
     if twice := sorted({name for name in header if header.count(name) > 1}):

@@ -67,7 +67,7 @@ def advise_on_undecodable(path: Path, chunks: Iterable[bytes], error: UnicodeDec
     if first.startswith(UTF16_MARKS):
         return "save it as UTF-8"
     if error.reason == "unexpected end of data" or any(map(UTF8_CHARACTER.search, itertools.chain([first], each))):
-        return "mend it at that byte, since its other characters are UTF-8, or give another file"
+        return "fix it at that byte, since its other characters are UTF-8, or give another file"
     return advise_conversion(path)
 
 

@@ -49,7 +49,7 @@ class BrokenLines:
         named, them = "", "that line"
         if len(self.numbers) > 1:
             named, them = f"; {describe_numbers(self.numbers, self.total, 'lines are broken')}", "them"
-        return f"{named}; mend {them}{self._write_copy(path)}"
+        return f"{named}; fix {them}{self._write_copy(path)}"
 
     def _write_copy(self, path: str) -> str:
         """Return the command that writes a copy without the broken lines; none where they are many, or all."""

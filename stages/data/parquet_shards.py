@@ -86,7 +86,7 @@ class ParquetShardWriter:
         self.num_set += 1
         self._shard_counts.setdefault(number, Counter()).update(counts)
         self.counts.update(counts)
-        # A shard without kept rows waits for `finish`: its cause, such as failing servers, may be mended by then.
+        # A shard without kept rows waits for `finish`: its cause, such as failing servers, may be fixed by then.
         if self._is_complete(number) and any(rows.values()):
             self._publish_shard(number)
 

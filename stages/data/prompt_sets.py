@@ -68,12 +68,12 @@ def read_prompt_set(
 
 
 def _describe_malformed(malformed: dict[int, MalformedRowError], total: int, unit: str) -> str:
-    """Return the first malformed row with its reason, the numbers of all, of `total` lines or rows, and to mend them."""
+    """Return the first malformed row with its reason, the numbers of all, of `total` lines or rows, and to fix them."""
     number, error = next(iter(malformed.items()))
     if len(malformed) == 1:
-        return f"{unit} {number}: {error}; mend it"
+        return f"{unit} {number}: {error}; fix it"
     numbers = json_lines.describe_numbers([*malformed], total, f"{unit}s are not of the format")
-    return f"{unit} {number}: {error}; {numbers}; mend them"
+    return f"{unit} {number}: {error}; {numbers}; fix them"
 
 
 def _read_numbered_rows(pin: readers.HubPin) -> Iterator[tuple[int, dict[str, Any] | None]]:

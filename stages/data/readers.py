@@ -200,7 +200,7 @@ def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
     """Return which other lines of the file are broken and what to do; of a first line that is no JSON what the file is."""
     path = Path(chunk.display_name)
     if isinstance(line, str) or not path.is_file():  # an element of an array
-        return "; mend it, or give another file"
+        return "; fix it, or give another file"
     with _open_decompressed(path) as file:
         broken = json_lines.find_broken_lines(file)
     advice = broken.describe(chunk.display_name)
@@ -269,7 +269,7 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
                     yield rows
                     rows, size = [], 0
     except (json_stream.JsonArrayError, UnicodeDecodeError) as error:
-        advice = "mend it, or write it as JSONL"
+        advice = "fix it, or write it as JSONL"
         if isinstance(error, UnicodeDecodeError):
             advice = _advise_on_undecodable(path, error)
         raise ValueError(f"{path}: expected a JSON array of objects ({error}); {advice}") from None

@@ -179,7 +179,7 @@ def judge_row(
         raise ValueError(
             f"{chunk.display_name}, line {source_row + 1}: expected an object with {chat_formats.describe_format(chat_format)}, "
             f"as fix_data.format: {chat_format} says, found {json_lines.abbreviate_row(row)}; choose another format "
-            f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or mend the file"
+            f"(auto, {', '.join(chat_formats.CHAT_FORMATS)}) or fix the file"
         )
     trim = params.dangling_turns == "trim"
     save_image = partial(save_waiting_image, folder=images_folder)

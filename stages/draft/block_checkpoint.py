@@ -4,9 +4,9 @@
     dflash2  architectures ["DFlash2DraftModel"]    the sizes of convolutions and selector there too; SGLang from 0.5.23 on
     dspark   architectures ["Qwen3DSparkModel"]     the same, and on top: SGLang builds DSpark's heads from top-level keys alone
 
-SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and the draft drafts badly. So
-names and shapes are compared with a list on every write and read. Keys that would make an engine run another model (another first
-slot, causal or sliding layers, another Markov head) are refused by name.
+SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and few draft tokens are
+accepted. So names and shapes are compared with a list on every write and read. Keys that would make an engine run another model
+(another first slot, causal or sliding layers, another Markov head) are refused by name.
 
 Feature layers: ours count the residual stream entering block i of the target, as vLLM's `eagle_aux_hidden_state_layer_ids` do;
 `target_layer_ids` of block drafts counts the output of layer i (SGLang, vLLM, SpecForge, DeepSpec, z-lab): ours less one.

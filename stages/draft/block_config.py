@@ -40,7 +40,7 @@ class BlockDraftConfig:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of a block, D."""
+        """Return the number of draft tokens of a block, D."""
         return BLOCK_METHODS[self.method].count_drafts(self.block_size)
 
     def check(self) -> None:

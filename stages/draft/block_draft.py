@@ -184,7 +184,7 @@ class MarkovHead(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash2's selector: the best candidates of a slot by its own logits, scored anew by the token before."""
+    """DFlash2's selector: the best candidates of a slot by its own logits, scored again by the token before."""
 
     def __init__(self, c: BlockDraftConfig):
         super().__init__()
@@ -226,7 +226,7 @@ class Shortlist(NamedTuple):
         return places if self.ids is None else self.ids.expand(*places.shape[:-1], -1).gather(-1, places)
 
     def spread(self, values: Tensor, vocab_size: int, rest: float) -> Tensor:
-        """Return [..., V] of values [..., V] or [..., C] of the shortlist, and `rest` for tokens that are not in it."""
+        """Scatter values [..., V] or [..., C] of the shortlist to [..., V]; tokens that are not in it get `rest`."""
         if self.ids is None:
             return values
         whole = values.new_full((*values.shape[:-1], vocab_size), rest)
@@ -351,13 +351,16 @@ class BlockDraft(nn.Module):
         return self.condition_logits(states @ head.T, states, previous)
 
     def condition_logits(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits [..., V] after the tokens `previous` [...] from a slot's own, and its state; both may broadcast."""
+        """Return a slot's logits [..., V] given the tokens before it, `previous` [...], by the Markov head or the selector.
+
+        `previous` and `states` may broadcast.
+        """
         if self.markov_head is not None:
             return logits + self.markov_head(previous)
         return logits if self.candidate_selector is None else self.candidate_selector(logits, states, previous)
 
     def build_shortlist(self, logits: Tensor) -> Shortlist:
-        """Return what a slot's draft is chosen from, of its own logits [..., V]."""
+        """Return a slot's candidate tokens by its own logits [..., V]: the selector's, or the whole vocabulary."""
         selector = self.candidate_selector
         return Shortlist(logits, None) if selector is None else Shortlist(*selector.list_candidates(logits))
 

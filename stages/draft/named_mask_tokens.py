@@ -52,7 +52,7 @@ def main(file: str = str(PARAMS_FILE)) -> None:
         if target.model != params.target.model or folder is None:
             return
         tokenizer = chat_template.load_tokenizer(folder, params.target.trust_remote_code, target.chat_template)
-    except ValueError:  # a broken target, which prepare_target makes anew
+    except ValueError:  # a broken target, which prepare_target makes again
         return
     check_named_mask_tokens(params, tokenizer, target)
 

@@ -115,7 +115,7 @@ def _build_config(
     if problem := block_checkpoint.find_block_draft_problem(config, tensors):
         raise ValueError(
             f"{folder} is no {parsed.method} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
-            "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft anew, or choose "
+            "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft again, or choose "
             "another"
         )
     return config
@@ -339,7 +339,7 @@ def _unify_markov_head(keys: _BlockKeys, method: str, tensors: dict[str, Tensor]
         found = f"{', '.join(given)} in the files" if given else "no weights of it in the files"
         raise ValueError(
             f"{keys.folder}: markov_rank is {rank}, with {found}; expected {' and '.join(MARKOV_TENSORS)} where it is above 0, "
-            "and only there: an engine would draft with random ones, or without them; get the draft anew"
+            "and only there: an engine would draft with random ones, or without them; get the draft again"
         )
     if not rank:
         like, rows = tensors.get("fc.weight", torch.zeros(())), keys.raw["vocab_size"]

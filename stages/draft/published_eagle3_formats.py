@@ -1,4 +1,4 @@
-"""Read published EAGLE-3 drafts of any known format into the config.json and tensor names of `checkpoint`.
+"""Read published EAGLE-3 drafts of any known format into the config.json and tensor names of `eagle3_checkpoint`.
 
     SGLang, SpecForge, official EAGLE, AngelSlim    midlayer.*          d2t, t2d       a flat config
     vLLM, Model-Optimizer                           layers.0.*, also with the prefix model.
@@ -103,7 +103,7 @@ def _check_family(folder: Path, raw: dict[str, Any]) -> None:
     if published_files.is_block_config(raw):
         raise ValueError(
             f"{folder}/config.json: architectures is {raw.get('architectures')}, a block draft, expected an EAGLE-3 draft: block "
-            "drafts can be measured, not trained on; name it in import_draft.checkpoints"
+            "drafts can be imported and measured, but training cannot start from them; name it in import_draft.checkpoints"
         )
 
 
@@ -187,7 +187,7 @@ def _fill_head(
     if shape["draft_vocab_size"] != shape["vocab_size"]:
         raise ValueError(
             f"{folder} has no lm_head.weight, and its draft_vocab_size {shape['draft_vocab_size']} is not the target's "
-            f"{shape['vocab_size']}, whose head it could share; get the draft anew"
+            f"{shape['vocab_size']}, whose head it could share; get the draft again"
         )
     embedding, head = read_embedding_and_head()
     dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
@@ -206,7 +206,7 @@ def _fill_vocabulary_maps(folder: Path, shape: dict[str, Any], tensors: dict[str
     t2d[ids] = True
     given = tensors.get("t2d")
     if given is not None and not (given.shape == (v,) and torch.equal(given != 0, t2d)):
-        raise ValueError(f"{folder}: t2d does not mark the tokens that d2t lists; get the draft anew")
+        raise ValueError(f"{folder}: t2d does not mark the tokens that d2t lists; get the draft again")
     tensors["d2t"], tensors["t2d"] = ids - torch.arange(d), t2d
 
 
@@ -218,9 +218,9 @@ def _read_draft_ids(folder: Path, tensors: dict[str, Tensor], v: int, d: int) ->
     if d2t is None and t2d is not None and int((t2d != 0).sum()) == d:
         return (t2d != 0).nonzero().flatten()
     if d2t is None:
-        raise ValueError(f"{folder} has no d2t, expected one at a draft vocabulary of {d} of {v}; get the draft anew")
+        raise ValueError(f"{folder} has no d2t, expected one at a draft vocabulary of {d} of {v}; get the draft again")
     if d2t.dtype not in (torch.int32, torch.int64) or d2t.shape != (d,):
-        raise ValueError(f"{folder}: d2t is {d2t.dtype} {tuple(d2t.shape)}, expected int64 ({d},): get the draft anew")
+        raise ValueError(f"{folder}: d2t is {d2t.dtype} {tuple(d2t.shape)}, expected int64 ({d},): get the draft again")
     ids = d2t.to(torch.int64) + torch.arange(d)
     if int(ids.min()) < 0 or int(ids.max()) >= v or len(ids.unique()) < d:
         raise ValueError(

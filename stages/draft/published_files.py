@@ -35,7 +35,7 @@ BLOCK_DRAFT_WORDS = re.compile("dflash|dspark|domino|lilicorr|xpress", re.IGNORE
 
 @dataclass(frozen=True)
 class PublishedDraft:
-    """A published draft in the format of `checkpoint`, or of `block_checkpoint`."""
+    """A published draft in the format of `eagle3_checkpoint`, or of `block_checkpoint`."""
 
     config: dict[str, Any]  # config.json
     tensors: dict[str, Tensor]
@@ -97,9 +97,9 @@ def read_flat_config(folder: Path, speculators_defaults: Mapping[str, Any] = Map
     except FileNotFoundError:
         raise ValueError(f"{path} not found; expected a draft's folder, with config.json and safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); get the draft anew") from None
+        raise ValueError(f"{path} is not valid JSON ({error}); get the draft again") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft anew")
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft again")
     if SPECULATORS_KEY not in found:
         return found
     outer = {**speculators_defaults, **{k: v for k, v in found.items() if k != SPECULATORS_KEY}}
@@ -156,10 +156,10 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
                         )
                     tensors[renamed] = read[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft anew") from None
+            raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft again") from None
         if problem := checkpoint.find_nonfinite_values(read):
             raise ValueError(
-                f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft anew"
+                f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft again"
             )
     return tensors
 
@@ -170,7 +170,7 @@ def _list_safetensors(folder: Path) -> list[Path]:
         try:
             names = set(json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft anew") from None
+            raise ValueError(f"{indexes[0]} is cut or broken ({error!r}); get the draft again") from None
         return [folder / name for name in sorted(names)]
     if files := sorted(folder.glob("*.safetensors")):
         return files

@@ -25,10 +25,10 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     loading.check_attention(config, model)
     if other := decoder_cache.describe_other_state(config):
         raise ValueError(
-            f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps more or less than keys and values in "
-            f"{other}, expected them alone in all: the torch engine, by which check_overfit, time_trees and benchmark decode, "
-            "can't take rejected drafts out of another state (linear attention, Mamba). Take another target, as Llama, Qwen3, "
-            "Mixtral or Gemma 3"
+            f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "
+            f"own in {other}, expected keys and values alone in all layers: the torch engine, by which check_overfit, time_trees "
+            "and benchmark decode, can't take rejected drafts out of another state (linear attention, Mamba). Take another "
+            "target, as Llama, Qwen3, Mixtral or Gemma 3"
         )
     checks.check_draft_vocab(params, config.get_text_config().vocab_size)
     shapes = config_facts.read_config_facts(config)

@@ -113,7 +113,7 @@ class Engine:
         self.passes_ahead = int(self.uses_cuda_graphs)  # passes launched before the one before them is read
 
     def get_tree_method(self, tree: TreeShape, sampling: SamplingParams | None = None) -> DraftingMethod:
-        """Return the draft with trees of one shape, and drafts sampled as `sampling` says; greedy without it.
+        """Return the method that proposes trees of one shape, with draft tokens sampled as `sampling` says; greedy without it.
 
         Raises ValueError for an impossible tree, and for one whose drafts can't be sampled.
         """
@@ -226,8 +226,10 @@ class Engine:
     def _decode_requests(
         self, requests: Sequence[DecodeRequest], num_slots: int, method: DraftingMethod | None
     ) -> Iterator[list[RequestUpdate]]:
-        """On a GPU a pass is launched before the one before it is read: an end token is found one pass late, and the tokens
-        decoded past it are dropped.
+        """Decode requests in `num_slots` slots and yield what each pass has added to them.
+
+        On a GPU a pass is launched before the one before it is read: an end token is found one pass late, and the tokens decoded
+        past it are dropped.
         """
         with self._take_slots(requests, num_slots, method) as slots:
             run = self._start_run(slots, requests[0].sampling, method)
@@ -420,7 +422,7 @@ class Engine:
 
         In a chain of sampled drafts, the token after a node is the next draft where that is accepted.
         """
-        at = run.slots.locate_rows(indices)  # uniforms are as many for each slot as cache rows
+        at = run.slots.locate_rows(indices)  # uniforms has a row for each cache row of a slot
         if tree is None or tree.probabilities is None:
             return self._sample(run.sampler, hidden.flatten(0, 1), at.flatten()).view_as(indices)
         coins = run.slots.draft_uniforms.flatten(0, 1)[at[:, :-1], 1]

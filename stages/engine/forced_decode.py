@@ -1,8 +1,8 @@
 """Accept length of the torch engine along a given answer (teacher-forced decoding), for check_overfit.
 
 A training row may be sampled above temperature 0, or written by another model. Left alone, the engine would decode another
-answer, on which an overfitted draft knows nothing; so each token of the target is replaced by that of the row. All else is what
-a benchmark runs: prefill, captured features, the draft's cache, expansion, verification, cache compaction.
+answer, for which an overfitted draft was not trained; so each token of the target is replaced by that of the row. All else is
+what a benchmark runs: prefill, captured features, the draft's cache, expansion, verification, cache compaction.
 
 Dimensions: T tokens of an answer, H hidden, V vocabulary.
 """

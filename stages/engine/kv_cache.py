@@ -124,8 +124,8 @@ def probe_kv_shapes(model: PreTrainedModel) -> list[tuple[KVShape, KVShape]]:
     decoder = model.get_decoder()
     if other := decoder_cache.describe_other_state(decoder.config):
         raise ValueError(
-            f"{type(model).__name__} keeps more or less than keys and values in {other}, the torch engine needs them alone in "
-            "all; take another target"
+            f"{type(model).__name__} keeps state other than keys and values of its own in {other}, the torch engine needs keys "
+            "and values alone in all layers; take another target"
         )
     found = DynamicCache(config=decoder.config)
     decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=found, use_cache=True)

@@ -1,4 +1,4 @@
-"""The interface of methods that propose trees: the engine's own draft (engine/eagle3_proposer.py) and stages/methods.
+"""The interface of methods that propose trees: EAGLE-3 (eagle3_proposer.py), block drafts (block_proposer.py), stages/methods.
 
 Letters: B prompts decoded together, M num_draft_tokens.
 """

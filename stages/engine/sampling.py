@@ -14,7 +14,7 @@ distribution at the same temperature, without top-k and top-p. Draft x is accept
 the target's distribution as above; else the token is drawn from the residual (p - q)+, normalised; after a whole accepted chain
 from p. So the committed tokens have the target's distribution (Leviathan et al. 2023, appendix A.1). An answer has three
 numbers for each token: one draws the draft, one decides, one draws the target's token. Whether a draft is accepted depends on
-numbers up to its own position only, so a number that was spent on a rejected draft is as good as new for the next cycle.
+numbers up to its own position only, so the numbers of rejected draft tokens can be used again in the next cycle without bias.
 
 Letters: B prompts decoded together, M nodes, N nodes of all prompts, V vocabulary.
 """

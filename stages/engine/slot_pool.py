@@ -55,9 +55,10 @@ class SlotPool:
 
     @contextmanager
     def take_slots(self, num_slots: int, tokens: int, spare: int) -> Iterator[CacheSlots]:
-        """Lend slots for prompts and answers of `tokens` and `spare` rows behind them: idle ones, or new ones in their place.
+        """Yield slots for prompts and answers of `tokens`, with `spare` rows behind them.
 
-        Of several prompts' slots, those of one number are kept.
+        Idle slots are used where they are large enough, else new ones replace them. Slots of several prompts stay allocated for
+        one `num_slots` only, the last.
         """
         self.check_length(tokens)
         longest = tokens if num_slots > 1 else max(tokens, self.reserved_length)

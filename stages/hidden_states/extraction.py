@@ -137,5 +137,5 @@ def _translate_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise ValueError(
-            f"{path} could not be written ({error}); mend that and run again: finished shards are kept"
+            f"{path} could not be written ({error}); fix that and run again: finished shards are kept"
         ) from None

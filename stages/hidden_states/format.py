@@ -130,13 +130,13 @@ class StoredHiddenStates:
             **{n: t[image_tokens if n in VISUAL_TENSORS else tokens] for n, t in self.list_tensors().items()}
         )
 
-    def select_features(self, places: Sequence[int]) -> "StoredHiddenStates":
-        """Return the block with the features of these of its K layers, by their place among those stored."""
+    def select_features(self, indices: Sequence[int]) -> "StoredHiddenStates":
+        """Return the block with the features of these of its K layers, by index among those stored."""
         stored, width = count_feature_layers(self.features, self.last), self.last.shape[-1]
-        if not stored or [*places] == [*range(stored)]:
+        if not stored or [*indices] == [*range(stored)]:
             return self
-        features = torch.cat([self.features[:, i * width : (i + 1) * width] for i in places], dim=-1)
-        scale = None if self.features_scale is None else self.features_scale[:, places]
+        features = torch.cat([self.features[:, i * width : (i + 1) * width] for i in indices], dim=-1)
+        scale = None if self.features_scale is None else self.features_scale[:, indices]
         return replace(self, features=features, features_scale=scale)
 
     def list_tensors(self) -> dict[str, Tensor]:

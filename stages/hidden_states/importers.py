@@ -104,7 +104,7 @@ def _translate_broken() -> Iterator[None]:
         yield
     except atomic.Broken as error:
         raise ValueError(
-            f"{PARAMETER}: {error.found}; copy it again from where it was made, or make it anew there"
+            f"{PARAMETER}: {error.found}; copy it again from where it was made, or make it again there"
         ) from None
 
 
@@ -134,7 +134,7 @@ def _read_tensors(path: Path, *names: str) -> list[Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{PARAMETER}: {path} is broken, or holds no {' and '.join(names)} ({error}); copy it again from where it was made, "
-            "or make it anew there"
+            "or make it again there"
         ) from None
 
 
@@ -160,7 +160,7 @@ def _check_row(row: ImportedRow, header: RowHeader, layers: Sequence[int], hidde
             "a form that keeps none: extract them here"
         )
     if not all(bool(torch.isfinite(t).all()) for t in format.decode_block(block, torch.float32) if t is not None):
-        raise ValueError(f"{where} holds NaN or infinity, expected finite hidden states; make them anew")
+        raise ValueError(f"{where} holds NaN or infinity, expected finite hidden states; make them again")
 
 
 def _hash_header(header: RowHeader) -> str:

@@ -26,12 +26,12 @@ ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and un
 class HiddenStatesReader:
     """The rows of one split, by their number in the index; thread-safe.
 
-    `places`: those of the stored feature layers that rows have, by their place (`locate_feature_layers`); None: all.
+    `feature_indices`: which of the stored feature layers rows have, by index (`locate_feature_layers`); None: all.
     `online`: rows have tokens and masks only, and the caller computes the hidden states (extract_hiddens.online).
     """
 
-    def __init__(self, folder: Path, places: Sequence[int] | None = None):
-        self.folder, self.places = folder, places
+    def __init__(self, folder: Path, feature_indices: Sequence[int] | None = None):
+        self.folder, self.feature_indices = folder, feature_indices
         index = read_index(folder)
         self.lengths: list[int] = index["length"].to_list()
         self._entries = [IndexEntry(**row) for row in index.iter_rows(named=True)]
@@ -51,20 +51,22 @@ class HiddenStatesReader:
             shard = self._shards[path.name] = self._shards.get(path.name) or open_shard(path)
         header, block = read_row(path, entry, shard, verify=number not in self._verified)
         self._verified.add(number)
-        block = block if self.places is None else block.select_features(self.places)
+        block = block if self.feature_indices is None else block.select_features(self.feature_indices)
         dtype = block.last.dtype if block.last_scale is None else dtype
         return HiddenStatesRow(**vars(header), **format.decode_block(block, dtype)._asdict())
 
 
 def read_rows(
-    folder: Path, dtype: torch.dtype = torch.float32, places: Sequence[int] | None = None
+    folder: Path, dtype: torch.dtype = torch.float32, feature_indices: Sequence[int] | None = None
 ) -> Iterator[HiddenStatesRow]:
-    """Yield every row in order, verified, its numbers as `dtype` however they are stored; `places` as HiddenStatesReader's.
+    """Yield every row in order, verified, its numbers as `dtype` however they are stored.
+
+    `feature_indices` are those of HiddenStatesReader.
 
     Raises ValueError naming the shard and the row, where a shard is missing, cut, altered, or holds NaN or infinity.
     """
     for header, whole in read_stored(folder, read_index(folder)):
-        block = whole if places is None else whole.select_features(places)
+        block = whole if feature_indices is None else whole.select_features(feature_indices)
         yield HiddenStatesRow(**vars(header), **format.decode_block(block, dtype)._asdict())
 
 

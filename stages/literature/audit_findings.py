@@ -90,7 +90,7 @@ def get_number(publication: Publication, metric: str, **settings: object) -> flo
     if len(found) != 1:
         raise ValueError(
             f"published/{publication.name}.yaml: expected one {metric} with {settings}, found {sorted(found)}; "
-            "restore the file, or mend the audit with it"
+            "restore the file, or fix the audit with it"
         )
     return found.pop()
 

@@ -1,4 +1,4 @@
-"""Registry of the methods that train_draft trains besides EAGLE-3: EAGLE and Medusa.
+"""Registry of the methods that train_draft trains besides EAGLE-3 and block drafts: EAGLE and Medusa.
 
 Letters: L steps (EAGLE's chain, Medusa's heads), P supervised positions, V vocabulary, H hidden.
 """

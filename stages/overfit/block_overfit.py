@@ -1,6 +1,6 @@
 """The overfit gate of a block draft: a fresh one of a segment's method and sizes, by its own loss.
 
-Each step draws anchors of the row anew, as training does. DFlash and DFlash2 are taught the row's own tokens; DSpark mostly the
+Each step draws anchors of the row again, as training does. DFlash and DFlash2 are taught the row's own tokens; DSpark mostly the
 target's distribution, so its chains get as far as the target's most likely tokens are the row's, as EAGLE-3's do.
 
 Letters: R anchors, D drafts of a block.

@@ -90,7 +90,7 @@ class Workload(Section):
         return self
 
     def list_settings(self) -> dict[str, Any]:
-        """Return the settings by the names that the fingerprints of cells hash: `start` and `stop` as `begin` and `end`."""
+        """Return the settings under the names that fingerprints hash: `begin` for `start`, so that old cells stay valid."""
         old_names = {"start": "begin", "stop": "end"}
         return {old_names.get(key, key): value for key, value in self.model_dump().items()}
 

@@ -203,7 +203,7 @@ def check_target_layers(model: str, layers: list[int], num_layers: int) -> None:
 
 
 def find_target_config(params: Params) -> Path | None:
-    """Return the target's config.json, of a Hugging Face id that in the local cache; None where it is not here.
+    """Return the target's config.json, for a Hub id the one in the local cache; None where it is not here.
 
     Downloads nothing.
     """

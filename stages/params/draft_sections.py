@@ -82,7 +82,7 @@ class CheckOverfit(Section):
 
 
 class Segment(Section):
-    """A saved checkpoint: `epochs` more epochs from the checkpoint `from`; of EAGLE-3 unless it has a key `method`."""
+    """A segment of training: `epochs` more from the checkpoint `from`, then a saved one; of EAGLE-3 without a key `method`."""
 
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count
@@ -282,7 +282,7 @@ class TrainDraft(Section):
             if (epochs := self.count_epochs(name)) > (self.horizon_epochs or 0):
                 raise ValueError(
                     f"checkpoints.{name} is of {epochs} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
-                    f"{self.horizon_epochs}, where the learning rate is zero; raise it (every checkpoint is then trained anew)"
+                    f"{self.horizon_epochs}, where the learning rate is zero; raise it (every checkpoint is then trained again)"
                 )
         return self
 

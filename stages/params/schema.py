@@ -2,7 +2,7 @@
 
 Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC silently
 drops keys that are not strings, so a misspelt section would otherwise vanish from the graph. No stage has this package in
-its `deps`: DVC tracks the values, and the code holds no defaults.
+its `deps`, but for tree_shape.py and served_trees.py, which compute: DVC tracks the values, and the code holds no defaults.
 """
 
 from pathlib import Path

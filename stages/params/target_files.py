@@ -58,7 +58,7 @@ def list_weight_files(folder: Path) -> list[Path]:
             folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights anew") from None
+        raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights again") from None
     if missing := [file.name for file in files if not file.exists()]:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise ValueError(

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from stages.params.section import Count, Grid, Positive, Section, SomeNames, _check_unique
 from stages.params.tree_shape import TreeShape, count_candidates
 
-MIN_TIMED_TREES = 8  # trees of time_trees: a fit has up to six terms
+MIN_TIMED_TREES = 8  # trees of time_trees: a fit without prompts of other requests has up to seven terms
 
 
 TreeName = Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]

@@ -112,10 +112,10 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
 
 
 def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
-    """Return the fastest prediction of each num_draft_tokens, in their order, without valleys.
+    """Return the fastest prediction of each num_draft_tokens, in their order, without local minima.
 
-    A width is left out if a narrower and a wider one are both faster: the grid has widths at which there are chains alone, and a
-    line through all of them would go up and down with the kind of tree.
+    A num_draft_tokens is left out if a smaller and a larger one are both faster: the grid has some at which there are chains
+    alone, and a line through all of them would go up and down with the kind of tree.
     """
     fastest: dict[int, PredictedSpeedup] = {}
     for row in rows:

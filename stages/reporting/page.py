@@ -225,7 +225,7 @@ class AcceptanceHistogram:
 
 
 def _select_histograms(cells: list[TorchCell]) -> list[AcceptanceHistogram]:
-    """Return the histograms of at most four telling trees; cells without a cycle have none."""
+    """Return the histograms of at most four representative trees; cells without a cycle have none."""
     chains = [cell for cell in cells if cell.topk == 1]
     faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
     picks = [

@@ -42,7 +42,7 @@ class PlotPoint:
     name: str | None = None  # written beside it
 
 
-# Draws on matplotlib's axes; returns the points that tell their numbers.
+# Draws on matplotlib's axes; returns the points that have a tooltip.
 DrawPlot = Callable[[Any], Sequence[PlotPoint]]
 
 
@@ -198,7 +198,7 @@ def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None =
 
 
 def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> list[PlotPoint]:
-    """Draw a point per tree; `pairs` as trees.pair_trees returns them."""
+    """Draw a point per tree; `pairs` are tau with `best`, tau with `other`, and topk."""
     ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
     axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)
     for topk, colour in zip(sorted({k for _, _, k in pairs}), _cycle_colours(), strict=False):

@@ -41,7 +41,7 @@ class MachineGroup:
 
 @dataclass(frozen=True)
 class CommitState:
-    """The commit the report is written at. The stages may have run at earlier ones: dvc.lock says on what each ran."""
+    """The commit the report is written at. The stages may have run at earlier ones: dvc.lock has the inputs of each."""
 
     id: str
     changed: list[str]  # files that differ from it

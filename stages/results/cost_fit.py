@@ -26,7 +26,7 @@ def fit_cost_model(grid: Sequence[CycleTime]) -> CostModel:
             "predicted; time more trees"
         )
     if wrong := [point for point in grid if not point.cycle_s > 0]:
-        raise ValueError(f"a timing grid has a cycle of {wrong[0].cycle_s} s, expected more than 0; time it anew")
+        raise ValueError(f"a timing grid has a cycle of {wrong[0].cycle_s} s, expected more than 0; time it again")
     times = np.array([point.cycle_s for point in grid])
     tried = [_fit_terms(grid, times, terms, knee) for terms, knee in _list_candidate_models(grid)]
     return min(tried, key=lambda found: found.error)

@@ -116,7 +116,7 @@ def compare_torch_cells(
         if differs := timing_grid.list_hardware_differences(timed.hardware, cell.hardware):
             why.append(
                 f"{cell.workload}, {cell.checkpoint}: its cells ran on another machine than the timing grid, "
-                f"{', '.join(differs)}; run one of the two anew: dvc repro -f -s time_trees@{timed.checkpoint}"
+                f"{', '.join(differs)}; run one of the two again: dvc repro -f -s time_trees@{timed.checkpoint}"
             )
             continue
         guess = by_tree.get((cell.temperature, cell.checkpoint, cell.shape))

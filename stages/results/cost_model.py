@@ -41,7 +41,7 @@ class PromptArrivals(Record):
         return self.followed * -math.expm1(-self.per_step / self.followed) if self.followed else 0.0
 
     def stretch(self, tau: float) -> "PromptArrivals":
-        """Return the arrivals a cycle, where these are a token's: the same prompts between `tau` times fewer steps."""
+        """Return arrivals per cycle, where these are per plain step: an answer has `tau` times fewer cycles than steps."""
         return PromptArrivals(per_step=self.per_step * tau, followed=self.followed)
 
 

@@ -1,7 +1,7 @@
 """How the drafts of a cell or of a replay were chosen, and so by which rule they were verified (docs/metrics.md).
 
 Greedy drafts are accepted with the target's probability of them, sampled ones by the ratio of both probabilities. Their accept
-lengths differ, so records say which they are of, and only like is laid beside like.
+lengths differ, so records say which they are of, and only records of one kind are compared.
 """
 
 from typing import Literal

@@ -31,7 +31,7 @@ LARGEST_ERROR = 600.0  # of a logarithm whose exponential is still a number
 
 
 def can_tell(low: float | None, high: float | None) -> bool:
-    """Return whether the interval of a speedup tells if it is above 1: none does not, nor one around 1 that is very wide."""
+    """Return whether the interval of a speedup tells if it is above 1: False without one, or where it spans 1 and is too wide."""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return False
     return low > 1 or high < 1 or high <= WIDEST_APART * low

@@ -41,7 +41,9 @@ class Record(BaseModel):
         """
         found = atomic.read_json(place, made_by)
         if definitions and (held := found.get("definitions", definitions)) != definitions:
-            raise atomic.Broken(f"{place} is measured by {held}, expected {definitions}", atomic.rerun(made_by))
+            raise atomic.Broken(
+                f"{place} was measured with the definitions of {held}, expected {definitions}", atomic.rerun(made_by)
+            )
         try:
             return cls.model_validate(found)
         except ValidationError as error:

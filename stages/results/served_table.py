@@ -117,7 +117,10 @@ class ServedTableLine:
 
 
 def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[ServedCell]:
-    """Return of each workload a baseline cell and a cell for each checkpoint and tree. Raises ValueError as `Cell.read_cell`."""
+    """Return, for each workload, a baseline cell and a cell for each checkpoint and tree.
+
+    Raises ValueError as `Cell.read_cell`.
+    """
     configs = [(None, None), *itertools.product(checkpoints, trees)]
     return [served_records.read_served_cell(workload, *config) for workload in workloads for config in configs]
 

@@ -89,7 +89,7 @@ class AcceptanceRates(Record):
 
 
 class TreeAcceptanceRates(AcceptanceRates):
-    """Those of a tree. A method's drafts need not be nodes: lookahead's window tokens are not there to be accepted."""
+    """Acceptance rates of a tree. Lookahead has no node rate: its window tokens are not candidates."""
 
     node_accept_rate: float
 

@@ -58,7 +58,7 @@ class Journal:
                     if line.endswith(b"\n"):
                         raise ValueError(
                             f"{self.path} line {number + 1} is not a whole piece of work, though lines follow it; only its last "
-                            "may be cut. Remove it, it holds unfinished work and nothing else, and run again: that is made anew"
+                            "may be cut. Remove it, it holds unfinished work and nothing else, and run again: that is made again"
                         ) from None
                     break
                 if not line.endswith(b"\n"):  # JSON by chance, but the writer had not finished

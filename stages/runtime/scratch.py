@@ -39,7 +39,7 @@ def locate_scratch(stage: str, *depends_on: Any) -> Path:
 def lock_scratch(folder: Path) -> Iterator[None]:
     """Lock a folder, which need not exist, for this process; of several ranks, the first locks it for all of them.
 
-    The lock is the kernel's, on a file beside the folder, since a folder that is written anew is another one. It is free as
+    The lock is the kernel's, on a file beside the folder, since a folder that is written again is another one. It is free as
     soon as its holder has ended, killed or not.
 
     Raises:
@@ -91,7 +91,7 @@ def check_unfinished(folder: Path) -> Iterator[None]:
     except atomic.Broken as error:
         raise ValueError(
             f"unfinished work is broken: {error.found}; remove the folder {folder}, which holds nothing else, and run again: "
-            "only what is in it is made anew"
+            "only what is in it is made again"
         ) from None
 
 

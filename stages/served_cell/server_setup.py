@@ -132,7 +132,7 @@ def check_positions(work: ServedCellContext, measured: MeasuredServer, draft_con
             raise ValueError(
                 f"{name} holds {positions} positions (max_position_embeddings), expected at least {needed}: the longest "
                 f"prompt of workload {work.workload_name}, its answer and a tree. Lower max_new_tokens or choose shorter "
-                "prompts; a draft's is init_draft.max_position_embeddings, and rope allows more without training anew"
+                "prompts; a draft's is init_draft.max_position_embeddings, and rope allows more without training again"
             )
 
 

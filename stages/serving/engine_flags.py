@@ -256,7 +256,7 @@ def check_server_info(
     context = info.get("context_length")
     if isinstance(context, int) and context < needed_tokens:
         raise ValueError(
-            f"the server holds {context} tokens of a request, expected at least {needed_tokens} (the longest prompt, its "
+            f"the server's context length is {context} tokens, expected at least {needed_tokens} (the longest prompt, its "
             "answer and a tree); raise --context-length, or max_position_embeddings of target or draft, or ask for less"
         )
     max_batch = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))

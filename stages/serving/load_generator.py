@@ -286,8 +286,8 @@ async def _flush_cache(http: http_session.HttpSession, url: str) -> None:
         raise ValueError(f"{url} did not flush its cache: {error}; see to the server and run again") from None
     if reply.status != 200:
         raise ValueError(
-            f"{url} did not flush its cache: HTTP {reply.status} {reply.excerpt()}; expected it at rest after the warm-up. "
-            "Does another client use it?"
+            f"{url} did not flush its cache: HTTP {reply.status} {reply.excerpt()}; expected no running requests after the "
+            "warm-up. Does another client use it?"
         )
 
 

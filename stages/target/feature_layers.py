@@ -47,7 +47,7 @@ def default_block_feature_layers(num_layers: int, num_draft_layers: int = NUM_BL
 def choose_block_feature_layers(stored: Sequence[int], num_layers: int) -> list[int]:
     """Return the stored layers that a block draft reads by default: the published five if all are stored, else all stored.
 
-    A draft with fewer layers of its own reads as many: it gains by each.
+    Their number does not depend on the draft's own layers: a small draft gains by each of them too.
     """
     published = default_block_feature_layers(num_layers)
     return published if set(published) <= set(stored) else list(stored)

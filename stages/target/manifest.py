@@ -110,7 +110,7 @@ def read_embedding_and_head(manifest: TargetManifest, path: Path = TARGET_FOLDER
                         numbers = torch.empty(tensors.get_slice(key).get_shape(), dtype=torch.float32)
                         found[table], names[table] = numbers.copy_(tensors.get_tensor(key)), key
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights anew") from None
+            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights again") from None
     embedding = found.get("embed_tokens")
     tied = manifest.tie_word_embeddings and manifest.lm_head_key is None
     head = embedding if tied else found.get("lm_head")

@@ -75,7 +75,7 @@ def _separate_documents(model: PreTrainedModel, lengths: list[int]) -> Iterator[
 
 
 def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
-    """Compile the decoder's blocks with torch.compile, one code for all blocks and lengths.
+    """Compile the decoder's blocks with torch.compile, one compiled graph for all blocks and lengths.
 
     Compilation happens here, on two documents of `tokens` tokens together: the compiler specialises on the first shapes it
     sees, and every process must round alike.

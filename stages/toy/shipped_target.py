@@ -1,6 +1,6 @@
 """The embedded target whose weights are part of the repository, so that every machine decodes the same one.
 
-    python -m stages.toy.shipped_target     # trains it anew by the settings of training.json, a minute or two
+    python -m stages.toy.shipped_target     # trains it again by the settings of training.json, a minute or two
 
 The folder holds what `save_pretrained` writes, and training.json. Training on another kind of CPU gives other weights of the
 same loss, since sums round otherwise there.

@@ -1,6 +1,6 @@
 """Training of block drafts (DFlash, DFlash2, DSpark) on packs: which blocks are taught, and the loss of a pack.
 
-Of each pack up to `num_anchors` anchors are drawn, anew in every epoch, by train_draft.seed and the pack's place in training
+Of each pack up to `num_anchors` anchors are drawn, again in every epoch, by train_draft.seed and the pack's place in training
 (epoch, step, pack); so neither the number of processes nor a resume changes them. Labels and loss: block_loss.py.
 
 The steps of the log are the drafts of a block, d = 0 .. D-1. The loss of an optimizer step is the weighted sum over all valid

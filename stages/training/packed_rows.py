@@ -99,7 +99,7 @@ class PackObjective(Protocol):
         ...
 
     def combine_losses(self, step_loss: Sequence[float], counts: Sequence[float]) -> float:
-        """Return the objective of an epoch from the mean loss and the number of supervised positions of each step."""
+        """Return the loss of an epoch from the mean loss and the number of supervised positions of each step."""
         ...
 
 

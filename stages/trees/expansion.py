@@ -1,8 +1,8 @@
 """Expansion: run the draft step by step over the beams of many positions at once, and record the candidates.
 
-Replay expands all positions of many prompts for several topks at once, the engine one position for one topk; both use
-`expand_beams`. A node's state depends on its path alone, not on the topk whose beam holds it, so a node that several beams
-share is computed once.
+Replay expands all positions of many prompts for several topks at once, the engine one position of each prompt for one topk;
+both use `expand_beams`. A node's state depends on its path alone, not on the topk whose beam holds it, so a node that several
+beams share is computed once.
 
 Letters: N positions, K a topk, W the largest topk, M nodes of a step, S ancestors of a node with itself, H hidden, A
 attention heads, G key-value heads, E head width, C candidates; in `expand_candidates` N = B rows * P positions of a row, T

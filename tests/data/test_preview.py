@@ -113,7 +113,9 @@ def test_turns_with_other_keys_or_roles_are_described(home: Path, capsys: pytest
     with pytest.raises(SystemExit):
         preview.main("5", "z.jsonl")
     roles = "system, developer, human, user, gpt, assistant, chatgpt, bing, bard, model, tool, observation"
-    unmapped = 'no key of params.yaml maps keys or roles of turns: write them anew (docs/data.md, "Columns of a table")'
+    unmapped = (
+        'no key of params.yaml maps keys or roles of turns: write them again (docs/data.md, "Columns of a table")'
+    )
     assert capsys.readouterr().out.splitlines()[1:7] == [
         "  row 0: messages, dropped:not_text",
         "      found: turn 1 has the keys 'who, says'",

@@ -137,7 +137,7 @@ def test_a_malformed_row_is_named_with_file_and_line(kind: str, row: dict[str, A
         read(write(ROWS[kind][0], row), kind)
     assert (
         says in str(error.value)
-        and "mend it, or correct the set's format" in str(error.value)
+        and "fix it, or correct the set's format" in str(error.value)
         and "\n" not in str(error.value)
     )
 
@@ -147,7 +147,7 @@ def test_all_malformed_rows_are_named_at_once() -> None:
     short = {"question": "How many?"}
     with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: expected answer, a text") as error:
         read(write(GSM8K, short, GSM8K, short, *[short] * 5), "gsm8k")
-    assert "; 7 of 9 lines are not of the format: 2, 4, 5, 6, 7 and 2 more; mend them, or correct" in str(error.value)
+    assert "; 7 of 9 lines are not of the format: 2, 4, 5, 6, 7 and 2 more; fix them, or correct" in str(error.value)
 
 
 def test_blank_lines_are_no_rows() -> None:

@@ -46,7 +46,7 @@ def random_draft(seed: int, scale: float = 0.4, **options: Any) -> tuple[Eagle3D
 
 
 def scatter(module: torch.nn.Module, scale: float, seed: int) -> None:
-    """Weights drawn anew, norms near 1."""
+    """Weights drawn again, norms near 1."""
     _scatter(module, scale, torch.Generator().manual_seed(seed))
 
 

@@ -294,7 +294,7 @@ def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     with pytest.raises(
-        ValueError, match=r"Qwen3NextForCausalLM keeps more or less than keys and values in 3 of its 4 layers"
+        ValueError, match=r"Qwen3NextForCausalLM keeps state other than keys and values of its own in 3 of its 4 layers"
     ):
         Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1, 2])
 
@@ -316,6 +316,6 @@ def test_a_target_that_keeps_more_beside_keys_and_values_is_refused(kind: str) -
     else:
         config = FalconH1Config(**sizes, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8)
     with pytest.raises(
-        ValueError, match=r"keeps more or less than keys and values in 2 of its 2 layers \((Dynamic|Linear)"
+        ValueError, match=r"keeps state other than keys and values of its own in 2 of its 2 layers \((Dynamic|Linear)"
     ):
         Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1])

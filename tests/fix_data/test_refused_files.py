@@ -41,7 +41,7 @@ def test_a_line_that_is_no_conversation_stops_the_stage(home: Path, line: str, f
     write_raw([*questions(4), line, *questions(2)])
     with pytest.raises(ValueError, match="line 5: expected") as error:
         fix_data.main()
-    assert str(RAW) in str(error.value) and f"found {found}" in str(error.value) and "mend" in str(error.value)
+    assert str(RAW) in str(error.value) and f"found {found}" in str(error.value) and "fix" in str(error.value)
     assert not fix_data.TRAIN_FILE.exists() and not fix_data.REPORT.exists()
 
 
@@ -57,7 +57,7 @@ def test_all_broken_lines_are_named_at_once(home: Path, monkeypatch: pytest.Monk
         re.search(r"found '\{.*…' \(Expecting ',' delimiter at character \d+\); ", message)
         and message.count("line ") == 1
     )
-    assert "3 of 40 lines are broken: 5, 36, 37; mend them, or write a copy without: sed '5d;36d;37d' " in message
+    assert "3 of 40 lines are broken: 5, 36, 37; fix them, or write a copy without: sed '5d;36d;37d' " in message
     command = message.rpartition("without: ")[2].removesuffix(", and put that in its place")
     subprocess.run(command, shell=True, check=True)
     Path(f"{RAW}.whole").replace(RAW)
@@ -72,7 +72,7 @@ def test_blank_lines_are_no_rows(home: Path) -> None:
 
 def test_one_broken_line_is_enough(home: Path) -> None:
     write_raw([*questions(4), '{"a": 1,}'])
-    with pytest.raises(ValueError, match=r"line 5: .* at character \d+\); mend that line, or write a copy") as error:
+    with pytest.raises(ValueError, match=r"line 5: .* at character \d+\); fix that line, or write a copy") as error:
         fix_data.main()
     assert "lines are broken" not in str(error.value)
 
@@ -112,7 +112,7 @@ def test_a_damaged_line_of_a_file_in_utf8_is_not_to_be_converted(home: Path) -> 
     """A conversion from Latin-1 would damage the lines that are whole."""
     whole = json.dumps(row("Café?", TABLE), ensure_ascii=False).encode()
     RAW.write_bytes(whole + b"\n" + whole.replace(b"\xc3", b"") + b"\n")
-    with pytest.raises(ValueError, match=r"line 2: .*; mend that line, or write a copy without: sed '2d' "):
+    with pytest.raises(ValueError, match=r"line 2: .*; fix that line, or write a copy without: sed '2d' "):
         fix_data.main()
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_line_of_a_file_in_utf8_is_not_to_be_converted(home: Path) -> 
     ("name", "text"), [("z.csv", "prompt,answer\nCafé?,ja\n"), ("z.json", '[{"prompt": "Café?", "answer": "ja"}]')]
 )
 def test_tables_and_arrays_in_latin1_are_to_be_converted(home: Path, name: str, text: str) -> None:
-    """Bug: of an array the advice was to mend it, or to write it as JSONL."""
+    """Bug: of an array the advice was to fix it, or to write it as JSONL."""
     set_params(raw=name, answers="text")
     Path(name).write_bytes(text.encode("latin1"))
     with pytest.raises(ValueError, match=rf"convert the file: iconv -f cp1252 -t utf-8 {name} > {name}\.utf8, and put"):
@@ -136,7 +136,7 @@ def test_a_damaged_table_or_array_in_utf8_is_not_to_be_converted(home: Path, nam
     set_params(raw=name, answers="text")
     Path(name).write_bytes(text.encode().replace("é".encode(), b"\xe9"))
     with pytest.raises(
-        ValueError, match=r"; mend it at that byte, since its other characters are UTF-8, or give"
+        ValueError, match=r"; fix it at that byte, since its other characters are UTF-8, or give"
     ) as error:
         fix_data.main()
     assert "iconv" not in str(error.value)
@@ -165,8 +165,8 @@ def test_a_missing_raw_file_is_named_with_its_key(home: Path) -> None:
     [
         ([], r"it has no lines\); add some, or give another path$"),
         ([row(ASK, "I don't know."), row(ASK, CUT)], "row_width 1.*set fix_data.answers: text"),
-        ([row(ASK, CUT, status="error", error="timeout")], r"marked_error 1\); mend the data \(.*\), first .* row 0: 'timeout'"),
-        ([nested(100_000)] * 2 + [row(ASK, CUT)], r"nested_too_deep 2, row_width 1\); mend the data \(.*\), first .* row 0$"),
+        ([row(ASK, CUT, status="error", error="timeout")], r"marked_error 1\); fix the data \(.*\), first .* row 0: 'timeout'"),
+        ([nested(100_000)] * 2 + [row(ASK, CUT)], r"nested_too_deep 2, row_width 1\); fix the data \(.*\), first .* row 0$"),
         ([{"Frage": "a"}] * 2 + [row(ASK, CUT)], r"unknown_format 2, .*\); 2 rows are of no known format, first .* row 0: "),
     ],
 )  # fmt: skip

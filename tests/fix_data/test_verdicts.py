@@ -238,7 +238,7 @@ def test_length_filters(home: Path) -> None:
 @pytest.mark.parametrize(("limits", "advice"), [({"max_chars": "2"}, "raise fix_data.max_chars"),
                                                 ({"min_chars": "7000"}, "lower fix_data.min_chars")])  # fmt: skip
 def test_a_limit_that_leaves_no_row_is_named(home: Path, limits: dict[str, str], advice: str) -> None:
-    """Bug: the data were to be mended, where the limit drops every row."""
+    """Bug: the data were to be fixed, where the limit drops every row."""
     write_raw(pairs(20))
     set_lines(**limits)
     with pytest.raises(ValueError, match=f"found none .*; {advice}, which is {next(iter(limits.values()))}"):

@@ -1,4 +1,4 @@
-"""A folder of hidden states that the user gave: what is broken in it is theirs to mend, and nothing of it to remove."""
+"""A folder of hidden states that the user gave: what is broken in it is theirs to fix, and nothing of it to remove."""
 
 import re
 from collections.abc import Callable

@@ -204,7 +204,11 @@ def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
 @pytest.mark.parametrize(
     ("words", "step", "line"),
     [
-        ("rerun benchmark@eval-e009-t8_2_16", "rerun.rerun_cells", "the cell that was here is here again, `{}` measures it anew"),
+        (
+            "rerun benchmark@eval-e009-t8_2_16",
+            "rerun.rerun_cells",
+            "the cell that was here is here again, `{}` measures it again",
+        ),
         ("pull train_draft@e009", "dvc_graph.pull_inputs", "what has come is in the cache, `{}` fetches the rest"),
         ("fetch weather-tiny-vl", "fetch.fetch_recipe", "complete downloads are kept, `{}` gets the rest"),
         ("stale", "commands.list_stale", "`{}` begins again"),

@@ -59,7 +59,7 @@ def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> 
     edit_params(home, {"target": {"model": "someone/other"}})  # of another target, which is not here yet
     commands.check_run_params()
     edit_params(home, {"target": {"model": "builtin/weather-tiny"}})
-    (manifest.TARGET_FOLDER / "tokenizer.json").write_text("{")  # broken: prepare_target makes it anew
+    (manifest.TARGET_FOLDER / "tokenizer.json").write_text("{")  # broken: prepare_target makes it again
     commands.check_run_params()
 
 
@@ -138,7 +138,7 @@ WINDOW = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
 }  # fmt: skip
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
-    "hybrid": (Qwen3NextConfig(**HYBRID), r"is a qwen3_next, which keeps more or less than keys and values"),
+    "hybrid": (Qwen3NextConfig(**HYBRID), r"is a qwen3_next, which keeps state other than keys and values of its own"),
     "attention": (Gemma2Config(**MISTRAL), r"is a gemma2, whose attention scaled_dot_product_attention can't compute"),
     "window": (Qwen2_5_VLConfig(text_config=MISTRAL | WINDOW), r"see 24 tokens \(sliding_window\)"),
     "rope": (

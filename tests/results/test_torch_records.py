@@ -96,7 +96,8 @@ def test_a_missing_a_cut_and_an_old_cell_are_named_with_what_to_run() -> None:
 def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
     """Bug: `reproduce` and the table of methods read cells of any version, and laid old intervals beside new ones."""
     torch_records.write_torch_cell(made_up() | {"definitions": "docs/metrics.md, version 2"})
-    said = r"is measured by docs/metrics\.md, version 2, expected docs/metrics\.md, version 3; run: dvc repro -f -s "
+    page = r"docs/metrics\.md, version"
+    said = rf"was measured with the definitions of {page} 2, expected {page} 3; run: dvc repro -f -s "
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {said}benchmark@eval-e003-t8_2_16$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
     row = dict.fromkeys(method_records.MethodCell.list_keys()) | {

@@ -101,7 +101,7 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
 
 
 def test_a_server_with_the_right_template_goes_on_after_one_with_another(project: Path) -> None:
-    """Bug: the answers to wrong prompts were kept, so that the mended server was never asked."""
+    """Bug: the answers to wrong prompts were kept, so that the fixed server was never asked."""
     with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3})) as fake:
         use(project, "server", {"base_urls": [fake.url]})
         with pytest.raises(ValueError, match="prompted with 3 tokens"):

@@ -173,7 +173,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
         ({"algorithm": "EAGLE"}, {}, r"tau is exactly 1\.00, no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
         ({"launch_args": ["--cuda-graph-max-bs-decode", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, exp"),
         ({"launch_args": ["--max-running-requests", "2"]}, {"concurrency": 4}, "at most 2 requests in one batch, expected 4"),
-        ({"launch_args": ["--context-length", "64"]}, {}, r"holds 64 tokens of a request, expected at least \d+"),
+        ({"launch_args": ["--context-length", "64"]}, {}, r"context length is 64 tokens, expected at least \d+"),
         ({}, {"max_new_tokens": 5000}, r"the target holds \d+ positions \(max_position_embeddings\), expected at least"),
         ({"launch_args": ["--fail-at-start"]}, {}, "(?s)ended with status 1; its log.*told to fail at start"),
         ({"command": ["/nowhere/sglang"]}, {}, "there is no `/nowhere/sglang` on the PATH"),

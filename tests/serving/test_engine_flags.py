@@ -177,7 +177,7 @@ TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_nu
         ({"speculative_algorithm": None}, DRAFT, "speculative_algorithm None, expected EAGLE3"),
         ({"speculative_algorithm": "EAGLE3", **TREE, "speculative_num_steps": 3}, DRAFT, "num_steps 3, expected 5"),
         ({"speculative_algorithm": "EAGLE3"}, None, "speculative_algorithm EAGLE3, expected None"),
-        ({"context_length": 1000}, None, "holds 1000 tokens of a request, expected at least 1500"),
+        ({"context_length": 1000}, None, "context length is 1000 tokens, expected at least 1500"),
         ({"max_running_requests": 48}, None, "at most 48 requests in one batch, expected 64"),
         ({"effective_max_running_requests_per_dp": 16, "max_running_requests": 64}, None, "at most 16 requests in one"),
         ({"cuda_graph_config": GRAPHS}, None, "at most 32 requests in its CUDA graphs"),

@@ -18,7 +18,7 @@ def engine(rng: random.Random, depth: int, limit: int, retractions: int) -> tupl
     histogram, put_back = [0] * (depth + 1), 0
     again = sorted(rng.sample(range(1, limit), retractions))
     while len(drafted) < limit:
-        if again and len(drafted) >= again[0]:  # put back and prefilled anew
+        if again and len(drafted) >= again[0]:  # put back and prefilled again
             again.pop(0)
             drafted.append(False)
             put_back += 1

@@ -201,7 +201,7 @@ def test_a_class_with_a_mask_of_its_own_is_padded() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block compiled anew for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
+    """A block compiled again for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
     saved(tmp_path, name, False)
     model = loading.load_target(str(tmp_path), "float32", "cpu")
     plain = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, True)

@@ -216,7 +216,7 @@ def test_a_row_longer_than_a_pack_is_computed_again_in_backward_to_the_same_bits
 
 
 def test_each_function_is_compiled_once_whatever_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: at step 0 a state has as many rows as the queries, which the compiler took for a rule: at step 1 it compiled anew."""
+    """Bug: at step 0 a state has as many rows as the queries, which the compiler took for a rule: at step 1 it compiled again."""
     torch._dynamo.reset()
     monkeypatch.setattr(compile_on_cuda, "is_on_gpu", lambda args: True)
     monkeypatch.setattr(compile_on_cuda, "BACKEND", "aot_eager")
@@ -244,7 +244,7 @@ def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.
 
 
 def test_attention_of_the_first_step_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the compiler guards a view with its base, which later steps' attention has none of: finish_layer was compiled anew."""
+    """Bug: the compiler guards a view with its base, which later steps' attention has none of: finish_layer compiled again."""
 
     def run(query: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
         return query, query.new_zeros(query.shape[:3])
@@ -257,5 +257,5 @@ def test_attention_of_the_first_step_is_no_view(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_options_of_the_compiler_are_known_to_it() -> None:
-    """Bug: a pack of fewer positions than twice the hidden size was compiled anew, on each rank at another step."""
+    """Bug: a pack of fewer positions than twice the hidden size was compiled again, on each rank at another step."""
     assert set(compile_on_cuda.INDUCTOR_OPTIONS) <= set(torch._inductor.list_options())
