@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +14,13 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import password
+from tests.chromium import CHROMIUM, launch_chromium
 from tests.pipeline.conftest import Project, make_served
 from tests.pipeline.test_flows import Server, run_server, wait_for
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="pip install -e '.[test]' to test the pages in a browser"
 )
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(
     not CHROMIUM, reason="no Chromium on this machine: apt-get install chromium, or your own"
 )
@@ -66,16 +65,21 @@ def server(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield started
 
 
-@pytest.fixture
-def page(server: Server, tmp_path: Path) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     """Which finds no other host, as on a machine without a network."""
-    with playwright.sync_playwright() as started:
-        alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--no-proxy-server", alone])
-        opened = browser.new_page(viewport={"width": 1280, "height": 1200})
+    alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    with launch_chromium("--no-proxy-server", alone) as started:
+        yield started
+
+
+@pytest.fixture
+def page(server: Server, browser: Any) -> Iterator[Any]:
+    """In a context of its own, without cookies and without a password."""
+    with browser.new_context(viewport={"width": 1280, "height": 1200}) as context:
+        opened = context.new_page()
         opened.set_default_timeout(PATIENCE)
         yield opened
-        browser.close()
 
 
 def log_in(server: Server, page: Any) -> None:
