@@ -4,16 +4,14 @@ import fcntl
 import gc
 import io
 import os
-import pickle
+import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,6 +19,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.telemetry import fork_server
+from tests import warm_process
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +38,8 @@ sys.dont_write_bytecode = False
 os.environ.pop(
     "MAKELEVEL", None
 )  # of `make test`: what is stopped goes on by `aerie run`, started by make by `make run`
+
+WARM_PROCESS = os.environ.pop(warm_process.ADDRESS_VARIABLE, "")  # the address of that of this run
 
 # What makes the whole graph run in a minute or two. `straight` is e001 and then e003 in one go.
 SMALL = {
@@ -109,24 +110,14 @@ def copy_project(to: Path) -> Path:
 
 
 def edit_params(project: Path, changes: dict) -> None:
-    """Set the given keys of the project's params.yaml; what is not named stays."""
-    file = project / "params.yaml"
-    file.write_text(_edit_text(file.read_text(), pickle.dumps(changes)))
-
-
-@cache
-def _edit_text(text: str, changes: bytes) -> str:
-    """Return the text with the pickled changes; once for each, since comments are kept by a slow parser."""
-    edited, params = io.StringIO(), pickle.loads(_parse_text(text))
-    for section, values in pickle.loads(changes).items():
+    """Set the given keys of the project's params.yaml; what is not named stays, comments are lost: keeping them takes 0.2 s."""
+    file, yaml, text = project / "params.yaml", YAML(typ="safe"), io.StringIO()
+    params = yaml.load(file)
+    for section, values in changes.items():
         params[section].update(values)
-    YAML().dump(params, edited)
-    return edited.getvalue()
-
-
-@cache
-def _parse_text(text: str) -> bytes:
-    return pickle.dumps(YAML().load(text))
+    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output, yaml.width = False, False, 400
+    yaml.dump(params, text)
+    file.write_text(text.getvalue())
 
 
 def dvc(project: Path, *arguments: str, module: str = "dvc", **more: str) -> subprocess.CompletedProcess[str]:
@@ -174,6 +165,18 @@ def pytest_collection() -> Iterator[object]:
         gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist's workers be forks of a process that has imported torch, the same from which stages fork."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+        return
+    stack = ExitStack()
+    address = stack.enter_context(warm_process.start_fork_server())
+    config.add_cleanup(stack.close)
+    os.environ[warm_process.ADDRESS_VARIABLE] = address
+    words = [sys.executable, str(ROOT / "tests/warm_process.py"), address]
+    config.option.tx = [f"popen//python={shlex.join(words)}"] * len(config.option.tx)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files come first, so that where files run in two processes neither waits long for the other's last."""
     place = {name: at for at, name in enumerate(LONG)}
@@ -191,21 +194,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def torch_server() -> Iterator[str]:
     """The address of a process that has imported torch, from which stages fork: 5 s of a core less for each start.
 
-    Without effect on a test that does not hand it to its stages, as `forked_stages` does.
+    One for all processes of a run. Without effect on a test that does not hand it to its stages, as `forked_stages` does.
     """
-    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
-        address = Path(folder) / "socket"
-        # aiohttp: half a second of each of the engines' doubles.
-        start = "from stages.telemetry import fork_server as it; it.PRELOADED += ('aiohttp.web', 'pydantic.main'); it.main()"
-        command = [sys.executable, "-c", start, str(address)]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE) as server:
-            while not address.exists():
-                assert server.poll() is None
-                time.sleep(0.05)
-            yield str(address)
-            assert server.stdin
-            server.stdin.close()
+    if WARM_PROCESS:
+        yield WARM_PROCESS
+        return
+    with warm_process.start_fork_server() as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

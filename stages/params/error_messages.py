@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import Any, get_args
 
 from pydantic import Tag
@@ -39,12 +39,13 @@ OLD_KEYS = {
     "benchmark_methods.draftless": "benchmark_methods.without_draft",
     "schedule.sent": "schedule.remote_stages",
 }
+_is_old_key = re.compile("|".join(map(translate, OLD_KEYS))).match  # any of them, at once
 
 
 def explain_old_keys(sections: dict[str, Any]) -> list[str]:
     """Return a line with the new name for each key of `sections` that is named as in an earlier version."""
     lines = []
-    for key in _list_keys(sections):
+    for key in filter(_is_old_key, _list_keys(sections)):
         new = next((new for old, new in OLD_KEYS.items() if fnmatchcase(key, old)), None)
         if new is not None:
             renamed = ".".join([*key.split(".")[:-1], new.rpartition(".")[2]])

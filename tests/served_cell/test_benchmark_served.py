@@ -213,19 +213,24 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running:
         benchmark_served.main("eval", "e003", "t8_2_16")
 
 
+def list_forks(folder: Path, server: str) -> list[psutil.Process]:
+    """Return what is at work in the folder as forks of the server at an address: stages, doubles, maybe this process."""
+    found = psutil.process_iter(["cmdline", "cwd"])
+    return [c for c in found if server in (c.info["cmdline"] or []) and c.info["cwd"] == str(folder)]
+
+
 def test_the_server_goes_with_the_stage(
     project: Path, torch_server: str, forked_stages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended by Ctrl-C in the middle of its load, and killed: no server outlives it."""
     monkeypatch.delenv(FORK_VARIABLE)  # it is a child of the stage
-    (forks,) = [c for c in psutil.Process().children() if torch_server in c.cmdline()]
     for number in (signal.SIGINT, signal.SIGKILL):
         line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
         client = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        until, children, before = time.monotonic() + 120, [], {c.pid for c in forks.children()}
+        until, children, before = time.monotonic() + 120, [], list_forks(project, torch_server)
         while not any("tests.serving.engine_double" in " ".join(c.cmdline()) for c in children):
             assert time.monotonic() < until and client.poll() is None, client.communicate()[0]
-            stages = [c for c in forks.children() if c.pid not in before]
+            stages = [c for c in list_forks(project, torch_server) if c not in before]
             children = [c for s in stages for c in s.children(recursive=True) if c.is_running()]
             time.sleep(0.05)
         (stage,) = stages
