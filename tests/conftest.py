@@ -167,7 +167,8 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let xdist's workers be forks of a process that has imported torch, the same from which stages fork."""
-    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or config.option.collectonly or not config.getoption("numprocesses", None):
         return
     stack = ExitStack()
     address = stack.enter_context(warm_process.start_fork_server())

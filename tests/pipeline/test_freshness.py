@@ -14,6 +14,7 @@ import pytest
 
 from pipeline import cli, dvc_graph, freshness, workspaces
 from pipeline.commands import NOTHING_STALE, describe_outdated, list_stale, run_graph
+from stages.telemetry import fork_server
 from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, by_dvc, give_params, make_project
 
@@ -182,13 +183,13 @@ FULL = (
 )
 
 
-def limited(limit: str, place: Path, *words: str) -> tuple[int, str]:
-    """Run aerie on the project, on a file system of that limit -> status and what it said."""
+def limited(limit: str, place: Path, *words: str, **more: str) -> tuple[int, str]:
+    """Run aerie on the project, on a file system of that limit -> status and what it said; `more` is its environment."""
     command = f"{limit} exec {sys.executable} -m pipeline {' '.join(words)}"
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, str(place)],
         capture_output=True, text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DVC_SITE_CACHE_DIR": os.environ["DVC_SITE_CACHE_DIR"]},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DVC_SITE_CACHE_DIR": os.environ["DVC_SITE_CACHE_DIR"], **more},
     )  # fmt: skip
     if "mount:" in done.stderr or "unshare:" in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
@@ -211,11 +212,15 @@ def test_a_disk_that_is_read_only_or_full_is_one_line(done: Project, tmp_path: P
 
 
 @pytest.mark.parametrize("words", [["stale"], ["run"], ["doctor"]])
-def test_a_cache_of_hashes_that_is_read_only_is_one_line(done: Project, tmp_path: Path, words: list[str]) -> None:
+def test_a_cache_of_hashes_that_is_read_only_is_one_line(
+    done: Project, tmp_path: Path, words: list[str], request: pytest.FixtureRequest
+) -> None:
     """Bug: a traceback of sqlite's, where the whole disk is read-only, or only the folder of DVC's hashes."""
     edit_title()
     site = f"mount --bind {tmp_path}/site {tmp_path}/site && mount -o remount,ro,bind {tmp_path}/site && "
-    status, said = limited(site, tmp_path, *words)
+    # doctor's estimate is a fork; it does not ask DVC.
+    forks = {fork_server.ADDRESS_VARIABLE: request.getfixturevalue("torch_server")} if words == ["doctor"] else {}
+    status, said = limited(site, tmp_path, *words, **forks)
     assert status == 1 and "Traceback" not in said, said
     told = [line for line in said.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
     assert len(told) == 1 and "DVC_SITE_CACHE_DIR names another folder" in told[0], said

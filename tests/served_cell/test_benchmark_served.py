@@ -215,8 +215,10 @@ def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running:
 
 def list_forks(folder: Path, server: str) -> list[psutil.Process]:
     """Return what is at work in the folder as forks of the server at an address: stages, doubles, maybe this process."""
-    found = psutil.process_iter(["cmdline", "cwd"])
-    return [c for c in found if server in (c.info["cmdline"] or []) and c.info["cwd"] == str(folder)]
+    listed = psutil.process_iter(["cmdline", "cwd", "ppid"])
+    found = [c for c in listed if server in (c.info["cmdline"] or []) and c.info["cwd"] == str(folder)]
+    forks = {c.pid for c in found}
+    return [c for c in found if c.info["ppid"] not in forks]  # a process that one of them starts is its copy at first
 
 
 def test_the_server_goes_with_the_stage(
