@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from stages.engine.cuda_graphs import time_graph_replay
-from stages.engine.filled_products import FILLED_ROWS, multiply_filled
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
+from stages.engine.padded_matmul import FILLED_ROWS, multiply_padded
 from stages.engine.target_kernels import FusedDecoder
 from stages.target.loading import load_target
 from stages.toy import shipped_target
@@ -49,7 +49,7 @@ def main() -> None:
         for rows in ROWS:
             x = torch.randn(rows, o.width, device=device, dtype=dtype)
             plain, filled = (
-                time_work(partial(multiply, x, w), device, PRODUCTS) for multiply in (F.linear, multiply_filled)
+                time_work(partial(multiply, x, w), device, PRODUCTS) for multiply in (F.linear, multiply_padded)
             )
             print(f"{rows:5}{outputs:9}{plain:9.2f}{filled:9.2f}", flush=True)
 
@@ -60,7 +60,7 @@ def print_passes(device: torch.device, dtype: str) -> None:
     model = load_target(str(shipped_target.FOLDER / shipped_target.NAME), dtype, str(device))
     decoder = FusedDecoder(model)
     cache = KVCache(probe_kv_shapes(model), CONTEXT + max(ROWS), model.dtype, device)
-    products: dict[str, Product | None] = {"engine": None, "cuBLAS": F.linear, "filled": multiply_filled}
+    products: dict[str, Product | None] = {"engine": None, "cuBLAS": F.linear, "filled": multiply_padded}
     print(f"{'rows':>5}{''.join(f'{name:>9}' for name in products)}   microseconds a pass")
     times: dict[int, float] = {}
     for rows in ROWS:

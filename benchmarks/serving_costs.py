@@ -15,8 +15,8 @@ import os
 from collections import defaultdict
 
 from stages.params import schema
-from stages.results import cost_measured, replay_records, served_records, served_table, timing_grid
-from stages.results.cost_measured import ComparedPrediction
+from stages.results import prediction_check, replay_records, served_records, served_table, timing_grid
+from stages.results.prediction_check import ComparedPrediction
 
 CLOSE_ENOUGH = 1.03
 
@@ -31,13 +31,13 @@ def main(checkpoint: str | None = None) -> None:
     served = p.benchmark_served
     cells = [cell for name in served.workloads for cell in read_cells(name, checkpoint, served.trees)]
     lines = list(served_table.join_lines(cells, replays, served.workloads))
-    compared, found = cost_measured.compare_simulated_lines(grids, lines, replays, p.have_same_shapes)
+    compared, found = prediction_check.compare_simulated_lines(grids, lines, replays, p.have_same_shapes)
     if not compared:
         raise ValueError("no served cell can be compared, expected some of the grids' loads; run: dvc repro")
     print_comparisons(compared)
     for line in lines:
         if line.row.decoding == served_table.SPECULATIVE and id(line) not in found:
-            why = cost_measured.explain_left_out(grids, line, replays, p.have_same_shapes)
+            why = prediction_check.explain_left_out(grids, line, replays, p.have_same_shapes)
             print(f"left out: {line.row.tree}, {line.row.workload}, {line.row.concurrency} at once: {why}")
     errors = [abs(math.log(each.predicted.speedup / each.measured.speedup)) for each in compared]
     within = sum(error <= math.log(1.1) for error in errors)

@@ -113,7 +113,7 @@ if __name__ == "__main__":
     from dvc.cli import main
 
     from pipeline.dvc_internals import mend_lock_list, use_libyaml_for_lock_file
-    from pipeline.started_inputs import record_started_inputs
+    from pipeline.input_snapshot import record_started_inputs
 
     check_cached_copies()
     record_started_inputs()

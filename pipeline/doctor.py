@@ -8,9 +8,9 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from pipeline import dvc_graph, recipes, reproduce, requirements, resources, target_checks
+from pipeline import dvc_graph, preflight, recipes, reproduce, resources, target_checks
+from pipeline.preflight import Finding, check_files, find_engine
 from pipeline.remote import dvc_remote
-from pipeline.requirements import Finding, check_files, find_engine
 from pipeline.workspaces import SERVING_ENVIRONMENTS
 from stages.params import checks
 from stages.params.byte_size import format_bytes
@@ -52,7 +52,7 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             params = load_params(file)
         except ValueError as error:
             yield Finding(name, str(error), False)
-            yield requirements.check_disk(None)
+            yield preflight.check_disk(None)
         else:
             problems = list(_list_problems(params, file))
             yield from (Finding(name, problem.removeprefix(f"{PARAMS_FILE}: "), False) for problem in problems)
@@ -61,10 +61,10 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
             yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
             yield from check_files(params, *fetched)
             if problems:
-                yield requirements.check_disk(None)
+                yield preflight.check_disk(None)
             else:
                 yield from _check_estimate(path, file)
-    yield from requirements.check_writable()
+    yield from preflight.check_writable()
     yield from _check_dvc()
 
 
@@ -110,13 +110,13 @@ def _check_estimate(recipe: Path | None, file: Path) -> Iterator[Finding]:
     try:
         estimate = reproduce.estimate_params(recipe, file)
     except ValueError as error:
-        yield requirements.check_disk(None)
+        yield preflight.check_disk(None)
         problem = str(error).splitlines()[-1]
         # A wrong parameter is the user's to correct; a target that is not recorded has no size before it is fetched.
         is_wrong = problem.startswith("params.yaml: ")
         yield Finding("size of a run", problem if is_wrong else f"not known: {problem}", False if is_wrong else None)
         return
-    yield requirements.check_disk(estimate.disk_bytes)
+    yield preflight.check_disk(estimate.disk_bytes)
     for line in estimate.lines:
         subject, _, found = line.partition(": ")
         yield Finding(subject, found)

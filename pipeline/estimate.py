@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from ruamel.yaml import YAML
 
-from pipeline import reproduce, requirements
+from pipeline import preflight, reproduce
 from pipeline.dvc_graph import LOCK_FILE
 from stages.params import schema
 from stages.params.byte_size import format_bytes
@@ -81,7 +81,7 @@ def describe_estimate(recipe: str | None, params_file: Path | None, gpu: str) ->
     yield from _format_table(list(_build_rows(upstream, size, measured, params.target.model)))
     yield ""
     yield from size.lines or [f"no arithmetic: {problem}"]
-    if missing := [path for path in requirements.list_files(params).values() if not Path(path).exists()]:
+    if missing := [path for path in preflight.list_files(params).values() if not Path(path).exists()]:
         yield f"to get before the run: {', '.join(missing)}"
 
 

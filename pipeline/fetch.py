@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import recipes, requirements
+from pipeline import preflight, recipes
 from stages.params import schema
 from stages.params.data_sections import PromptSet
 from stages.params.recipe import RecipeFile
@@ -36,9 +36,7 @@ def fetch_recipe(name: str) -> Iterator[str]:
     for key, prompt_set in sorted(params.prepare_prompts.sets.items()):
         if key in asked and not prompt_set.is_file:
             yield fetch_dataset(prompt_set)
-    if missing := [
-        f"{path} ({key})" for key, path in requirements.list_files(params).items() if not Path(path).exists()
-    ]:
+    if missing := [f"{path} ({key})" for key, path in preflight.list_files(params).items() if not Path(path).exists()]:
         raise ValueError(f"the recipe knows no source of {', '.join(missing)}; put it there")
 
 

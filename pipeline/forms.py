@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 
-from pipeline import form_limits
+from pipeline import form_permissions
 from pipeline.recipes import list_recipes
 from stages.params.schema import Params, load_params
 from stages.params.section import ROOT_CHECKPOINT, Count, Name
@@ -101,7 +101,7 @@ class Changes(BaseModel):
                 if not isinstance(at, dict):
                     raise ValueError(f"other: {key!r} is below a key that is given a value too; write one of the two")
             at[inner[-1]] = value
-        form_limits.check_form(found, now)
+        form_permissions.check_form(found, now)
         for key, names in {"trees": self.trees, "torch_workloads": self.workloads}.items():
             if names:
                 present = getattr(now.benchmark, key) if self.lists == "add" else []
@@ -116,7 +116,9 @@ def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, A
     names = [f"e{epoch:03d}" for epoch in epochs]
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
     segments = {name: {"from": start, "epochs": last - first} for start, name, first, last in pairs}
-    others = {name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.other_method}
+    others = {
+        name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.non_eagle3_method
+    }
     found.setdefault("train_draft", {})["checkpoints"] = {**segments, **others}
     found.setdefault("init_draft", {})["checkpoints"] = [ROOT_CHECKPOINT]
     lists = {

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline import dvc_graph, processes, recipes, requirements, workspaces
+from pipeline import dvc_graph, preflight, processes, recipes, workspaces
 from stages.params import schema
 from stages.params.section import PARAMS_FILE
 
@@ -70,7 +70,7 @@ def take_recipe(name: str, keep: bool = False) -> Iterator[str]:
         list_stages_with(file)
         estimate = estimate_params(path, file)
         yield from [*estimate.lines, ""]
-        requirements.refuse_unmet(name, list(_check_needs(name, path, file, estimate)))
+        preflight.refuse_unmet(name, list(_check_needs(name, path, file, estimate)))
     yield from recipes.use_recipe(name, keep)
 
 
@@ -133,10 +133,10 @@ def open_recipe(name: str, keep: bool = False) -> Iterator[tuple[Path, Path, lis
         yield path, file, changes
 
 
-def _check_needs(name: str, path: Path, file: Path, estimate: RunEstimate) -> Iterator[requirements.Finding]:
+def _check_needs(name: str, path: Path, file: Path, estimate: RunEstimate) -> Iterator[preflight.Finding]:
     recipe, _ = schema.read_recipe(path)
     assert recipe, "open_recipe has checked it"
-    return requirements.check_recipe(name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes)
+    return preflight.check_recipe(name, recipe, schema.load_params(file), estimate.disk_bytes, estimate.weight_bytes)
 
 
 def _run_reproduce_module(module: str, *words: str) -> str:

@@ -52,7 +52,7 @@ from stages.results.stopping import RepeatRule
 from stages.results.torch_cell_writer import TorchCellSetup
 from stages.results.torch_records import PromptRow, StageCost, StoppingRecord, TorchMeasurement
 from stages.runtime import distributed
-from stages.serving import engine_load, latency
+from stages.serving import inprocess_load, latency
 from stages.target import manifest
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
@@ -366,7 +366,7 @@ def _run_load(
         return timing.read_device_clock(ranks.device)
 
     own_slots = len(range(ranks.rank, slots, ranks.world))
-    records = engine_load.decode_load(
+    records = inprocess_load.decode_load(
         work.engine, requests, own_slots, None if kind == "plain" else work.tree, start_clock
     )
     mine = list(zip(numbers, records, strict=True))

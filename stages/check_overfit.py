@@ -281,7 +281,7 @@ def _measure_engine_tau(
     trust = params.target.trust_remote_code
     try:
         model = loading.load_target(folder, params.target.dtype, params.target.device, trust)
-        served = run.build_served_draft().to(params.target.device, model.dtype).requires_grad_(False)
+        served = run.build_engine_draft().to(params.target.device, model.dtype).requires_grad_(False)
         answer = ids[row.prompt_length :]
         engine = forced_decode.ForcedDecodingEngine(model, run.feature_layers, served, answer)
         try:

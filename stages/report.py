@@ -19,7 +19,7 @@ from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
 from stages.reporting import (
-    answer_files,
+    angelslim_export,
     benchmark_table,
     costs,
     methods,
@@ -108,10 +108,10 @@ def write_report(p: schema.Params) -> None:
     prediction.write_launch(found.predicted.launch, found.predicted.costs)
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
     atomic.write_json(METRICS_FILE, metrics)
-    answer_files.write_answer_files(
+    angelslim_export.write_answer_files(
         Path(p.report.output_dir),
-        p.report.model_id or answer_files.make_model_id(p.target.model),
-        answer_files.list_answer_sets(found.cells, found.served),
+        p.report.model_id or angelslim_export.make_model_id(p.target.model),
+        angelslim_export.list_answer_sets(found.cells, found.served),
         p.report.analysis,
     )
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
@@ -182,7 +182,7 @@ def _get_settings(p: schema.Params) -> ReportSettings:
         title=p.report.title,
         model=p.target.model,
         benchmark_trees=p.benchmark.trees,
-        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.other_method},
+        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.non_eagle3_method},
         imported={name: source.model_dump() for name, source in p.import_draft.checkpoints.items()},
         params_digest=hashlib.sha256(values.encode()).hexdigest(),
     )

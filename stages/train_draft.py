@@ -102,14 +102,14 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     scale = target_manifest.logits_scale
     if resumed:
         with scratch.check_unfinished(work):
-            draft, progress = _read_draft(work, parent_stage, segment.other_method, head, scale)
+            draft, progress = _read_draft(work, parent_stage, segment.non_eagle3_method, head, scale)
             progress = replace(progress, epochs=read_log(work / "log.json", parent_stage))
     elif segment.from_ == ROOT_CHECKPOINT and isinstance(segment, BlockSegment):
         draft, progress = _initialise_block_draft(name, segment, target_manifest, params), TrainingProgress({})
-    elif segment.from_ == ROOT_CHECKPOINT and segment.other_method:
+    elif segment.from_ == ROOT_CHECKPOINT and segment.non_eagle3_method:
         draft, progress = _initialise_method_draft(segment, head, scale, settings), TrainingProgress({})
     else:
-        draft, progress = _read_draft(parent, parent_stage, segment.other_method, head, scale)
+        draft, progress = _read_draft(parent, parent_stage, segment.non_eagle3_method, head, scale)
     last_epoch = checkpoint.read_progress(parent, parent_stage)["epoch"] + segment.epochs
     if resumed and ranks.first:
         print(f"resumed after epoch {progress.epoch} from {work}")
@@ -189,14 +189,16 @@ def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:
 
 
 def read_log(path: Path, made_by: str) -> list[EpochLog]:
-    """Read the finished epochs of unfinished work. Raises Broken where the file is missing, empty or malformed."""
+    """Read the finished epochs of unfinished work. Raises BrokenArtifactError where the file is missing, empty or malformed."""
     entries: list[dict] = atomic.read_json(path, made_by, list)
     try:
         epochs = [EpochLog(**entry) for entry in entries]
     except TypeError:
         epochs = []
     if not epochs:
-        raise atomic.Broken(f"{path}: expected a list of epochs, found {entries!r:.60}", atomic.rerun(made_by))
+        raise atomic.BrokenArtifactError(
+            f"{path}: expected a list of epochs, found {entries!r:.60}", atomic.format_rerun_hint(made_by)
+        )
     return epochs
 
 
@@ -223,14 +225,14 @@ def _initialise_method_draft(segment: Segment, head: Tensor, logits_scale: float
     """Return an untrained draft of another method, with the sizes and the vocabulary of e000; `head` [V, H] and `logits_scale`
     are the target's.
     """
-    assert segment.other_method is not None
+    assert segment.non_eagle3_method is not None
     root, tensors = eagle3_checkpoint.read_eagle3_draft(
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
-    config = method_checkpoint.build_method_config(segment.other_method, root, settings.dtype, segment.num_heads)
-    method = registry.TRAINABLE_METHODS[segment.other_method]
+    config = method_checkpoint.build_method_config(segment.non_eagle3_method, root, settings.dtype, segment.num_heads)
+    method = registry.TRAINABLE_METHODS[segment.non_eagle3_method]
     model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed, logits_scale)
-    return DraftModel(model, config, segment.other_method)
+    return DraftModel(model, config, segment.non_eagle3_method)
 
 
 def _initialise_block_draft(
@@ -242,7 +244,7 @@ def _initialise_block_draft(
     )
     longest = int(reader.read_index(HIDDENS)["length"].max() or 0)
     model, config = block_initialisation.build_untrained_draft(name, segment, root, target, params, longest)
-    return DraftModel(model, config, segment.other_method)
+    return DraftModel(model, config, segment.non_eagle3_method)
 
 
 def _measure_rank_accuracy(

@@ -75,8 +75,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         extract_hiddens.main()
         init_draft.main()
         with pytest.MonkeyPatch.context() as patch:
-            own = Eagle3Overfit.build_served_draft
-            patch.setattr(Eagle3Overfit, "build_served_draft", lambda run: kept.append(run.draft) or own(run))
+            own = Eagle3Overfit.build_engine_draft
+            patch.setattr(Eagle3Overfit, "build_engine_draft", lambda run: kept.append(run.draft) or own(run))
             check_overfit.main()
         config, _ = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e000"), config, dict(kept[0].state_dict()))

@@ -128,7 +128,7 @@ def _read_parquet(path: Path, schema: pl.Schema, made_by: str, rows: int | None)
         table = pl.read_parquet(path, n_rows=rows)
     if table.schema != schema:
         found = f"{path} has columns {dict(table.schema)}, expected {dict(schema)}"
-        raise atomic.Broken(found, atomic.rerun(made_by))
+        raise atomic.BrokenArtifactError(found, atomic.format_rerun_hint(made_by))
     return table
 
 
@@ -157,6 +157,8 @@ def _naming_broken_files(path: Path, made_by: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
+        raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise atomic.Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(made_by)) from None
+        raise atomic.BrokenArtifactError(
+            f"{path} is not readable Parquet ({error})", atomic.format_rerun_hint(made_by)
+        ) from None

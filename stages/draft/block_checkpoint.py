@@ -190,7 +190,7 @@ def is_block_draft(folder: Path) -> bool:
     """
     try:
         config = atomic.read_json(folder / "draft" / "config.json", "train_draft")
-    except atomic.Broken:
+    except atomic.BrokenArtifactError:
         return False
     return find_block_method(config) is not None
 
@@ -198,10 +198,12 @@ def is_block_draft(folder: Path) -> bool:
 def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and the tensors of `folder`/draft.
 
-    Raises Broken, a ValueError that names what is missing, unknown or misshapen.
+    Raises BrokenArtifactError, a ValueError that names what is missing, unknown or misshapen.
     """
     config = atomic.read_json(folder / "draft" / "config.json", made_by)
     tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
     if problem := find_block_draft_problem(config, tensors):
-        raise atomic.Broken(f"{folder}/draft is no block draft: {problem}", atomic.rerun(made_by))
+        raise atomic.BrokenArtifactError(
+            f"{folder}/draft is no block draft: {problem}", atomic.format_rerun_hint(made_by)
+        )
     return config, tensors

@@ -41,7 +41,10 @@ def write_state(folder: Path, tensors: dict[str, Tensor], progress: dict[str, An
 
 
 def read_state(folder: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the optimizer's tensors and the training progress. Raises Broken as `read_tensors` and `read_progress`."""
+    """Return the optimizer's tensors and the training progress.
+
+    Raises BrokenArtifactError as `read_tensors` and `read_progress`.
+    """
     index, files = folder / "state" / STATE_INDEX, [STATE_FILES.format(suffix="")]
     if index.exists():
         files = sorted(set(atomic.read_json(index, made_by)["weight_map"].values()))
@@ -52,28 +55,35 @@ def read_state(folder: Path, made_by: str) -> tuple[dict[str, Tensor], dict[str,
 
 
 def read_progress(folder: Path, made_by: str) -> dict[str, Any]:
-    """Return the training progress: the numbers `epoch` and `step`. Raises Broken where one is missing."""
+    """Return the training progress: the numbers `epoch` and `step`. Raises BrokenArtifactError where one is missing."""
     path = folder / "state" / "progress.json"
     found = atomic.read_json(path, made_by)
     if not all(isinstance(found.get(key), int) for key in ("epoch", "step")):
-        raise atomic.Broken(f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.rerun(made_by))
+        raise atomic.BrokenArtifactError(
+            f"{path}: expected the numbers epoch and step, found {found!r:.60}", atomic.format_rerun_hint(made_by)
+        )
     return found
 
 
 def read_tensors(path: Path, made_by: str) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file.
 
-    Raises Broken, a ValueError that names the file and the command to run, where it is missing, broken or holds NaN or infinity.
+    Raises BrokenArtifactError, a ValueError that names the file and the command to run, where it is missing, broken or holds
+    NaN or infinity.
     """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
-        raise atomic.Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
+        raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (SafetensorError, OSError) as error:
-        raise atomic.Broken(f"{path} is cut or broken ({error})", atomic.rerun(made_by)) from None
+        raise atomic.BrokenArtifactError(
+            f"{path} is cut or broken ({error})", atomic.format_rerun_hint(made_by)
+        ) from None
     if problem := find_nonfinite_values(tensors):
-        raise atomic.Broken(f"{path}: {problem}", f"{atomic.rerun(made_by)}, which names the cause if it happens again")
+        raise atomic.BrokenArtifactError(
+            f"{path}: {problem}", f"{atomic.format_rerun_hint(made_by)}, which names the cause if it happens again"
+        )
     return tensors
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import stages.runtime.torch_warmup  # noqa: F401 - imported for its side effect
+import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its side effect
 from stages.draft.rotary import compute_inverse_frequency
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.target.mrope import assign_frequency_axes

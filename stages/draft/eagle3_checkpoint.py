@@ -162,7 +162,9 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
     config = atomic.read_json(folder / "draft" / "config.json", made_by)
     tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
     if problem := find_draft_problem(config, tensors):
-        raise atomic.Broken(f"{folder}/draft is no EAGLE-3 draft: {problem}", atomic.rerun(made_by))
+        raise atomic.BrokenArtifactError(
+            f"{folder}/draft is no EAGLE-3 draft: {problem}", atomic.format_rerun_hint(made_by)
+        )
     return config, tensors
 
 

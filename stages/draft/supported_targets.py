@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from stages.draft import rotary
 from stages.params import checks, schema
 from stages.params.section import PARAMS_FILE
-from stages.target import config_facts, decoder_cache, feature_layers, head_check, loading
+from stages.target import config_facts, feature_layers, head_check, layer_state, loading
 
 
 def check_target_config(params: schema.Params, config: PretrainedConfig) -> None:
@@ -23,7 +23,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     """
     model = params.target.model
     loading.check_attention(config, model)
-    if other := decoder_cache.describe_other_state(config):
+    if other := layer_state.describe_other_state(config):
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "
             f"own in {other}, expected keys and values alone in all layers: the torch engine, by which check_overfit, time_trees "
@@ -32,7 +32,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
         )
     checks.check_draft_vocab(params, config.get_text_config().vocab_size)
     shapes = config_facts.read_config_facts(config)
-    if "mrope_section" in shapes["rope"] and (window := decoder_cache.read_sliding_window(config)) is not None:
+    if "mrope_section" in shapes["rope"] and (window := layer_state.read_sliding_window(config)) is not None:
         checks.check_sliding_window(params, window)
     layers = choose_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
     own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])

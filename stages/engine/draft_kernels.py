@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine.kernels_torch import admit_own_nodes
+from stages.engine.kernels_torch import extend_tree_mask
 from stages.engine.target_kernels import SUPPORTED_HEAD_DIMS, fuse_linear_weights, select_kernels
 from stages.params.tree_shape import count_candidates
 from stages.trees.draft_tree import Candidates
@@ -77,7 +77,7 @@ class FusedDraft:
         nodes = (num_steps - 1) * topk
         behind = (starts * slot_capacity + length)[:, None] + torch.arange(nodes, device=device)  # [B, T]
         behind = behind.view(prompts, num_steps - 1, topk).transpose(0, 1).flatten(1)  # [S-1, B * K]
-        mask = admit_own_nodes(torch.zeros(prompts, topk, nodes, dtype=torch.bool, device=device), 0)
+        mask = extend_tree_mask(torch.zeros(prompts, topk, nodes, dtype=torch.bool, device=device), 0)
         for step in range(1, num_steps):
             mixed, residual = k.mix_inputs(self.embedding, beam_tokens, state, parents, self.input_norms, self.eps)
             qkv, rope = k.matmul(mixed, self.qkv), (cos[step - 1], sin[step - 1])

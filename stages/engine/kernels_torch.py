@@ -124,13 +124,13 @@ def extend_beam(
     found.scores[:, first:end], found.tokens[:, first:end] = scores, draft_ids + d2t[draft_ids]
     found.parents[:, first:end] = numbers.repeat_interleave(topk, dim=1)
     parents = places // topk  # [B, K]
-    new_mask = admit_own_nodes(mask.gather(1, parents[..., None].expand(-1, -1, nodes)), step)
+    new_mask = extend_tree_mask(mask.gather(1, parents[..., None].expand(-1, -1, nodes)), step)
     starts = topk * torch.arange(prompts, device=beam.device)[:, None]
     tokens = found.tokens[:, first:end].gather(1, places)
     return new, first + places, new_mask, tokens.flatten(), (starts + parents).flatten()
 
 
-def admit_own_nodes(mask: Tensor, step: int) -> Tensor:
+def extend_tree_mask(mask: Tensor, step: int) -> Tensor:
     """mask [B, K, T] of the beams' parents -> of the beams themselves, the nodes of step + 1."""
     _, topk, nodes = mask.shape
     columns = step * topk + torch.arange(topk, device=mask.device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stages.engine import filled_products
+from stages.engine import padded_matmul
 from stages.engine.matmul_triton import pick_tiling, stream_matmul
 from stages.engine.triton_launch import LAUNCH_OPTIONS, wait_for_inputs
 from stages.trees.draft_tree import Candidates, get_step_range
@@ -394,7 +394,7 @@ def extend_beam(
 def matmul(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] -> x @ w.T + bias [M, N], by the fastest implementation for this shape."""
     tiling = pick_tiling(x, w, False, _run_cublas, add_rms_norm) if bias is None else None
-    return filled_products.linear(x, w, bias) if tiling is None else stream_matmul(x, w, False, *tiling)
+    return padded_matmul.linear(x, w, bias) if tiling is None else stream_matmul(x, w, False, *tiling)
 
 
 def gated_matmul(x: Tensor, w: Tensor) -> Tensor:
@@ -404,5 +404,5 @@ def gated_matmul(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _run_cublas(x: Tensor, w: Tensor, gated: bool) -> Tensor:
-    product = filled_products.linear(x, w)
+    product = padded_matmul.linear(x, w)
     return silu_and_mul(product) if gated else product

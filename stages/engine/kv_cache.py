@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from stages.target import decoder_cache
+from stages.target import layer_state
 
 KVShape = tuple[int, int, torch.device]  # G, E, and the layer's device
 
@@ -122,7 +122,7 @@ def probe_kv_shapes(model: PreTrainedModel) -> list[tuple[KVShape, KVShape]]:
     removed from it.
     """
     decoder = model.get_decoder()
-    if other := decoder_cache.describe_other_state(decoder.config):
+    if other := layer_state.describe_other_state(decoder.config):
         raise ValueError(
             f"{type(model).__name__} keeps state other than keys and values of its own in {other}, the torch engine needs keys "
             "and values alone in all layers; take another target"

@@ -99,10 +99,10 @@ def _read_own_row(folder: Path, row: pl.DataFrame) -> ImportedRow:
 
 @contextmanager
 def _translate_broken() -> Iterator[None]:
-    """Raise ValueError without the advice of `Broken`: no stage makes the user's folder again."""
+    """Raise ValueError without the advice of `BrokenArtifactError`: no stage makes the user's folder again."""
     try:
         yield
-    except atomic.Broken as error:
+    except atomic.BrokenArtifactError as error:
         raise ValueError(
             f"{PARAMETER}: {error.found}; copy it again from where it was made, or make it again there"
         ) from None

@@ -18,7 +18,7 @@ from torch import Tensor
 from stages.hidden_states import format
 from stages.hidden_states.format import MADE_BY, HiddenStatesRow, IndexEntry, RowHeader, StoredHiddenStates
 from stages.runtime import atomic
-from stages.runtime.atomic import Broken
+from stages.runtime.atomic import BrokenArtifactError
 
 ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 
@@ -81,9 +81,13 @@ def read_headers(folder: Path) -> Iterator[RowHeader]:
             try:
                 header = _read_header(entry, slices)
             except (SafetensorError, OSError) as error:
-                raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
+                raise BrokenArtifactError(
+                    f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)
+                ) from None
             if not len(header.ids) == len(header.mask) == entry.length:
-                raise Broken(f"{path}: row {entry.id} lies past its end", atomic.rerun(MADE_BY))
+                raise BrokenArtifactError(
+                    f"{path}: row {entry.id} lies past its end", atomic.format_rerun_hint(MADE_BY)
+                )
             yield header
 
 
@@ -101,12 +105,15 @@ def read_index(folder: Path) -> pl.DataFrame:
     try:
         index = pl.read_parquet(path)
     except FileNotFoundError:
-        raise Broken(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
+        raise BrokenArtifactError(f"{path} not found", f"run: dvc repro {MADE_BY}") from None
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise Broken(f"{path} is not readable Parquet ({error})", atomic.rerun(MADE_BY)) from None
+        raise BrokenArtifactError(
+            f"{path} is not readable Parquet ({error})", atomic.format_rerun_hint(MADE_BY)
+        ) from None
     if index.schema not in (format.INDEX_SCHEMA, format.MULTIMODAL_INDEX_SCHEMA):
-        raise Broken(
-            f"{path} has columns {dict(index.schema)}, expected {dict(format.INDEX_SCHEMA)}", atomic.rerun(MADE_BY)
+        raise BrokenArtifactError(
+            f"{path} has columns {dict(index.schema)}, expected {dict(format.INDEX_SCHEMA)}",
+            atomic.format_rerun_hint(MADE_BY),
         )
     return index
 
@@ -128,7 +135,7 @@ def open_shard(path: Path) -> ShardSlices:
             names += ["features_scale", "last_scale", *(["visual_scale"] if is_multimodal else [])]
         return {name: shard.get_slice(name) for name in names}
     except (FileNotFoundError, SafetensorError, OSError) as error:
-        raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
+        raise BrokenArtifactError(f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)) from None
 
 
 def read_row(
@@ -143,11 +150,13 @@ def read_row(
         fits = fits and _is_visual_range_valid(entry, slices)
         found = (_read_header(entry, slices), _read_block(entry, slices)) if fits else None
     except (SafetensorError, OSError) as error:
-        raise Broken(f"{path} is missing or cut ({error})", atomic.rerun(MADE_BY)) from None
+        raise BrokenArtifactError(f"{path} is missing or cut ({error})", atomic.format_rerun_hint(MADE_BY)) from None
     if found is None or (verify and format.compute_checksum(*found) != entry.checksum):
-        raise Broken(f"{path}: row {entry.id} does not match its checksum", atomic.rerun(MADE_BY))
+        raise BrokenArtifactError(
+            f"{path}: row {entry.id} does not match its checksum", atomic.format_rerun_hint(MADE_BY)
+        )
     if not entry.finite:
-        raise Broken(
+        raise BrokenArtifactError(
             f"{path}: row {entry.id} holds NaN or infinity, expected finite hidden states",
             "set extract_hiddens.dtype or target.dtype to float32 and run: dvc repro extract_hiddens",
         )

@@ -69,5 +69,7 @@ def read_method_draft(folder: Path, method: str, made_by: str) -> tuple[dict[str
         raise ValueError(f"{folder}/draft is of the method {found}, expected {method}; name a checkpoint of that")
     tensors = checkpoint.read_tensors(folder / "draft" / "model.safetensors", made_by)
     if wrong := checkpoint.find_shape_problem(config, tensors, list_method_shapes):
-        raise atomic.Broken(f"{folder}/draft is no draft of {method}: {wrong}", atomic.rerun(made_by))
+        raise atomic.BrokenArtifactError(
+            f"{folder}/draft is no draft of {method}: {wrong}", atomic.format_rerun_hint(made_by)
+        )
     return config, tensors

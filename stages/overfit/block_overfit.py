@@ -53,7 +53,7 @@ class BlockOverfit(OverfitRun):
             accepted += found.argmax_matches.T.int().cumprod(1).sum(1).tolist()
         return accepted
 
-    def build_served_draft(self) -> BlockDraft:
+    def build_engine_draft(self) -> BlockDraft:
         served = BlockDraft(self.draft.config)
         served.load_state_dict(self.draft.state_dict())
         return served

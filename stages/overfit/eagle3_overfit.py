@@ -44,5 +44,5 @@ class Eagle3Overfit(OverfitRun):
         result = ttt.compute_loss(self.draft, pack, embedding, head, ttt.TrainingObjective(self.num_steps))
         return ttt.count_chain_accepted(result, pack).tolist()
 
-    def build_served_draft(self) -> Eagle3Draft:
+    def build_engine_draft(self) -> Eagle3Draft:
         return Eagle3Draft.from_checkpoint(self.config, self.draft.state_dict())

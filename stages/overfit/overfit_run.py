@@ -47,5 +47,5 @@ class OverfitRun(ABC):
         """Return the accepted drafts of a chain from each position of the answer, in order, by the trainer's forward."""
 
     @abstractmethod
-    def build_served_draft(self) -> nn.Module:
+    def build_engine_draft(self) -> nn.Module:
         """Return the draft as a benchmark loads it, on the CPU in float32."""

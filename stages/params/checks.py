@@ -78,7 +78,7 @@ def check_params(params: Params) -> None:
 
 
 def list_problems(params: Params) -> Iterator[str]:
-    """Yield what each check of `check_params` refuses. Without data that is missing: pipeline/requirements.py says where to
+    """Yield what each check of `check_params` refuses. Without data that is missing: pipeline/preflight.py says where to
     get it.
     """
     for check in CHECKS if Path(params.fix_data.raw).exists() else TARGET_CHECKS:

@@ -88,7 +88,7 @@ class Segment(Section):
     epochs: Count
 
     @property
-    def other_method(self) -> str | None:
+    def non_eagle3_method(self) -> str | None:
         """The method, None for EAGLE-3."""
         method = getattr(self, "method", "eagle3")
         return None if method == "eagle3" else method
@@ -106,7 +106,7 @@ class Segment(Section):
     @property
     def is_only_compared(self) -> bool:
         """Return whether benchmark_methods alone measures the checkpoint: EAGLE and Medusa, which no serving engine has."""
-        return self.other_method in ("eagle", "medusa")
+        return self.non_eagle3_method in ("eagle", "medusa")
 
 
 class LayerSegment(Segment):
@@ -205,12 +205,12 @@ AnySegment = Annotated[
 
 
 def _describe_method(segment: Segment) -> str:
-    return f"{segment.num_heads} heads of medusa" if segment.num_heads else segment.other_method or "eagle3"
+    return f"{segment.num_heads} heads of medusa" if segment.num_heads else segment.non_eagle3_method or "eagle3"
 
 
 def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
     """Raise ValueError where a segment is of another method, or of other sizes, than the one it starts from."""
-    if (segment.other_method, segment.num_heads) != (start.other_method, start.num_heads):
+    if (segment.non_eagle3_method, segment.num_heads) != (start.non_eagle3_method, start.num_heads):
         raise ValueError(
             f"checkpoints.{name} is of {_describe_method(segment)} and starts from {parent}, which is of "
             f"{_describe_method(start)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every method can start"

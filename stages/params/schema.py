@@ -96,8 +96,8 @@ class Params(Section):
         for key, name in ((key, name) for key, names in lists.items() for name in names):
             if name in trained and trained[name].is_only_compared:
                 raise ValueError(
-                    f"{key}: {name!r} is of {trained[name].other_method}, expected checkpoints of EAGLE-3 or block drafts; name "
-                    "it in benchmark_methods.with_draft"
+                    f"{key}: {name!r} is of {trained[name].non_eagle3_method}, expected checkpoints of EAGLE-3 or block drafts; "
+                    "name it in benchmark_methods.with_draft"
                 )
             if name not in trained and name not in imported and key not in timed:
                 raise ValueError(
@@ -251,7 +251,7 @@ class Params(Section):
         for name, row in table.with_draft.items():
             key = f"benchmark_methods.with_draft.{name}"
             wanted = "eagle" if row.method == "eagle2" else row.method
-            kinds = {c: segment.other_method or "eagle3" for c, segment in trained.items()}
+            kinds = {c: segment.non_eagle3_method or "eagle3" for c, segment in trained.items()}
             kinds |= dict.fromkeys([*self.init_draft.checkpoints, *self.import_draft.checkpoints], "eagle3")
             if kinds.get(row.checkpoint) != wanted:
                 known = ", ".join(c for c, kind in kinds.items() if kind == wanted) or "none yet"
@@ -300,7 +300,7 @@ class Params(Section):
             return name
         while (parent := trained[name].from_) != ROOT_CHECKPOINT:
             name = parent
-        return name if trained[name].other_method else ROOT_CHECKPOINT
+        return name if trained[name].non_eagle3_method else ROOT_CHECKPOINT
 
 
 def check_initial(params: Params, name: str) -> None:

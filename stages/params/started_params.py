@@ -1,6 +1,6 @@
 """The copy of params.yaml that a stage began with: the user may edit params.yaml for the next run meanwhile.
 
-pipeline/started_inputs.py makes the copy and names it to the stage in an environment variable, which the stage's own processes
+pipeline/input_snapshot.py makes the copy and names it to the stage in an environment variable, which the stage's own processes
 inherit.
 """
 

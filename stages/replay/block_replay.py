@@ -87,7 +87,7 @@ def count_accepted(drafts: Tensor, following: Tensor) -> Tensor:
     return (drafts == following).cumprod(1).sum(1)
 
 
-def replay_widths(drafts: Tensor, places: AnswerPlaces) -> WalkCounts:
+def replay_chains(drafts: Tensor, places: AnswerPlaces) -> WalkCounts:
     """Walk the chains of the first 1, 2, ... D drafts [L, D] over the answers; G = D."""
     num_drafts = drafts.shape[1]
     accepted = torch.nn.functional.pad(count_accepted(drafts, places.following), (0, 1))  # [L + 1]

@@ -14,10 +14,10 @@ from typing import Any
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
-from stages.results import cost_measured, cost_served, prediction
-from stages.results.cost_measured import ComparedPrediction
+from stages.results import cost_served, prediction, prediction_check
 from stages.results.draft_sampling import DraftSampling, limit_draft_sampling
 from stages.results.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit
+from stages.results.prediction_check import ComparedPrediction
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
 from stages.results.timing_grid import TimingGrid
@@ -78,10 +78,12 @@ def predict_and_compare(
         for name in replays
         if name not in torch_costs
     ]
-    compared, reasons = cost_measured.compare_torch_cells(torch_costs, cells, rows)
-    apart, fitted = cost_measured.compare_simulated_lines(simulated, lines, replays, alike)
+    compared, reasons = prediction_check.compare_torch_cells(torch_costs, cells, rows)
+    apart, fitted = prediction_check.compare_simulated_lines(simulated, lines, replays, alike)
     compared += apart
-    compared += cost_measured.compare_served_lines(served, [line for line in lines if id(line) not in fitted], replays)
+    compared += prediction_check.compare_served_lines(
+        served, [line for line in lines if id(line) not in fitted], replays
+    )
     launch = prediction.choose_launches(rows, describe_launch)
     return CostPrediction([*timed, *simulated, *served], rows, launch, compared, [*remarks, *reasons])
 

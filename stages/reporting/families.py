@@ -11,7 +11,7 @@ from typing import Any
 from stages.params.tree_shape import TreeShape
 from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, render_svg, tell_tree
 from stages.reporting.text import format_tree
-from stages.reporting.trees import choose_budgets, find_front
+from stages.reporting.trees import choose_budgets, find_pareto_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions
 from stages.results.replay_records import ReplayedTree
 
@@ -134,7 +134,7 @@ def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: 
     """
     told: list[PlotPoint] = []
     for (name, trees), style in zip(replays.items(), cycle_styles(), strict=False):
-        front, family = find_front(trees), families[name]
+        front, family = find_pareto_front(trees), families[name]
         axes.plot([t.num_draft_tokens for t in front], [t.tau for t in front], **style, markerfacecolor="none",
                   label=f"{name}, {family.name}")  # fmt: skip
         served = [tree for tree in front if family.is_served(tree.shape)]

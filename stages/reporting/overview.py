@@ -15,7 +15,7 @@ from stages.reporting import plots
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, tell_tree
 from stages.reporting.text import format_interval
-from stages.reporting.trees import find_front, select_best_steps, thin_front
+from stages.reporting.trees import find_pareto_front, select_best_steps, thin_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions
 from stages.results.replay_records import ReplayedTree
 
@@ -75,7 +75,7 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
         points = [t for t in best if t.topk == topk]
         marks_only = style | {"linestyle": "none", "markersize": 3}
         axes.plot([t.num_draft_tokens for t in points], [t.tau for t in points], **marks_only, label=f"topk {topk}")
-    front = find_front(trees)
+    front = find_pareto_front(trees)
     axes.plot([t.num_draft_tokens for t in front], [t.tau for t in front], color=INK_COLOUR, linewidth=0.9, zorder=1)
     ring = {"markersize": 8, "markerfacecolor": "none", "color": INK_COLOUR, "linestyle": "none"}
     axes.plot([t.num_draft_tokens for t in chosen], [t.tau for t in chosen], "o", **ring)

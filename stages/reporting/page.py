@@ -123,7 +123,7 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
     fought = trees.compare_checkpoints(best, others[0], found.replays) if others else None
     if fought and fought.pairs:  # a block draft may share no tree with EAGLE-3
         duel = fought
-        draw_duel = partial(plots.draw_checkpoint_duel, best=best, other=duel.other, pairs=duel.pairs)
+        draw_duel = partial(plots.draw_checkpoint_comparison, best=best, other=duel.other, pairs=duel.pairs)
         drawn["duel"] = (f"tau with {best} against tau with {duel.other}", draw_duel)
     return {
         "trees": len(shown_trees),

@@ -197,7 +197,9 @@ def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None =
     return told
 
 
-def draw_checkpoint_duel(axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]) -> list[PlotPoint]:
+def draw_checkpoint_comparison(
+    axes: Any, best: str, other: str, pairs: list[tuple[float, float, int]]
+) -> list[PlotPoint]:
     """Draw a point per tree; `pairs` are tau with `best`, tau with `other`, and topk."""
     ends = [min(min(x, y) for x, y, _ in pairs), max(max(x, y) for x, y, _ in pairs)]
     axes.plot(ends, ends, color=INK_COLOUR, linewidth=0.8)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stages.results import cost_measured, interval, served_records, timing_grid
+from stages.results import interval, prediction_check, served_records, timing_grid
 from stages.results.method_records import MethodCell, name_method_stage
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import TimingGrid
@@ -83,7 +83,7 @@ def find_timing_remarks(
 
 def time_torch_cell(cell: TorchCell) -> TimedCell:
     """Return the times of a cell whose prompts were answered one by one."""
-    found, decoding = cell.metrics, cost_measured.measure_torch_cell(cell)
+    found, decoding = cell.metrics, prediction_check.measure_torch_cell(cell)
     return TimedCell(
         stage=name_torch_stage(cell.workload, cell.checkpoint, cell.tree),
         label=f"{cell.tree} with {cell.checkpoint} ({cell.workload})",

@@ -118,7 +118,7 @@ def build_heatmap(trees: list[ReplayedTree], budget: int) -> Heatmap:
 
 
 @dataclass(frozen=True)
-class CheckpointDuel:
+class CheckpointComparison:
     """The best checkpoint against the next best, on the trees that both have."""
 
     best: str
@@ -138,13 +138,13 @@ class CheckpointDuel:
         return sum(x < y for x, y, _ in self.pairs)
 
 
-def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedTree]]) -> CheckpointDuel:
+def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedTree]]) -> CheckpointComparison:
     others = {tree.shape: tree.tau for tree in replays[other]}
     pairs = [(tree.tau, others[tree.shape], tree.topk) for tree in replays[best] if tree.shape in others]
-    return CheckpointDuel(best, other, pairs)
+    return CheckpointComparison(best, other, pairs)
 
 
-def find_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
+def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
     """Return the trees whose tau no tree of as few or fewer draft tokens reaches, by width."""
     found: list[ReplayedTree] = []
     for tree in sorted(trees, key=lambda t: (t.num_draft_tokens, -t.tau)):

@@ -41,13 +41,16 @@ class Record(BaseModel):
         """
         found = atomic.read_json(place, made_by)
         if definitions and (held := found.get("definitions", definitions)) != definitions:
-            raise atomic.Broken(
-                f"{place} was measured with the definitions of {held}, expected {definitions}", atomic.rerun(made_by)
+            raise atomic.BrokenArtifactError(
+                f"{place} was measured with the definitions of {held}, expected {definitions}",
+                atomic.format_rerun_hint(made_by),
             )
         try:
             return cls.model_validate(found)
         except ValidationError as error:
-            raise atomic.Broken(f"{place} {_explain_error(error)}", atomic.rerun(made_by)) from None
+            raise atomic.BrokenArtifactError(
+                f"{place} {_explain_error(error)}", atomic.format_rerun_hint(made_by)
+            ) from None
 
     @classmethod
     def write_csv(cls, place: Path, rows: Iterable[Self]) -> None:
@@ -61,19 +64,23 @@ class Record(BaseModel):
         A column whose field has a default may be missing, as such a key of a JSON file: an earlier version wrote none.
         """
         if not place.exists():
-            raise atomic.Broken(f"{place} not found", f"run: dvc repro {made_by}")
+            raise atomic.BrokenArtifactError(f"{place} not found", f"run: dvc repro {made_by}")
         try:
             with place.open(newline="", encoding="utf-8") as file:
                 lines = csv.DictReader(file)
                 columns, rows = lines.fieldnames or (), list(lines)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise atomic.Broken(f"{place} can't be read as CSV ({error})", atomic.rerun(made_by)) from None
+            raise atomic.BrokenArtifactError(
+                f"{place} can't be read as CSV ({error})", atomic.format_rerun_hint(made_by)
+            ) from None
         if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
-            raise atomic.Broken(f"{place} lacks the columns {missing}", atomic.rerun(made_by))
+            raise atomic.BrokenArtifactError(f"{place} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
         try:
             return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
         except ValidationError as error:
-            raise atomic.Broken(f"{place} has a line that {_explain_error(error)}", atomic.rerun(made_by)) from None
+            raise atomic.BrokenArtifactError(
+                f"{place} has a line that {_explain_error(error)}", atomic.format_rerun_hint(made_by)
+            ) from None
 
 
 class TableRow(Record):

@@ -88,7 +88,7 @@ def read_replay(checkpoint: str) -> list[ReplayedTree]:
     place, stage = locate_replay(checkpoint), f"replay_trees@{checkpoint}"
     rows = ReplayedTree.read_csv(place, stage)
     if not rows:
-        raise atomic.Broken(f"{place} holds no trees", atomic.rerun(stage))
+        raise atomic.BrokenArtifactError(f"{place} holds no trees", atomic.format_rerun_hint(stage))
     return rows
 
 

@@ -153,7 +153,7 @@ def is_unsupported_torch_cell(workload: str, checkpoint: str, tree: str) -> bool
     names = workload, checkpoint, tree
     try:
         found = atomic.read_json(torch_records.locate_torch_cell(*names), torch_records.name_torch_stage(*names))
-    except atomic.Broken:
+    except atomic.BrokenArtifactError:
         return False
     return bool(found.get("status") == UNSUPPORTED)
 

@@ -123,7 +123,7 @@ def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
     for grid in found.grids:
         if (target := grid.target[0] if grid.target else None) != model:
             problem = f"{place} has timed drafts of the target {target}, expected {model}: its costs are another's"
-            raise atomic.Broken(problem, atomic.rerun(stage))
+            raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
     return found.grids
 
 
@@ -138,7 +138,7 @@ def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     ):
         if has != wanted:
             problem = f"{place} has timed {what} {has}, expected {wanted}: its costs are another's"
-            raise atomic.Broken(problem, atomic.rerun(stage))
+            raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
     return found
 
 

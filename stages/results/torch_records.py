@@ -51,7 +51,7 @@ class Cell(Record):
         cell = cls.read_json(place, stage, DEFINITIONS)
         if any(cell[key] != name for key, name in names.items()):
             held = "-".join(cell[key] or "baseline" for key in names)
-            raise atomic.Broken(f"{place} holds the cell {held}", atomic.rerun(stage))
+            raise atomic.BrokenArtifactError(f"{place} holds the cell {held}", atomic.format_rerun_hint(stage))
         return cell
 
 

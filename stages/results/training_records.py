@@ -39,5 +39,7 @@ def read_training(checkpoint: str, parent: str) -> TrainingReport:
     place, stage = Path(f"results/train/{checkpoint}.json"), f"train_draft@{checkpoint}"
     found = TrainingReport.read_json(place, stage)
     if found.from_ != parent:
-        raise atomic.Broken(f"{place} starts from {found.from_}, expected {parent}", f"run: dvc repro {stage}")
+        raise atomic.BrokenArtifactError(
+            f"{place} starts from {found.from_}, expected {parent}", f"run: dvc repro {stage}"
+        )
     return found

@@ -22,7 +22,7 @@ import psutil
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
-class Broken(ValueError):
+class BrokenArtifactError(ValueError):
     """An output of a stage that is missing or incomplete.
 
     The remedy names the stage that makes it. A reader of the same format elsewhere (unfinished work, a user's import
@@ -34,7 +34,7 @@ class Broken(ValueError):
         self.found = found
 
 
-def rerun(made_by: str) -> str:
+def format_rerun_hint(made_by: str) -> str:
     """Return the remedy for a broken output. With -f, since DVC's cache may hold the same broken bytes by a hard link."""
     return f"run: dvc repro -f -s {made_by}"
 
@@ -95,18 +95,20 @@ def read_json(path: Path, made_by: str, kind: type = dict) -> Any:
     """Return what the file holds, an object, or a list where `kind` says so.
 
     Raises:
-        Broken: naming the file and the stage that makes it, where it is missing, broken or of another kind.
+        BrokenArtifactError: naming the file and the stage that makes it, where it is missing, broken or of another kind.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Broken(f"{path} not found", f"run: dvc repro {made_by}") from None
+        raise BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Broken(f"{path} is not valid JSON ({error})", rerun(made_by)) from None
+        raise BrokenArtifactError(f"{path} is not valid JSON ({error})", format_rerun_hint(made_by)) from None
     except OSError as error:
-        raise Broken(f"{path} can't be read ({error})", rerun(made_by)) from None
+        raise BrokenArtifactError(f"{path} can't be read ({error})", format_rerun_hint(made_by)) from None
     if not isinstance(found, kind):
-        raise Broken(f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", rerun(made_by))
+        raise BrokenArtifactError(
+            f"{path}: expected a JSON {kind.__name__}, found {found!r:.60}", format_rerun_hint(made_by)
+        )
     return found
 
 

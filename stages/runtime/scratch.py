@@ -88,7 +88,7 @@ def check_unfinished(folder: Path) -> Iterator[None]:
     """Raise ValueError that names `folder` if a file of the unfinished work in it is broken: no stage makes that again."""
     try:
         yield
-    except atomic.Broken as error:
+    except atomic.BrokenArtifactError as error:
         raise ValueError(
             f"unfinished work is broken: {error.found}; remove the folder {folder}, which holds nothing else, and run again: "
             "only what is in it is made again"

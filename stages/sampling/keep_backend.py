@@ -4,7 +4,7 @@ from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import chat_template
-from stages.target.served_answers import SampledAnswer
+from stages.target.answer_token_ids import SampledAnswer
 
 EncodedTurn = tuple[list[int], list[int]]  # prompt and answer ids
 

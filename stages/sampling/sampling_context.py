@@ -10,7 +10,7 @@ from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
 from stages.params import schema
 from stages.serving.server_group import ServerGroup
-from stages.target import chat_template, manifest, served_answers
+from stages.target import answer_token_ids, chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished
 
@@ -47,7 +47,7 @@ class SamplingContext:
         split: SampledSplit,
         request: TargetRequest,
         temperature: float | None,
-        answer: served_answers.SampledAnswer,
+        answer: answer_token_ids.SampledAnswer,
     ) -> None:
         """Store an answer's row, or count why it is dropped. Raises ValueError for a mask without or with only trained tokens."""
         s, eos = self.p.sample_target, self.target.eos_token_ids

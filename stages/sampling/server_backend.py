@@ -15,8 +15,8 @@ from stages.params import server_urls
 from stages.sampling.sampling_context import SamplingContext
 from stages.serving import client, conversation_sampling, http_session, replicas
 from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
-from stages.target import chat_template, served_answers
-from stages.target.served_answers import SampledAnswer
+from stages.target import answer_token_ids, chat_template
+from stages.target.answer_token_ids import SampledAnswer
 
 
 def open_servers(context: SamplingContext, stack: contextlib.ExitStack, place: Path) -> Callable[[], client.ChatClient]:
@@ -89,11 +89,11 @@ class ServedAnswerHandler:
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
     ) -> SampledAnswer:
         encoder, tools, most = self.context.encoder, request.tools, self.context.p.sample_target.max_new_tokens
-        served_answers.check_served_prompt(encoder, request.row, prompt_ids, answer, history, tools, request.images)
-        if problem := served_answers.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
+        answer_token_ids.check_served_prompt(encoder, request.row, prompt_ids, answer, history, tools, request.images)
+        if problem := answer_token_ids.explain_wrong_ids(encoder, self.context.target.vocab_size, prompt_ids, answer):
             raise UnusableRequestError("token_ids_unknown", problem)
         try:
-            sampled = served_answers.recover_token_ids(encoder, history, tools, prompt_ids, answer)
+            sampled = answer_token_ids.recover_token_ids(encoder, history, tools, prompt_ids, answer)
         except ValueError as error:  # the text holds tokens of the chat template
             raise UnusableRequestError("token_ids_unknown", str(error)) from None
         if sampled is None:

@@ -11,7 +11,7 @@ from stages.data.sampled_split import SampledSplit
 from stages.runtime.journal import make_journal_key
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import generation
-from stages.target.served_answers import SampledAnswer
+from stages.target.answer_token_ids import SampledAnswer
 
 
 def generate_split(context: SamplingContext, model: Any, split: SampledSplit) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from stages.params.byte_size import format_bytes, format_gib
-from stages.serving import measuring_turn
+from stages.serving import measurement_lock
 
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it
 
@@ -76,7 +76,7 @@ def wait_for_release(before: list[GpuMemory]) -> float | None:
     """
     until, used_before = time.monotonic() + RELEASE_S, sum_used_gib(before)
     while (used := sum_used_gib(list_visible_gpus())) is not None and used > (used_before or 0) + RELEASED_GIB:
-        if measuring_turn.has_other_servers():
+        if measurement_lock.has_other_servers():
             break
         if time.monotonic() > until:
             print(

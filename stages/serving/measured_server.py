@@ -15,7 +15,7 @@ from stages.serving import (
     engine_versions,
     gpu_memory,
     http_session,
-    measuring_turn,
+    measurement_lock,
     server,
     simulated_acceptance,
     vision_patch,
@@ -134,7 +134,7 @@ def open_servers(plan: ServerPlan, servers: dict[Path, MeasuredServer]) -> Itera
     groups = [items] if plan.can_start_together() else [[item] for item in items]
     with contextlib.ExitStack() as turn, contextlib.ExitStack() as stack:
         opened = [found for group in groups for found in _open_group(plan, group, stack)]
-        turn.enter_context(measuring_turn.measure_server())
+        turn.enter_context(measurement_lock.measure_server())
         yield opened
     gpu_after = gpu_memory.wait_for_release(before)
     for one in servers.values():
@@ -153,7 +153,7 @@ def _open_group(
     for log, one in started:
         running[one.config_name] = _prepare_process(plan, one, log)
     if running:
-        with measuring_turn.start_server():
+        with measurement_lock.start_server():
             stack.enter_context(ServerGroup([*running.values()]))
     opened: list[tuple[str, CheckServer]] = []
     for log, one in group:

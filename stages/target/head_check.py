@@ -22,7 +22,7 @@ from torch.nn import Module
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from stages.target.decoder_cache import read_sliding_window
+from stages.target.layer_state import read_sliding_window
 from stages.target.loading import select_auto_class
 
 TOKENS, SHORT_WINDOW = 8, 4

@@ -9,7 +9,7 @@ Letters: B prompts, M queries of each, T keys.
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from stages.target.decoder_cache import read_sliding_window
+from stages.target.layer_state import read_sliding_window
 
 
 def build_layer_masks(

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.utils import is_accelerate_available, logging
 
-import stages.runtime.torch_warmup  # noqa: F401 - imported for its effect
+import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its effect
 from stages.telemetry import waits
 
 

@@ -45,7 +45,7 @@ DRAFTS_PER_CHUNK = 2048  # 1.2 GB of float32 logits at a vocabulary of 152k
 
 
 @dataclass(frozen=True)
-class BlockObjective:
+class BlockLossWeights:
     """The weights of the parts of the loss."""
 
     ce: float = 1.0
@@ -55,9 +55,9 @@ class BlockObjective:
     selector: float = 0.0
 
 
-DFLASH_OBJECTIVE = BlockObjective()  # SpecForge's recipes at block 16
-DFLASH2_OBJECTIVE = BlockObjective(selector=1.0)
-DSPARK_OBJECTIVE = BlockObjective(ce=0.1, l1=0.9, confidence=1.0, decay=4.0)  # DeepSpec's at block 7
+DFLASH_OBJECTIVE = BlockLossWeights()  # SpecForge's recipes at block 16
+DFLASH2_OBJECTIVE = BlockLossWeights(selector=1.0)
+DSPARK_OBJECTIVE = BlockLossWeights(ce=0.1, l1=0.9, confidence=1.0, decay=4.0)  # DeepSpec's at block 7
 
 
 class BlockLabels(NamedTuple):
@@ -127,7 +127,7 @@ def compute_block_loss(
     labels: BlockLabels,
     last: Tensor,  # [S, H] the target's last hidden state, after its final norm
     head: Tensor,  # [V, H] the target's
-    objective: BlockObjective,
+    objective: BlockLossWeights,
     divisor: Tensor | float,  # summed weights of all drafts of the step, of all packs and ranks
     drafts_per_chunk: int = DRAFTS_PER_CHUNK,
     watch_acceptance: bool = True,
@@ -193,7 +193,7 @@ class _DraftInputs(NamedTuple):
     last: Tensor  # [S, H]
     head: Tensor  # [V, H]
     logits_scale: float
-    objective: BlockObjective
+    objective: BlockLossWeights
     drafts_per_chunk: int
     num_candidates: int  # of the selector; 0 without one
 

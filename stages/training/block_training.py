@@ -21,7 +21,7 @@ from stages.draft.block_draft import PLAIN_PARTS, BlockDraft, BlockLayer, LayerP
 from stages.params.draft_sections import BlockSegment
 from stages.training import block_loss, ttt
 from stages.training.block_attention import build_block_attention
-from stages.training.block_loss import BlockLabels, BlockObjective
+from stages.training.block_loss import BlockLabels, BlockLossWeights
 from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
 
@@ -71,7 +71,7 @@ class BlockTrainingObjective:
     num_steps: int  # D drafts of a block
     num_anchors: int  # most blocks of a pack
     seed: int
-    loss: BlockObjective
+    loss: BlockLossWeights
     logits_scale: float = 1.0  # of the target's manifest
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
-from stages.training.block_loss import BlockObjective
+from stages.training.block_loss import BlockLossWeights
 
 CONFIG = BlockDraftConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -178,7 +178,7 @@ class DraftLoss(NamedTuple):
 
 
 def block_losses(
-    draft: BlockDraft, embedding: Tensor, head: Tensor, row: Document, a: int, objective: BlockObjective
+    draft: BlockDraft, embedding: Tensor, head: Tensor, row: Document, a: int, objective: BlockLossWeights
 ) -> list[DraftLoss]:
     """The losses of the drafts at anchor a, up to the first token that is not taught."""
     ids = row.ids.tolist()

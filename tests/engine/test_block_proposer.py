@@ -21,7 +21,7 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
-from stages.replay.block_replay import AnswerPlaces, compute_place_states, replay_block_trees, replay_widths
+from stages.replay.block_replay import AnswerPlaces, compute_place_states, replay_block_trees, replay_chains
 from stages.trees.block_expansion import expand_block
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
@@ -195,7 +195,7 @@ def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], l
     chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
     grown = [CUT, *TREES[3:], WIDE]
     states, anchor_tokens = pack.compute_states(made), pack.ids[pack.places.anchors]
-    walk = replay_widths(made.draft_greedily(states, anchor_tokens, head), pack.places)
+    walk = replay_chains(made.draft_greedily(states, anchor_tokens, head), pack.places)
     found = replay_block_trees(made, head, states, anchor_tokens, pack.places, grown)
     cycles = torch.cat([walk.cycles, found.cycles], 1).T.tolist()
     accepted = torch.cat([walk.accepted, found.accepted], 1).T.tolist()

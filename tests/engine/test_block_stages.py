@@ -234,4 +234,4 @@ def test_trees_deeper_than_every_trained_block_are_refused_before_anything_runs(
     with pytest.raises(ValueError, match=message):
         schema.load_params()
     edit_params(project, {section: {"trees": [fitting]}})
-    assert schema.load_params().train_draft.checkpoints["block"].other_method == method
+    assert schema.load_params().train_draft.checkpoints["block"].non_eagle3_method == method

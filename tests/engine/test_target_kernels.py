@@ -236,7 +236,9 @@ def test_join(gpu: Any, prompts: int, topk: int, tree_scoring: str) -> None:
             *(torch.zeros(prompts, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
         )
         numbers = torch.arange(topk, device=DEVICE).repeat(prompts, 1)
-        sees = plain.admit_own_nodes(torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0)
+        sees = plain.extend_tree_mask(
+            torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0
+        )
         beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):

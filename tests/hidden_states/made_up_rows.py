@@ -8,7 +8,7 @@ import torch
 
 from stages.hidden_states import reader
 from stages.hidden_states.format import HiddenStatesRow
-from stages.runtime.atomic import Broken
+from stages.runtime.atomic import BrokenArtifactError
 
 H = 6  # hidden size
 LENGTHS = (5, 1, 16, 9, 23, 2)
@@ -72,7 +72,7 @@ def shards(folder: Path) -> list[Path]:
 
 def refused(folder: Path) -> str:
     """The one message of a refused read; it says which stage to run."""
-    with pytest.raises(Broken, match=r"run: dvc repro (-f -s )?extract_hiddens") as error:
+    with pytest.raises(BrokenArtifactError, match=r"run: dvc repro (-f -s )?extract_hiddens") as error:
         list(reader.read_rows(folder))
     assert str(folder) in str(error.value)
     return str(error.value)

@@ -30,7 +30,7 @@ def with_methods(*edits: tuple[str, str], rivals: str = RIVALS, free: str = FREE
 def test_every_method_can_be_named() -> None:
     with_methods()
     found = schema.load_params()
-    assert {name: segment.other_method for name, segment in found.train_draft.checkpoints.items()} == {
+    assert {name: segment.non_eagle3_method for name, segment in found.train_draft.checkpoints.items()} == {
         "e003": None, "e009": None, "ours": "eagle", "heads": "medusa",
     }  # fmt: skip
     kinds = {name: type(found.get_method_row(name)).__name__ for name in [*TABLE, "ngram", "lookahead"]}
@@ -44,7 +44,7 @@ def test_every_method_can_be_named() -> None:
 
 def test_a_segment_may_say_that_it_is_eagle_3s() -> None:
     edited((SECOND, "e009: {from: e003, epochs: 6, method: eagle3}"))
-    assert schema.load_params().train_draft.checkpoints["e009"].other_method is None
+    assert schema.load_params().train_draft.checkpoints["e009"].non_eagle3_method is None
 
 
 BAD_RIVALS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import commands, doctor, dvc_graph, reproduce, requirements
+from pipeline import commands, doctor, dvc_graph, preflight, reproduce
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
 from stages.params import gpus
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(reproduce, "estimate_params", lambda recipe, file: ESTIMATE)
-    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 100 * 2**30))
     return tmp_path
 
 
@@ -86,9 +86,9 @@ def test_a_recipe_that_starts_an_engine_needs_it(stage: str, home: Path, monkeyp
     """Bug: the engine of serving_costs was not looked for, so such a run began without one."""
     monkeypatch.setenv("PATH", str(home))
     params = load_params()
-    assert list(requirements.check_engines(params)) == []
+    assert list(preflight.check_engines(params)) == []
     served = getattr(params, stage).model_copy(update={"workloads": ["eval"]})
-    (found,) = requirements.check_engines(params.model_copy(update={stage: served}))
+    (found,) = preflight.check_engines(params.model_copy(update={stage: served}))
     assert found.ok is False and (found.subject, found.advice) == (
         "benchmark_served.engine", "run: make serving-env ENGINE=sglang",
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.
 
 
 def test_a_disk_that_is_too_small_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
     disk = check()["disk"]
     assert disk.ok is False and "1.00 GiB free here, a run writes about 3.00 GiB" in disk.found
     assert "extract_hiddens.online" in disk.advice

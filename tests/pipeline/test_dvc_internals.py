@@ -37,7 +37,7 @@ def test_dvc_has_each_private_function_with_the_expected_parameters(name: str) -
     parameters = list(inspect.signature(found).parameters) if found else None
     assert parameters == EXPECTED_PARAMETERS[name], (
         f"dvc.stage.{name} of DVC {version('dvc')} differs from DVC 3.67.1's: adapt pipeline/dvc_internals.py and "
-        "pipeline/started_inputs.py, or pin dvc"
+        "pipeline/input_snapshot.py, or pin dvc"
     )
 
 

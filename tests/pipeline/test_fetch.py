@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from pipeline import fetch, requirements
+from pipeline import fetch, preflight
 from pipeline.cli import run_command_line
 from stages.params import schema
 from stages.params.recipe import RecipeFile
@@ -165,5 +165,5 @@ def test_a_recipe_is_fetched_whole(hub: Hub, tmp_path: Path, capsys: pytest.Capt
     for name in ("mt_bench", "humaneval", "gsm8k", "alpaca"):
         assert Path(f"data/prompt_sets/angelslim/{name}.jsonl").read_bytes() == CONTENT
     with fetch.recipes.merge_recipe("angelslim-qwen3-8b") as (file, _):
-        found = list(requirements.check_files(schema.load_params(file)))
+        found = list(preflight.check_files(schema.load_params(file)))
     assert [one.ok for one in found] == [False, True, True, True, True, True]

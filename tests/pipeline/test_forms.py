@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
-from pipeline import form_limits, recipes
+from pipeline import form_permissions, recipes
 from pipeline.forms import Changes, Sweep
 from stages.params.schema import Params, load_params
 from stages.params.section import Section
@@ -245,9 +245,9 @@ def _open_keys(annotation: object, key: str, pattern: bool = False) -> Iterator[
 
 
 def test_every_key_of_free_text_or_a_switch_is_classified() -> None:
-    """A new key must be named in pipeline/form_limits.py, or above as one that does no harm."""
+    """A new key must be named in pipeline/form_permissions.py, or above as one that does no harm."""
     found = set(_open_keys(Params, ""))
-    limited = {*form_limits.REFUSED, *form_limits.PATHS}
+    limited = {*form_permissions.REFUSED, *form_permissions.PATHS}
     assert found - limited - HARMLESS == set()
     assert found >= HARMLESS  # none is kept that params.yaml has no more
 

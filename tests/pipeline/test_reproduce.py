@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, processes, requirements, resources
+from pipeline import dvc_graph, preflight, processes, resources
 from pipeline.cli import run_command_line
 from tests.conftest import ROOT
 
@@ -38,7 +38,7 @@ def equipped(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with SGLang and a GPU of 80 GiB."""
     (home / "serving-env/sglang/bin").mkdir(parents=True)
     (home / "serving-env/sglang/bin/sglang").touch()
-    monkeypatch.setattr(requirements.resources, "list_gpu_memory", lambda: [resources.Gpu("H100", 80 * 2**30)])
+    monkeypatch.setattr(preflight.resources, "list_gpu_memory", lambda: [resources.Gpu("H100", 80 * 2**30)])
 
 
 @pytest.fixture
@@ -127,13 +127,13 @@ def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
 ) -> None:
     (home / "data/raw").mkdir(parents=True)
     (home / "data/raw/weather_maps.jsonl").touch()
-    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
     with pytest.raises(
         SystemExit, match=r"needs 1 thing .*\n  disk: 1.00 GiB free here, a run writes about 9.97 GiB; make room"
     ):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
-    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda _: Usage(0, 0, 2**50))
-    monkeypatch.setattr(requirements.resources, "list_gpu_memory", lambda: [resources.Gpu("T4", 4 * 2**30)])
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 2**50))
+    monkeypatch.setattr(preflight.resources, "list_gpu_memory", lambda: [resources.Gpu("T4", 4 * 2**30)])
     with pytest.raises(SystemExit, match=r"GPU memory: 3\.96 GiB of weights on 1 GPU; spread a copy over more GPUs"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     assert ran == []

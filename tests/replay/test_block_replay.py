@@ -15,7 +15,7 @@ from stages.replay.block_replay import (
     compute_place_states,
     replay_block_answers,
     replay_block_trees,
-    replay_widths,
+    replay_chains,
     trace_block_cycles,
 )
 from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
@@ -102,7 +102,7 @@ case_of = cache(Case)
 def test_every_width_equals_live_decoding(method: str, seed: int) -> None:
     case = case_of(method, seed)
     drafts = case.draft.draft_greedily(case.states, case.anchor_tokens, case.head)
-    walk = replay_widths(drafts, case.places)
+    walk = replay_chains(drafts, case.places)
     histogram = compute_histogram(walk)
     for width in range(1, case.draft.config.num_drafts + 1):
         for row, (prompt, count) in enumerate(zip(PROMPTS, ANSWER_LENGTHS, strict=True)):
@@ -122,7 +122,7 @@ def test_chains_are_trees_of_topk_1(method: str, seed: int) -> None:
     num_drafts = case.draft.config.num_drafts
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
     found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, chains)
-    walk = replay_widths(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.places)
+    walk = replay_chains(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.places)
     assert torch.equal(found.cycles, walk.cycles) and torch.equal(found.accepted, walk.accepted)
     assert torch.equal(found.cycles_reaching_depth, walk.cycles_reaching_depth)
 

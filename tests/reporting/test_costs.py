@@ -13,8 +13,8 @@ from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.reporting import costs as shown
 from stages.results import (
-    cost_measured,
     prediction,
+    prediction_check,
     replay_records,
     served_records,
     served_table,
@@ -264,10 +264,10 @@ def test_served_points_are_compared_with_simulated_costs_that_no_cell_was_fitted
     cells = served_table.read_served_cells(["load"], ["e009"], ["t5_2_8", "t5_4_16"])
     lines = served_table.join_lines(cells, replays, [])
     here = grid.model_copy(update={"hardware": cells[0].hardware})
-    compared, ids = cost_measured.compare_simulated_lines([here], lines, replays, p.have_same_shapes)
+    compared, ids = prediction_check.compare_simulated_lines([here], lines, replays, p.have_same_shapes)
     assert [(row.tree, row.concurrency) for row in compared] == [("t5_2_8", 1), ("t5_2_8", 8)] and len(ids) == 2
     assert [row.measured.C / row.predicted.C for row in compared] == pytest.approx([1.0, 1.5], rel=0.02)
-    assert cost_measured.compare_simulated_lines([grid], lines, replays, p.have_same_shapes) == (
+    assert prediction_check.compare_simulated_lines([grid], lines, replays, p.have_same_shapes) == (
         [],
         set(),
     )  # another machine

@@ -45,7 +45,7 @@ def test_the_front_is_what_nothing_as_narrow_equals(seed: int) -> None:
     kept = {
         (t["num_draft_tokens"], t["tau"]) for t, b, e in zip(some, beaten, equalled, strict=True) if not b and not e
     }
-    found = trees.find_front(some)
+    found = trees.find_pareto_front(some)
     assert sorted(kept) == [(t["num_draft_tokens"], t["tau"]) for t in found]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_measured, cost_served, prediction, served_table
+from stages.results import cost_served, prediction, prediction_check, served_table
 from stages.results.served_records import LoadPoint
 from stages.results.torch_records import CellMetrics, MethodPromptRow, TorchCell
 from tests import costs
@@ -87,7 +87,7 @@ def test_a_repeat_on_a_busy_machine_changes_no_cost_and_no_measurement() -> None
     assert cycle.samples == step.samples == 3
     cells = made_up("eval", points=[plain]), made_up("eval", "e009", "t5_1_6", [chain])
     (line,) = (line for line in lines(*cells) if line.row.checkpoint)
-    measured = cost_measured.measure_served_line(line)
+    measured = prediction_check.measure_served_line(line)
     assert measured
     found = measured.C, measured.speedup
     assert found == pytest.approx((seconds / plain_s(cap), plain_s(cap) * tau / seconds), rel=0.05)
@@ -177,7 +177,7 @@ def test_too_few_points_say_so() -> None:
 def test_a_served_point_is_judged_by_the_other_points() -> None:
     every = lines(baseline(), *map(drafted, TREES))
     made, _ = cost_served.derive_costs(every)
-    rows = cost_measured.compare_served_lines(made, every, REPLAYS)
+    rows = prediction_check.compare_served_lines(made, every, REPLAYS)
     assert len(rows) == len(TREES) * len(CAPS)
     for row, left_out, point_ in zip(rows, made[0].fit.left_out_s, made[0].grid, strict=True):
         step = next(p.step_s for p in made[0].plain if p.batch == point_.batch)
@@ -203,12 +203,14 @@ def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
     } | keys  # fmt: skip
 
 
-def compared(cell: Row, **keys: Any) -> tuple[list[cost_measured.ComparedPrediction], list[str]]:
+def compared(cell: Row, **keys: Any) -> tuple[list[prediction_check.ComparedPrediction], list[str]]:
     timed = costs.made_up(**keys)
     guesses = prediction.predict_speedups(timed, "e009", 0.0, REPLAYS["e009"])
     prompts = [MethodPromptRow.model_construct(**row) for row in cell["prompts"]]
     measured = {"metrics": CellMetrics.model_construct(**cell["metrics"]), "prompts": prompts}
-    return cost_measured.compare_torch_cells({"e009": timed}, [TorchCell.model_construct(**cell | measured)], guesses)
+    return prediction_check.compare_torch_cells(
+        {"e009": timed}, [TorchCell.model_construct(**cell | measured)], guesses
+    )
 
 
 def test_a_served_line_that_no_simulated_grid_predicts_says_which_condition_it_fails() -> None:
@@ -224,9 +226,9 @@ def test_a_served_line_that_no_simulated_grid_predicts_says_which_condition_it_f
 
     def explain(tree: str, at_once: int, alike: bool = True, **keys: Any) -> str:
         grids = [timed.model_copy(update=keys)]
-        return cost_measured.explain_left_out(grids, every[tree, at_once], replays, lambda *_: alike)
+        return prediction_check.explain_left_out(grids, every[tree, at_once], replays, lambda *_: alike)
 
-    _, predicted = cost_measured.compare_simulated_lines([timed], every.values(), replays, lambda *_: True)
+    _, predicted = prediction_check.compare_simulated_lines([timed], every.values(), replays, lambda *_: True)
     assert predicted == {id(every["t5_1_6", cap]) for cap in (1, 8)}
     assert explain("t8_2_16", 1) == "not replayed"
     assert explain("t10_2_32", 1) == explain("t5_1_6", 32) == explain("t8_2_16", 32) == "outside the grid"

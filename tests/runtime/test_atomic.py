@@ -187,9 +187,11 @@ def test_no_nan_is_written_and_the_old_file_stays(tmp_path: Path, number: float)
 def test_json_of_another_kind_names_the_file_and_the_stage(tmp_path: Path, content: str) -> None:
     """Bug: each reader asked for keys of it, and ended in a traceback."""
     (tmp_path / "cell.json").write_text(content)
-    with pytest.raises(atomic.Broken, match=r"cell\.json: expected a JSON dict, found .*; run: dvc repro -f -s x$"):
+    with pytest.raises(
+        atomic.BrokenArtifactError, match=r"cell\.json: expected a JSON dict, found .*; run: dvc repro -f -s x$"
+    ):
         atomic.read_json(tmp_path / "cell.json", "x")
-    with pytest.raises(atomic.Broken, match=r"can't be read \(.*\); run: dvc repro -f -s x$"):
+    with pytest.raises(atomic.BrokenArtifactError, match=r"can't be read \(.*\); run: dvc repro -f -s x$"):
         atomic.read_json(tmp_path, "x")
 
 
@@ -206,7 +208,7 @@ def test_missing_json_names_the_file_and_the_stage(tmp_path: Path) -> None:
 def test_broken_json_names_the_file_and_the_stage(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "cell.json").write_bytes(content)
     with pytest.raises(
-        atomic.Broken, match=r"cell\.json is not valid JSON \(.*\); run: dvc repro -f -s benchmark@x$"
+        atomic.BrokenArtifactError, match=r"cell\.json is not valid JSON \(.*\); run: dvc repro -f -s benchmark@x$"
     ) as e:
         atomic.read_json(tmp_path / "cell.json", "benchmark@x")
     assert "\n" not in str(e.value)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.serving import gpu_memory, measuring_turn
+from stages.serving import gpu_memory, measurement_lock
 
 SAID = "0, GPU-aa, NVIDIA H200, 1024, 143771\n1, GPU-bb, NVIDIA H200, 71885, 143771\n"
 
@@ -49,7 +49,7 @@ def test_memory_beside_other_stages_servers_is_not_waited_for(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(gpu_memory, "RELEASE_S", 0.2)
     before = [gpu._replace(used=0.0) for gpu in gpu_memory.list_visible_gpus()]
-    with measuring_turn.start_server():
+    with measurement_lock.start_server():
         assert gpu_memory.wait_for_release(before) == pytest.approx(71.2, abs=0.1)
     assert not capsys.readouterr().out
     gpu_memory.wait_for_release(before)

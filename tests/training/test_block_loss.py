@@ -9,7 +9,7 @@ from torch import Tensor
 from stages.training.block_loss import (
     DFLASH2_OBJECTIVE,
     DSPARK_OBJECTIVE,
-    BlockObjective,
+    BlockLossWeights,
     build_block_labels,
     compute_block_loss,
     compute_draft_weights,
@@ -55,14 +55,14 @@ def test_weights_decay_by_draft() -> None:
     assert compute_draft_weights(torch.tensor([[True, True, False]]), None).tolist() == [[1, 1, 0]]
 
 
-CASES: dict[str, tuple[dict[str, Any], BlockObjective]] = {
-    "dflash": (METHOD_OPTIONS["dflash"], BlockObjective(decay=7.0)),
+CASES: dict[str, tuple[dict[str, Any], BlockLossWeights]] = {
+    "dflash": (METHOD_OPTIONS["dflash"], BlockLossWeights(decay=7.0)),
     "dflash2": (METHOD_OPTIONS["dflash2"], DFLASH2_OBJECTIVE),
-    "dflash_flat": (METHOD_OPTIONS["dflash"], BlockObjective(decay=None)),
-    "dflash_l1": (METHOD_OPTIONS["dflash"], BlockObjective(ce=0.5, l1=0.7)),
+    "dflash_flat": (METHOD_OPTIONS["dflash"], BlockLossWeights(decay=None)),
+    "dflash_l1": (METHOD_OPTIONS["dflash"], BlockLossWeights(ce=0.5, l1=0.7)),
     "dspark": (METHOD_OPTIONS["dspark"], DSPARK_OBJECTIVE),
     "dspark_plain": (METHOD_OPTIONS["dspark_plain"], DSPARK_OBJECTIVE),
-    "dspark_no_confidence": ({"method": "dspark", "markov_rank": 3}, BlockObjective(0.1, 0.9, 0.0, 4.0)),
+    "dspark_no_confidence": ({"method": "dspark", "markov_rank": 3}, BlockLossWeights(0.1, 0.9, 0.0, 4.0)),
 }
 
 
@@ -124,7 +124,7 @@ def test_gradients_of_the_selector_are_the_same_in_every_run() -> None:
 
 def _slow_loss(
     draft: Any, embedding: Tensor, head: Tensor, ids: Tensor, features: Tensor, last: Tensor,
-    anchors: list[int], objective: BlockObjective, divisor: float,
+    anchors: list[int], objective: BlockLossWeights, divisor: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
     """Return the loss, alpha of each valid draft, and the expected accepted drafts of each block."""
     total, alphas, taus = torch.zeros((), dtype=torch.float64), [], []

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from stages.serving import measuring_turn
+from stages.serving import measurement_lock
 
 # Each stage writes what it does to one file: starts, is ready when the others have started too, measures.
 STAGE = """
 import sys, time
 from pathlib import Path
-from stages.serving import measuring_turn
+from stages.serving import measurement_lock
 log, name, stages = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 def tell(word):
     with log.open("a") as file:
         file.write(f"{word} {name}\\n")
-with measuring_turn.start_server():
+with measurement_lock.start_server():
     tell("starts")
     while log.read_text().count("starts") < stages:
         time.sleep(0.01)
     tell("ready")
-with measuring_turn.measure_server():
+with measurement_lock.measure_server():
     tell("measures")
     time.sleep(0.05)
     tell("measured")
@@ -46,10 +46,10 @@ def test_servers_start_together_and_are_measured_one_at_a_time(tmp_path: Path, m
 
 
 def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring_turn, "open_user_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurement_lock, "open_user_folder", lambda: tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path.parent))
-    with measuring_turn.measure_server():
-        assert not measuring_turn._is_free("measuring")
-    assert measuring_turn._is_free("measuring")
-    with measuring_turn.start_server():
-        assert not measuring_turn._is_free("starting")
+    with measurement_lock.measure_server():
+        assert not measurement_lock._is_free("measuring")
+    assert measurement_lock._is_free("measuring")
+    with measurement_lock.start_server():
+        assert not measurement_lock._is_free("starting")

@@ -13,7 +13,7 @@ PREFIX, SIBLINGS = 8, 5  # tokens of the chain, and of the tree's nodes behind i
 
 
 @torch.inference_mode()
-def differs_in_trees(model: PreTrainedModel) -> str | None:
+def explain_tree_mask_failure(model: PreTrainedModel) -> str | None:
     """Return how the decoder's hidden states of siblings behind a prefix differ from those of each alone; None where they agree.
 
     The engine gives all nodes of a tree in one pass, each with a mask of its ancestors and its depth as position. A class that

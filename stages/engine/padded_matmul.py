@@ -24,23 +24,23 @@ choices: dict[tuple[Any, ...], bool] = {}  # by shape: whether rows are filled u
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] -> x @ w.T + bias [M, N]; filled up where that is at least MIN_GAIN times as fast."""
-    is_slow = x.is_cuda and x.dtype == torch.float32 and 1 < len(x) < FILLED_ROWS and choose_filled(x, w)
-    return multiply_filled(x, w, bias) if is_slow else F.linear(x, w, bias)
+    is_slow = x.is_cuda and x.dtype == torch.float32 and 1 < len(x) < FILLED_ROWS and choose_padded(x, w)
+    return multiply_padded(x, w, bias) if is_slow else F.linear(x, w, bias)
 
 
-def multiply_filled(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_padded(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] -> x @ w.T + bias [M, N], computed with FILLED_ROWS rows at least."""
     missing = max(0, FILLED_ROWS - len(x))
     return F.linear(F.pad(x, (0, 0, 0, missing)), w, bias)[: len(x)]
 
 
-def choose_filled(x: Tensor, w: Tensor) -> bool:
+def choose_padded(x: Tensor, w: Tensor) -> bool:
     """Return whether rows are filled up for this shape; timed at the first call, which is not captured."""
     key = x.shape, w.shape, x.device
     if key not in choices:
         plain, filled = (
             time_graph_replay(lambda: [multiply(x, w) for _ in range(TIMED_CALLS)], x.device)  # noqa: B023 - called at once
-            for multiply in (F.linear, multiply_filled)
+            for multiply in (F.linear, multiply_padded)
         )
         choices[key] = plain > MIN_GAIN * filled
     return choices[key]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stages.engine import filled_products
+from stages.engine import padded_matmul
 
 
 def draw(rows: int, width: int) -> Tensor:
@@ -18,8 +18,8 @@ def draw(rows: int, width: int) -> Tensor:
 def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Milliseconds that the next measurements find: cuBLAS, filled, and so on."""
     times: list[float] = []
-    monkeypatch.setattr(filled_products, "time_graph_replay", lambda work, _device: (work(), times.pop(0))[1])
-    monkeypatch.setattr(filled_products, "choices", {})
+    monkeypatch.setattr(padded_matmul, "time_graph_replay", lambda work, _device: (work(), times.pop(0))[1])
+    monkeypatch.setattr(padded_matmul, "choices", {})
     return times
 
 
@@ -28,7 +28,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def test_a_filled_product_has_the_rows_of_the_plain_one(rows: int, has_bias: bool) -> None:
     x, w = draw(rows, 24), draw(50, 24)
     bias = draw(1, 50)[0] if has_bias else None
-    found = filled_products.multiply_filled(x, w, bias)
+    found = padded_matmul.multiply_padded(x, w, bias)
     assert found.is_contiguous() and found.shape == (rows, 50)
     torch.testing.assert_close(found, F.linear(x, w, bias))
 
@@ -36,8 +36,8 @@ def test_a_filled_product_has_the_rows_of_the_plain_one(rows: int, has_bias: boo
 def test_rows_are_filled_only_where_that_is_twice_as_fast_and_each_shape_is_timed_once(timed: list[float]) -> None:
     w = draw(50, 24)
     timed += [9.0, 3.0, 5.0, 3.0]
-    assert filled_products.choose_filled(draw(8, 24), w) and filled_products.choose_filled(draw(8, 24), w)
-    assert not filled_products.choose_filled(draw(17, 24), w)
+    assert padded_matmul.choose_padded(draw(8, 24), w) and padded_matmul.choose_padded(draw(8, 24), w)
+    assert not padded_matmul.choose_padded(draw(17, 24), w)
     assert not timed
 
 
@@ -45,4 +45,4 @@ def test_no_other_product_is_timed(timed: list[float]) -> None:
     """On a CPU none is, and `timed` has nothing to give."""
     for x in (draw(8, 24), draw(8, 24).bfloat16(), draw(1, 24), draw(40, 24)):
         w = draw(50, 24).to(x.dtype)
-        assert torch.equal(filled_products.linear(x, w), F.linear(x, w))
+        assert torch.equal(padded_matmul.linear(x, w), F.linear(x, w))

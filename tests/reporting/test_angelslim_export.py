@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from stages.literature.comparison import MEASURES
-from stages.reporting import answer_files
+from stages.reporting import angelslim_export
 from stages.results.served_records import ServedCell
 from tests.served_cells import made_up, point
 from tests.torch_cells import timed_cell
@@ -30,7 +30,9 @@ def test_a_cell_gives_a_file_for_each_way_and_an_analysis(tmp_path: Path, analys
     cell = timed_cell("t8_2_16", 1.5)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/old.jsonl").touch()
-    answer_files.write_answer_files(tmp_path / "out", "qwen", answer_files.list_answer_sets([cell], []), analysis)
+    angelslim_export.write_answer_files(
+        tmp_path / "out", "qwen", angelslim_export.list_answer_sets([cell], []), analysis
+    )
     stem = "qwen-eval-e009-t8_2_16"
     names = {f"{stem}-temperature-{cell.temperature}-{kind}.jsonl" for kind in ("eagle", "baseline")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | (
@@ -54,8 +56,8 @@ def test_a_sweep_has_files_for_each_load_and_a_way_that_was_not_measured_has_non
         made_up("load", "e009", "t5_1_6", loads, engine="torch", baseline_points=[]),
         made_up("load", None, None, [point(64, 4, 0.02)]),
     ]
-    sets = answer_files.list_answer_sets([], [ServedCell.model_validate(cell) for cell in cells])
-    answer_files.write_answer_files(tmp_path / "out", "m", sets, True)
+    sets = angelslim_export.list_answer_sets([], [ServedCell.model_validate(cell) for cell in cells])
+    angelslim_export.write_answer_files(tmp_path / "out", "m", sets, True)
     names = {path.name for path in (tmp_path / "out").glob("*.jsonl")}
     assert names == {
         *(f"m-load-e009-t5_1_6-64-at-{cap}-temperature-0.0-eagle.jsonl" for cap in (1, 4)),
@@ -63,6 +65,6 @@ def test_a_sweep_has_files_for_each_load_and_a_way_that_was_not_measured_has_non
     }
     found = json.loads((tmp_path / "out/m-load-e009-t5_1_6-64-at-4-analysis.json").read_text())
     assert found["baseline_file"] is None and found["speedup_ratio"] is None and found["acceptance_length"] > 1
-    assert answer_files.make_model_id("Qwen/Qwen3-8B") == "Qwen-Qwen3-8B" and "/" not in answer_files.make_model_id(
-        "/a/b"
-    )
+    assert angelslim_export.make_model_id(
+        "Qwen/Qwen3-8B"
+    ) == "Qwen-Qwen3-8B" and "/" not in angelslim_export.make_model_id("/a/b")

@@ -8,7 +8,7 @@ KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # transformers'
 
 
 def describe_other_state(config: PretrainedConfig) -> str | None:
-    """Return which layers keep more or less than keys and values of their own, None where none does.
+    """Return which layers keep state other than keys and values of their own, None where none does.
 
     Such are linear attention and Mamba, with attention in the same layer or without, an index of keys (DeepSeek-V3.2), and
     layers that read those of another. Rejected drafts can't be removed from a state that has summed them up.

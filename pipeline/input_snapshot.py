@@ -18,9 +18,9 @@ from typing import Any
 # As in stages.params.section and stages.params.started_params: importing `stages` in DVC's process ends its forking of stages.
 PARAMS_FILE, COPY_VARIABLE = Path("params.yaml"), "AERIE_STARTED_PARAMS"
 COPIES_FOLDER = Path(".scratch/stage_params")
-STARTED = "started_inputs"  # a stage's attribute while its command runs: hash and meta of each dependency
+STARTED = "input_snapshot"  # a stage's attribute while its command runs: hash and meta of each dependency
 
-log = logging.getLogger("dvc.started_inputs")  # below DVC's own, whose handlers print warnings
+log = logging.getLogger("dvc.input_snapshot")  # below DVC's own, whose handlers print warnings
 
 
 def record_started_inputs() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import dvc_graph, started_inputs
+from pipeline import dvc_graph, input_snapshot
 from pipeline.dvc_graph import StageError
 from stages.params import schema
 from stages.params.section import PARAMS_FILE
@@ -121,7 +121,7 @@ def test_a_stage_that_fails_is_recorded_as_never_begun(edited: Project) -> None:
 
 
 def test_stages_know_the_variable_and_the_file_by_the_same_names() -> None:
-    names = started_inputs.COPY_VARIABLE, started_inputs.PARAMS_FILE
+    names = input_snapshot.COPY_VARIABLE, input_snapshot.PARAMS_FILE
     assert names == (COPY_VARIABLE, PARAMS_FILE)
 
 
