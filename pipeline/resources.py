@@ -15,6 +15,7 @@ from typing import TextIO
 
 from stages.params.schedule import StageResources
 from stages.runtime.user_folder import open_user_folder
+from stages.runtime.visible_gpus import list_named_gpus
 
 
 @dataclass
@@ -157,8 +158,8 @@ def list_gpu_memory() -> list[Gpu]:
 
 def list_gpus() -> list[str]:
     """Return the GPU ids of CUDA_VISIBLE_DEVICES, or all that nvidia-smi lists; [] without nvidia-smi."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu.strip() for gpu in named.split(",") if gpu.strip()]
+    if (named := list_named_gpus()) is not None:
+        return named
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]

@@ -11,6 +11,7 @@ from typing import Any, Self, TextIO
 
 from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome, list_error_lines
 from pipeline.stage_summaries import summarise_stage
+from stages.runtime.durations import format_duration
 
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed
@@ -163,12 +164,6 @@ def show_line(line: str) -> None:
 def locate_log(stage: str) -> Path:
     """Return the file with everything that a stage printed in its last run."""
     return LOGS_FOLDER / f"{stage.replace('/', '_')}.log"
-
-
-def format_duration(seconds: float) -> str:
-    """Return `14.2 s` or `5 min 12 s`."""
-    whole = round(seconds)
-    return f"{seconds:.1f} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
 
 
 def _open_bar(total: int) -> Any:

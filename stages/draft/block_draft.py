@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary
-from stages.draft.rotary import compute_inverse_frequency
+from stages.draft.rotary import RotaryModule
 
 # Attention of block rows: queries [N, Q, A, E], keys and values [N, S + Q, G, E] -> [N, Q, A, E].
 BlockAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -246,10 +246,8 @@ class ConfidenceHead(nn.Module):
         return self.proj(inputs)[..., 0]
 
 
-class BlockDraft(nn.Module):
+class BlockDraft(RotaryModule):
     """Weights and operations of a block draft. Callers pass in the target's embedding and head."""
-
-    inverse_frequency: Tensor  # [E/2] float32 for weights of any dtype
 
     def __init__(self, config: BlockDraftConfig):
         super().__init__()
@@ -262,15 +260,7 @@ class BlockDraft(nn.Module):
         self.markov_head = MarkovHead(c) if c.markov_rank else None
         self.confidence_head = ConfidenceHead(c) if c.confidence_head else None
         self.candidate_selector = CandidateSelector(c) if c.selector_rank else None
-        frequency = compute_inverse_frequency(c.rope, c.head_dim)
-        self.register_buffer("inverse_frequency", frequency, persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        """Move and cast as any module, but keep RoPE frequencies in float32: rounding to bfloat16 makes angles wrong."""
-        super()._apply(fn, recurse)
-        device = self.inverse_frequency.device
-        self.inverse_frequency = compute_inverse_frequency(self.config.rope, self.config.head_dim).to(device)
-        return self
+        self.register_rope(c.rope, c.head_dim)
 
     def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., 1, E/2] for positions [...], in the weights' dtype; angles are float32."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its side effect
-from stages.draft.rotary import compute_inverse_frequency
+from stages.draft.rotary import RotaryModule
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES
 from stages.target.mrope import assign_frequency_axes
 
@@ -112,10 +112,9 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(c)
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(RotaryModule):
     """Weights and operations of the draft. Callers pass in the target's embedding."""
 
-    inverse_frequency: Tensor  # [E/2] float32 for weights of any dtype
     frequency_axes: Tensor | None  # [E/2] int64: position axis of each frequency; None: one axis
     d2t: Tensor  # [D] int64 offsets: target id = draft id + d2t[draft id]
     t2d: Tensor  # [V] bool: target tokens that are in the draft vocabulary
@@ -124,9 +123,7 @@ class Eagle3Draft(nn.Module):
         super().__init__()
         self.config = config
         self._add_layers(config)
-        self.register_buffer(
-            "inverse_frequency", compute_inverse_frequency(config.rope, config.head_dim), persistent=False
-        )
+        self.register_rope(config.rope, config.head_dim)
         self.register_buffer("frequency_axes", assign_frequency_axes(config.rope, config.head_dim), persistent=False)
 
     def _add_layers(self, c: DraftConfig) -> None:
@@ -141,15 +138,6 @@ class Eagle3Draft(nn.Module):
             self.fc_norm = nn.ModuleList(RMSNorm(c.hidden_size, c.rms_norm_eps) for _ in range(NUM_EAGLE3_FEATURES))
         self.register_buffer("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
-        self.register_buffer("inverse_frequency", compute_inverse_frequency(c.rope, c.head_dim), persistent=False)
-        self.register_buffer("frequency_axes", assign_frequency_axes(c.rope, c.head_dim), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        """Move and cast as any module, but keep RoPE frequencies in float32: rounding to bfloat16 makes angles wrong."""
-        super()._apply(fn, recurse)
-        device = self.inverse_frequency.device
-        self.inverse_frequency = compute_inverse_frequency(self.config.rope, self.config.head_dim).to(device)
-        return self
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> "Eagle3Draft":

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stages.target.mrope import assign_frequency_axes
 
@@ -34,6 +34,22 @@ def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
         "alpha; choose another target, or give the draft RoPE of its own: init_draft.draft_config_path names a JSON file in "
         f'draft_configs/ with {{"rope_theta": {rope["rope_theta"]}, "rope_scaling": null}}'
     )
+
+
+class RotaryModule(nn.Module):
+    """A module with RoPE frequencies [E/2] that stay in float32 where it is cast: rounding to bfloat16 makes angles wrong."""
+
+    inverse_frequency: Tensor
+
+    def register_rope(self, rope: dict[str, Any], head_dim: int) -> None:
+        self._rope = rope, head_dim
+        self.register_buffer("inverse_frequency", compute_inverse_frequency(rope, head_dim), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        """Move and cast as any module, but for the frequencies, which are computed again."""
+        super()._apply(fn, recurse)
+        self.inverse_frequency = compute_inverse_frequency(*self._rope).to(self.inverse_frequency.device)
+        return self
 
 
 def check_rope(rope: dict[str, Any], head_dim: int) -> None:

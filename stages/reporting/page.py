@@ -19,6 +19,7 @@ from stages.reporting.text import format_gib, format_interval, format_number, fo
 from stages.reporting.verdict import MAX_WARNINGS
 from stages.results.served_records import RAN
 from stages.results.torch_records import TorchCell
+from stages.runtime.durations import format_duration
 
 TEMPLATES = Path(__file__).parent / "templates"
 PageContent = dict[str, Any]  # variables of templates/page.html.j2
@@ -42,7 +43,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "command": shlex.join,
         "cost": costs.describe_cost,
         "decoding": served.describe_decoding,
-        "duration": provenance.format_duration,
+        "duration": format_duration,
         "energy": provenance.format_energy,
         "engine_figures": served.format_figures,
         "figure": format_number,

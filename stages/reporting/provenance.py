@@ -148,11 +148,3 @@ def format_energy(joules: float | None) -> str:
         return "–"
     hours = joules / 3600
     return f"{hours / 1000:.3g} kWh" if hours >= 1000 else f"{hours:.3g} Wh"
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left:02d} s"

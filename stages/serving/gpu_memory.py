@@ -1,12 +1,12 @@
 """Memory of the GPUs that a server uses, read from nvidia-smi, since the engine runs in another process. Sizes are in GiB."""
 
-import os
 import shutil
 import subprocess
 import time
 from typing import NamedTuple
 
 from stages.params.byte_size import format_bytes, format_gib
+from stages.runtime.visible_gpus import list_named_gpus
 from stages.serving import measurement_lock
 
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it
@@ -30,10 +30,10 @@ def list_visible_gpus() -> list[GpuMemory]:
     found: dict[str, GpuMemory] = {}
     for index, uuid, name, used, total in (line.split(", ") for line in output.stdout.strip().splitlines()):
         found[index] = found[uuid] = GpuMemory(name, float(used) / 1024, float(total) / 1024)  # MiB
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+    named = list_named_gpus()
+    if named is None:
         return [gpu for key, gpu in found.items() if key.isdigit()]
-    return [found[key.strip()] for key in wanted.split(",") if key.strip() in found]
+    return [found[key] for key in named if key in found]
 
 
 def sum_used_gib(gpus: list[GpuMemory]) -> float | None:

@@ -2,11 +2,11 @@
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from stages.runtime.free_port import find_free_port
+from stages.runtime.visible_gpus import list_named_gpus
 from stages.serving.gpu_memory import list_visible_gpus
 from stages.serving.server import ServerProcess, build_server_command
 from stages.serving.server_group import ServerGroup
@@ -53,8 +53,8 @@ def plan_replicas(
 
 def list_gpus(device: str) -> list[str]:
     """Return the visible GPUs that `device` (cuda, cuda:1) means, as CUDA_VISIBLE_DEVICES names them."""
-    count, visible = len(list_visible_gpus()), os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
+    count, named = len(list_visible_gpus()), list_named_gpus()
+    names = [str(n) for n in range(count)] if named is None else named[:count]
     number = device.partition(":")[2]
     return names[int(number) : int(number) + 1] if number else names
 

@@ -1,7 +1,8 @@
 """Energy used by GPUs, from the energy counters of their driver (NVML). No sampling, no thread."""
 
-import os
 from typing import Any
+
+from stages.runtime.visible_gpus import list_named_gpus
 
 try:
     import pynvml
@@ -38,10 +39,10 @@ def list_visible_cards() -> list[Any]:
     found: list[Any] = []
     try:
         pynvml.nvmlInit()
-        named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(pynvml.nvmlDeviceGetCount()))))
-        for word in filter(None, map(str.strip, named.split(","))):
-            by_index = word.isdigit()
-            card = pynvml.nvmlDeviceGetHandleByIndex(int(word)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(word)
+        named = list_named_gpus()
+        for gpu in map(str, range(pynvml.nvmlDeviceGetCount())) if named is None else named:
+            by_index = gpu.isdigit()
+            card = pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(gpu)
             found.append(card)
     except pynvml.NVMLError:  # no driver; or as CUDA, which sees no GPU from the first on that is not there
         pass

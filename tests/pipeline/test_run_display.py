@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import run_display
 from pipeline.dvc_output import DvcOutput, Outcome
-from pipeline.run_display import RunDisplay, format_duration, locate_log
+from pipeline.run_display import RunDisplay, locate_log
 
 STAGES = ("fix_data", "train_draft@e003", "report")
 
@@ -195,10 +195,3 @@ def test_on_a_terminal_a_bar_names_the_running_stage(
     show(OUTPUT)
     printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     assert re.search(r"[\r\n]train_draft@e003 +restored\n", printed) and re.search(r"report 100% .* [23]/3 ", printed)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (59.4, "59.4 s"), (59.7, "1 min 0 s"), (312, "5 min 12 s")]
-)
-def test_durations_are_in_seconds_or_minutes(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text

@@ -50,13 +50,6 @@ def test_energy_in_words(joules: float | None, said: str) -> None:
     assert provenance.format_energy(joules) == said
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.04, "0.0 s"), (99.94, "99.9 s"), (100, "1 min 40 s"), (3599.6, "1 h 00 min"), (5432, "1 h 30 min")]
-)  # fmt: skip
-def test_time_in_words(seconds: float, said: str) -> None:
-    assert provenance.format_duration(seconds) == said
-
-
 def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it(made_up: schema.Params) -> None:
     report.main()
     assert "no commit: this is no git repository" in report.PAGE_FILE.read_text()
