@@ -85,7 +85,7 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
 def _load_image_processor(
     p: schema.Params, target: manifest.TargetManifest, folder: Path
 ) -> vision.CachedImageProcessor | None:
-    """Return the target's image processor where the data has images. Raises ValueError where the target takes text only."""
+    """Return the target's image processor where the data has images. Raises ValueError where the target takes none here."""
     for path in (FIXED_FOLDER / "train.parquet", FIXED_FOLDER / "eval.parquet"):
         images = conversations.count_with_images(path, "fix_data")
         if images and target.modality == "text":
@@ -93,6 +93,13 @@ def _load_image_processor(
                 f"sample_target: {images} conversations of {path} have images, expected none: {target.model} reads text "
                 "only, and without them its answers would be to other questions. Name data without images in fix_data.raw, "
                 "or set target.model to a vision-language model"
+            )
+        if images and target.image_token_id is None:
+            raise ValueError(
+                f"sample_target: {images} conversations of {path} have images, expected none: {target.model} has no positions "
+                "on three axes (mrope_section), as Qwen2-VL, Qwen2.5-VL and Qwen3-VL have, and extract_hiddens takes images of "
+                "such classes only (docs/hiddens.md, Images). Name data without images in fix_data.raw: its drafts learn from "
+                "texts alone; or take another target.model"
             )
         if images:
             return vision.CachedImageProcessor(folder, p.target.trust_remote_code)

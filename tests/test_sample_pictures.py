@@ -3,6 +3,7 @@
 import base64
 import io
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -258,3 +259,13 @@ def test_rows_that_differ_in_their_picture_only_have_answers_of_their_own(projec
     sample_target.main()
     first, second = answers(project, "train").to_dicts()
     assert first["prompt_ids"] == second["prompt_ids"] and first["answer_ids"] != second["answer_ids"]
+
+
+def test_a_target_whose_images_no_later_stage_takes_is_not_sampled(project: Path) -> None:
+    """Bug: a class without positions on three axes answered all questions, and extract_hiddens refused the images then."""
+    found = project / "artifacts/target/target.json"
+    found.write_text(json.dumps({**json.loads(found.read_text()), "image_token_id": None}))
+    with pytest.raises(
+        ValueError, match=r"^sample_target: \d+ conversations of .* tiny has no positions on three axes"
+    ):
+        sample_target.main()

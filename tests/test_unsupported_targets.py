@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -144,6 +146,28 @@ def test_a_class_without_layers_where_hidden_states_are_taken_is_refused(
     pinned(tmp_path, monkeypatch, model)
     with pytest.raises(
         ValueError, match=r"mine: Llama4ForCausalLM\.get_decoder\(\) has no `layers`, expected the blocks"
+    ):
+        prepare_target.main()
+    assert not manifest.TARGET_FOLDER.exists()
+
+
+def test_a_class_whose_prompts_see_their_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: PaliGemma passed, since the last token of one block sees all others with and without a mask; hidden states of prompts
+    were those in front of an answer, which no server has when it drafts.
+    """
+    sight = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    text = LLAMA | {"model_type": "gemma", "head_dim": 8, "pad_token_id": 0}
+    config = PaliGemmaConfig(text_config=text, vision_config=sight, projection_dim=32, image_token_index=3)
+    pinned(tmp_path, monkeypatch, PaliGemmaForConditionalGeneration(config))
+    with pytest.raises(
+        ValueError,
+        match=r"mine: of PaliGemma\w+, tokens have other hidden states with tokens behind them .* another target",
     ):
         prepare_target.main()
     assert not manifest.TARGET_FOLDER.exists()

@@ -64,8 +64,14 @@ def is_mrope_interleaved(config: PretrainedConfig) -> bool:
     """Return whether this class assigns frequencies to the three axes interleaved (see `mrope`); few configs tell.
 
     Found by moving a token along one axis at a time in the class's own rotary module. Raises ValueError for any layout but
-    chunked and interleaved.
+    chunked and interleaved, and for a text model that transformers has no Auto class for (ERNIE 4.5 VL, PaddleOCR-VL).
     """
+    if type(config) not in AutoModel._model_mapping and "AutoModel" not in (getattr(config, "auto_map", None) or {}):
+        raise ValueError(
+            f"the target's text model ({type(config).__name__}) has positions on three axes (mrope_section) and no class among "
+            "transformers' AutoModel, expected one, by whose rotary module the axes are told apart, as Qwen2.5-VL and Qwen3-VL "
+            "have; such a model can't be a target yet"
+        )
     with torch.device("meta"):
         module = type(AutoModel.from_config(config).rotary_emb)
     moved = torch.eye(3, dtype=torch.int64)[:, None]  # [3, 1, 3]: token n moved along axis n

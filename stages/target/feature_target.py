@@ -79,9 +79,10 @@ class FeatureTarget:
         """Run the target over documents end to end, ids [N] on its device; return the image tokens' embeddings [M, H].
 
         Calls keep(part, [N, H]) as soon as a part is computed: those of the feature layers from 0 on, low to high, then the
-        last hidden state after the final norm.
+        last hidden state after the final norm. Raises ValueError where the class skips the block that a feature layer leaves.
         """
         embeddings: list[Tensor] = []
+        kept: set[int] = set()
 
         def keep_embeddings(embeds: Tensor, _positions: Tensor) -> None:
             assert inputs is not None
@@ -89,11 +90,17 @@ class FeatureTarget:
             embeddings.append(packed_forward.unpad_stream(embeds, lengths)[image_tokens])
 
         def keep_stream(part: int, stream: Tensor) -> None:
+            kept.add(part)
             keep(part, packed_forward.unpad_stream(stream, lengths))
 
         input_tap = hooks.tap_decoder_inputs(self.model, keep_embeddings) if inputs is not None else nullcontext()
         with hooks.tap_residual_streams(self.model, self.layers, keep_stream), input_tap:
             last = packed_forward.forward_documents(self.model, ids, lengths, self.supports_packing, inputs)
+        if missing := [layer for part, layer in enumerate(sorted(self.layers)) if part not in kept]:
+            raise ValueError(
+                f"{type(self.model).__name__} skipped the blocks before feature layers {missing}, expected each to run: their "
+                "residual streams would be stored as they were in memory. Take others: target.feature_layers"
+            )
         keep(len(self.layers), last)
         return embeddings[0] if embeddings else None
 

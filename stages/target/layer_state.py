@@ -11,8 +11,11 @@ def describe_other_state(config: PretrainedConfig) -> str | None:
     """Return which layers keep state other than keys and values of their own, None where none does.
 
     Such are linear attention and Mamba, with attention in the same layer or without, an index of keys (DeepSeek-V3.2), and
-    layers that read those of another. Rejected drafts can't be removed from a state that has summed them up.
+    layers that read those of another. Rejected drafts can't be removed from a state that has summed them up. Layers that attend
+    to an image alone (Mllama) are skipped for texts, and then keep nothing.
     """
+    if crossing := getattr(config.get_text_config(), "cross_attention_layers", None):
+        return f"{len(crossing)} of its {config.get_text_config().num_hidden_layers} layers (cross-attention to images)"
     layers = DynamicCache(config=config).layers
     other = Counter(type(layer).__name__ for layer in layers if type(layer).__name__ not in KEYS_AND_VALUES)
     return f"{other.total()} of its {len(layers)} layers ({', '.join(sorted(other))})" if other else None

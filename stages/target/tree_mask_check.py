@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from stages.target.layer_masks import build_layer_masks
 
+TOLERANCE = 1e-3  # in float32
 PREFIX, SIBLINGS = 8, 5  # tokens of the chain, and of the tree's nodes behind it
 
 
@@ -18,7 +19,8 @@ def explain_tree_mask_failure(model: PreTrainedModel) -> str | None:
 
     The engine gives all nodes of a tree in one pass, each with a mask of its ancestors and its depth as position. A class that
     mixes tokens without regard to the mask, or takes none, can't verify trees. A sliding window shorter than the prefix is in the
-    mask.
+    mask. Nor does one whose tokens, without a mask, attend to later ones: then a prompt alone has other hidden states than in
+    front of its answer.
     """
     decoder, size = model.get_decoder(), PREFIX + SIBLINGS
     rows = model.get_input_embeddings().weight.shape[0]
@@ -34,11 +36,18 @@ def explain_tree_mask_failure(model: PreTrainedModel) -> str | None:
     except Exception as error:  # any class may raise anything
         return f"its decoder takes no mask of a tree ({type(error).__name__}: {str(error)[:200]})"
     together: Tensor = out.last_hidden_state[0, PREFIX:].float()  # [N, H]
+    prefix, longer = (decoder(input_ids=ids[None, :end], use_cache=False).last_hidden_state for end in (PREFIX, size))
+    if (difference := _compare(longer[0, :PREFIX].float(), prefix[0].float())) >= TOLERANCE:
+        return f"tokens have other hidden states with tokens behind them than without (by {difference:.1%})"
     chains = [torch.cat([ids[:PREFIX], ids[n : n + 1]])[None] for n in range(PREFIX, size)]
     alone = torch.stack(
         [decoder(input_ids=chain, use_cache=False).last_hidden_state[0, -1].float() for chain in chains]
     )
-    difference = float(((together - alone).norm(dim=-1) / alone.norm(dim=-1)).median())
-    if difference < 1e-3:  # in float32; the median, since a router may flip for a token
+    if (difference := _compare(together, alone)) < TOLERANCE:
         return None
     return f"tokens of a tree have other hidden states than each alone (by {difference:.1%}), whatever the mask"
+
+
+def _compare(found: Tensor, expected: Tensor) -> float:
+    """Return the relative difference of hidden states [N, H]: the median of the tokens, since a router may flip for one."""
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MllamaConfig, MllamaForConditionalGeneration
 
 from stages.params.schema import load_params
 from stages.target import multimodal
 from stages.target.feature_target import FeatureTarget
 from tests.conftest import ROOT
 from tests.target import multimodal_documents
-from tests.target.test_target_forward import LENGTHS, V, every_class, manifest_of, saved
+from tests.target.test_target_forward import LENGTHS, TEXT, V, every_class, manifest_of, saved
 
 LAYERS = multimodal_documents.TAPPED
 
@@ -57,3 +58,22 @@ def test_pictures(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(found, torch.cat([e[key] for e in expected]), rtol=1e-4, atol=1e-5)
     seen = torch.cat([e["embeds"][i == multimodal_documents.TOKEN] for e, i in zip(expected, ids, strict=True)])
     torch.testing.assert_close(states.image_embeddings, seen, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_that_does_not_run_leaves_no_hidden_states() -> None:
+    """Bug: Mllama skips its blocks of cross-attention for texts, and what lay in memory was stored as their residual stream."""
+    text = TEXT | {
+        "cross_attention_layers": [3],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    sight = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
+        "image_size": 28, "vision_output_dim": 32, "intermediate_layers_indices": [0],
+    }  # fmt: skip
+    model = MllamaForConditionalGeneration(MllamaConfig(text_config=text, vision_config=sight)).eval()
+    ids = torch.randint(7, V, (9,))
+    assert FeatureTarget(model, [2, 3, 5], None).compute_hidden_states(ids, [9], None).features.shape == (9, 96)
+    with pytest.raises(
+        ValueError, match=r"MllamaForConditionalGeneration skipped the blocks before feature layers \[4\], expected"
+    ):
+        FeatureTarget(model, [2, 4, 5], None).compute_hidden_states(ids, [9], None)
