@@ -134,8 +134,9 @@ def write_splits(chunks: list[JudgedChunk], rows: pl.DataFrame, params: FixData)
     """Stream the rows into their tables; return the counts of the report. `rows` are all waiting rows with their fates."""
     dropped, first_dropped = count_dropped(chunks, rows)
     rows_in, split = sum(chunk.rows_in for chunk in chunks), Counter(rows.filter(IS_KEPT)["fate"].to_list())
+    if split.total():
+        check_dropped(rows_in, dropped, first_dropped, params)
     check_split(split, dropped, first_dropped, params)
-    check_dropped(rows_in, dropped, first_dropped, params)
     _write_tables(chunks, rows)
     verdicts = rows.filter(IS_KEPT)["verdict"]
     rules = verdicts.filter(verdicts != "clean").str.strip_prefix("repaired:").str.split(",").explode().value_counts()

@@ -183,8 +183,13 @@ def test_keep_prompts_as_the_target_would_be(project: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["transformers", "keep", "server"])
-def test_what_can_not_be_shown_is_dropped_and_counted(project: Path, backend: str) -> None:
-    """A broken picture, with the turns after it; a text that holds the picture's token; a picture in an answer."""
+def test_what_can_not_be_shown_is_dropped_and_counted(
+    project: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A broken picture, with the turns after it; a text that holds the picture's token; a picture in an answer.
+
+    Bug: broken pictures were counted, and none was named.
+    """
     use(project, backend, **ROWS | {"train_rows": None, "eval_rows": 1})
     table = pl.read_parquet("data/fixed/train.parquet")
     rows = table.to_dicts()
@@ -203,6 +208,8 @@ def test_what_can_not_be_shown_is_dropped_and_counted(project: Path, backend: st
         sample_target.main()
     found = report(project)
     assert found["dropped"] == {"image_in_answer": 1, "image_unreadable": 2, "picture_token_in_text": 1}
+    named = f"2 rows dropped as image_unreadable, the first: row {two[0]['id']}.0 (maps.jsonl, row {two[0]['source_row']}): "
+    assert f"{named}{two[0]['images'][0]} can't be decoded as an image (" in capsys.readouterr().out
     assert answers(project, "train")["id"].to_list() == [f"{two[1]['id']}.0", f"{two[1]['id']}.1", f"{one[2]['id']}.0"]
 
 

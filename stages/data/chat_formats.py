@@ -44,6 +44,8 @@ ORDER_OF_TURNS = (
 )
 TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
+# Types of content parts: OpenAI's of chat completions, and of responses.
+TEXT_PARTS, IMAGE_PARTS = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")
 ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
 # An optional system message, then turns: a question, tool calls each with their results, and an answer.
 TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
@@ -135,15 +137,15 @@ def parse_conversation(
         raise DroppedRowError("marked_error", str(row["error"]))
     turns = _find_turns(row, chat_format) if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
     assert turns is not None, chat_format
-    part_images: list[Any] = []
+    turn_images: list[Any] = []
     of = " of prompt and answer (fix_data.columns names their keys)" if chat_format == "prompt_answer" else ""
     parsed: list[ParsedTurn] = [
-        _parse_plain_turn(turn) or _parse_turn(turn, f"turn {number}{of}", part_images)
+        _parse_plain_turn(turn) or _parse_turn(turn, f"turn {number}{of}", turn_images)
         for number, turn in enumerate(turns, 1)
     ]
     own_turns = [*parsed]  # numbered in messages as in the row
     _insert_system_message(row, parsed)
-    given_images = [*enumerate(row_images.list_images(row) + part_images, 1)]  # numbered in messages as in the row
+    given_images = [*enumerate(row_images.order_images(row, turn_images), 1)]  # numbered in messages as in the row
     num_images = len(given_images)
     trimmed, given_images = _trim_dangling_turns(parsed, given_images) if trim else ({}, given_images)
     try:
@@ -163,6 +165,8 @@ def parse_conversation(
     if given_images:
         conversation.images = row_images.save_images(given_images, num_images, folder, save_image)
         row_images.check_image_count(given_images, (message["content"] for message in messages))
+    else:
+        row_images.check_lost_images(row, (message["content"] for message in messages))
     return conversation
 
 
@@ -248,11 +252,13 @@ def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
     role, text = (turn.get("from"), turn.get("value")) if "from" in turn else (turn.get("role"), turn.get("content"))
     if type(role) is not str or role not in ROLE_NAMES or type(text) is not str or not text.isascii():
         return None
+    if IMAGE_PLACEHOLDER in text:
+        return None
     return {"role": ROLE_NAMES[role], "content": text}, None, None
 
 
-def _parse_turn(turn: Any, name: str, part_images: list[Any]) -> ParsedTurn:
-    """Return the message with its calls and reasoning; append images among its parts to `part_images`."""
+def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
+    """Return the message with its calls and reasoning; append its places of images to `turn_images` (`order_images`)."""
     if not isinstance(turn, dict):
         raise DroppedRowError(
             "not_text", f"{name} is {describe_value(turn)}", f"an object with role and content; {NO_TURN_MAP}"
@@ -263,7 +269,9 @@ def _parse_turn(turn: Any, name: str, part_images: list[Any]) -> ParsedTurn:
     if text is None and calls is not None:
         text = ""
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
-        text = "".join(_parse_content_part(part, part_images, name) for part in text)
+        text = "".join(_parse_content_part(part, turn_images, name) for part in text)
+    elif isinstance(text, str):
+        turn_images += [row_images.PLACE_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
     if text is None:
         has_null = "content" in turn or "value" in turn
         elsewhere = any(isinstance(value, str) for key, value in turn.items() if key not in ("role", "from"))
@@ -310,19 +318,20 @@ def _describe_lack(name: str, turn: dict[str, Any], wanted: tuple[str, ...]) -> 
     )
 
 
-def _parse_content_part(part: dict[str, Any], part_images: list[Any], name: str) -> str:
+def _parse_content_part(part: dict[str, Any], turn_images: list[Any], name: str) -> str:
     """Return the text of one of OpenAI's content parts: of an image, the placeholder. `name` is the turn's, for messages."""
-    if part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    if part.get("type") in ("image_url", "image", "input_image"):
+    if part.get("type") in TEXT_PARTS and isinstance(text := part.get("text"), str):
+        turn_images += [row_images.PLACE_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
+        return text
+    if part.get("type") in IMAGE_PARTS:
         link = part.get("image_url") or part.get("image") or part.get("path")
-        part_images.append(link.get("url") or link if isinstance(link, dict) else link)
+        turn_images.append(link.get("url") or link if isinstance(link, dict) else link)
         return IMAGE_PLACEHOLDER
     kind = json_lines.abbreviate_row(part.get("type"))
     raise DroppedRowError(
         "unknown_part",
         f"{name} has a part of the type {kind}",
-        "parts of the types text, image_url, image or input_image",
+        f"parts of the types {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}",
     )
 
 

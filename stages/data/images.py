@@ -13,6 +13,7 @@ import os
 import re
 import struct
 import threading
+import warnings
 from pathlib import Path
 
 from PIL import Image
@@ -67,7 +68,10 @@ def is_too_large(data: bytes) -> bool:
     False for bytes that Pillow can't read: the stage that decodes them reports why.
     """
     try:
-        with Image.open(io.BytesIO(data)) as file:
+        with (
+            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
+            Image.open(io.BytesIO(data)) as file,
+        ):
             return file.width * file.height > MAX_PIXELS
     except Image.DecompressionBombError:  # over Pillow's own limit
         return True

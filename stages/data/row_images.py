@@ -13,7 +13,11 @@ from stages.data.conversations import IMAGE_PLACEHOLDER
 from stages.data.dropped_row import DroppedRowError
 from stages.data.json_values import describe_value, is_text
 
+IMAGE_KEYS = ("images", "image")  # of a row
 GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has
+PLACE_IN_TEXT = (
+    object()
+)  # a mark IMAGE_PLACEHOLDER in a text, in a list of the images of turns: the image is elsewhere in the row
 SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 # What images must be, for messages.
@@ -36,6 +40,25 @@ def list_images(row: dict[str, Any]) -> list[Any]:
     return [] if given is None else given if isinstance(given, list) else [given]
 
 
+def order_images(row: dict[str, Any], turn_images: list[Any]) -> list[Any]:
+    """Return the images of a row, each as it is given, in the order of their places in the turns.
+
+    `turn_images` has for each place what a part of a content holds, None for a part without an image (as TRL's
+    `{"type": "image"}`), or PLACE_IN_TEXT. Places without an image take those under the row's own keys, in turn. Where these
+    are more or fewer, they come first, and `check_image_count` tells.
+    """
+    own = list_images(row)
+    if sum(image is None or image is PLACE_IN_TEXT for image in turn_images) == len(own):
+        left = iter(own)
+        return [next(left) if image is None or image is PLACE_IN_TEXT else image for image in turn_images]
+    if own and (parts := turn_images.count(None)):
+        found = f"{len(own)} image(s) under its own key, {parts} part(s) of the type image without one"
+        if marks := turn_images.count(PLACE_IN_TEXT):
+            found += f" and {marks} mark(s) {IMAGE_PLACEHOLDER} in texts"
+        raise DroppedRowError("image_count", found, "as many of these as images under images or image")
+    return own + [image for image in turn_images if image is not PLACE_IN_TEXT]
+
+
 def save_images(given: list[GivenImage], num_images: int, folder: str | None, save_image: SaveImage) -> list[str]:
     """Save the images by their content and return the paths. `num_images` is how many the row has, for messages.
 
@@ -51,6 +74,19 @@ def check_image_count(given: list[GivenImage], texts: Iterable[str]) -> None:
         counted = _name_image(f"{len(given)} image(s), the first", given[0][1])
         found = f"{counted} and {marks} mark(s) {IMAGE_PLACEHOLDER} in the turns"
         raise DroppedRowError("image_count", found, MARK_OF_IMAGE)
+
+
+def check_lost_images(row: dict[str, Any], texts: Iterable[str]) -> None:
+    """Raise DroppedRowError where a row without an image has a key for images, and its texts have marks of some.
+
+    Without such a key the text speaks of a mark.
+    """
+    keys = [key for key in IMAGE_KEYS if key in row]
+    if keys and (marks := sum(text.count(IMAGE_PLACEHOLDER) for text in texts)):
+        found = f"no image under {' and '.join(keys)}, and {marks} mark(s) {IMAGE_PLACEHOLDER} in the turns"
+        raise DroppedRowError(
+            "image_count", found, "an image for each mark: without it the answer is to another question"
+        )
 
 
 def _save_image(image: Any, place: str, folder: str | None, save_image: SaveImage) -> str:
@@ -100,6 +136,8 @@ def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
     if not isinstance(path, str):
         raise DroppedRowError("image_missing", f"{place} is {describe_value(image)}", IMAGE_FORM)
     name = _name_image(place, path)
+    if not path.strip():
+        raise DroppedRowError("image_missing", f"{place} is an empty text", f"{IMAGE_FORM}; null where there is none")
     if not is_text(path) or "\0" in path:
         raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):

@@ -28,11 +28,10 @@ class SamplingContext:
 
     def check_usable(self, request: TargetRequest) -> None:
         """Decode the request's images. Raises UnusableRequestError where it can't be sampled."""
-        problem = request.unusable_reason or self.encoder.explain_image_problem(
-            request.messages[: request.answer_index + 1], request.images
-        )
-        if problem:
-            raise UnusableRequestError(problem)
+        if request.unusable_reason:
+            raise UnusableRequestError(request.unusable_reason)
+        if problem := self.encoder.explain_image_problem(request.messages[: request.answer_index + 1], request.images):
+            raise UnusableRequestError(*problem)
 
     def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a request's prompt, the conversation `history`. Raises UnusableRequestError where it has none."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.data import chat_formats
+from stages.data import chat_formats, row_images
 from stages.data.dropped_row import DroppedRowError
 from tests.data.test_chat_formats import PLAIN, SAY, read, save_file_only
 from tests.data.test_images import png_of
@@ -43,6 +43,8 @@ def test_images_by_path(tmp_path: Path) -> None:
         (parts("x" * 5000), "image_missing"),
         (parts(None), "image_missing"),
         ({"messages": PLAIN, "images": ["sky.png"]}, "image_count"),
+        ({"messages": [{**PLAIN[0], "content": "<image>?"}, PLAIN[1]], "images": []}, "image_count"),
+        ({"messages": [{**PLAIN[0], "content": [{"type": "image"}] * 2}, PLAIN[1]], "image": "sky.png"}, "image_count"),
     ],
 )
 def test_a_row_that_is_dropped_by_its_images(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
@@ -75,6 +77,7 @@ FILE = "a file; a relative path starts at the data file's folder"
         ({"messages": PLAIN, "image": b""}, "image 1 of 1 has 0 bytes", "PNG"),
         ({"messages": PLAIN, "images": [{"bytes": png_of(8193, 8192), "path": "sky.png"}]},
          "image 1 of 1, 'sky.png', has more than 67,108,864 pixels", "a smaller one"),
+        ({"messages": PLAIN, "image": " "}, "image 1 of 1 is an empty text", "a path, bytes or a data: URL; null where"),
         ({"messages": PLAIN, "images": ["sky.png"]}, "1 image(s), the first, 'sky.png', and 0 mark(s) <image> in the turns",
          "a mark <image> for each image"),
         ({"messages": [{**PLAIN[0], "content": "<image>" * 3}, PLAIN[1]], "images": ["sky.png", "sky.png", "b.png"]},
@@ -108,3 +111,32 @@ def test_images_are_numbered_as_in_the_row_where_turns_are_cut_off() -> None:
     with pytest.raises(DroppedRowError, match="image_missing") as dropped:
         chat_formats.parse_conversation({"messages": turns}, "messages", "data", save_file_only, trim=True)
     assert dropped.value.found == "image 2 of 2, 'data/nowhere.png', is no file here"
+
+
+def test_images_are_in_the_order_of_their_places() -> None:
+    """Bug: those under the row's own key came first, also where a part of an earlier turn has its own."""
+
+    def ask(content: Any) -> dict[str, Any]:
+        return {"role": "user", "content": content}
+
+    given = {"type": "image", "image": "/first.png"}
+    text = {"type": "input_text", "text": "and <image>?"}
+    turns = [ask([given]), PLAIN[1], ask("<image>?"), PLAIN[1], ask([text, {"type": "image"}, given]), PLAIN[1]]
+    row = {"messages": turns, "images": ["/a.png", "/b.png", "/c.png"]}
+    found = row_images.order_images(
+        row, [given["image"], row_images.PLACE_IN_TEXT, row_images.PLACE_IN_TEXT, None, "/d.png"]
+    )
+    assert found == ["/first.png", "/a.png", "/b.png", "/c.png", "/d.png"]
+    with pytest.raises(DroppedRowError, match="image_missing") as dropped:
+        read(row)
+    assert dropped.value.found == "image 1 of 5, '/first.png', is no file here"
+    row = {"messages": turns, "images": [str(Path(__file__)), "/b.png", "/c.png"]}
+    turns[0]["content"] = [given | {"image": str(Path(__file__))}]
+    with pytest.raises(DroppedRowError, match="image_missing") as dropped:
+        read(row)
+    assert dropped.value.found == "image 3 of 5, '/b.png', is no file here"
+
+
+def test_a_mark_in_a_text_without_a_key_for_images_is_a_text() -> None:
+    row = {"messages": [{**PLAIN[0], "content": "What is <image> in HTML?"}, PLAIN[1]]}
+    assert read(row).images is None

@@ -99,7 +99,6 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
     assert fix_data.IMAGES_FOLDER.is_dir() and not list(fix_data.IMAGES_FOLDER.iterdir())  # the old ones are gone
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path) -> None:
     """Bug: such an image, of half a megabyte, took 2.6 GB of memory in every later stage."""
     folder = Path("data/seen")
@@ -140,3 +139,45 @@ def test_another_image_under_the_same_name_changes_the_rows(home: Path) -> None:
         assert [file.as_posix() for file in fix_data.IMAGES_FOLDER.iterdir()] == [image]
         found.append(image)
     assert len(set(found)) == 3
+
+
+def test_images_of_parts_that_hold_none_are_those_of_the_row(home: Path) -> None:
+    """Bug: rows of the Hub's vision datasets, as TRL has them, were all dropped, as image 2 of 2 is null; and the message was on
+    eval_share.
+    """
+    folder = Path("data/seen")
+    folder.mkdir()
+
+    def ask(n: int, count: int) -> list[dict[str, Any]]:
+        image, text = {"type": "image", "text": None}, {"type": "text", "text": f"Which {n}?"}
+        return [
+            {"role": "user", "content": [image] * count + [text]},
+            {"role": "assistant", "content": [{"type": "text", "text": "This."}]},
+        ]
+
+    def write(parts: int) -> None:
+        images = [[{"bytes": png(n), "path": None}, {"bytes": png(100), "path": None}] for n in range(40)]
+        rows = {"images": images, "messages": [ask(n, parts) for n in range(40)]}
+        pl.DataFrame(rows).write_parquet(folder / "a.parquet")
+
+    write(2)
+    set_lines(raw="data/seen")
+    train, evaluation, report = outcome()
+    assert report["clean"] == 40 and train["messages"][0][0]["content"].startswith("<image><image>Which")
+    for split in (train, evaluation):
+        for row, names in split.select("source_row", "images").iter_rows():
+            assert [Path(name).read_bytes() for name in names] == [png(row), png(100)]
+    write(1)
+    found = r"2 image\(s\) under its own key, 1 part\(s\) of the type image without one, expected as many of these as"
+    with pytest.raises(ValueError, match=rf"found none \(image_count 40\); first a\.parquet, row 0: {found}"):
+        fix_data.main()
+
+
+def test_the_first_message_is_on_dropped_rows_and_not_on_a_split_that_they_empty(home: Path) -> None:
+    """Bug: with one row of forty left, the advice was to raise eval_share."""
+    lost = [{"prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": None} for n in range(39)]
+    write_raw([*pairs(1), *lost])
+    set_lines(eval_share="0.01")
+    found = "no image under image, and 1 mark\\(s\\) <image> in the turns, expected an image for each mark"
+    with pytest.raises(ValueError, match=rf"39 of 40 rows .* are dropped, (.|\n)* image_count 39, .*{found}"):
+        fix_data.main()
