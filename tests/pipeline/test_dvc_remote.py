@@ -179,7 +179,7 @@ def test_an_archive_that_would_write_elsewhere_is_refused(
         archive.addfile(about)
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
-    with pytest.raises(ValueError, match="which no run packs"):
+    with pytest.raises(ValueError, match="which aerie never uploads"):
         dvc_remote._unpack_files(tmp_path / "files.tar.gz")
     assert not list(Path().iterdir()) and not (tmp_path / "out.txt").exists()
 
