@@ -85,7 +85,10 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
 def _load_image_processor(
     p: schema.Params, target: manifest.TargetManifest, folder: Path
 ) -> vision.CachedImageProcessor | None:
-    """Return the target's image processor where the data has images. Raises ValueError where the target takes none here."""
+    """Return the image processor of a target whose images are supported: of texts it tells those that hold the image token.
+
+    Raises ValueError where the data has images and the target takes none here.
+    """
     for path in (FIXED_FOLDER / "train.parquet", FIXED_FOLDER / "eval.parquet"):
         images = conversations.count_with_images(path, "fix_data")
         if images and target.modality == "text":
@@ -101,9 +104,7 @@ def _load_image_processor(
                 "such classes only (docs/hiddens.md, Images). Name data without images in fix_data.raw: its drafts learn from "
                 "texts alone; or take another target.model"
             )
-        if images:
-            return vision.CachedImageProcessor(folder, p.target.trust_remote_code)
-    return None
+    return None if target.image_token_id is None else vision.CachedImageProcessor(folder, p.target.trust_remote_code)
 
 
 def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[SampledSplit]:

@@ -276,3 +276,19 @@ def test_a_target_whose_images_no_later_stage_takes_is_not_sampled(project: Path
         ValueError, match=r"^sample_target: \d+ conversations of .* tiny has no positions on three axes"
     ):
         sample_target.main()
+
+
+def test_a_text_that_holds_the_pictures_token_is_dropped_where_no_row_has_pictures(project: Path) -> None:
+    """Bug: it was sampled, and extract_hiddens stopped on it, with the advice to sample it again."""
+    for split in ("train", "eval"):
+        path = f"data/fixed/{split}.parquet"
+        table = pl.read_parquet(path)
+        rows = [row | {"images": None} for row in table.to_dicts()[:4]]
+        for row in rows:
+            row["messages"] = [m | {"content": m["content"].replace("<image>", "")} for m in row["messages"]]
+        rows[1]["messages"][0]["content"] += PAD
+        pl.DataFrame(rows, schema=table.schema).write_parquet(path)
+    sample_target.main()
+    dropped = report(project)["dropped"]
+    assert dropped.pop("picture_token_in_text") >= 2 and set(dropped) <= {"picture_token_in_answer"}
+    assert answers(project, "train").height > 0

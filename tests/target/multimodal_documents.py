@@ -10,10 +10,13 @@ from stages.target import hooks, loading, multimodal, packed_forward
 from stages.target.vision import ImagePatches
 from tests.target.test_target_forward import LAYERS, SIGHT, saved
 
-CLASSES = ["qwen3 vl", "qwen3 vl moe", "qwen2.5 vl"]
+CLASSES = ["qwen3 vl", "qwen3 vl moe", "qwen2.5 vl", "qwen2 vl"]
 TOKEN, START, END = 90, 92, 93
 MERGE = SIGHT["spatial_merge_size"]
-LAYOUT = {"qwen3 vl": [0, 1, 2, 0], "qwen3 vl moe": [0, 1, 2, 0], "qwen2.5 vl": [0, 0, 1, 2]}  # of sections [2, 1, 1]
+CHUNKED, INTERLEAVED = [0, 0, 1, 2], [0, 1, 2, 0]
+LAYOUT = {  # of sections [2, 1, 1]
+    "qwen3 vl": INTERLEAVED, "qwen3 vl moe": INTERLEAVED, "qwen2.5 vl": CHUNKED, "qwen2 vl": CHUNKED,
+}  # fmt: skip
 TAPPED = [2, LAYERS // 2, LAYERS - 3]
 # Rows and columns of pieces of each picture of a document, the text's lengths before, between and after them.
 DOCUMENTS: list[tuple[list[tuple[int, int]], list[int]]] = [

@@ -23,6 +23,7 @@ from stages.training import ttt
 from tests.target.multimodal_documents import (
     CLASSES,
     DOCUMENTS,
+    INTERLEAVED,
     LAYOUT,
     TAPPED,
     TOKEN,
@@ -137,7 +138,7 @@ def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None
     for mine, theirs in zip(found, (cos, sin), strict=True):
         torch.testing.assert_close(mine[:, 0], theirs[0, :, : made.head_dim // 2])
     assert draft.frequency_axes is not None and draft.frequency_axes.tolist() == LAYOUT[name]
-    assert made.rope["mrope_interleaved"] == (name != "qwen2.5 vl")
+    assert made.rope["mrope_interleaved"] == (LAYOUT[name] == INTERLEAVED)
     assert made.image_token_id == TOKEN
 
 

@@ -69,6 +69,7 @@ CLASSES = {
     ),
     "qwen3 vl": lambda tied: seeing("Qwen3VLConfig", tied, DEEPSTACK, head_dim=8),
     "qwen3 vl moe": lambda tied: seeing("Qwen3VLMoeConfig", tied, DEEPSTACK, head_dim=8, **EXPERTS),
+    "qwen2 vl": lambda tied: seeing("Qwen2VLConfig", tied, {"embed_dim": 16, "hidden_size": H, "mlp_ratio": 2}),
     "qwen2.5 vl": lambda tied: seeing("Qwen2_5_VLConfig", tied, {"fullatt_block_indexes": [1], "window_size": 16}),
 }  # fmt: skip
 every_class = pytest.mark.parametrize("name", CLASSES)
