@@ -27,6 +27,9 @@ MAGIC_PATTERNS = {
 }
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
+warnings.simplefilter(
+    "ignore", Image.DecompressionBombWarning
+)  # `is_too_large` tells; catch_warnings is not for threads
 
 
 def decode_data_url(url: str) -> bytes | None:
@@ -69,6 +72,7 @@ def is_too_large(data: bytes) -> bool:
     """
     try:
         with (
+            _warnings_lock,
             warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
             Image.open(io.BytesIO(data)) as file,
         ):
