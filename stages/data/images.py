@@ -27,9 +27,7 @@ MAGIC_PATTERNS = {
 }
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
-warnings.simplefilter(
-    "ignore", Image.DecompressionBombWarning
-)  # `is_too_large` tells; catch_warnings is not for threads
+_warnings_lock = threading.Lock()  # warnings.catch_warnings restores what it found, for all threads
 
 
 def decode_data_url(url: str) -> bytes | None:
