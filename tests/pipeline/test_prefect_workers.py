@@ -40,6 +40,14 @@ n = sys.argv[1]
 pathlib.Path("results/cells").mkdir(parents=True, exist_ok=True)
 pathlib.Path("results/cells", n + ".csv").write_text(pathlib.Path("first.csv").read_text() + n + "\\n")
 """
+# Waits until all cells have begun, so that no worker takes two of them because another one is slow.
+MEETS = f"""
+begun = pathlib.Path({{folder!r}})
+(begun / n).touch()
+until = time.time() + 60
+while len(list(begun.iterdir())) < {CELLS} and time.time() < until:
+    time.sleep(0.05)
+"""
 SLEEPS = """
 beside = pathlib.Path({printed!r})
 if not (beside / "awake").exists():
@@ -180,9 +188,16 @@ def test_without_a_worker_the_run_says_what_to_start(wide: Wide) -> None:
 
 def test_cells_of_two_workers_leave_the_lock_file_of_a_run_in_a_row(wide: Wide) -> None:
     wide.two_workers()
-    serial = wide.root / "serial"
+    serial, begun = wide.root / "serial", wide.root / "begun"
+    begun.mkdir()
+    for n in range(1, CELLS + 1):
+        wide.cell(wide.project, n, MEETS.format(folder=str(begun)))
+        (begun / str(n)).touch()
+    wide.project.commit()
     shutil.copytree(wide.project.root, serial)
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=serial, check=True)
+    for file in begun.iterdir():
+        file.unlink()
     run = wide.run()
     state = wide.ended(run)
     assert state["message"] == f"{CELLS + 3} stages: {CELLS + 3} ran", wide.messages(run)
