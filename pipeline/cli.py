@@ -1,8 +1,7 @@
 """The command line: `aerie COMMAND`, the same as `python -m pipeline COMMAND`.
 
-Each command calls one function of `pipeline`, or replaces this process by a module of it or of
-`stages` (preview, launch). Commands import what they
-need when they run: importing typer takes 0.05 s, Prefect 1 s, and torch is never imported.
+Each command calls one function of `pipeline`, or replaces this process by a module of it or of `stages` (preview, launch).
+Commands import what they need when they run: importing typer takes 0.05 s, Prefect 1 s, and torch is never imported.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the report's tests would make again for every page from the same input: plots, templates and read publications.
+"""What the report's tests would otherwise compute for every page from the same input: plots, templates and read publications.
 
 A plot is kept by all that it is drawn from, so a test that changes the data gets its own.
 """

@@ -155,7 +155,7 @@ def test_the_torch_engine_draws_what_transformers_draws(
 
 
 def test_margins_are_of_the_targets_own_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the margin of two answers that part, by which rounding is told from a defect, was that of unscaled logits."""
+    """Bug: the margin where two answers differ, which tells rounding from a defect, was computed from unscaled logits."""
     folder = prepare(tmp_path, monkeypatch)
     model = loading.load_target(str(folder), "float32", "cpu")
     first, second = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].topk(2).values.tolist()

@@ -66,7 +66,7 @@ def test_a_target_that_the_torch_engine_cannot_decode_is_refused_before_sampling
 def test_a_window_shorter_than_what_is_decoded_is_told_before_sampling_where_masks_may_not_reach_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a class that does not run with one block, and so is not compared. Others are decoded beyond their window."""
+    """A window is refused for a class that does not run with one block, and so is not compared; others decode beyond it."""
     pinned(tmp_path, monkeypatch, MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=100)))
     prepare_target.main()
 
