@@ -169,7 +169,7 @@ def _prepare_run(
     params = load_params()
     run_names.tag_run(run_names.list_tags(params, recipe))
     commands.check_run_params()
-    hosts = stack.enter_context(dispatch.open_hosts(params.schedule))
+    hosts = stack.enter_context(dispatch.open_hosts(params.schedule, get_run_logger().info))
     graph, pool = plan_run(params)
     return PreparedRun(name, root, change is not None, held, graph, pool, hosts)
 

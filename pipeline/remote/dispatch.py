@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 from uuid import UUID
 
 from httpx import HTTPError
 from prefect import get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, WorkerStatus
+from prefect.client.schemas.objects import FlowRun, Worker, WorkerStatus
 from prefect.runtime import task_run
 from prefect.states import Crashed, State
 
@@ -27,6 +28,8 @@ POOL = "aerie-stages"
 DEPLOYMENT = "stage/stage"  # in prefect.yaml
 POLL_RUNS_S = 1.0  # one request for all runs
 POLL_WORKERS_S = 10.0
+HEARTBEAT_WAIT_S = 30.0  # for a worker that was online shortly before: it starts again, or its host is busy
+RECENT_HEARTBEAT_S = 600.0
 START_TIMEOUT_S = 180.0  # from a worker's claim of a run to the run's start; a host under load takes some ten seconds
 TRANSIENT_STATE = "FailedForNow"  # of a stage on another host, if its log says that another attempt may succeed
 PAGE_SIZE = 200  # most runs that one answer of the server holds
@@ -45,14 +48,14 @@ class RemoteHosts(Protocol):
 
 
 @contextmanager
-def open_hosts(rules: Schedule) -> Iterator[RemoteHosts | None]:
+def open_hosts(rules: Schedule, log: Callable[[str], object]) -> Iterator[RemoteHosts | None]:
     """Connect to the hosts of schedule.runner, None for local. Raises ValueError if there are none, or no DVC remote."""
     if rules.runner == "local":
         yield None
         return
     dvc_remote.check_remote()
     if rules.runner == "workers":
-        yield PoolWorkers()
+        yield PoolWorkers(log)
         return
     try:
         from pipeline.remote.ray_cluster import RayCluster
@@ -86,12 +89,12 @@ def run_remotely(
 class PoolWorkers:
     """Workers of the Prefect pool, for which each stage is a flow run. One thread at a time polls the state of all runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Callable[[str], object]) -> None:
         """Look for workers. Raises ValueError if none is online."""
         deployments.deploy_stage()
         with get_client(sync_client=True) as client:
-            online = [one for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.ONLINE]
-        if not online:
+            found = wait_for_worker(lambda: client.read_workers_for_work_pool(POOL), log)
+        if not found:
             raise ValueError(
                 f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one on each "
                 "host, `make worker` in a checkout there, or write local"
@@ -179,6 +182,24 @@ class PoolWorkers:
             if lost:
                 crashed: Any = Crashed(message=f"nothing is heard of {_get_worker_name(run)}")
                 client.set_flow_run_state(run.id, crashed, force=True)
+
+
+def wait_for_worker(read_workers: Callable[[], list[Worker]], log: Callable[[str], object]) -> bool:
+    """Return whether a worker is online, after up to HEARTBEAT_WAIT_S if one was heard of in the last RECENT_HEARTBEAT_S."""
+    until: float | None = None
+    while True:
+        workers = read_workers()
+        if any(worker.status == WorkerStatus.ONLINE for worker in workers):
+            return True
+        earliest = datetime.now(UTC) - timedelta(seconds=RECENT_HEARTBEAT_S)
+        recent = [one.name for one in workers if one.last_heartbeat_time and one.last_heartbeat_time > earliest]
+        if not recent or (until and time.monotonic() > until):
+            return False
+        if until is None:
+            until = time.monotonic() + HEARTBEAT_WAIT_S
+            log(f"waiting up to {HEARTBEAT_WAIT_S:.0f} s for a heartbeat of {', '.join(recent)}, online shortly before")
+        if not processes.wait_before_retry(POLL_RUNS_S):
+            return False
 
 
 def check_completed(subject: str, state: State[Any]) -> None:

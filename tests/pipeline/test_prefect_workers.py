@@ -223,7 +223,7 @@ def test_a_stage_that_ran_on_any_host_does_not_run_again(wide: Wide) -> None:
     shutil.rmtree(wide.project.root / "results")
     (wide.project.root / "dvc.lock").unlink(missing_ok=True)
     run = wide.run()
-    assert wide.ended(run)["type"] == "COMPLETED"
+    assert wide.ended(run)["type"] == "COMPLETED", wide.messages(run)
     assert wide.sent(run) == []
     assert (wide.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
 

@@ -95,7 +95,7 @@ def test_a_run_by_prefect_makes_the_checks_of_a_run_here(
     monkeypatch.setattr(flows.run_names, "rename_run", lambda name: name)
     monkeypatch.setattr(flows.run_names, "tag_run", lambda tags: None)
     monkeypatch.setattr(flows, "get_run_logger", lambda: logging.getLogger("test"))
-    monkeypatch.setattr(flows.dispatch, "open_hosts", lambda _: pytest.fail("hosts were asked"))
+    monkeypatch.setattr(flows.dispatch, "open_hosts", lambda *_: pytest.fail("hosts were asked"))
     with (
         contextlib.ExitStack() as stack,
         pytest.raises(ValueError, match=re.escape(str(error.value))),
