@@ -15,9 +15,8 @@ from stages.data.json_values import describe_value, is_text
 
 IMAGE_KEYS = ("images", "image")  # of a row
 GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has
-PLACE_IN_TEXT = (
-    object()
-)  # a mark IMAGE_PLACEHOLDER in a text, in a list of the images of turns: the image is elsewhere in the row
+# A mark IMAGE_PLACEHOLDER in a text, in a list of the images of turns: the image is elsewhere in the row.
+PLACE_IN_TEXT = object()
 SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 # What images must be, for messages.
@@ -48,9 +47,10 @@ def order_images(row: dict[str, Any], turn_images: list[Any]) -> list[Any]:
     are more or fewer, they come first, and `check_image_count` tells.
     """
     own = list_images(row)
-    if sum(image is None or image is PLACE_IN_TEXT for image in turn_images) == len(own):
+    lacks_image = [image is None or image is PLACE_IN_TEXT for image in turn_images]
+    if sum(lacks_image) == len(own):
         left = iter(own)
-        return [next(left) if image is None or image is PLACE_IN_TEXT else image for image in turn_images]
+        return [next(left) if lacks else image for image, lacks in zip(turn_images, lacks_image, strict=True)]
     if own and (parts := turn_images.count(None)):
         found = f"{len(own)} image(s) under its own key, {parts} part(s) of the type image without one"
         if marks := turn_images.count(PLACE_IN_TEXT):
@@ -137,7 +137,7 @@ def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
         raise DroppedRowError("image_missing", f"{place} is {describe_value(image)}", IMAGE_FORM)
     name = _name_image(place, path)
     if not path.strip():
-        raise DroppedRowError("image_missing", f"{place} is an empty text", f"{IMAGE_FORM}; null where there is none")
+        raise DroppedRowError("image_missing", f"{place} is an empty path", f"{IMAGE_FORM}; null where there is none")
     if not is_text(path) or "\0" in path:
         raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):

@@ -1,4 +1,4 @@
-"""The page's part on trees, made from replays: which trees are worth their width, and what happens inside some of them.
+"""The page's part on trees, made from replays: which trees are worth their draft tokens, and what happens inside some of them.
 
 docs/metrics.md and docs/trees.md define the figures of replayed trees and of the buckets of traced ones.
 """
@@ -145,7 +145,7 @@ def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedT
 
 
 def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
-    """Return the trees whose tau no tree of as few or fewer draft tokens reaches, by width."""
+    """Return the trees whose tau no tree of as few or fewer draft tokens reaches, by num_draft_tokens."""
     found: list[ReplayedTree] = []
     for tree in sorted(trees, key=lambda t: (t.num_draft_tokens, -t.tau)):
         if not found or tree.tau > found[-1].tau:
@@ -154,7 +154,7 @@ def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:
 
 
 def thin_front(front: list[ReplayedTree]) -> list[ReplayedTree]:
-    """Return at most MAX_NAMED_TREES of the front, as far apart in width as possible, the widest among them."""
+    """Return at most MAX_NAMED_TREES of the front, as far apart in num_draft_tokens as possible, the largest among them."""
     if len(front) <= MAX_NAMED_TREES:
         return front
     gap = (front[-1].num_draft_tokens - front[0].num_draft_tokens) / (MAX_NAMED_TREES - 1)

@@ -77,7 +77,7 @@ FILE = "a file; a relative path starts at the data file's folder"
         ({"messages": PLAIN, "image": b""}, "image 1 of 1 has 0 bytes", "PNG"),
         ({"messages": PLAIN, "images": [{"bytes": png_of(8193, 8192), "path": "sky.png"}]},
          "image 1 of 1, 'sky.png', has more than 67,108,864 pixels", "a smaller one"),
-        ({"messages": PLAIN, "image": " "}, "image 1 of 1 is an empty text", "a path, bytes or a data: URL; null where"),
+        ({"messages": PLAIN, "image": " "}, "image 1 of 1 is an empty path", "a path, bytes or a data: URL; null where"),
         ({"messages": PLAIN, "images": ["sky.png"]}, "1 image(s), the first, 'sky.png', and 0 mark(s) <image> in the turns",
          "a mark <image> for each image"),
         ({"messages": [{**PLAIN[0], "content": "<image>" * 3}, PLAIN[1]], "images": ["sky.png", "sky.png", "b.png"]},
