@@ -21,7 +21,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft
 from stages.training import attention_mask, block_training, ttt
 from stages.training.block_training import OBJECTIVES, BlockTrainingObjective
-from stages.training.packed_rows import PackPlace
+from stages.training.packed_rows import PackIndex
 
 H, V, D, STEPS = 512, 2000, 1500, 7
 BLOCK_DRAFTS: tuple[tuple[str, int, dict[str, Any]], ...] = (  # method, block_size and the sizes of its own
@@ -85,7 +85,7 @@ def compare_block_drafts(
         )  # fmt: skip
         draft = BlockDraft(config)
         objective = BlockTrainingObjective(config.num_drafts, 100, 0, OBJECTIVES[method])
-        pack = objective.build_pack(rows, PackPlace(0, 0, 0), pinned=False)
+        pack = objective.build_pack(rows, PackIndex(0, 0, 0), pinned=False)
         reference = learn_block(draft, pack, embedding, head, objective)
         for dtype in dtypes:
             there = BlockDraft(config)

@@ -16,7 +16,7 @@ from stages.draft.block_draft import BlockDraft, BlockDraftConfig
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.training.block_training import BlockPack, BlockTrainingObjective
-from stages.training.packed_rows import PackPlace, PackRow
+from stages.training.packed_rows import PackIndex, PackRow
 from stages.training.packs import plan_epoch
 from stages.training.trainer import Trainer
 
@@ -32,13 +32,13 @@ class CountedObjective(BlockTrainingObjective):
 
     built: list[tuple[int, BlockWork]] = field(default_factory=list, compare=False)  # with its epoch
 
-    def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
-        pack = super().build_pack(rows, place, pinned)
+    def build_pack(self, rows: Sequence[PackRow], pack_index: PackIndex, pinned: bool) -> BlockPack:
+        pack = super().build_pack(rows, pack_index, pinned)
         size = BLOCK_SIZES["dspark" if self.loss.confidence else "dflash"]  # dflash2 has that of dflash
         seen = int(pack.position[pack.anchors].sum())  # context tokens, by all blocks
         blocks, drafts = len(pack.anchors), sum(pack.supervised_per_step)
         work = BlockWork(len(pack.ids), blocks, drafts, size * (seen + blocks * size))
-        self.built.append((place.epoch, work))
+        self.built.append((pack_index.epoch, work))
         return pack
 
 

@@ -28,7 +28,7 @@ from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
 from stages.training import block_training
 from stages.training.block_training import BlockTrainingObjective
-from stages.training.packed_rows import PackPlace
+from stages.training.packed_rows import PackIndex
 from stages.training.packs import PackLoader, plan_epoch
 from stages.training.trainer import Trainer, TrainingProgress
 from tests.conftest import edit_params
@@ -224,7 +224,7 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(taught: Path, met
         assert (found - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
-def test_anchors_are_of_a_packs_place_whoever_builds_it(taught: Path) -> None:
+def test_anchors_are_of_a_packs_index_whoever_builds_it(taught: Path) -> None:
     trainer, hidden_states = build_trainer("dflash20", "float32")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
     alone, *shared = (
@@ -236,8 +236,8 @@ def test_anchors_are_of_a_packs_place_whoever_builds_it(taught: Path) -> None:
     )
     assert [[*a[:1], *b[:1], *a[1:]] for a, b in zip(*shared, strict=True)] == alone
     rows = [hidden_states.read_row(n, torch.float32) for n in range(3)]
-    places = [PackPlace(*x) for x in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))]
-    drawn = [tuple(trainer.objective.build_pack(rows, place, False).anchors.tolist()) for place in places]
+    indices = [PackIndex(*x) for x in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))]
+    drawn = [tuple(trainer.objective.build_pack(rows, index, False).anchors.tolist()) for index in indices]
     assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
 
 

@@ -67,7 +67,7 @@ class BlockLabels(NamedTuple):
     previous: Tensor  # [R, D] int64: the token before each: the anchor, then the labels
     rows: Tensor  # [R, D] int64: pack rows whose last hidden state gives the target's distribution of the label
     is_valid: Tensor  # [R, D] bool
-    index: Tensor  # [P] int64: the valid drafts' places in [R * D]
+    index: Tensor  # [P] int64: the valid drafts' indices into [R * D]
 
 
 class BlockLoss(NamedTuple):
@@ -148,21 +148,21 @@ def compute_block_loss(
                 "the weight, or the head, to match"
             )
     valid, num_drafts = labels.is_valid, labels.is_valid.shape[1]
-    place = labels.index // num_drafts, labels.index % num_drafts  # indexing by a mask would wait for the GPU
-    weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[place] / divisor
+    anchor_and_slot = labels.index // num_drafts, labels.index % num_drafts  # indexing by a mask would wait for the GPU
+    weights = compute_draft_weights(valid, objective.decay, _choose_dtype(hidden))[anchor_and_slot] / divisor
     markov, selector, confidence = draft.markov_head, draft.candidate_selector, draft.confidence_head
     embedded = None  # [P, r] the token before each draft
     if markov is not None:
-        embedded = markov.markov_w1(labels.previous[place])
+        embedded = markov.markov_w1(labels.previous[anchor_and_slot])
     elif selector is not None:
         # Not by indexing, whose gradient on a CPU adds up in an order of its own in every run.
-        embedded = nn.functional.embedding(labels.previous[place], selector.predecessor_codebook)
+        embedded = nn.functional.embedding(labels.previous[anchor_and_slot], selector.predecessor_codebook)
     reads_target = watch_acceptance or bool(objective.l1 or objective.confidence)
-    rows = labels.rows[place] if reads_target else None
+    rows = labels.rows[anchor_and_slot] if reads_target else None
     total, by_part, matches = _ChunkedBlockLoss.apply(
         _DraftInputs(
             weights,
-            labels.tokens[place],
+            labels.tokens[anchor_and_slot],
             rows,
             last,
             head,
@@ -172,7 +172,7 @@ def compute_block_loss(
             draft.config.selector_top_k,
         ),
         draft.config.confidence_head_with_markov,
-        draft.select_drafting_slots(hidden)[place],
+        draft.select_drafting_slots(hidden)[anchor_and_slot],
         embedded,
         None if markov is None else markov.markov_w2.weight,
         None if confidence is None else confidence.proj.weight,
@@ -303,9 +303,9 @@ def _compute_selector_loss(
     rows = nn.functional.embedding(candidates, successors)  # [C, candidates, r]
     scores = logits.gather(-1, candidates) + (context[:, None] * rows).sum(-1)
     scores = scores.to(_choose_dtype(scores))
-    place = (candidates == labels[:, None]).int().argmax(-1)
-    best = scores.detach().argmax(-1) == place
-    return nn.functional.cross_entropy(scores, place, reduction="none"), best & ~is_missing
+    label_index = (candidates == labels[:, None]).int().argmax(-1)
+    best = scores.detach().argmax(-1) == label_index
+    return nn.functional.cross_entropy(scores, label_index, reduction="none"), best & ~is_missing
 
 
 @compile_on_cuda

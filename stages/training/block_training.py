@@ -1,6 +1,6 @@
 """Training of block drafts (DFlash, DFlash2, DSpark) on packs: which blocks are taught, and the loss of a pack.
 
-Of each pack up to `num_anchors` anchors are drawn, again in every epoch, by train_draft.seed and the pack's place in training
+Of each pack up to `num_anchors` anchors are drawn, again in every epoch, by train_draft.seed and the pack's index in training
 (epoch, step, pack); so neither the number of processes nor a resume changes them. Labels and loss: block_loss.py.
 
 The steps of the log are the drafts of a block, d = 0 .. D-1. The loss of an optimizer step is the weighted sum over all valid
@@ -23,7 +23,7 @@ from stages.training import block_loss, ttt
 from stages.training.block_attention import build_block_attention
 from stages.training.block_loss import BlockLabels, BlockLossWeights
 from stages.training.compile_on_cuda import compile_on_cuda
-from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
+from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
 
 OBJECTIVES = {
     "dflash": block_loss.DFLASH_OBJECTIVE,
@@ -83,12 +83,12 @@ class BlockTrainingObjective:
         loss = loss if segment.decay is None else replace(loss, decay=segment.decay)
         return cls(num_drafts, segment.anchors, seed, loss, logits_scale)
 
-    def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> BlockPack:
-        """Build a pack on the CPU, its anchors drawn by the seed and `place`."""
+    def build_pack(self, rows: Sequence[PackRow], pack_index: PackIndex, pinned: bool) -> BlockPack:
+        """Build a pack on the CPU, its anchors drawn by the seed and `pack_index`."""
         is_taught = torch.cat([r.mask for r in rows])
         documents = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.ids) for r in rows]))
         # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
-        (seed,) = np.random.SeedSequence((self.seed, *place)).generate_state(1).tolist()
+        (seed,) = np.random.SeedSequence((self.seed, *pack_index)).generate_state(1).tolist()
         generator = torch.Generator().manual_seed(seed)
         anchors = block_loss.sample_anchors(is_taught, documents, self.num_anchors, generator)
         return BlockPack.at_anchors(rows, anchors, self.num_steps, pinned)

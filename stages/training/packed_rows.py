@@ -26,8 +26,8 @@ class PackRow(Protocol):
     def mask(self) -> Tensor: ...  # [t] bool: assistant tokens
 
 
-class PackPlace(NamedTuple):
-    """The place of a pack in training, the same for any number of processes and after a resume."""
+class PackIndex(NamedTuple):
+    """The index of a pack in training, the same for any number of processes and after a resume."""
 
     epoch: int
     step: int  # of the epoch
@@ -94,7 +94,7 @@ class PackObjective(Protocol):
     @property
     def num_steps(self) -> int: ...  # L
 
-    def build_pack(self, rows: Sequence[PackRow], place: PackPlace, pinned: bool) -> SupervisedPack:
+    def build_pack(self, rows: Sequence[PackRow], pack_index: PackIndex, pinned: bool) -> SupervisedPack:
         """Build a pack on the CPU, in pinned memory for a GPU."""
         ...
 

@@ -19,7 +19,7 @@ from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.target.feature_target import FeatureTarget
-from stages.training.packed_rows import PackObjective, PackPlace, SupervisedPack, number_image_tokens
+from stages.training.packed_rows import PackIndex, PackObjective, SupervisedPack, number_image_tokens
 
 MAX_OPEN_PACKS = 8
 PREFETCHED_STEPS = 3
@@ -64,7 +64,7 @@ class PackTask(NamedTuple):
 
     rows: list[int]  # numbers in the index
     supervised: bool
-    place: PackPlace
+    pack_index: PackIndex
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class PackLoader:
         rank, world = self.ranks.rank, self.ranks.world
         for step, packs in enumerate(plan):
             share = share_packs(packs, rank, world)
-            tasks = [PackTask(*x, PackPlace(epoch, step, rank + i * world)) for i, x in enumerate(share)]
+            tasks = [PackTask(*x, PackIndex(epoch, step, rank + i * world)) for i, x in enumerate(share)]
             yield StepTasks(tasks, sum(map(len, packs)), ends_epoch=step == len(plan) - 1)
 
     def _prefetch(self, tasks: Iterator[StepTasks]) -> Iterator[LoadedStep]:
@@ -156,10 +156,10 @@ class PackLoader:
                     copier.copy_packs([future.result() for future in packs]), step.num_rows, step.ends_epoch
                 )
 
-    def _build_pack(self, rows: list[int], supervised: bool, place: PackPlace) -> SupervisedPack:
+    def _build_pack(self, rows: list[int], supervised: bool, pack_index: PackIndex) -> SupervisedPack:
         read = [self.reader.read_row(i, self.dtype) for i in rows]
         on_gpu = self.ranks.device.startswith("cuda")
-        pack = self.objective.build_pack(read, place, pinned=on_gpu)
+        pack = self.objective.build_pack(read, pack_index, pinned=on_gpu)
         pack = self.online.add_images(pack, read) if self.online else pack
         return pack if supervised else pack.without_supervision()
 

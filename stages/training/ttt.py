@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.training import attention_mask, chunked_loss
 from stages.training.compile_on_cuda import compile_on_cuda
-from stages.training.packed_rows import LossOutput, PackedRows, PackPlace, PackRow, SupervisedPack
+from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class TrainingObjective:
     batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
     logits_scale: float = 1.0  # of the target's manifest
 
-    def build_pack(self, rows: Sequence[PackRow], _place: PackPlace, pinned: bool) -> "TrainingPack":
-        """Build a pack on the CPU; nothing of it is drawn, so it is the same at every place."""
+    def build_pack(self, rows: Sequence[PackRow], _pack_index: PackIndex, pinned: bool) -> "TrainingPack":
+        """Build a pack on the CPU; nothing of it is drawn, so it is the same at every index."""
         pack = TrainingPack.from_rows(rows, self.num_steps, self.loss_mask, pinned)
         return replace(pack, batch_tokens=self.batch_tokens)
 

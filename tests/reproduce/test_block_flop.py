@@ -11,7 +11,7 @@ from stages.draft.block_draft import BlockDraft, BlockDraftConfig
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.training import block_training
 from stages.training.block_training import OBJECTIVES, BlockTrainingObjective
-from stages.training.packed_rows import PackPlace
+from stages.training.packed_rows import PackIndex
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +43,7 @@ def test_the_count_is_what_torch_counts(method: str, rank: int) -> None:
         )
         for n in (40, 25)
     ]  # fmt: skip
-    pack = objective.build_pack(rows, PackPlace(0, 0, 0), pinned=False)
+    pack = objective.build_pack(rows, PackIndex(0, 0, 0), pinned=False)
     embedding, head = torch.randn(2, 300, 32, generator=draw)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         counts = torch.tensor(pack.supervised_per_step)

@@ -20,15 +20,15 @@ IN_TURN = [
 
 
 class RowNumberLoader(PackLoader):
-    """Builds packs that are only their place and their rows; `built` is released for each."""
+    """Builds packs that are only their index and their rows; `built` is released for each."""
 
     built = threading.Semaphore(0)
 
-    def _build_pack(self, rows: list[int], supervised: bool, place: packs.PackPlace) -> Any:
+    def _build_pack(self, rows: list[int], supervised: bool, pack_index: packs.PackIndex) -> Any:
         if -1 in rows:
             raise ValueError("a broken shard")
         self.built.release()
-        return place.epoch, place.step, rows
+        return pack_index.epoch, pack_index.step, rows
 
 
 class FakeCopier:

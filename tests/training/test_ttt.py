@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from stages.training import attention_mask, chunked_loss, compile_on_cuda, ttt
-from stages.training.packed_rows import PackPlace
+from stages.training.packed_rows import PackIndex
 from stages.training.ttt import TrainingObjective, TrainingPack
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
@@ -237,7 +237,7 @@ def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.
     objective = TrainingObjective(STEPS, batch_tokens=300)
     sizes = []
     for length in (300, 10, 200, 390):
-        pack = objective.build_pack([make_row(1, length, [(2, 9)])], PackPlace(0, 0, 0), pinned=False)
+        pack = objective.build_pack([make_row(1, length, [(2, 9)])], PackIndex(0, 0, 0), pinned=False)
         keys = torch.randn(length, 2, 4)
         sizes.append(attention_mask._FlexPackAttention.build(pack, keys, keys, None).keys.shape[2])
     assert sizes == [384, 384, 384, 512]
