@@ -19,7 +19,7 @@ from stages.overfit.overfit_run import OverfitRun
 from stages.params.draft_sections import BlockSegment
 from stages.training import block_loss, block_training
 from stages.training.block_training import BlockPack, BlockTrainingObjective
-from stages.training.packed_rows import PackPlace
+from stages.training.packed_rows import PackIndex
 
 
 class BlockOverfit(OverfitRun):
@@ -34,7 +34,7 @@ class BlockOverfit(OverfitRun):
 
     def generate_losses(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Iterator[Tensor]:
         for step in itertools.count():
-            pack = self.objective.build_pack([row], PackPlace(0, step, 0), pinned=False).to(self.device)
+            pack = self.objective.build_pack([row], PackIndex(0, step, 0), pinned=False).to(self.device)
             counts = torch.tensor(pack.supervised_per_step, device=self.device)
             yield block_training.compute_loss(self.draft, pack, embedding, head, self.objective, counts).total_loss
 
