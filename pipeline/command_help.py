@@ -4,7 +4,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-# A command without a place here is listed under the last group.
+# A command that is in none of these is listed under the last group.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Run the pipeline": ("doctor", "preview", "stale", "estimate", "run", "rerun"),
     "Read the results": ("table", "launch"),
@@ -19,9 +19,9 @@ class GroupedCommands(TyperGroup):
     """Lists its commands by GROUPS, in the order of that table."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        placed = {name for names in GROUPS.values() for name in names}
+        grouped = {name for names in GROUPS.values() for name in names}
         groups = {title: [name for name in names if name in self.commands] for title, names in GROUPS.items()}
-        groups[next(reversed(groups))] += [name for name in self.commands if name not in placed]
+        groups[next(reversed(groups))] += [name for name in self.commands if name not in grouped]
         width = max(map(len, self.commands))
         limit = formatter.width - 6 - width
         for title, names in groups.items():

@@ -229,10 +229,10 @@ def describe_stopped_run(again: str, since: float) -> str:
     from stages.telemetry import unfinished
 
     if notes := unfinished.list_notes(since):
-        places = [
+        resume_points = [
             f"{where} of {stage}" if where else f"with {stage} from its beginning" for stage, where in notes.items()
         ]
-        return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(places)}"
+        return f"stopped; what has finished is kept, `{again}` goes on {' and '.join(resume_points)}"
     return f"stopped; what has finished is kept, `{again}` goes on with the rest"
 
 

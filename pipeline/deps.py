@@ -67,9 +67,9 @@ def code_deps(stage: str, root: Path = Path()) -> list[str]:
     return own + sorted(outer | {name for name in shared if name.rsplit("/", 1)[0] not in whole})
 
 
-def _stage_at(text: str, place: int) -> str:
-    """Return the stage whose definition holds this place of dvc.yaml."""
-    return [found[1] for found in _STAGE.finditer(text, 0, place)][-1]
+def _stage_at(text: str, offset: int) -> str:
+    """Return the stage whose definition holds this offset of dvc.yaml."""
+    return [found[1] for found in _STAGE.finditer(text, 0, offset)][-1]
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def _check_hardware() -> Iterator[Finding]:
 def _check_engines() -> Iterator[Finding]:
     for folder in map(Path, SERVING_ENVIRONMENTS):
         name = folder.name
-        if place := find_engine(name):
-            yield Finding(name, f"{place} on the PATH" if place.startswith("/") else f"installed in {place}")
+        if location := find_engine(name):
+            yield Finding(name, f"{location} on the PATH" if location.startswith("/") else f"installed in {location}")
         else:
             stages = "benchmark_served, serving_costs and sample_target.server.launch"
             yield Finding(name, f"not found; needed by {stages}: make serving-env ENGINE={name}")

@@ -48,7 +48,7 @@ def list_stages(root: Path | None = None) -> dict[str, list[str]]:
     misses an edge fails silently, where a renamed attribute of DVC's does not. Neither takes a lock.
 
     Raises:
-        ValueError: dvc.yaml or params.yaml cannot be read; the message names the place.
+        ValueError: dvc.yaml or params.yaml cannot be read; the message names the line.
     """
     if root is None and (known := freshness.read_fresh_stages()) is not None:
         return known

@@ -30,8 +30,8 @@ def fetch_recipe(name: str) -> Iterator[str]:
     with recipes.merge_recipe(name) as (file, _):
         params = schema.load_params(file)
     files = recipe.files if recipe else {}
-    for place, source in files.items():
-        yield fetch_file(Path(place), source)
+    for path, source in files.items():
+        yield fetch_file(Path(path), source)
     asked = {workload.prompts for workload in params.benchmark.workloads.values()}
     for key, prompt_set in sorted(params.prepare_prompts.sets.items()):
         if key in asked and not prompt_set.is_file:
@@ -40,16 +40,16 @@ def fetch_recipe(name: str) -> Iterator[str]:
         raise ValueError(f"the recipe knows no source of {', '.join(missing)}; put it there")
 
 
-def fetch_file(place: Path, source: RecipeFile) -> str:
+def fetch_file(path: Path, source: RecipeFile) -> str:
     """Download a file, unless it is here -> a line on it. Raises ValueError if that fails, or its SHA-256 is another."""
-    if place.exists():
-        _check_digest(place, source, "move it away, then run the same again")
-        return f"{place}: here already"
+    if path.exists():
+        _check_digest(path, source, "move it away, then run the same again")
+        return f"{path}: here already"
     origin = source.url or f"{source.dataset}/{source.file}{f' at {source.revision}' if source.revision else ''}"
-    part = place.with_name(f".{place.name}.part")
+    part = path.with_name(f".{path.name}.part")
 
     def download() -> None:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if source.url:
             _download_url(source.url, part)
         else:
@@ -58,10 +58,10 @@ def fetch_file(place: Path, source: RecipeFile) -> str:
     try:
         _explain_failures(origin, source.dataset, download)
         digest = _check_digest(part, source, "the source has changed; correct the recipe, or fetch it by hand")
-        os.replace(part, place)
+        os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    return f"{place}: {place.stat().st_size / 1e6:.1f} MB from {origin}, sha256 {digest}"
+    return f"{path}: {path.stat().st_size / 1e6:.1f} MB from {origin}, sha256 {digest}"
 
 
 def fetch_dataset(source: PromptSet) -> str:

@@ -109,9 +109,9 @@ def check_engines(params: Params) -> Iterator[Finding]:
     if measures_servers(params) and not served.server.command and not served.server.base_urls:
         wanted["benchmark_served.engine"] = served.engine
     for key, engine in wanted.items():
-        place = find_engine(engine)
-        found = f"{engine} in {place}" if place else f"{engine} is neither in serving-env/ nor on the PATH"
-        yield Finding(key, found, place is not None, "" if place else f"run: make serving-env ENGINE={engine}")
+        location = find_engine(engine)
+        found = f"{engine} in {location}" if location else f"{engine} is neither in serving-env/ nor on the PATH"
+        yield Finding(key, found, location is not None, "" if location else f"run: make serving-env ENGINE={engine}")
 
 
 def measures_servers(params: Params) -> bool:

@@ -154,12 +154,12 @@ def _read_leaves(text: str) -> dict[str, Any]:
     return dict(_list_leaves(YAML(typ="safe").load(text), schema.Params, ""))
 
 
-def _list_leaves(values: dict[str, Any], model: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _list_leaves(values: dict[str, Any], model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and (inner := _get_section(model, name)):
-            yield from _list_leaves(value, inner, f"{place}{name}.")
+            yield from _list_leaves(value, inner, f"{prefix}{name}.")
         else:
-            yield f"{place}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def _nest_keys(leaves: dict[str, Any]) -> Sections:
@@ -230,14 +230,16 @@ def _merge_sections(base: str, layers: list[Sections]) -> tuple[str, list[str]]:
     return text.getvalue(), touched
 
 
-def _set_key(into: Any, key: str, new: Any, model: Any, place: str) -> list[str]:
+def _set_key(into: Any, key: str, new: Any, model: Any, prefix: str) -> list[str]:
     """Set a key -> the paths set. Keys of a section are set one by one; a mapping with users' names is replaced."""
     inner = _get_section(model, key)
     if isinstance(new, dict) and inner:
         section = into.setdefault(key, {})
-        return [path for name, value in new.items() for path in _set_key(section, name, value, inner, f"{place}{key}.")]
+        return [
+            path for name, value in new.items() for path in _set_key(section, name, value, inner, f"{prefix}{key}.")
+        ]
     into[key] = _lay_out_value(new)
-    return [f"{place}{key}"]
+    return [f"{prefix}{key}"]
 
 
 def _get_section(model: Any, key: str) -> Any:

@@ -239,8 +239,8 @@ def _choose_row(
     It has the features that the draft reads. Where none are stored, the target computes them here.
     """
     layers = run.feature_layers
-    places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {name}")
-    hidden_states = HiddenStatesReader(HIDDENS, places)
+    layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {name}")
+    hidden_states = HiddenStatesReader(HIDDENS, layer_indices)
     by_length = sorted(range(len(hidden_states)), key=lambda i: hidden_states.lengths[i])
     start = max(0, (len(hidden_states) - NUM_CANDIDATES) // 2)
     stored = [hidden_states.read_row(number, torch.float32) for number in by_length[start : start + NUM_CANDIDATES]]

@@ -65,9 +65,9 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
         readable = ~pl.col("answer_ids").list.contains(size.image_token_id)
         kept = {s: t.filter(readable) for s, t in fitting.items()}
     _check_images(kept, size.image_token_id)
-    place = _locate_scratch(p, target)
-    stack.enter_context(scratch.lock_scratch(place))
-    folder = HIDDENS / f".unfinished-{place.name.rsplit('-', 1)[1]}"
+    scratch_folder = _locate_scratch(p, target)
+    stack.enter_context(scratch.lock_scratch(scratch_folder))
+    folder = HIDDENS / f".unfinished-{scratch_folder.name.rsplit('-', 1)[1]}"
     sizes = dict.fromkeys(SPLITS, size) | ({"train": TOKENS_ONLY_SIZE} if e.online else {})
     plans = [shard_plan.plan_split(s, kept[s], sizes[s], e.shard_mib << 20, folder / s) for s in SPLITS]
     tasks = [task for plan in plans for task in plan]
@@ -156,7 +156,7 @@ def _check_some_fit(tables: dict[str, pl.DataFrame], fitting: dict[str, pl.DataF
 
 
 def _locate_scratch(p: schema.Params, target: TargetManifest) -> Path:
-    """Return the place in .scratch of these shards, named by everything their bytes depend on.
+    """Return the folder in .scratch of these shards, named by everything their bytes depend on.
 
     Only its name and its lock are used: unfinished shards are on the disk that will hold them.
     """

@@ -1,7 +1,7 @@
 """import_draft: published draft -> checkpoint, without training.   python -m stages.import_draft CHECKPOINT
 
 Tensors are converted as engines interpret them, so replay and benchmarks measure the draft as engines run it. Engines can load
-drafts/NAME/draft in place of the published files. The draft's family, EAGLE-3 or block drafts, is read from its config.json.
+drafts/NAME/draft instead of the published files. The draft's family, EAGLE-3 or block drafts, is read from its config.json.
 """
 
 from dataclasses import asdict, dataclass

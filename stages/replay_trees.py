@@ -108,8 +108,8 @@ def main(name: str) -> None:
     settings = p.replay_trees
     for tree in [*replayed.grid, *replayed.traced]:  # before any answer is read
         check_tree(tree, replayed.num_tokens, replayed.sliding_window)
-    places = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
-    splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made, places)).num_answers]
+    layer_indices = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
+    splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made, layer_indices)).num_answers]
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(made), p.target.trust_remote_code, made.chat_template
     )
@@ -247,8 +247,8 @@ def _build_sampled_rows(
     rows = answers.read_rows(replayed.dtype)
     assert answers.top_p is not None, "an answer above temperature 0 has a top-p"
     found: list[ExpectedCounts] = []
-    for _, batch, num_places in _collate_batches(replayed, rows, chains, settings, keeps_last=True):
-        found.append(replayed.replay.replay_sampled(batch, answers.temperature, answers.top_p, num_places))
+    for _, batch, num_positions in _collate_batches(replayed, rows, chains, settings, keeps_last=True):
+        found.append(replayed.replay.replay_sampled(batch, answers.temperature, answers.top_p, num_positions))
     accepted, cycles, reaching = (
         torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True)
     )  # [rows, D, ...]
@@ -383,12 +383,12 @@ def _replay_rows(
         np.zeros((3, len(topks), len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), num_steps), dtype=np.int64),
     )
     traced = list(traces.statistics) if traces else []
-    for here, batch, num_places in _collate_batches(replayed, rows, trees, settings):
-        found = replayed.replay.replay(batch, trees, num_places, [trees.index(tree) for tree in traced])
+    for here, batch, num_positions in _collate_batches(replayed, rows, trees, settings):
+        found = replayed.replay.replay(batch, trees, num_positions, [trees.index(tree) for tree in traced])
         _add_batch_counts(counts, here, found)
         for tree, starts in zip(traced, () if found.cycle_starts is None else found.cycle_starts, strict=True):
             assert traces
-            traces.add_batch(tree, replayed.replay.trace(batch, starts, tree, num_places), batch)
+            traces.add_batch(tree, replayed.replay.trace(batch, starts, tree, num_positions), batch)
     return counts
 
 
@@ -399,7 +399,7 @@ def _collate_batches(
     settings: ReplayTrees,
     keeps_last: bool = False,
 ) -> Iterator[tuple[slice, ReplayBatch, int]]:
-    """Yield (rows, their batch, places at once) of all rows, as many as fit into the memory of `settings`, with progress."""
+    """Yield (rows, their batch, positions at once) of all rows, as many as fit into the memory of `settings`, with progress."""
     capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
         for here in _batch_rows([len(r.ids) for r in rows], capacity.tokens):

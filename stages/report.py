@@ -220,7 +220,7 @@ def read_cells(p: schema.Params) -> list[TorchCell]:
 
 
 def _read_unsupported_cells(p: schema.Params) -> list[ServedCell]:
-    """Return the unsupported ones: their draft can't grow the tree, and they have the reason in place of metrics."""
+    """Return the unsupported ones: their draft can't grow the tree, and they have the reason instead of metrics."""
     return [
         served_records.read_served_cell(*names, TORCH_ENGINE)
         for names in _name_torch_cells(p)
@@ -320,10 +320,10 @@ def _read_stage_reports(p: schema.Params) -> dict[str, StageReport]:
 
 def _read_stage_report(stage: str) -> StageReport:
     name, keys = STAGE_REPORTS[stage]
-    place = Path(f"results/{name}.json")
-    found: StageReport = atomic.read_json(place, made_by=stage)
+    path = Path(f"results/{name}.json")
+    found: StageReport = atomic.read_json(path, made_by=stage)
     if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"{place} lacks {missing}; it is of another version: dvc repro -f -s {stage}")
+        raise ValueError(f"{path} lacks {missing}; it is of another version: dvc repro -f -s {stage}")
     return found
 
 

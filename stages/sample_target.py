@@ -52,21 +52,21 @@ def main(*words: str) -> None:
     )
     context = SamplingContext(p, target, folder, encoder)
     settings = p.sample_target.model_dump(exclude={"server": ACCESS_KEYS})
-    place = scratch.locate_scratch(
+    scratch_folder = scratch.locate_scratch(
         "sample_target", asdict(target), p.target.model_dump(), settings, scratch.digest_folder(FIXED_FOLDER)
     )
-    with scratch.lock_scratch(place):
-        _sample(context, place, started)
+    with scratch.lock_scratch(scratch_folder):
+        _sample(context, scratch_folder, started)
 
 
-def _sample(context: SamplingContext, place: Path, started: float) -> None:
-    """Sample all answers that the scratch folder `place` lacks, and publish the splits."""
+def _sample(context: SamplingContext, scratch_folder: Path, started: float) -> None:
+    """Sample all answers that `scratch_folder` lacks, and publish the splits."""
     p = context.p
     with contextlib.ExitStack() as stack:
-        splits = _plan_splits(p, place, stack)
+        splits = _plan_splits(p, scratch_folder, stack)
         if resumed := sum(split.shards.num_resumed for split in splits):
-            print(f"resumed: {resumed} pieces of work were done before, kept in {place}")
-        sample_splits = _make_backend(context, stack, place)
+            print(f"resumed: {resumed} pieces of work were done before, kept in {scratch_folder}")
+        sample_splits = _make_backend(context, stack, scratch_folder)
         kept = splits[:1] if p.sample_target.backend == "keep" else []  # train comes first
         for split in kept:
             keep_backend.keep_answers(context, split)
@@ -79,7 +79,7 @@ def _sample(context: SamplingContext, place: Path, started: float) -> None:
         split.shards.publish(SAMPLED_FOLDER / split.name)
     seconds = round(time.perf_counter() - started, 2)
     atomic.write_json(REPORT, _build_report(context, splits) | {"warnings": warnings, "seconds": seconds})
-    scratch.remove_scratch(place)
+    scratch.remove_scratch(scratch_folder)
 
 
 def _load_image_processor(
@@ -107,7 +107,7 @@ def _load_image_processor(
     return None if target.image_token_id is None else vision.CachedImageProcessor(folder, p.target.trust_remote_code)
 
 
-def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> list[SampledSplit]:
+def _plan_splits(p: schema.Params, scratch_folder: Path, stack: contextlib.ExitStack) -> list[SampledSplit]:
     s, splits = p.sample_target, []
     for name, source, max_rows, mixture in [
         ("train", "train", s.train_rows, s.temperature_weights),
@@ -117,19 +117,19 @@ def _plan_splits(p: schema.Params, place: Path, stack: contextlib.ExitStack) -> 
         path = FIXED_FOLDER / f"{source}.parquet"
         choice = requests.select_requests(path, max_rows)
         shards = stack.enter_context(
-            ParquetShardWriter(place / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
+            ParquetShardWriter(scratch_folder / name, choice.num_requests, s.shard_size, conversations.SAMPLED_SCHEMA)
         )
         splits.append(SampledSplit(name, path, max_rows, choice, mixture, shards, s.server.concurrency))
     return splits
 
 
 def _make_backend(
-    context: SamplingContext, stack: contextlib.ExitStack, place: Path
+    context: SamplingContext, stack: contextlib.ExitStack, scratch_folder: Path
 ) -> Callable[[list[SampledSplit]], None]:
     """Return the function that samples splits. `keep` needs one for eval, since replay is exact on own answers only."""
     s, t = context.p.sample_target, context.p.target
     if _uses_servers(s):
-        make_client = server_backend.open_servers(context, stack, place)
+        make_client = server_backend.open_servers(context, stack, scratch_folder)
 
         def ask(splits: list[SampledSplit]) -> None:
             asyncio.run(server_backend.ask_servers(context, make_client, splits))

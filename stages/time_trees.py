@@ -88,11 +88,11 @@ def main(name: str) -> None:
         versions=torch_records.list_versions("torch", "transformers"),
         seconds=round(time.perf_counter() - started, 2),
     )
-    place = timing_grid.write_timing_grid(record)
+    path = timing_grid.write_timing_grid(record)
     together = f", {', '.join(map(str, s.batches))} at once," if s.batches != [1] else ""
     print(
         f"{len(trees)} trees{together} in {record.seconds:.1f} s: a plain step takes {1000 * plain[0].step_s:.2f} ms; trees "
-        f"left out of the fit are predicted within {fit.error:.1%} (root mean square; at worst {fit.error_max:.1%}) -> {place}"
+        f"left out of the fit are predicted within {fit.error:.1%} (root mean square; at worst {fit.error_max:.1%}) -> {path}"
     )
 
 

@@ -7,7 +7,7 @@ The log has loss and accuracy per TTT step; tau is computed by replay_trees, so 
 
 A segment trains EAGLE-3's draft, or that of the method it names, which starts from the sizes of e000 and reads the same rows
 in the same order: EAGLE or Medusa with e000's vocabulary (methods/registry.py), or a block draft, DFlash, DFlash2 or DSpark
-(training/block_training.py), whose log has the drafts of a block in place of TTT steps.
+(training/block_training.py), whose log has the drafts of a block instead of TTT steps.
 
 An optimizer step uses `packs_per_step` packs of at most `batch_tokens` tokens, concatenated rows. Several processes share the
 packs of a step, so their number does not change what is learned. With `extract_hiddens.online` no hidden states are stored, and
@@ -116,8 +116,8 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
         unfinished.note_progress(f"after epoch {progress.epoch}")
 
     layers = _list_feature_layers(draft, target_manifest)
-    places = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
-    hidden_states = HiddenStatesReader(HIDDENS, places)
+    layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
+    hidden_states = HiddenStatesReader(HIDDENS, layer_indices)
     objective, compute_loss = _choose_objective(draft, segment, settings, scale)
     trainer = Trainer(draft.model, embedding, head, objective, compute_loss, settings, ranks, progress)
     del progress  # the trainer has its own copy of the optimizer state

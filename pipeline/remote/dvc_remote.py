@@ -77,7 +77,7 @@ def validate_order(order: StageOrder) -> StageOrder:
     """Return the order, validated on this host: Ray passes it without a check.
 
     Raises:
-        ValueError: it names something that is no stage, no digest, or a place outside its folder.
+        ValueError: it names something that is no stage, no digest, or a path outside its folder.
     """
     return StageOrder.model_validate(order.model_dump(exclude_unset=True, warnings=False))
 
@@ -271,16 +271,16 @@ def _unpack_files(archive: Path) -> None:
     """
     with tarfile.open(archive) as files:
         for member in files:
-            place, content = Path(member.name), files.extractfile(member) if member.isfile() else None
-            if content is None or place.is_absolute() or ".." in place.parts:
+            path, content = Path(member.name), files.extractfile(member) if member.isfile() else None
+            if content is None or path.is_absolute() or ".." in path.parts:
                 raise ValueError(
                     f"an archive on the remote holds {member.name}, which aerie never uploads; check that this DVC "
                     "remote is yours"
                 )
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("wb") as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
                 shutil.copyfileobj(content, file)
-            place.chmod(member.mode & 0o755)
+            path.chmod(member.mode & 0o755)
 
 
 def main(words: list[str]) -> None:

@@ -189,14 +189,14 @@ def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[GivenImage]) -> 
     if not found:
         return {}, images
     trimmed: dict[str, str] = {}
-    # From the end, so that places in `letters` stay those in `parsed`.
+    # From the end, so that indices of `letters` stay those of `parsed`.
     for kind in ("closing_question", "opening_answer"):
-        place = slice(*found.span(kind))
-        if cut := parsed[place]:
+        dangling = slice(*found.span(kind))
+        if cut := parsed[dangling]:
             trimmed[kind] = text = "\n".join(message["content"] for message, _, _ in cut)
             num_images = text.count(IMAGE_PLACEHOLDER)
             images = images[num_images:] if kind == "opening_answer" else images[: max(0, len(images) - num_images)]
-            del parsed[place]
+            del parsed[dangling]
     return trimmed, images
 
 
@@ -228,9 +228,9 @@ def _describe_wrong_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn],
     """Return the first turn that can't follow those before it, or the last one where an answer is missing; and the order."""
     if not own_turns:
         return "no turn", ORDER_OF_TURNS
-    for place, turn in enumerate(parsed):
-        if not any(TURN_ORDER.fullmatch(letters[: place + 1] + rest) for rest in COMPLETIONS):
-            before = f", after one of {_name_role(parsed[place - 1])}" if place else ""
+    for index, turn in enumerate(parsed):
+        if not any(TURN_ORDER.fullmatch(letters[: index + 1] + rest) for rest in COMPLETIONS):
+            before = f", after one of {_name_role(parsed[index - 1])}" if index else ""
             return f"{_name_turn(turn, own_turns)} is of {_name_role(turn)}{before}", ORDER_OF_TURNS
     return f"{_name_turn(parsed[-1], own_turns)}, the last, is of {_name_role(parsed[-1])}", "an answer after it"
 
@@ -258,7 +258,7 @@ def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
 
 
 def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
-    """Return the message with its calls and reasoning; append its places of images to `turn_images` (`order_images`)."""
+    """Return the message with its calls and reasoning; append its images to `turn_images` (`order_images`)."""
     if not isinstance(turn, dict):
         raise DroppedRowError(
             "not_text", f"{name} is {describe_value(turn)}", f"an object with role and content; {NO_TURN_MAP}"
@@ -271,7 +271,7 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
         text = "".join(_parse_content_part(part, turn_images, name) for part in text)
     elif isinstance(text, str):
-        turn_images += [row_images.PLACE_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
+        turn_images += [row_images.MARKED_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
     if text is None:
         has_null = "content" in turn or "value" in turn
         elsewhere = any(isinstance(value, str) for key, value in turn.items() if key not in ("role", "from"))
@@ -300,7 +300,7 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
 
 
 def _describe_text(name: str, found: Any) -> tuple[str, str]:
-    """Return what was found in place of a text that UTF-8 can encode, and what was expected."""
+    """Return what was found instead of a text that UTF-8 can encode, and what was expected."""
     if isinstance(found, str):
         return (
             f"{name} has half of a character of two surrogates, as of an emoji cut in two",
@@ -321,7 +321,7 @@ def _describe_lack(name: str, turn: dict[str, Any], wanted: tuple[str, ...]) -> 
 def _parse_content_part(part: dict[str, Any], turn_images: list[Any], name: str) -> str:
     """Return the text of one of OpenAI's content parts: of an image, the placeholder. `name` is the turn's, for messages."""
     if part.get("type") in TEXT_PARTS and isinstance(text := part.get("text"), str):
-        turn_images += [row_images.PLACE_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
+        turn_images += [row_images.MARKED_IN_TEXT] * text.count(IMAGE_PLACEHOLDER)
         return text
     if part.get("type") in IMAGE_PARTS:
         link = part.get("image_url") or part.get("image") or part.get("path")

@@ -1,6 +1,6 @@
 """Show what fix_data makes of the first rows of each raw file.   python -m stages.data.preview ROWS [PATH]
 
-Reads `fix_data` of params.yaml, or PATH in place of its `raw`, judges each row as the stage does, and writes nothing that a
+Reads `fix_data` of params.yaml, or PATH instead of its `raw`, judges each row as the stage does, and writes nothing that a
 stage reads. Duplicates are found only by the stage, which sees all rows.
 """
 
@@ -98,11 +98,11 @@ def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
     """Yield each row as a chunk of its own, so that each has its own verdict."""
     for chunk in chunks:
         frame = pl.read_ipc(chunk.rows.data, use_pyarrow=False) if isinstance(chunk.rows, ArrowRows) else None
-        for place in range(len(chunk.rows)):
+        for offset in range(len(chunk.rows)):
             if frame is not None:
-                yield replace(chunk, first_row=chunk.first_row + place, rows=ArrowRows.from_frame(frame[place]))
-            elif not json_lines.is_blank(chunk.rows[place]):  # type: ignore[index]
-                yield replace(chunk, first_row=chunk.first_row + place, rows=chunk.rows[place : place + 1])  # type: ignore[index]
+                yield replace(chunk, first_row=chunk.first_row + offset, rows=ArrowRows.from_frame(frame[offset]))
+            elif not json_lines.is_blank(chunk.rows[offset]):  # type: ignore[index]
+                yield replace(chunk, first_row=chunk.first_row + offset, rows=chunk.rows[offset : offset + 1])  # type: ignore[index]
 
 
 def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str | None) -> PreviewedRow:

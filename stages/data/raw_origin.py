@@ -1,4 +1,4 @@
-"""Name a row by its place in the raw data: in messages, and in reports.
+"""Name a row by its position in the raw data: in messages, and in reports.
 
 A module of its own, so that another form wakes only the stages that name rows.
 """

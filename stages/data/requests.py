@@ -153,9 +153,9 @@ def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             has_image = any("image" in part for part in _get_content_parts(message))
-            reason, place, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
+            reason, number, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
             origin = row["source"], row["source_row"], row["verdict"]
-            found.append(TargetRequest(position + place, f"{name}.{place}", messages, index, tools, *origin, reason))
+            found.append(TargetRequest(position + number, f"{name}.{number}", messages, index, tools, *origin, reason))
     return found
 
 

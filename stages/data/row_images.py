@@ -16,7 +16,7 @@ from stages.data.json_values import describe_value, is_text
 IMAGE_KEYS = ("images", "image")  # of a row
 GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has
 # A mark IMAGE_PLACEHOLDER in a text, in a list of the images of turns: the image is elsewhere in the row.
-PLACE_IN_TEXT = object()
+MARKED_IN_TEXT = object()
 SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of their file if any) -> path; None: no image
 
 # What images must be, for messages.
@@ -40,23 +40,23 @@ def list_images(row: dict[str, Any]) -> list[Any]:
 
 
 def order_images(row: dict[str, Any], turn_images: list[Any]) -> list[Any]:
-    """Return the images of a row, each as it is given, in the order of their places in the turns.
+    """Return the images of a row, each as it is given, in the order of the turns.
 
-    `turn_images` has for each place what a part of a content holds, None for a part without an image (as TRL's
-    `{"type": "image"}`), or PLACE_IN_TEXT. Places without an image take those under the row's own keys, in turn. Where these
-    are more or fewer, they come first, and `check_image_count` tells.
+    `turn_images` has for each image what a part of a content holds, None for a part without an image (as TRL's
+    `{"type": "image"}`), or MARKED_IN_TEXT. Parts and marks without an image take those under the row's own keys, in turn.
+    Where these are more or fewer, they come first, and `check_image_count` tells.
     """
     own = list_images(row)
-    lacks_image = [image is None or image is PLACE_IN_TEXT for image in turn_images]
+    lacks_image = [image is None or image is MARKED_IN_TEXT for image in turn_images]
     if sum(lacks_image) == len(own):
         left = iter(own)
         return [next(left) if lacks else image for image, lacks in zip(turn_images, lacks_image, strict=True)]
     if own and (parts := turn_images.count(None)):
         found = f"{len(own)} image(s) under its own key, {parts} part(s) of the type image without one"
-        if marks := turn_images.count(PLACE_IN_TEXT):
+        if marks := turn_images.count(MARKED_IN_TEXT):
             found += f" and {marks} mark(s) {IMAGE_PLACEHOLDER} in texts"
         raise DroppedRowError("image_count", found, "as many of these as images under images or image")
-    return own + [image for image in turn_images if image is not PLACE_IN_TEXT]
+    return own + [image for image in turn_images if image is not MARKED_IN_TEXT]
 
 
 def save_images(given: list[GivenImage], num_images: int, folder: str | None, save_image: SaveImage) -> list[str]:
@@ -89,15 +89,15 @@ def check_lost_images(row: dict[str, Any], texts: Iterable[str]) -> None:
         )
 
 
-def _save_image(image: Any, place: str, folder: str | None, save_image: SaveImage) -> str:
-    """Save an image by its content and return the path. `place` says which image of the row it is, for messages.
+def _save_image(image: Any, description: str, folder: str | None, save_image: SaveImage) -> str:
+    """Save an image by its content and return the path. `description` says which image of the row it is, for messages.
 
     Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
     """
-    data, extension, name = _read_image_bytes(image, place), None, _name_image(place, image)
+    data, extension, name = _read_image_bytes(image, description), None, _name_image(description, image)
     if data is None:
-        file = _resolve_image_path(image, place, folder)
-        extension, name = file.suffix.lower(), _name_image(place, str(file))
+        file = _resolve_image_path(image, description, folder)
+        extension, name = file.suffix.lower(), _name_image(description, str(file))
         data = _read_image_file(file, name)
     if images.is_too_large(data):
         raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
@@ -118,26 +118,26 @@ def _read_image_file(file: Path, name: str) -> bytes:
     raise DroppedRowError("image_missing", f"{name} {why}", IMAGE_FILE)
 
 
-def _read_image_bytes(image: Any, place: str) -> bytes | None:
+def _read_image_bytes(image: Any, description: str) -> bytes | None:
     """Return the bytes of an image given as bytes, as the Hub's {bytes, path} or as a `data:` URL; else None."""
     if isinstance(image, dict):
         image = image.get("bytes")
     if isinstance(image, str) and image[:5].lower() == "data:":
         data = images.decode_data_url(image)
         if data is None:
-            raise DroppedRowError("image_bytes", f"{_name_image(place, image)} is no valid base64", IMAGE_BASE64)
+            raise DroppedRowError("image_bytes", f"{_name_image(description, image)} is no valid base64", IMAGE_BASE64)
         return data
     return bytes(image) if isinstance(image, bytes | bytearray) else None
 
 
-def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
+def _resolve_image_path(image: Any, description: str, folder: str | None) -> Path:
     """Return the path of a file, from the project's root. Raise DroppedRowError for a URL: its content may change or vanish."""
     path = image.get("path") if isinstance(image, dict) else image
     if not isinstance(path, str):
-        raise DroppedRowError("image_missing", f"{place} is {describe_value(image)}", IMAGE_FORM)
-    name = _name_image(place, path)
+        raise DroppedRowError("image_missing", f"{description} is {describe_value(image)}", IMAGE_FORM)
+    name = _name_image(description, path)
     if not path.strip():
-        raise DroppedRowError("image_missing", f"{place} is an empty path", f"{IMAGE_FORM}; null where there is none")
+        raise DroppedRowError("image_missing", f"{description} is an empty path", f"{IMAGE_FORM}; null where there is none")
     if not is_text(path) or "\0" in path:
         raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):
@@ -148,11 +148,11 @@ def _resolve_image_path(image: Any, place: str, folder: str | None) -> Path:
     return Path(folder or "") / file
 
 
-def _name_image(place: str, image: Any) -> str:
-    """Return `place` with the path or URL of the image, where it has one; the middle of a long one is left out."""
+def _name_image(description: str, image: Any) -> str:
+    """Return `description` with the path or URL of the image, where it has one; the middle of a long one is left out."""
     given = image.get("path") if isinstance(image, dict) else image
     if not isinstance(given, str):
-        return place
+        return description
     half = SHOWN_PATH // 2
     shown = given if len(given) <= SHOWN_PATH else f"{given[:half]}…{given[-half:]}"
-    return f"{place}, {shown!r},"
+    return f"{description}, {shown!r},"

@@ -187,7 +187,7 @@ def list_parts(value: Value) -> dict[str, AnyValue]:
     return value.columns if isinstance(value, TableValue) else {}
 
 
-def _check_value(place: str, value: Value, units: dict[str, UnitConversion]) -> None:
+def _check_value(key_path: str, value: Value, units: dict[str, UnitConversion]) -> None:
     """Raise ValueError for a unit that can't be converted, or a name that two values of one object claim."""
     parts = list_parts(value)
     owners = {name: name for name in parts}
@@ -195,23 +195,23 @@ def _check_value(place: str, value: Value, units: dict[str, UnitConversion]) -> 
         for other, unit in part.names.items():
             if owners.setdefault(other, key) != key:
                 raise ValueError(
-                    f"{place}{key}: names has {other}, which is also a name of {owners[other]}, expected a name of one only; "
+                    f"{key_path}{key}: names has {other}, which is also a name of {owners[other]}, expected a name of one only; "
                     "correct it"
                 )
             if unit is not None:
-                _check_unit(f"{place}{key}", part, unit, units)
-        _check_value(f"{place}{key}.", part, units)
+                _check_unit(f"{key_path}{key}", part, unit, units)
+        _check_value(f"{key_path}{key}.", part, units)
     if isinstance(value, ListValue):
-        _check_value(f"{place}items.", value.items, units)
+        _check_value(f"{key_path}items.", value.items, units)
 
 
-def _check_unit(place: str, value: Value, unit: str, units: dict[str, UnitConversion]) -> None:
+def _check_unit(key_path: str, value: Value, unit: str, units: dict[str, UnitConversion]) -> None:
     own = value.unit if isinstance(value, NumberValue) else None
     if own is None:
-        raise ValueError(f"{place}: names gives the unit {unit}, expected a number with a unit of its own; add unit")
+        raise ValueError(f"{key_path}: names gives the unit {unit}, expected a number with a unit of its own; add unit")
     if unit != own and (unit not in units or units[unit].to != own):
         raise ValueError(
-            f"{place}: no conversion from {unit}{suggest_name(unit, units)} to {own}, expected one in units, as "
+            f"{key_path}: no conversion from {unit}{suggest_name(unit, units)} to {own}, expected one in units, as "
             f"{unit}: {{to: {own}, scale: 1}}; add it"
         )
 
@@ -245,9 +245,11 @@ TYPE_NAMES = [name for model in VALUE_MODELS for name in model.model_fields["typ
 
 def _explain(error: Any) -> str:
     """Explain one of pydantic's errors as "key: expected, found, what to do"."""
-    place = [str(part) for part in error["loc"]]
-    place = [part for at, part in enumerate(place) if not (at and part in TYPE_NAMES and not _is_named(place, at))]
-    key, kind, given = ".".join(place), error["type"], error["input"]
+    location = [str(part) for part in error["loc"]]
+    location = [
+        part for at, part in enumerate(location) if not (at and part in TYPE_NAMES and not _is_named(location, at))
+    ]
+    key, kind, given = ".".join(location), error["type"], error["input"]
     prefix = f"{key}: " if key else ""
     if kind == "value_error":
         return prefix + error["msg"].removeprefix("Value error, ")
@@ -258,21 +260,21 @@ def _explain(error: Any) -> str:
         return f"{prefix}expected a type, one of {', '.join(TYPE_NAMES)}, found {given!r}; add one, as {{type: text}}"
     if kind == "extra_forbidden":
         known = _list_known_keys(error["loc"])
-        return f"{prefix}unknown key{suggest_name(place[-1], known)}; known keys are {', '.join(known)}. Correct the spelling"
+        return f"{prefix}unknown key{suggest_name(location[-1], known)}; known keys are {', '.join(known)}. Correct the spelling"
     if kind == "missing":
         return f"{prefix}missing; add it (docs/data.md)"
     expected = re.sub(r"^\w+ should (be|have) ", "expected ", error["msg"])
     return f"{prefix}{expected}, found {given!r}; correct it"
 
 
-def _is_named(place: list[str], at: int) -> bool:
+def _is_named(location: list[str], at: int) -> bool:
     """Return whether a part of a location is a name that the user chose, and not the tag of a type."""
-    return place[at - 1] in ("keys", "columns", "names", "units")
+    return location[at - 1] in ("keys", "columns", "names", "units")
 
 
-def _list_known_keys(place: tuple[Any, ...]) -> list[str]:
-    """Return the keys of the model in which a key at `place` is unknown."""
-    tags = [str(part) for part in place[:-1]]
+def _list_known_keys(location: tuple[Any, ...]) -> list[str]:
+    """Return the keys of the model in which a key at `location` is unknown."""
+    tags = [str(part) for part in location[:-1]]
     models: list[type[BaseModel]] = [TableFile, RowsRule, UnitConversion]
     model = models[0]
     for at, part in enumerate(tags):

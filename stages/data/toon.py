@@ -47,7 +47,7 @@ def repair_toon(
 
 
 def _find_json(text: str) -> FoundDocument | None:
-    """Return JSON in place of TOON as TOON; None where the answer holds no JSON."""
+    """Return JSON, given instead of TOON, as TOON; None where the answer holds no JSON."""
     if not re.search(r'^[ \t]*(?:\{|\[[ \t]*(?:[\[{"]|$))', text, re.MULTILINE):
         return None
     try:

@@ -106,9 +106,9 @@ def _list_root_keys(lines: list[str]) -> list[str]:
 
 
 def _mark_structure(lines: list[str], names: set[str] | None, schema: TableFile | None) -> set[int]:
-    """Return the places of lines that belong to a document: headers, rows, keys, and what is indented below them."""
+    """Return the indices of lines that belong to a document: headers, rows, keys, and what is indented below them."""
     marked: set[int] = set()
-    tables = {table.place: table for table in find_tables(lines)}
+    tables = {table.start: table for table in find_tables(lines)}
     rows = {row for table in tables.values() for row in table.rows}
     depth: int | None = None  # of the open key or list: deeper lines are its content
     for at, line in enumerate(lines):
@@ -145,7 +145,7 @@ def _is_open_item(lines: list[str], at: int, marked: set[int]) -> bool:
 def _remove_prose_between(lines: list[str], start: int, end: int, marked: set[int]) -> tuple[list[str], list[str]]:
     """Return (the document's lines, lines of prose between its parts). Prose is only what follows a complete table or a key."""
     tables = find_tables(lines)
-    owners = {place: table for table in tables for place in (table.place, *table.rows)}
+    owners = {index: table for table in tables for index in (table.start, *table.rows)}
     kept, removed, previous = [], [], start
     for at in range(start, end):
         line = lines[at]
@@ -221,9 +221,9 @@ def _check_edges(document: list[str]) -> None:
             if key is None or document[at].lstrip().startswith('"') or _has_content(document, at, base):
                 break
             is_capital = key[0][:1].isupper()
-            others = [name for place, name in names.items() if place != at] if is_capital else []
+            others = [name for index, name in names.items() if index != at] if is_capital else []
             is_wordy = not key[1] or (" " in key[1] and not key[1].startswith('"'))
-            is_apart = any(0 <= place < len(document) and not document[place].strip() for place in (at - 1, at + 1))
+            is_apart = any(0 <= index < len(document) and not document[index].strip() for index in (at - 1, at + 1))
             if is_capital and is_wordy and (is_apart or all(name[:1].islower() for name in others)):
                 raise AmbiguousTextError("prose_or_key")
 

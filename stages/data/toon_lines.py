@@ -88,12 +88,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Table:
-    """A header with fields and the lines that are its rows, by their places in the document."""
+    """A header with fields and the lines that are its rows, by their indices in the document."""
 
-    place: int
+    start: int  # index of the header
     header: Header
     rows: tuple[int, ...]
-    end: int  # place after its last row
+    end: int  # index after its last row
 
 
 @lru_cache(maxsize=4096)  # each rule reads the same lines
@@ -138,7 +138,7 @@ def _count_digits(bracket: str) -> bool:
 
 
 def _find_closing_brace(text: str) -> int:
-    """Return the place of the brace that closes the one at the start of `text`; -1 where there is none."""
+    """Return the index of the brace that closes the one at the start of `text`; -1 where there is none."""
     depth = 0
     for token in re.finditer(rf"{QUOTED}|[{{}}]", text):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
@@ -202,8 +202,8 @@ def find_tables(lines: list[str]) -> list[Table]:
     return tables
 
 
-def _find_rows(lines: list[str], place: int, header: Header) -> tuple[int, ...]:
-    """Return the places of a table's rows.
+def _find_rows(lines: list[str], start: int, header: Header) -> tuple[int, ...]:
+    """Return the indices of a table's rows.
 
     They are the lines that are indented deeper than its header, up to a key or another header. Where the first of them is not
     indented, they are those beside the header, up to an empty line, that have as many cells as the header has fields: prose
@@ -212,7 +212,7 @@ def _find_rows(lines: list[str], place: int, header: Header) -> tuple[int, ...]:
     base = measure_indent(header.indent) + (2 if header.hyphen else 0)
     rows: list[int] = []
     is_flat = is_apart = has_spaces = False
-    for at in range(place + 1, len(lines)):
+    for at in range(start + 1, len(lines)):
         line = lines[at]
         if not line.strip() or is_comment(line):
             is_apart |= not line.strip()

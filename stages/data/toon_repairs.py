@@ -79,8 +79,8 @@ def _remove_line_ends(lines: list[str], _: RepairContext) -> list[str]:
 def _remove_comments(lines: list[str], _: RepairContext) -> list[str]:
     """Remove comments, which are no data by the format; unless one has the cells of a row, as older encoders write them."""
     for table in find_tables(lines):
-        after = table.rows[-1] + 1 if table.rows else table.place
-        for line in lines[table.place + 1 : after + 1]:
+        after = table.rows[-1] + 1 if table.rows else table.start
+        for line in lines[table.start + 1 : after + 1]:
             if (
                 is_comment(line)
                 and table.header.leaves > 1
@@ -129,14 +129,14 @@ def _correct_indent(lines: list[str], _: RepairContext) -> list[str]:
     changed = []
     for at, line in enumerate(lines):
         table = row_levels.get(at)
-        deep = level(line) if table is None else level(lines[table.place]) + (2 if table.header.hyphen else 1)
+        deep = level(line) if table is None else level(lines[table.start]) + (2 if table.header.hyphen else 1)
         text = strip_row(line, "," if table is None else table.header.delimiter)
         changed.append("  " * deep + text if line.strip() else line)
     return changed
 
 
 def _find_cut_row(table: Table, lines: list[str], work: RepairContext) -> int | None:
-    """Return the place of the document's last row where that may be cut inside; None where it is not the last line."""
+    """Return the index of the document's last row where that may be cut inside; None where it is not the last line."""
     is_last = bool(table.rows) and not work.is_ended and not any(line.strip() for line in lines[table.rows[-1] + 1 :])
     return table.rows[-1] if is_last else None
 
@@ -168,7 +168,7 @@ def _correct_delimiters(lines: list[str], work: RepairContext) -> list[str]:
             raise AmbiguousTextError("two_readings")  # `Paris, France` may be one value of a row that lost another
         mark = fitting[0] if fitting[0] in TOON_DELIMITERS else ","
         fields = mark.join(split_cells(header.fields or "", header.field_delimiter))
-        changed[table.place] = replace(header.declare(delimiter=mark), fields=fields).write()
+        changed[table.start] = replace(header.declare(delimiter=mark), fields=fields).write()
         if mark != fitting[0]:
             for row in table.rows:
                 changed[row] = _change_delimiter(lines[row], header, fitting[0], mark)
@@ -235,27 +235,27 @@ def _replace_typography(lines: list[str], work: RepairContext) -> list[str]:
                 known or MINUS_NUMBER.fullmatch(cell) for known, cell in zip(numbers, cells, strict=True)
             ):
                 raise AmbiguousTextError("minus_or_text")
-            for place, cells in zip(table.rows, rows, strict=True):
+            for row, cells in zip(table.rows, rows, strict=True):
                 if len(cells) == table.header.leaves and MINUS_NUMBER.fullmatch(cells[column]):
                     cells[column] = "-" + cells[column][1:]
-                    line = changed[place]
+                    line = changed[row]
                     start = line[: len(line) - len(line.lstrip(" \t"))]
-                    changed[place] = start + table.header.delimiter.join(cells)
+                    changed[row] = start + table.header.delimiter.join(cells)
     return changed
 
 
 def _remove_cut_row(lines: list[str], work: RepairContext) -> list[str]:
     """Remove the last row where a token limit cut it: it has fewer cells than the header, and nothing follows."""
     for table in find_tables(lines):
-        place, header, schema = _find_cut_row(table, lines, work), table.header, work.find_table(table.header)
+        row, header, schema = _find_cut_row(table, lines, work), table.header, work.find_table(table.header)
         if schema is not None and schema.rows.asked is not None:
             continue  # the number of rows is asked for
-        if place is None or header.count is None or header.count < len(table.rows) or len(table.rows) < 2:
+        if row is None or header.count is None or header.count < len(table.rows) or len(table.rows) < 2:
             continue
-        text = lines[place]
+        text = lines[row]
         if len(split_row(text, header)) < header.leaves or has_open_quote(text):
             work.was_cut = True
-            return lines[:place]
+            return lines[:row]
     return lines
 
 
@@ -267,14 +267,14 @@ def _correct_counts(lines: list[str], work: RepairContext) -> list[str]:
         header, found = table.header, len(table.rows)
         if schema is not None and schema.rows.asked is not None:
             if found == find_asked_rows(schema.rows, work.question):
-                changed[table.place] = header.declare(found).write()
+                changed[table.start] = header.declare(found).write()
             continue
         if header.count == found or not found:
             continue
         if any(len(split_row(lines[row], header)) != header.leaves for row in table.rows):
             raise AmbiguousTextError("row_width")
         _check_count_is_wrong(lines, table, work)
-        changed[table.place] = header.declare(found).write()
+        changed[table.start] = header.declare(found).write()
     return _correct_list_counts(changed, work)
 
 
@@ -340,10 +340,10 @@ def _correct_list_counts(lines: list[str], work: RepairContext) -> list[str]:
     return changed
 
 
-def _count_items(lines: list[str], place: int, header: Header) -> tuple[int, int]:
-    """Return (number of items below a header, place after the last of them)."""
+def _count_items(lines: list[str], start: int, header: Header) -> tuple[int, int]:
+    """Return (number of items below a header, index after the last of them)."""
     base, items, depth = measure_indent(header.indent) + (2 if header.hyphen else 0), 0, None
-    for at in range(place + 1, len(lines)):
+    for at in range(start + 1, len(lines)):
         indent = measure_indent(lines[at])
         if indent <= base:
             return items, at

@@ -221,9 +221,9 @@ class Shortlist(NamedTuple):
         """Return the part at an index of the dimensions before the last."""
         return Shortlist(self.logits[index], None if self.ids is None else self.ids[index])
 
-    def get_tokens(self, places: Tensor) -> Tensor:
-        """Return the tokens at places [..., K] of the shortlist, whose dimensions may broadcast."""
-        return places if self.ids is None else self.ids.expand(*places.shape[:-1], -1).gather(-1, places)
+    def get_tokens(self, indices: Tensor) -> Tensor:
+        """Return the tokens at indices [..., K] of the shortlist, whose dimensions may broadcast."""
+        return indices if self.ids is None else self.ids.expand(*indices.shape[:-1], -1).gather(-1, indices)
 
     def spread(self, values: Tensor, vocab_size: int, rest: float) -> Tensor:
         """Scatter values [..., V] or [..., C] of the shortlist to [..., V]; tokens that are not in it get `rest`."""

@@ -211,7 +211,7 @@ def unify_dtype(folder: Path, tensors: dict[str, Tensor]) -> torch.dtype:
     return widest
 
 
-def select_feature_layers(place: str, lists: Mapping[str, list[int]]) -> tuple[str, list[int]]:
+def select_feature_layers(source_name: str, lists: Mapping[str, list[int]]) -> tuple[str, list[int]]:
     """Return what the feature layers are called in a config.json, and their ids.
 
     Args:
@@ -223,13 +223,13 @@ def select_feature_layers(place: str, lists: Mapping[str, list[int]]) -> tuple[s
     (source, layers), *others = lists.items()
     if any(other != layers for _, other in others):
         raise ValueError(
-            f"{place} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
+            f"{source_name} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
             f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "
             "which it was trained"
         )
     if layers != sorted(set(layers)):
         raise ValueError(
-            f"{place}: {source}, expected ids in increasing order, each once: engines capture in the order of the blocks, "
+            f"{source_name}: {source}, expected ids in increasing order, each once: engines capture in the order of the blocks, "
             "whatever the order of the list; ask its author which order it was trained with"
         )
     return source, layers

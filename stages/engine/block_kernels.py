@@ -42,8 +42,8 @@ class FusedBlockExpansion:
                 return scores, ids
             own = shortlist.at((slice(None), slot, None))
             given = own, states[:, slot, None], tokens.view(prompts, -1)
-            scores, places = k.select_topk(self.draft.condition_shortlist(*given).flatten(0, 1), topk, tree_scoring)
-            return scores, own.get_tokens(places.view(prompts, -1, topk)).flatten(0, 1)
+            scores, indices = k.select_topk(self.draft.condition_shortlist(*given).flatten(0, 1), topk, tree_scoring)
+            return scores, own.get_tokens(indices.view(prompts, -1, topk)).flatten(0, 1)
 
         beam, tokens = score(0, anchors)  # [B, K]
         found = allocate_candidates(beam, tokens, num_steps)

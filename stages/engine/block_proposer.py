@@ -118,8 +118,8 @@ class BlockProposer(Proposer):
     def __init__(self, method: BlockMethod):
         self.drafter, self.tree, self.draft_temperature = method.drafter, method.tree, method.draft_temperature
         self.feature_layers = method.drafter.feature_layers
-        places = arange(self.tree.num_draft_tokens, device=self.drafter.embedding.device)[None]  # [1, M]
-        self.chain_parents, self.chain_depths = (places - 1).clamp(min=0), places
+        depths = arange(self.tree.num_draft_tokens, device=self.drafter.embedding.device)[None]  # [1, M]
+        self.chain_parents, self.chain_depths = (depths - 1).clamp(min=0), depths
         self.chain_mask = trees.build_ancestor_mask(self.chain_parents)
 
     def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:

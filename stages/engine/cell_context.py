@@ -131,7 +131,7 @@ def estimate_memory(work: TorchCellContext) -> MemoryEstimate:
 
 
 def make_sampling_params(work: TorchCellContext, prompt_id: str, repeat: int, turn: int) -> SamplingParams | None:
-    """Return the sampling of one answer, seeded by the workload's seed and the answer's place; None at temperature 0."""
+    """Return the sampling of one answer, seeded by the workload's seed and the answer's position; None at temperature 0."""
     workload = work.workload
     seed = f"{workload.seed}:{prompt_id}:{repeat}:{turn}"
     shape = workload.temperature, workload.top_p, workload.top_k

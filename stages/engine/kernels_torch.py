@@ -117,17 +117,17 @@ def extend_beam(
     parents [B * K], the index of the beam that each continues."""
     prompts, topk, nodes = mask.shape
     draft_ids = ids.view(prompts, -1)
-    scores, new, places = trees.extend_beam(
+    scores, new, indices = trees.extend_beam(
         beam, token_scores.view(prompts, topk, topk), trees.TREE_SCORINGS[tree_scoring].combine_scores
     )
     first, end = trees.get_step_range(step, topk)
     found.scores[:, first:end], found.tokens[:, first:end] = scores, draft_ids + d2t[draft_ids]
     found.parents[:, first:end] = numbers.repeat_interleave(topk, dim=1)
-    parents = places // topk  # [B, K]
+    parents = indices // topk  # [B, K]
     new_mask = extend_tree_mask(mask.gather(1, parents[..., None].expand(-1, -1, nodes)), step)
     starts = topk * torch.arange(prompts, device=beam.device)[:, None]
-    tokens = found.tokens[:, first:end].gather(1, places)
-    return new, first + places, new_mask, tokens.flatten(), (starts + parents).flatten()
+    tokens = found.tokens[:, first:end].gather(1, indices)
+    return new, first + indices, new_mask, tokens.flatten(), (starts + parents).flatten()
 
 
 def extend_tree_mask(mask: Tensor, step: int) -> Tensor:

@@ -152,11 +152,11 @@ def _attend_tree_kernel(
         sum_ = sum_ * before[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
         total_weight = total_weight * before + tl.sum(weights, 1)
         highest = peak
-    place = at * P + part
+    offset = at * P + part
     seen_any = total_weight > 0
     share = tl.where(seen_any, total_weight, 1.0)
-    tl.store(parts + place[:, None] * E + e[None], sum_ / share[:, None], mask=inside[:, None])
-    tl.store(lse + place, tl.where(seen_any, highest + tl.log(share), float("-inf")), mask=inside)
+    tl.store(parts + offset[:, None] * E + e[None], sum_ / share[:, None], mask=inside[:, None])
+    tl.store(lse + offset, tl.where(seen_any, highest + tl.log(share), float("-inf")), mask=inside)
 
 
 @triton.jit
@@ -267,11 +267,11 @@ def mix_inputs(
 
 
 @triton.jit
-def _make_order_keys(scores, least, places):
-    """Return unique keys, greater for greater scores, and among equal scores for lower places; places <= least."""
+def _make_order_keys(scores, least, indices):
+    """Return unique keys, greater for greater scores, and among equal scores for lower indices; indices <= least."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) | (least - places).to(tl.int64)
+    return (bits.to(tl.int64) << 32) | (least - indices).to(tl.int64)
 
 
 @triton.jit
@@ -355,13 +355,13 @@ def _extend_beam_kernel(
     key = tl.where(inside, _make_order_keys(score, W - 1, i), LOWEST_KEY)
     for k in range(K):
         found = tl.max(key, 0)
-        place = W - 1 - (found & 0xFFFFFFFF)
-        chosen = i == place
+        index = W - 1 - (found & 0xFFFFFFFF)
+        chosen = i == index
         tl.store(new_beam + at + k, tl.sum(tl.where(chosen, score, 0.0), 0))
         tl.store(new_tokens + at + k, tl.sum(tl.where(chosen, token, 0), 0))
-        tl.store(new_numbers + at + k, first + place)
-        tl.store(slots + at + k, at + place // K)
-        row = tl.load(sees + nodes + place // K * T + t, mask=t < T, other=0)
+        tl.store(new_numbers + at + k, first + index)
+        tl.store(slots + at + k, at + index // K)
+        row = tl.load(sees + nodes + index // K * T + t, mask=t < T, other=0)
         tl.store(new_sees + nodes + k * T + t, tl.where(t == own + k, 1, row), mask=t < T)
         key = tl.where(chosen, LOWEST_KEY, key)
 

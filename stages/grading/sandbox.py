@@ -308,9 +308,9 @@ def _match_value(value: int, answer: int) -> list[Instruction]:
     return [(EQUAL, 0, 1, value), (RETURN, 0, 0, answer)]
 
 
-def _load_argument(place: int) -> Instruction:
+def _load_argument(index: int) -> Instruction:
     """Return the instruction that loads the lower half of a call's argument: flags and requests are ints."""
-    return (LOAD, 0, 0, 16 + 8 * place)
+    return (LOAD, 0, 0, 16 + 8 * index)
 
 
 def _call_prctl(option: int, *arguments: int) -> bool:

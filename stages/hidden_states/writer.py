@@ -45,7 +45,7 @@ class ShardWriter:
         parts = size.num_feature_layers, size.hidden_size, size.dtype
         shapes = format.list_tensor_shapes(len(ids), image_tokens, *parts, self.is_multimodal)
         shapes |= {"ids": (torch.int32, [len(ids)]), "mask": bits} | ({"pictured": bits} if self.is_multimodal else {})
-        header, self._places, end = {}, {}, 0
+        header, self._layout, end = {}, {}, 0
         # Widest dtype first, so that each tensor starts at a multiple of its item size; the format allows no holes.
         for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, FILE_ORDER.index(name))):
             kind, shape = shapes[name]
@@ -55,7 +55,7 @@ class ShardWriter:
                 "shape": shape,
                 "data_offsets": [end, end + count],
             }
-            self._places[name] = (end, count // max(1, shape[0]))  # offset of the tensor, bytes per line of it
+            self._layout[name] = (end, count // max(1, shape[0]))  # offset of the tensor, bytes per line of it
             end += count
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % 64)
@@ -120,7 +120,7 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _write_tensor(self, name: str, first: int, tensor: Tensor) -> None:
-        offset, line_bytes = self._places[name]
+        offset, line_bytes = self._layout[name]
         position, left = self._data_offset + offset + first * line_bytes, format.view_bytes(tensor)
         while left:  # pwrite takes 2 GiB at most
             written = os.pwrite(self._file.fileno(), left, position)

@@ -42,16 +42,16 @@ class PublishedCell:
     def shape(self) -> TreeShape:
         """Return the shape of its tree. Raises ValueError where no tree is stated."""
         if not (found := self.setting.shape):
-            place = f"published/{self.publication}.yaml: {self.where}: {self.name}"
-            raise ValueError(f"{place}: no tree, which the audit needs; give it")
+            location = f"published/{self.publication}.yaml: {self.where}: {self.name}"
+            raise ValueError(f"{location}: no tree, which the audit needs; give it")
         return found
 
     def get_setting(self, key: str) -> float:
         """Return a setting that must be a number. Raises ValueError where it is not stated."""
         value = getattr(self.setting, key)
         if not isinstance(value, float):
-            place = f"published/{self.publication}.yaml: {self.where}"
-            raise ValueError(f"{place}: expected a number as {key}, found {value}; give it")
+            location = f"published/{self.publication}.yaml: {self.where}"
+            raise ValueError(f"{location}: expected a number as {key}, found {value}; give it")
         return value
 
 

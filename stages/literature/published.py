@@ -184,17 +184,17 @@ _EXPECTED = {  # pydantic's type of error -> what a file must have there, and wh
 
 
 def _explain_error(error: ValidationError, where: str) -> str:
-    """Return the first error in one line: its place below `where`, what was expected, what was found, what to do."""
+    """Return the first error in one line: its location below `where`, what was expected, what was found, what to do."""
     first = error.errors()[0]
     keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
     if first["type"] == "missing":
         parent, _, last = keys.rpartition(".")
         return f"{': '.join(filter(None, (where, parent)))}: expected {last}, found no {last}; add it"
-    place = ": ".join(filter(None, (where, keys)))
+    location = ": ".join(filter(None, (where, keys)))
     if first["type"] in _EXPECTED:
         expected, remedy = _EXPECTED[first["type"]]
-        return f"{place}: expected {expected}, found {first['input']!r}; {remedy}"
-    return f"{place}: {first.get('ctx', {}).get('error', first['msg'])}"
+        return f"{location}: expected {expected}, found {first['input']!r}; {remedy}"
+    return f"{location}: {first.get('ctx', {}).get('error', first['msg'])}"
 
 
 # Publications
@@ -228,7 +228,7 @@ class Publication:
 
 
 def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]:
-    """Return every publication by name. Raises ValueError for the first defect, naming its place."""
+    """Return every publication by name. Raises ValueError for the first defect, naming its location."""
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise ValueError(f"{folder} holds no publication, expected NAME.yaml files; restore it: git checkout {folder}")
@@ -264,22 +264,22 @@ def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -
     shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
     csv_file = path.parent / table.csv if table.csv else None
     for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
-        place = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
+        location = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
         if not isinstance(values, list) or len(values) != len(columns):
             found = len(values) if isinstance(values, list) else repr(values)
-            raise ValueError(f"{place}: expected {len(columns)} values, one a column, found {found}; see {path}")
-        own, numbers = _split_values(columns, values, place)
+            raise ValueError(f"{location}: expected {len(columns)} values, one a column, found {found}; see {path}")
+        own, numbers = _split_values(columns, values, location)
         for name, dataset, value in numbers:
             setting = shared | own | ({"dataset": dataset} if dataset else {})
             if missing := [key for key in SETTING_NAMES if key not in setting]:
-                raise ValueError(f"{place}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
+                raise ValueError(f"{location}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
             metric = file.metrics[name]
             yield PublishedRow(
                 publication=path.stem,
                 where=table.where,
                 setting=PublishedSetting.model_construct(**setting),
                 metric=name,
-                value=_parse_number(value, metric, f"{place}: {name}"),
+                value=_parse_number(value, metric, f"{location}: {name}"),
                 decimals=metric.decimals,
                 unit=metric.unit,
                 definition=metric.definition,

@@ -66,7 +66,7 @@ class StaticTree:
     @classmethod
     def from_paths(cls, paths: list[RankPath], device: torch.device) -> "StaticTree":
         """Return the tree of paths in the order of `select_best_branches`."""
-        number = {(): 0} | {path: place for place, path in enumerate(paths, 1)}
+        number = {(): 0} | {path: index for index, path in enumerate(paths, 1)}
         parents = torch.tensor([[0, *(number[path[:-1]] for path in paths)]], device=device)
         mask = trees.build_ancestor_mask(parents)
         ranks = torch.tensor([path[-1] for path in paths], device=device)

@@ -92,12 +92,12 @@ def check_target(params: Params) -> None:
     """Raise ValueError for a target whose folder is missing or not watched, a device that this machine lacks, or as
     check_target_settings.
     """
-    check_target_place(params)
+    check_target_path(params)
     check_device(params)
     check_target_settings(params)
 
 
-def check_target_place(params: Params) -> None:
+def check_target_path(params: Params) -> None:
     """Raise ValueError for a target whose folder is missing, or not watched."""
     model = params.target.model
     if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
@@ -328,7 +328,7 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
 
 
 TARGET_CHECKS = (
-    check_target_place,
+    check_target_path,
     check_device,
     check_target_settings,
     check_target_files,

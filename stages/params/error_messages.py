@@ -128,17 +128,21 @@ def _strip_union_tags(location: Location) -> list[str]:
 
 def _explain_error(error: Any, whole: type[Section]) -> str:
     """Explain one pydantic error of `whole` as "key: expected, found, what to do"."""
-    place = _strip_union_tags(error["loc"])
-    key, kind, found = ".".join(place), error["type"], f"found {error['input']!r}"
+    key_path = _strip_union_tags(error["loc"])
+    key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
         known = _known_keys(error["loc"][:-1], whole)
         known += ["method"] if _has_method(error["loc"]) and "method" not in known else []
-        nearest = suggest_name(place[-1], known)
-        above = [place[:depth] for depth in range(1, len(place) - 1) if place[-1] in _known_keys(place[:depth], whole)]
-        shared = f"; {'.'.join([*above[-1], place[-1]])} holds for all" if above else ""
+        nearest = suggest_name(key_path[-1], known)
+        above = [
+            key_path[:depth]
+            for depth in range(1, len(key_path) - 1)
+            if key_path[-1] in _known_keys(key_path[:depth], whole)
+        ]
+        shared = f"; {'.'.join([*above[-1], key_path[-1]])} holds for all" if above else ""
         advice = "Correct the spelling, or leave the key out"
         return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}{shared}. {advice}"
     if kind == "missing":
@@ -147,7 +151,7 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
         return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], whole))}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
-    if kind == "invalid_key" or "[key]" in error["loc"] or place[-1] == "from":
+    if kind == "invalid_key" or "[key]" in error["loc"] or key_path[-1] == "from":
         return f"{key}: expected a name (a letter, then letters, digits and _), {found}"
     if kind == "string_type":
         return f"{key}: expected text, {found}"
@@ -164,8 +168,8 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
 
 def _advise_on_missing(location: Location, whole: type[Section]) -> str:
     """Return where a missing key is to be found: in the last commit, or for what the user has named, which keys it has."""
-    above = [place for place in range(len(location) - 1) if location[place] not in UNION_TAGS]
-    named = [place for place in above if str(location[place]) not in _known_keys(location[:place], whole)]
+    above = [depth for depth in range(len(location) - 1) if location[depth] not in UNION_TAGS]
+    named = [depth for depth in above if str(location[depth]) not in _known_keys(location[:depth], whole)]
     if not named:
         return " (git show HEAD:params.yaml has one)"
     section = _find_section(location[:-1], whole)

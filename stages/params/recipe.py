@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from stages.params.section import Count, Name, Section, Text
 
 RECIPES_FOLDER = Path("recipes")
-FilePlace = Annotated[str, Field(pattern=r"^data(/\w[\w.-]*)+$")]
+DataPath = Annotated[str, Field(pattern=r"^data(/\w[\w.-]*)+$")]
 
 
 class RecipeCells(Section):
@@ -58,7 +58,7 @@ class Recipe(Section):
     row_tokens: Count  # average length of a row, prompt and answer
     tolerance: dict[str, Annotated[float, Field(ge=0, lt=1)]]  # relative tolerance by metric
     beside: list[PublishedMatch]
-    files: dict[FilePlace, RecipeFile] = Field(default_factory=dict)  # what `aerie fetch` gets, by its place here
+    files: dict[DataPath, RecipeFile] = Field(default_factory=dict)  # what `aerie fetch` gets, by its path here
 
     @model_validator(mode="after")
     def has_targets(self) -> "Recipe":

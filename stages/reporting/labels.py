@@ -1,9 +1,9 @@
-"""Places for the names of a plot's points: each beside its own point, inside the plot, none over another.
+"""Positions for the names of a plot's points: each beside its own point, inside the plot, none over another.
 
-A name takes the cheapest place of a grid. Names and points are never covered; nearness to its own point, distance from
+A name takes the cheapest position of a grid. Names and points are never covered; nearness to its own point, distance from
 others, lines below it and leaders that cross are costs. Lengths are in points (1/72 inch), y upwards.
 
-Letters: K places of the grid, N names, M points or lines to keep clear of.
+Letters: K positions of the grid, N names, M points or lines to keep clear of.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,11 +27,11 @@ SAMPLES = 12  # of a leader
 SAME = 0.01  # pt; nearer points are one, as a ring and the dot in it
 FAR = 9.0  # pt within which another point makes a name ambiguous
 
-Points = np.ndarray  # [any, 2]; of places: the left and lower ends of a name's box
+Points = np.ndarray  # [any, 2]; of positions: the left and lower ends of a name's box
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedPoint:
     """A point and the size of its name."""
 
     x: float
@@ -52,40 +52,40 @@ class Box:
 class Label:
     """Where the name of a point lies, and the end of its leader on its box; no leader where it is beside its point."""
 
-    point: Named
+    point: NamedPoint
     box: Box
     leader: tuple[float, float] | None
 
 
 def place_labels(
-    named: list[Named],
+    points: list[NamedPoint],
     area: Box,
     taken: list[Box],
     lines: list[list[tuple[float, float]]],
     dots: Iterable[tuple[float, float]] = (),
 ) -> list[Label | None]:
-    """Return a place for each name; None where no place is left.
+    """Return a position for each name; None where none is left.
 
     `taken` are boxes to keep clear, `lines` better not covered, `dots` points without a name.
     """
-    marks = sorted({*dots, *((point.x, point.y) for point in named)})
-    placed: list[Label | None] = [None] * len(named)
+    marks = sorted({*dots, *((point.x, point.y) for point in points)})
+    placed: list[Label | None] = [None] * len(points)
     below = _sample_lines(lines)
     # Points with the most others around them choose first.
-    order = sorted(range(len(named)), key=lambda at: (-_count_near(named, named[at]), -named[at].y, named[at].x))
+    order = sorted(range(len(points)), key=lambda at: (-_count_near(points, points[at]), -points[at].y, points[at].x))
     for _ in range(PASSES):
         for at in order:
             others = [label for number, label in enumerate(placed) if label is not None and number != at]
-            places = (
-                _list_free(named[at], named, area, [*taken, *(label.box for label in others)], reach)
+            positions = (
+                _list_free(points[at], points, area, [*taken, *(label.box for label in others)], reach)
                 for reach in REACHES
             )
-            placed[at] = _place_label(named[at], marks, next(filter(len, places), None), others, below)
+            placed[at] = _choose_position(points[at], marks, next(filter(len, positions), None), others, below)
     return placed
 
 
-def _count_near(named: list[Named], one: Named) -> int:
-    return sum(abs(one.x - other.x) < one.width and abs(one.y - other.y) < 2 * one.height for other in named)
+def _count_near(points: list[NamedPoint], point: NamedPoint) -> int:
+    return sum(abs(point.x - other.x) < point.width and abs(point.y - other.y) < 2 * point.height for other in points)
 
 
 def _sample_lines(lines: Iterable[Sequence[tuple[float, float]]]) -> Points:
@@ -98,32 +98,32 @@ def _sample_lines(lines: Iterable[Sequence[tuple[float, float]]]) -> Points:
     return np.concatenate(pieces)
 
 
-def _list_free(one: Named, named: list[Named], area: Box, taken: list[Box], reach: float) -> Points:
-    """Return the places within reach that are wholly in the area and cover no point and nothing taken."""
-    beside, above = one.width + MARK_RADIUS + 1, one.height / 2 + MARK_RADIUS + 1
-    left, right = max(area.left, one.x - one.width - reach), min(area.right, one.x + reach)
-    low, high = max(area.low, one.y - one.height - reach), min(area.high, one.y + reach)
-    columns = [one.x + MARK_RADIUS + 1, one.x - beside, one.x - one.width / 2, *np.arange(left, right, STEP_X)]
-    middles = [one.y, one.y + above, one.y - above]
-    rows = [*(middle - one.height / 2 for middle in middles), *np.arange(low, high, STEP_Y)]
-    places = np.stack(np.meshgrid(columns, rows), axis=-1).reshape(-1, 2)
-    ends = places + np.array((one.width, one.height))
-    free = (places >= (area.left, area.low)).all(axis=1) & (ends <= (area.right, area.high)).all(axis=1)
-    marks = [Box(p.x - MARK_RADIUS, p.y - MARK_RADIUS, p.x + MARK_RADIUS, p.y + MARK_RADIUS) for p in named]
+def _list_free(point: NamedPoint, points: list[NamedPoint], area: Box, taken: list[Box], reach: float) -> Points:
+    """Return the positions within reach that are wholly in the area and cover no point and nothing taken."""
+    beside, above = point.width + MARK_RADIUS + 1, point.height / 2 + MARK_RADIUS + 1
+    left, right = max(area.left, point.x - point.width - reach), min(area.right, point.x + reach)
+    low, high = max(area.low, point.y - point.height - reach), min(area.high, point.y + reach)
+    columns = [point.x + MARK_RADIUS + 1, point.x - beside, point.x - point.width / 2, *np.arange(left, right, STEP_X)]
+    middles = [point.y, point.y + above, point.y - above]
+    rows = [*(middle - point.height / 2 for middle in middles), *np.arange(low, high, STEP_Y)]
+    positions = np.stack(np.meshgrid(columns, rows), axis=-1).reshape(-1, 2)
+    ends = positions + np.array((point.width, point.height))
+    free = (positions >= (area.left, area.low)).all(axis=1) & (ends <= (area.right, area.high)).all(axis=1)
+    marks = [Box(p.x - MARK_RADIUS, p.y - MARK_RADIUS, p.x + MARK_RADIUS, p.y + MARK_RADIUS) for p in points]
     for box in [*taken, *marks]:
-        apart_x = (places[:, 0] - GAP >= box.right) | (ends[:, 0] + GAP <= box.left)
-        apart_y = (places[:, 1] - GAP >= box.high) | (ends[:, 1] + GAP <= box.low)
+        apart_x = (positions[:, 0] - GAP >= box.right) | (ends[:, 0] + GAP <= box.left)
+        apart_y = (positions[:, 1] - GAP >= box.high) | (ends[:, 1] + GAP <= box.low)
         free &= apart_x | apart_y
-    return places[free]
+    return positions[free]
 
 
-def _place_label(
-    one: Named, marks: list[tuple[float, float]], low: Points | None, others: list[Label], below: Points
+def _choose_position(
+    point: NamedPoint, marks: list[tuple[float, float]], low: Points | None, others: list[Label], below: Points
 ) -> Label | None:
-    """Return the cheapest of the places `low` [K, 2]; None without any. `marks` are all points."""
+    """Return the label at the cheapest of the positions `low` [K, 2]; None without any. `marks` are all points."""
     if low is None:
         return None
-    own, size = np.array((one.x, one.y)), np.array((one.width, one.height))
+    own, size = np.array((point.x, point.y)), np.array((point.width, point.height))
     high = low + size
     ends = np.clip(own, low, high)  # [K, 2]: the nearest points of the boxes
     gaps = np.linalg.norm(ends - own, axis=1) - MARK_RADIUS
@@ -132,14 +132,14 @@ def _place_label(
     nearest = np.min([np.full(len(low), np.inf), *nearness], axis=0)
     has_leader = (gaps > LEADER_FROM) | (nearest < gaps + CLEARER)
     aside, up = np.abs(low + size / 2 * (0, 1) - own).T
-    cost = gaps + 0.02 * aside + 0.05 * up  # of equal places the right one, as one reads
+    cost = gaps + 0.02 * aside + 0.05 * up  # of equal positions the right one, as one reads
     cost += COVERED * _count_inside(below, low, high) + AMBIGUOUS * (nearest < gaps)
     cost += STRANGE * np.clip(FAR - nearest, 0, FAR) / FAR
     cost += CROSSED * (_count_inside(_sample_lines(_list_leaders(others)), low, high) > 0)
     cost += has_leader * (LEADER + _price_leaders(own, ends, strangers, others))
     best = int(np.argmin(cost))
     box = Box(*map(float, low[best]), *map(float, high[best]))
-    return Label(one, box, (float(ends[best][0]), float(ends[best][1])) if has_leader[best] else None)
+    return Label(point, box, (float(ends[best][0]), float(ends[best][1])) if has_leader[best] else None)
 
 
 def _price_leaders(own: np.ndarray, ends: Points, strangers: list[np.ndarray], others: list[Label]) -> np.ndarray:

@@ -98,14 +98,14 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
             _tell_speedup(row.num_draft_tokens, row.shape, row.speedup, row.low, row.high, "predicted")
             for row in fastest
         ]
-    for place, row in zip(_spread_places(rows), rows, strict=True):
+    for x, row in zip(_spread_positions(rows), rows, strict=True):
         assert row.speedup is not None, "build_overview selects rows with a speedup"
         colour = styles[row.topk]["color"] if row.topk in styles else INK_COLOUR
-        axes.plot(place, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
+        axes.plot(x, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
         if row.speedup_low is not None:
-            axes.vlines(place, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
+            axes.vlines(x, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
         shape, how = TreeShape.parse(row.tree), "predicted" if row.is_replayed else "measured"
-        point = _tell_speedup(place, shape, row.speedup, row.speedup_low, row.speedup_high, how)
+        point = _tell_speedup(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
         told.append(replace(point, name=row.tree[1:]))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
     return told
@@ -127,18 +127,18 @@ def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
     return [row for row, (left, right) in zip(ordered, tops, strict=True) if row.speedup >= min(left, right)]
 
 
-def _spread_places(rows: list[BenchmarkRow]) -> list[float]:
+def _spread_positions(rows: list[BenchmarkRow]) -> list[float]:
     """Return where on the axis each tree is drawn: trees of as many tokens side by side, so that intervals stay apart."""
-    counts, seen, places = Counter(row.num_draft_tokens for row in rows), Counter[int](), []
+    counts, seen, xs = Counter(row.num_draft_tokens for row in rows), Counter[int](), []
     for row in rows:
         tokens = row.num_draft_tokens
-        places.append(tokens + 0.9 * (seen[tokens] - (counts[tokens] - 1) / 2))
+        xs.append(tokens + 0.9 * (seen[tokens] - (counts[tokens] - 1) / 2))
         seen[tokens] += 1
-    return places
+    return xs
 
 
 def _tell_speedup(
-    place: float, shape: TreeShape, speedup: float, low: float | None, high: float | None, how: str
+    x: float, shape: TreeShape, speedup: float, low: float | None, high: float | None, how: str
 ) -> PlotPoint:
     interval = format_interval(low, high)
-    return PlotPoint(place, speedup, f"{shape.name[1:]}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}")
+    return PlotPoint(x, speedup, f"{shape.name[1:]}: {speedup:.2f}×{f' ({interval})' if interval else ''}, {how}")

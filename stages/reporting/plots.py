@@ -79,13 +79,13 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
     """Write the names of points beside them, with a line from each point to a name that found no room there."""
     from matplotlib.transforms import Affine2D
 
-    from stages.reporting.labels import Named, place_labels
+    from stages.reporting.labels import NamedPoint, place_labels
 
     figure, legend = axes.figure, axes.get_legend()
     figure.draw_without_rendering()  # the layout; names may not move it
     figure.set_layout_engine("none")
     to_points = axes.transData + Affine2D().scale(72 / figure.dpi)
-    if legend:  # the place that it chose is a name's too
+    if legend:  # the position that it chose is a name's too
         frame = legend.get_window_extent()
         legend.set_loc(tuple(axes.transAxes.inverted().transform((frame.x0, frame.y0))))
     named = []
@@ -94,7 +94,7 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
         size = text.get_window_extent()
         text.remove()
         x, y = to_points.transform((point.x, point.y))
-        named.append(Named(x, y, size.width * 72 / figure.dpi, NAME_SIZE))
+        named.append(NamedPoint(x, y, size.width * 72 / figure.dpi, NAME_SIZE))
     lines = [[tuple(xy) for xy in to_points.transform(path)] for path in _list_paths(axes)]
     taken = [_to_box(legend.get_window_extent(), figure.dpi)] if legend else []
     dots = [line[0] for line in lines if len(set(line)) == 1]
@@ -118,7 +118,7 @@ def _list_paths(axes: Any) -> Iterator[Any]:
     for line in axes.lines:
         if line.get_linestyle() != "None":
             yield line.get_xydata()
-        yield from ([place, place] for place in line.get_xydata() if line.get_marker() != "None")
+        yield from ([xy, xy] for xy in line.get_xydata() if line.get_marker() != "None")
     for collection in axes.collections:
         yield from collection.get_segments()
 
@@ -131,7 +131,7 @@ def _to_box(bbox: Any, dpi: float) -> "Box":
 
 
 def _render_points(points: Sequence[PlotPoint], axes: Any, svg: str, title: str) -> str:
-    """Return an SVG of the size of `svg` with a circle per point; axes must have been drawn, which sets their place."""
+    """Return an SVG of the size of `svg` with a circle per point; axes must have been drawn, which sets their position."""
     from markupsafe import escape
 
     size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
@@ -141,8 +141,8 @@ def _render_points(points: Sequence[PlotPoint], axes: Any, svg: str, title: str)
     circles = []
     for point in dict.fromkeys(replace(point, name=None) for point in points):
         x, y = to_figure.transform((point.x, point.y))
-        place = f'cx="{width * x:.1f}" cy="{height * (1 - y):.1f}" r="7"'
-        circles.append(f"<circle {place}><title>{escape(point.text)}</title></circle>")
+        attributes = f'cx="{width * x:.1f}" cy="{height * (1 - y):.1f}" r="7"'
+        circles.append(f"<circle {attributes}><title>{escape(point.text)}</title></circle>")
     if not circles:
         return ""
     label = escape(f"Points of: {title}")

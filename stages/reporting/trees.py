@@ -234,11 +234,11 @@ def draw_tau_by_length(axes: Any, statistics: list[TreeBucket], what: str, label
     lows = sorted({_get_lower_edge(row) for rows in lines.values() for row in rows})
     for (tree, rows), style in zip(lines.items(), cycle_styles(), strict=False):
         taus = [1 + row.accepted / (row.cycles or 1) for row in rows]
-        places = [lows.index(_get_lower_edge(row)) for row in rows]
-        axes.plot(places, taus, **style, label=format_tree(tree))
+        xs = [lows.index(_get_lower_edge(row)) for row in rows]
+        axes.plot(xs, taus, **style, label=format_tree(tree))
         told += [
-            PlotPoint(place, tau, f"{format_tree(tree)}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles")
-            for place, tau, row in zip(places, taus, rows, strict=True)
+            PlotPoint(x, tau, f"{format_tree(tree)}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles")
+            for x, tau, row in zip(xs, taus, rows, strict=True)
         ]
     every = 1 + len(lows) // 9
     axes.set_xticks(range(0, len(lows), every), [f"{low:g}–" for low in lows[::every]])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-SpeedupPoint = tuple[float, float]  # (place on the axis, speedup)
+SpeedupPoint = tuple[float, float]  # (position on the axis, speedup)
 
 
 def find_crossings(points: Sequence[SpeedupPoint]) -> list[float]:

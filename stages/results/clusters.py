@@ -21,7 +21,7 @@ def get_conversation(row_id: str) -> str:
 
 def sum_by_cluster(names: Sequence[str], values: np.ndarray) -> np.ndarray:
     """Return the values [N, ...] added up by their clusters' names [N]: [C, ...], in the order of first appearance."""
-    place = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    found = np.zeros((len(place), *values.shape[1:]), dtype=values.dtype)
-    np.add.at(found, [place[name] for name in names], values)
+    row_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    found = np.zeros((len(row_of), *values.shape[1:]), dtype=values.dtype)
+    np.add.at(found, [row_of[name] for name in names], values)
     return found

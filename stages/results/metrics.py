@@ -1,4 +1,4 @@
-"""Metrics of benchmark cells, computed in one place for all three benchmark stages; docs/metrics.md defines them.
+"""Metrics of benchmark cells, computed once for all three benchmark stages; docs/metrics.md defines them.
 
 tau is pooled over verify cycles, its interval over clusters (results/clusters.py).
 

@@ -206,8 +206,8 @@ def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
 
 
 def is_inside_grid(within: dict[str, tuple[int, int]], tree: TreeShape, batch: int) -> bool:
-    place = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
-    return all(low <= at <= high for at, (low, high) in zip(place, within.values(), strict=True))
+    point = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
+    return all(low <= value <= high for value, (low, high) in zip(point, within.values(), strict=True))
 
 
 def count_outside_grid(cost: TimingGrid, trees: Iterable[ReplayedTree]) -> int:

@@ -32,54 +32,54 @@ class Record(BaseModel):
             raise AssertionError(f"not a {cls.__name__}: {_explain_error(error)}") from None
 
     @classmethod
-    def read_json(cls, place: Path, made_by: str, definitions: str | None = None) -> Self:
+    def read_json(cls, path: Path, made_by: str, definitions: str | None = None) -> Self:
         """Read a JSON file.
 
         Raises:
             ValueError: naming the file and the stage to run, if it is missing, measured by other `definitions`, or no such
                 record.
         """
-        found = atomic.read_json(place, made_by)
+        found = atomic.read_json(path, made_by)
         if definitions and (held := found.get("definitions", definitions)) != definitions:
             raise atomic.BrokenArtifactError(
-                f"{place} was measured with the definitions of {held}, expected {definitions}",
+                f"{path} was measured with the definitions of {held}, expected {definitions}",
                 atomic.format_rerun_hint(made_by),
             )
         try:
             return cls.model_validate(found)
         except ValidationError as error:
             raise atomic.BrokenArtifactError(
-                f"{place} {_explain_error(error)}", atomic.format_rerun_hint(made_by)
+                f"{path} {_explain_error(error)}", atomic.format_rerun_hint(made_by)
             ) from None
 
     @classmethod
-    def write_csv(cls, place: Path, rows: Iterable[Self]) -> None:
+    def write_csv(cls, path: Path, rows: Iterable[Self]) -> None:
         """Write rows of a CSV file. Floats keep every bit, so that figures can be compared between machines."""
-        atomic.write_csv(place, cls.list_keys(), (row.model_dump() for row in rows))
+        atomic.write_csv(path, cls.list_keys(), (row.model_dump() for row in rows))
 
     @classmethod
-    def read_csv(cls, place: Path, made_by: str) -> list[Self]:
+    def read_csv(cls, path: Path, made_by: str) -> list[Self]:
         """Read the rows of a CSV file, empty values as None. Raises ValueError as `read_json`.
 
         A column whose field has a default may be missing, as such a key of a JSON file: an earlier version wrote none.
         """
-        if not place.exists():
-            raise atomic.BrokenArtifactError(f"{place} not found", f"run: dvc repro {made_by}")
+        if not path.exists():
+            raise atomic.BrokenArtifactError(f"{path} not found", f"run: dvc repro {made_by}")
         try:
-            with place.open(newline="", encoding="utf-8") as file:
+            with path.open(newline="", encoding="utf-8") as file:
                 lines = csv.DictReader(file)
                 columns, rows = lines.fieldnames or (), list(lines)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise atomic.BrokenArtifactError(
-                f"{place} can't be read as CSV ({error})", atomic.format_rerun_hint(made_by)
+                f"{path} can't be read as CSV ({error})", atomic.format_rerun_hint(made_by)
             ) from None
         if missing := sorted({name for name, field in cls.model_fields.items() if field.is_required()} - set(columns)):
-            raise atomic.BrokenArtifactError(f"{place} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
+            raise atomic.BrokenArtifactError(f"{path} lacks the columns {missing}", atomic.format_rerun_hint(made_by))
         try:
             return [cls.model_validate({name: text or None for name, text in row.items()}) for row in rows]
         except ValidationError as error:
             raise atomic.BrokenArtifactError(
-                f"{place} has a line that {_explain_error(error)}", atomic.format_rerun_hint(made_by)
+                f"{path} has a line that {_explain_error(error)}", atomic.format_rerun_hint(made_by)
             ) from None
 
 
@@ -99,9 +99,9 @@ class TableRow(Record):
 
 
 def _explain_error(error: ValidationError) -> str:
-    """Return what is missing, or the first wrong value; places in lists are left out."""
-    places = [".".join(part for part in e["loc"] if isinstance(part, str)) for e in error.errors()]
-    if missing := {place for place, e in zip(places, error.errors(), strict=True) if e["type"] == "missing"}:
+    """Return what is missing, or the first wrong value; indices of lists are left out."""
+    keys = [".".join(part for part in e["loc"] if isinstance(part, str)) for e in error.errors()]
+    if missing := {key for key, e in zip(keys, error.errors(), strict=True) if e["type"] == "missing"}:
         return f"lacks {sorted(missing)}; it was cut or written by another version"
     first = error.errors()[0]
-    return f"holds a wrong {places[0]}: {first['msg']}, found {first['input']!r:.60}"
+    return f"holds a wrong {keys[0]}: {first['msg']}, found {first['input']!r:.60}"

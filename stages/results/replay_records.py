@@ -85,10 +85,10 @@ def locate_replay(checkpoint: str) -> Path:
 
 def read_replay(checkpoint: str) -> list[ReplayedTree]:
     """Return a checkpoint's trees at each temperature. Raises ValueError naming the file and the stage to run."""
-    place, stage = locate_replay(checkpoint), f"replay_trees@{checkpoint}"
-    rows = ReplayedTree.read_csv(place, stage)
+    path, stage = locate_replay(checkpoint), f"replay_trees@{checkpoint}"
+    rows = ReplayedTree.read_csv(path, stage)
     if not rows:
-        raise atomic.BrokenArtifactError(f"{place} holds no trees", atomic.format_rerun_hint(stage))
+        raise atomic.BrokenArtifactError(f"{path} holds no trees", atomic.format_rerun_hint(stage))
     return rows
 
 

@@ -161,9 +161,9 @@ def is_unsupported_torch_cell(workload: str, checkpoint: str, tree: str) -> bool
 def write_served_cell(cell: Mapping[str, Any]) -> Path:
     """Write a cell, which must be a ServedCell, and return its path."""
     ServedCell.check(cell)
-    place = locate_served_cell(cell["workload"], cell["checkpoint"], cell["tree"], cell["engine"])
-    atomic.write_json(place, cell)
-    return place
+    path = locate_served_cell(cell["workload"], cell["checkpoint"], cell["tree"], cell["engine"])
+    atomic.write_json(path, cell)
+    return path
 
 
 def read_served_cell(workload: str, checkpoint: str | None, tree: str | None, engine: str | None = None) -> ServedCell:

@@ -93,9 +93,9 @@ def locate_timing_grid(engine: str, checkpoint: str) -> Path:
 
 def write_timing_grid(grid: TimingGrid) -> Path:
     """Write a grid and return its path."""
-    place = locate_timing_grid(grid.engine, grid.checkpoint)
-    atomic.write_json(place, grid.model_dump())
-    return place
+    path = locate_timing_grid(grid.engine, grid.checkpoint)
+    atomic.write_json(path, grid.model_dump())
+    return path
 
 
 class ServingCosts(Record):
@@ -111,33 +111,33 @@ def locate_serving_costs(workload: str) -> Path:
 
 def write_serving_costs(workload: str, grids: list[TimingGrid]) -> Path:
     """Write the grids of a workload and return their path."""
-    place = locate_serving_costs(workload)
-    atomic.write_json(place, ServingCosts(definitions=COST_DEFINITIONS, grids=grids).model_dump())
-    return place
+    path = locate_serving_costs(workload)
+    atomic.write_json(path, ServingCosts(definitions=COST_DEFINITIONS, grids=grids).model_dump())
+    return path
 
 
 def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
     """Return the grids of a workload for the target `model`. Raises ValueError also if they are another's."""
-    place, stage = locate_serving_costs(workload), f"serving_costs@{workload}"
-    found = ServingCosts.read_json(place, stage, COST_DEFINITIONS)
+    path, stage = locate_serving_costs(workload), f"serving_costs@{workload}"
+    found = ServingCosts.read_json(path, stage, COST_DEFINITIONS)
     for grid in found.grids:
         if (target := grid.target[0] if grid.target else None) != model:
-            problem = f"{place} has timed drafts of the target {target}, expected {model}: its costs are another's"
+            problem = f"{path} has timed drafts of the target {target}, expected {model}: its costs are another's"
             raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
     return found.grids
 
 
 def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
-    place, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
-    found = TimingGrid.read_json(place, stage, COST_DEFINITIONS)
+    path, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
+    found = TimingGrid.read_json(path, stage, COST_DEFINITIONS)
     target = found.target[0] if found.target else None
     for what, has, wanted in (
         ("the draft of checkpoint", found.checkpoint, checkpoint),
         ("drafts of the target", target, model),
     ):
         if has != wanted:
-            problem = f"{place} has timed {what} {has}, expected {wanted}: its costs are another's"
+            problem = f"{path} has timed {what} {has}, expected {wanted}: its costs are another's"
             raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
     return found
 

@@ -42,16 +42,16 @@ class Cell(Record):
     joules: float | None  # null if the GPUs don't count their energy
 
     @classmethod
-    def read_cell(cls, place: Path, stage: str, **names: str | None) -> Self:
+    def read_cell(cls, path: Path, stage: str, **names: str | None) -> Self:
         """Read the cell of these names.
 
         Raises:
             ValueError: naming the file and the stage to run, if it is missing, incomplete, of other definitions or another cell.
         """
-        cell = cls.read_json(place, stage, DEFINITIONS)
+        cell = cls.read_json(path, stage, DEFINITIONS)
         if any(cell[key] != name for key, name in names.items()):
             held = "-".join(cell[key] or "baseline" for key in names)
-            raise atomic.BrokenArtifactError(f"{place} holds the cell {held}", atomic.format_rerun_hint(stage))
+            raise atomic.BrokenArtifactError(f"{path} holds the cell {held}", atomic.format_rerun_hint(stage))
         return cell
 
 
@@ -231,16 +231,16 @@ def locate_torch_cell(workload: str, checkpoint: str, tree: str) -> Path:
 def write_torch_cell(cell: Mapping[str, Any]) -> Path:
     """Write a cell, which must be a TorchCell, and return its path."""
     TorchCell.check(cell)
-    place = locate_torch_cell(cell["workload"], cell["checkpoint"], cell["tree"])
-    atomic.write_json(place, cell)
-    return place
+    path = locate_torch_cell(cell["workload"], cell["checkpoint"], cell["tree"])
+    atomic.write_json(path, cell)
+    return path
 
 
 def read_torch_cell(workload: str, checkpoint: str, tree: str) -> TorchCell:
     """Read a cell. Raises ValueError as `Cell.read_cell`."""
     names = {"workload": workload, "checkpoint": checkpoint, "tree": tree}
-    place = locate_torch_cell(workload, checkpoint, tree)
-    return TorchCell.read_cell(place, name_torch_stage(workload, checkpoint, tree), **names)
+    path = locate_torch_cell(workload, checkpoint, tree)
+    return TorchCell.read_cell(path, name_torch_stage(workload, checkpoint, tree), **names)
 
 
 def compute_process_share(rows: Sequence[PromptRow | MethodPromptRow]) -> float | None:

@@ -36,10 +36,10 @@ def read_import(checkpoint: str) -> ImportReport:
 
 def read_training(checkpoint: str, parent: str) -> TrainingReport:
     """Return the report of a checkpoint trained from `parent`. Raises ValueError naming the file and the stage to run."""
-    place, stage = Path(f"results/train/{checkpoint}.json"), f"train_draft@{checkpoint}"
-    found = TrainingReport.read_json(place, stage)
+    path, stage = Path(f"results/train/{checkpoint}.json"), f"train_draft@{checkpoint}"
+    found = TrainingReport.read_json(path, stage)
     if found.from_ != parent:
         raise atomic.BrokenArtifactError(
-            f"{place} starts from {found.from_}, expected {parent}", f"run: dvc repro {stage}"
+            f"{path} starts from {found.from_}, expected {parent}", f"run: dvc repro {stage}"
         )
     return found

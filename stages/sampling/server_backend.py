@@ -19,7 +19,9 @@ from stages.target import answer_token_ids, chat_template
 from stages.target.answer_token_ids import SampledAnswer
 
 
-def open_servers(context: SamplingContext, stack: contextlib.ExitStack, place: Path) -> Callable[[], client.ChatClient]:
+def open_servers(
+    context: SamplingContext, stack: contextlib.ExitStack, scratch_folder: Path
+) -> Callable[[], client.ChatClient]:
     """Return a function that makes a client, which lives as long as one event loop; start servers if asked to."""
     s, t = context.p.sample_target.server, context.p.target
     limits = s.concurrency, s.timeout_s, s.attempts
@@ -31,7 +33,7 @@ def open_servers(context: SamplingContext, stack: contextlib.ExitStack, place: P
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
     folder, threads = str(context.folder), t.num_threads if t.device == "cpu" else None
     target = folder, t.dtype, t.device, t.trust_remote_code
-    logs = place.parent  # they outlive the run, to explain a failure
+    logs = scratch_folder.parent  # they outlive the run, to explain a failure
     planned = replicas.plan_replicas(s.launch, *target, s.launch_args, s.start_timeout_s, logs, threads)
     own = context.local_servers = stack.enter_context(planned)
     return lambda: client.ChatClient(own.base_urls, folder, *limits, None, s.launch, own.check_alive)

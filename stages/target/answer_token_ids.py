@@ -74,7 +74,7 @@ def _expand_served_prompt(
         return encoder.expand_images(row, served_ids, images)
     if len(served_ids) != len(prompt_ids):
         return served_ids
-    # In the place of image tokens an engine may have other numbers, such as hashes of the image (SGLang).
+    # Instead of image tokens an engine may have other numbers, such as hashes of the image (SGLang).
     is_image = [token == processor.image_token_id for token in prompt_ids]
     return [processor.image_token_id if image else own for image, own in zip(is_image, served_ids, strict=True)]
 

@@ -73,7 +73,7 @@ def merge_feature_layers(*families: Sequence[int]) -> list[int]:
 
 
 def locate_feature_layers(stored: Sequence[int], read: Sequence[int], reader: str) -> list[int]:
-    """Return the place of each id of `read` in `stored`; `reader` names what reads them, for the message.
+    """Return the index of each id of `read` in `stored`; `reader` names what reads them, for the message.
 
     Raises ValueError where one is not stored.
     """

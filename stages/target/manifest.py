@@ -52,7 +52,7 @@ class TargetManifest:
     tie_word_embeddings: bool
     eos_token_ids: list[int]
     lm_head_key: str | None = None  # the head's tensor, where its name is unusual
-    chat_template: str | None = None  # Jinja, in place of the tokenizer's own
+    chat_template: str | None = None  # Jinja, instead of the tokenizer's own
     image_token_id: int | None = None  # where hidden states support images
     logits_scale: float = 1.0  # the target's logits are this times final hidden states times its head (`head_check`)
     weights_digest: str | None = None  # sha256 of a local folder's weights; else the commit or DVC pins them

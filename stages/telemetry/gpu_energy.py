@@ -13,10 +13,10 @@ except ModuleNotFoundError:  # without nvidia-ml-py no energy is recorded
 class EnergyMeter:
     """Energy of some GPUs since the meter was made. A counter covers all users of a card; MIG slices have none."""
 
-    def __init__(self, which: list[int] | None) -> None:
-        """`which` are indices into CUDA_VISIBLE_DEVICES; None: all of them."""
-        cards = list_visible_cards() if pynvml and which != [] else []
-        self._cards = cards if which is None else [cards[place] for place in which if place < len(cards)]
+    def __init__(self, indices: list[int] | None) -> None:
+        """`indices` are indices into CUDA_VISIBLE_DEVICES; None: all of them."""
+        cards = list_visible_cards() if pynvml and indices != [] else []
+        self._cards = cards if indices is None else [cards[index] for index in indices if index < len(cards)]
         self._before = self._read_millijoules()
 
     def names(self) -> list[str]:

@@ -42,13 +42,13 @@ def _read_values() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _list_differences(before: Any, after: Any, place: str = "") -> list[str]:
+def _list_differences(before: Any, after: Any, key_path: str = "") -> list[str]:
     """Return the keys whose values differ, as `train_draft.learning_rate`."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
-        return [] if before == after else [place]
+        return [] if before == after else [key_path]
     names = dict.fromkeys([*before, *after])
     inner = (
-        _list_differences(before.get(name, MISSING), after.get(name, MISSING), f"{place}.{name}".lstrip("."))
+        _list_differences(before.get(name, MISSING), after.get(name, MISSING), f"{key_path}.{name}".lstrip("."))
         for name in names
     )
     return [key for keys in inner for key in keys]

@@ -84,7 +84,7 @@ def split_stage_name(words: list[str]) -> list[str]:
     dvc.yaml passes that name by the environment variable DVC_STAGE, so that no shell parses what params.yaml names.
 
     Raises:
-        ValueError: where params.yaml is not valid: a name with a `-` would be split in the wrong places.
+        ValueError: where params.yaml is not valid: a name with a `-` would be split at the wrong dash.
     """
     if len(words) != 1 or "@" not in words[0]:
         return words

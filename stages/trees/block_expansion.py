@@ -1,10 +1,10 @@
 """Expansion of a block: the candidates of a tree from the logits of a block's slots, without a further draft forward.
 
 The slots of dflash are independent given the context, so a path's probability is the product of its slots'; with a Markov head
-or a candidate selector a node's children have the slot's logits after the node's own token. Replay expands many places at
+or a candidate selector a node's children have the slot's logits after the node's own token. Replay expands many positions at
 once, the engine one block of each prompt.
 
-Letters: N places or prompts, H hidden, S num_steps, K topk, M num_draft_tokens, C candidates, V vocabulary.
+Letters: N positions or prompts, H hidden, S num_steps, K topk, M num_draft_tokens, C candidates, V vocabulary.
 """
 
 import torch
@@ -51,9 +51,9 @@ def expand_block(
         """Return scores and ids [N, M, K] of the successors of tokens [N, M]; independent slots are scored once for all M."""
         own = shortlist.at((slice(None), slot, None))
         logits = draft.condition_shortlist(own, states[:, slot, None], tokens)  # [N, M or 1, V]
-        best, places = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
+        best, indices = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
         shape = -1, tokens.shape[1], -1
-        return best.expand(shape), own.get_tokens(places).expand(shape)
+        return best.expand(shape), own.get_tokens(indices).expand(shape)
 
     scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
     beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)

@@ -215,8 +215,8 @@ def _whole(change: Callable[[random.Random, str], str]) -> Damage:
 
 
 def _set_count(rng: random.Random, lines: list[str], table: WrittenTable, written: str) -> None:
-    lines[table.place] = re.sub(
-        r"\[\d+([|\t]?)\]\{", lambda m: f"[{written}{m[1]}]{{" if written else "{", lines[table.place]
+    lines[table.start] = re.sub(
+        r"\[\d+([|\t]?)\]\{", lambda m: f"[{written}{m[1]}]{{" if written else "{", lines[table.start]
     )
 
 
@@ -240,7 +240,7 @@ def _no_count(rng: random.Random, lines: list[str], table: WrittenTable) -> bool
     if table.delimiter != ",":
         return None  # the delimiter is declared there too
     written = rng.choice(["", "N"])
-    if not written and re.match(r"\s*(?:- )?\[", lines[table.place]):
+    if not written and re.match(r"\s*(?:- )?\[", lines[table.start]):
         return None  # nothing is left of the header's name
     _set_count(rng, lines, table, written)
     return True
@@ -340,16 +340,16 @@ def _each_row(change: Callable[[str, WrittenTable], str]) -> Damage:
 
 def _comment(rng: random.Random, lines: list[str], table: WrittenTable) -> bool:
     lines.insert(
-        table.place, lines[table.place][: len(lines[table.place]) - len(lines[table.place].lstrip())] + "# the table"
+        table.start, lines[table.start][: len(lines[table.start]) - len(lines[table.start].lstrip())] + "# the table"
     )
     return True
 
 
 def _header(pattern: str, new: str) -> Damage:
     def damage(rng: random.Random, lines: list[str], table: WrittenTable) -> bool | None:
-        changed = re.sub(pattern, new, lines[table.place], count=1)
-        is_changed = changed != lines[table.place]
-        lines[table.place] = changed
+        changed = re.sub(pattern, new, lines[table.start], count=1)
+        is_changed = changed != lines[table.start]
+        lines[table.start] = changed
         return True if is_changed else None
 
     return _each_table(damage)

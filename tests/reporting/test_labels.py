@@ -5,13 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
-from stages.reporting.labels import CLEARER, LEADER_FROM, MARK_RADIUS, Box, Label, Named, place_labels
+from stages.reporting.labels import CLEARER, LEADER_FROM, MARK_RADIUS, Box, Label, NamedPoint, place_labels
 
 AREA = Box(40, 30, 340, 180)  # about that of the page's plots
 LEGEND = Box(280, 35, 335, 90)
 
 
-def measure_gap(box: Box, point: Named) -> float:
+def measure_gap(box: Box, point: NamedPoint) -> float:
     """The distance from a point's edge to a box, written out."""
     dx = max(box.left - point.x, 0.0, point.x - box.right)
     dy = max(box.low - point.y, 0.0, point.y - box.high)
@@ -22,11 +22,11 @@ def overlap(a: Box, b: Box) -> bool:
     return a.left < b.right and b.left < a.right and a.low < b.high and b.low < a.high
 
 
-def name_points(points: np.ndarray) -> list[Named]:
-    return [Named(float(x), float(y), 33.4, 8.0) for x, y in points]
+def name_points(points: np.ndarray) -> list[NamedPoint]:
+    return [NamedPoint(float(x), float(y), 33.4, 8.0) for x, y in points]
 
 
-def crowd(seed: int) -> list[Named]:
+def crowd(seed: int) -> list[NamedPoint]:
     """30 points, most of them in three columns a few points wide, as trees of as many draft tokens are; two at one place."""
     draw = np.random.default_rng(seed)
     columns = draw.choice([90.0, 140.0, 250.0], 28) + draw.uniform(-5, 5, 28)
@@ -34,8 +34,8 @@ def crowd(seed: int) -> list[Named]:
     return name_points(np.concatenate([points, points[:1], [[338.0, 178.0]]]))
 
 
-def place_all(named: list[Named]) -> list[Label]:
-    found = place_labels(named, AREA, [LEGEND], [[(40.0, 50.0), (340.0, 170.0)]])
+def label_all(points: list[NamedPoint]) -> list[Label]:
+    found = place_labels(points, AREA, [LEGEND], [[(40.0, 50.0), (340.0, 170.0)]])
     assert None not in found
     return [label for label in found if label]
 
@@ -43,32 +43,32 @@ def place_all(named: list[Named]) -> list[Label]:
 @pytest.mark.parametrize("seed", range(4))
 def test_near_points_have_names_that_cover_nothing_and_stay_in_the_plot(seed: int) -> None:
     """Bug: names were moved down until none covered another, below the axis and far from their points, over other points."""
-    named = crowd(seed)
-    labels = place_all(named)
-    assert [label.point for label in labels] == named
+    points = crowd(seed)
+    labels = label_all(points)
+    assert [label.point for label in labels] == points
     for label in labels:
         box = label.box
         assert AREA.left <= box.left and box.right <= AREA.right and AREA.low <= box.low and box.high <= AREA.high
-        assert not overlap(box, LEGEND) and min(measure_gap(box, point) for point in named) >= 0
+        assert not overlap(box, LEGEND) and min(measure_gap(box, point) for point in points) >= 0
     assert not [pair for pair in itertools.combinations([label.box for label in labels], 2) if overlap(*pair)]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_name_without_a_leader_is_beside_its_own_point(seed: int) -> None:
-    named = crowd(seed)
-    for label in place_all(named):
+    points = crowd(seed)
+    for label in label_all(points):
         if label.leader:
             x, y = label.leader
             assert label.box.left <= x <= label.box.right and label.box.low <= y <= label.box.high
             continue
         own = measure_gap(label.box, label.point)
-        places = {(point.x, point.y) for point in named} - {(label.point.x, label.point.y)}
-        others = [measure_gap(label.box, Named(x, y, 0, 0)) for x, y in places]
+        positions = {(point.x, point.y) for point in points} - {(label.point.x, label.point.y)}
+        others = [measure_gap(label.box, NamedPoint(x, y, 0, 0)) for x, y in positions]
         assert own <= LEADER_FROM and own + CLEARER <= min(others)
 
 
 def test_a_point_alone_has_its_name_at_its_right() -> None:
-    (label,) = place_all(name_points(np.array([[100.0, 100.0]])))
+    (label,) = label_all(name_points(np.array([[100.0, 100.0]])))
     assert label.leader is None and 0 <= label.box.left - 100 - MARK_RADIUS <= LEADER_FROM
     assert label.box.low < 100 < label.box.high
 
@@ -83,10 +83,12 @@ def test_where_no_room_is_left_a_name_is_left_out() -> None:
 
 def test_a_name_in_a_column_of_points_is_nearest_to_its_own() -> None:
     """Bug: the name of the lowest of three rings lay beside a dot without a name, that of the middle one beside the lowest."""
-    named = name_points(np.array([[130.0, 138.5], [130.0, 129.9], [130.0, 123.8]]))
+    points = name_points(np.array([[130.0, 138.5], [130.0, 129.9], [130.0, 123.8]]))
     dots = [(130.0, 144.6), (130.0, 149.0), (108.0, 108.5), (103.0, 105.6), (108.0, 130.0), (155.0, 143.0)]
-    found = place_labels(named, AREA, [LEGEND], [], [*dots, (130.0, 138.5)])
+    found = place_labels(points, AREA, [LEGEND], [], [*dots, (130.0, 138.5)])
     for label in filter(None, found):
-        others = {*dots, *((point.x, point.y) for point in named)} - {(label.point.x, label.point.y)}
-        assert measure_gap(label.box, label.point) <= min(measure_gap(label.box, Named(*xy, 0, 0)) for xy in others)
+        others = {*dots, *((point.x, point.y) for point in points)} - {(label.point.x, label.point.y)}
+        assert measure_gap(label.box, label.point) <= min(
+            measure_gap(label.box, NamedPoint(*xy, 0, 0)) for xy in others
+        )
     assert None not in found
