@@ -41,8 +41,8 @@ def replay_by_row(p: schema.Params, name: str, trees: list[TreeShape]) -> dict[T
     """Return replay's counts of every eval answer, by tree and id."""
     made = manifest.read_manifest()
     replayed = replay_trees._load_replayed_draft(p, name, made)
-    places = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
-    rows = replay_trees._open_answers(p, "eval", made, places).read_rows(replayed.dtype)
+    layer_indices = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
+    rows = replay_trees._open_answers(p, "eval", made, layer_indices).read_rows(replayed.dtype)
     found = replay_trees._replay_rows(replayed, rows, trees, p.replay_trees, None)
     return {
         tree: {
@@ -57,8 +57,8 @@ def main(name: str, workload: str) -> None:
     p = schema.load_params()
     if not torch.cuda.is_available():
         p = p.model_copy(update={"target": p.target.model_copy(update={"device": "cpu"})})
-    places = ((tree, served_records.locate_served_cell(workload, name, tree)) for tree in p.benchmark_served.trees)
-    cells = [served_records.read_served_cell(workload, name, tree) for tree, place in places if place.exists()]
+    files = ((tree, served_records.locate_served_cell(workload, name, tree)) for tree in p.benchmark_served.trees)
+    cells = [served_records.read_served_cell(workload, name, tree) for tree, file in files if file.exists()]
     if not (cells := [cell for cell in cells if cell.points]):
         sys.exit(f"no served cell of {workload} and {name} that has run; run: dvc repro benchmark_served")
     shapes = [TreeShape.parse(cell.tree or "") for cell in cells]

@@ -419,9 +419,9 @@ def main() -> None:
         for target in o.targets
         for figure in compare_target(o.folder.absolute() / target, Settings(target, o.seeds, o.device, **more))
     ]
-    place = families_record.locate_record(home, o.record) if o.record else o.folder.absolute() / "families.csv"
-    families_record.write_figures(place, figures)
-    print(f"{len(figures)} figures -> {place}")
+    path = families_record.locate_record(home, o.record) if o.record else o.folder.absolute() / "families.csv"
+    families_record.write_figures(path, figures)
+    print(f"{len(figures)} figures -> {path}")
 
 
 if __name__ == "__main__":

@@ -85,11 +85,11 @@ def locate_record(home: Path, date: str) -> Path:
     return home / "docs/results" / f"{date}-families.csv"
 
 
-def write_figures(place: Path, figures: Sequence[FamilyFigure]) -> None:
+def write_figures(path: Path, figures: Sequence[FamilyFigure]) -> None:
     """Write the figures of some targets; those of others that the file has stay, before them."""
     targets = {figure.target for figure in figures}
-    others = FamilyFigure.read_csv(place, "families") if place.exists() else []
-    FamilyFigure.write_csv(place, [*(figure for figure in others if figure.target not in targets), *figures])
+    others = FamilyFigure.read_csv(path, "families") if path.exists() else []
+    FamilyFigure.write_csv(path, [*(figure for figure in others if figure.target not in targets), *figures])
 
 
 def read_figures(
@@ -236,9 +236,9 @@ def list_cycle_values(grid: TimingGrid) -> Iterator[Value]:
     for plain in grid.plain:
         yield "plain_step_s", plain.step_s, {"at_once": plain.batch}
     for cycle in grid.grid:
-        place = {"tree": cycle.shape.name, "at_once": cycle.batch}
-        yield "cycle_s", cycle.cycle_s, place
-        yield "cycle_in_plain_steps", cycle.cycle_s / steps[cycle.batch].step_s, place
+        settings = {"tree": cycle.shape.name, "at_once": cycle.batch}
+        yield "cycle_s", cycle.cycle_s, settings
+        yield "cycle_in_plain_steps", cycle.cycle_s / steps[cycle.batch].step_s, settings
     yield "fit_error", grid.fit.error, {}
 
 
@@ -247,13 +247,13 @@ def list_predicted_values(grid: TimingGrid, checkpoint: str, trees: Sequence[Rep
     for temperature in dict.fromkeys(tree.temperature for tree in trees):
         found = prediction.predict_speedups(grid, checkpoint, temperature, trees)
         for row in found:
-            yield "predicted_speedup", row.speedup, _place_prediction(row)
+            yield "predicted_speedup", row.speedup, _get_prediction_settings(row)
         for at_once in dict.fromkeys(row.concurrency for row in found):
             best = max((row for row in found if row.concurrency == at_once), key=lambda row: row.speedup)
-            yield "best_predicted_speedup", best.speedup, _place_prediction(best)
+            yield "best_predicted_speedup", best.speedup, _get_prediction_settings(best)
 
 
-def _place_prediction(row: prediction.PredictedSpeedup) -> dict[str, Any]:
+def _get_prediction_settings(row: prediction.PredictedSpeedup) -> dict[str, Any]:
     group = name_temperature(row.temperature)
     return {"group": group, "tree": row.shape.name, "at_once": row.concurrency, **_ends(row.low, row.high)}
 
@@ -262,19 +262,19 @@ def list_cell_values(draft: ComparedDraft) -> Iterator[Value]:
     """Yield tau, speedup and the share of identical answers of the cells of a draft."""
     for tree in draft.cells:
         cell = torch_records.read_torch_cell("one", draft.checkpoint, tree)
-        m, place = cell.metrics, {"tree": tree, "at_once": 1}
-        yield "measured_tau", m.tau, {**place, **_ends(m.tau_low, m.tau_high)}
-        yield "measured_speedup", m.speedup, {**place, **_ends(m.speedup_low, m.speedup_high)}
+        m, settings = cell.metrics, {"tree": tree, "at_once": 1}
+        yield "measured_tau", m.tau, {**settings, **_ends(m.tau_low, m.tau_high)}
+        yield "measured_speedup", m.speedup, {**settings, **_ends(m.speedup_low, m.speedup_high)}
         if m.identical_share is not None:
-            yield "identical_share", m.identical_share, place
+            yield "identical_share", m.identical_share, settings
         if cell.process_speedup is not None:
-            yield "process_speedup", cell.process_speedup, place
+            yield "process_speedup", cell.process_speedup, settings
         loads = served_records.read_served_cell("many", draft.checkpoint, tree, served_records.TORCH_ENGINE)
         for line in served_table.join_lines([loads], {}, ()):
             row = line.row
             if row.decoding == served_table.SPECULATIVE and row.speedup is not None and row.tau is not None:
-                place = {"tree": tree, "at_once": row.concurrency}
-                yield "measured_tau", row.tau, {**place, **_ends(row.tau_low, row.tau_high)}
-                yield "measured_speedup", row.speedup, {**place, **_ends(row.speedup_low, row.speedup_high)}
+                settings = {"tree": tree, "at_once": row.concurrency}
+                yield "measured_tau", row.tau, {**settings, **_ends(row.tau_low, row.tau_high)}
+                yield "measured_speedup", row.speedup, {**settings, **_ends(row.speedup_low, row.speedup_high)}
                 if row.identical_share is not None:
-                    yield "identical_share", row.identical_share, place
+                    yield "identical_share", row.identical_share, settings

@@ -151,8 +151,8 @@ def main() -> None:
     takes = argparse.ArgumentParser(description="Print the tables of docs/families.md.")
     takes.add_argument("record", help="a date, as 2026-11-24, or a CSV file")
     record = takes.parse_args().record
-    place = Path(record) if record.endswith(".csv") else locate_record(Path(), record)
-    every = FamilyFigure.read_csv(place, "families")
+    path = Path(record) if record.endswith(".csv") else locate_record(Path(), record)
+    every = FamilyFigure.read_csv(path, "families")
     for target in [name for name in TARGETS if any(figure.target == name for figure in every)]:
         found = Selection([figure for figure in every if figure.target == target])
         print(f"## {target}\n")

@@ -246,26 +246,26 @@ def serve_cells(folder: Path, stages: list[str], at_once: int) -> None:
 
 def serve_on_gpus(folder: Path, stages: list[str], gpus: list[str]) -> None:
     """Make served cells by `dvc repro`, each on a GPU of its own, measured as if it were alone: no other waits for it."""
-    places = [{"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": f"{tempfile.gettempdir()}/gpu{gpu}"} for gpu in gpus]
-    for place in places:
-        Path(place["TMPDIR"]).mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
-    _serve_beside(folder, stages, places)
+    environments = [{"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": f"{tempfile.gettempdir()}/gpu{gpu}"} for gpu in gpus]
+    for environment in environments:
+        Path(environment["TMPDIR"]).mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
+    _serve_beside(folder, stages, environments)
 
 
-def _serve_beside(folder: Path, stages: list[str], places: list[dict[str, str]]) -> None:
-    """Make served cells by `dvc repro`, as many at once as there are places, each with the variables of one."""
+def _serve_beside(folder: Path, stages: list[str], environments: list[dict[str, str]]) -> None:
+    """Make served cells by `dvc repro`, as many at once as there are environments, each with the variables of one."""
     free: Queue[dict[str, str]] = Queue()
-    for place in places:
-        free.put(place)
+    for environment in environments:
+        free.put(environment)
 
     def serve(name: str) -> int:
-        place = free.get()
+        environment = free.get()
         try:
-            return run(folder, *REPRO, name, shown=6, environment=place)
+            return run(folder, *REPRO, name, shown=6, environment=environment)
         finally:
-            free.put(place)
+            free.put(environment)
 
-    with processes.preload_stages(len(stages)), ThreadPoolExecutor(len(places)) as pool:
+    with processes.preload_stages(len(stages)), ThreadPoolExecutor(len(environments)) as pool:
         failed = sum(status != 0 for status in pool.map(serve, stages))
     print(f"{folder.name}: {failed} of {len(stages)} served cells failed", flush=True)
 

@@ -304,9 +304,9 @@ def run_client(engine: str, variant: str, url: str, folder: str, count: int, pro
 def report(found: dict[str, Any]) -> None:
     """Write what was found so far, since the machine may be taken away."""
     text = json.dumps(found, indent=1)
-    place = Path(os.environ.get("OUT", "results")) / "sampling_servers.json"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(text)
+    path = Path(os.environ.get("OUT", "results")) / "sampling_servers.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
     print(text, flush=True)
 
 

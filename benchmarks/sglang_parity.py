@@ -126,8 +126,8 @@ def compare(mine: list[Tensor], other: list[Tensor], part: int) -> dict[str, flo
     }
 
 
-def main(name: str = "qwen3", place: str | None = None) -> None:
-    folder = Path(place or tempfile.mkdtemp())
+def main(name: str = "qwen3", path: str | None = None) -> None:
+    folder = Path(path or tempfile.mkdtemp())
     layers = feature_layers.default_eagle3_feature_layers(LAYERS)
     make_target(folder / "target", name)
     make_draft(folder / "draft")

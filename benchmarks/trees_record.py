@@ -56,8 +56,8 @@ INSIDE = ("draft", *replay_records.TreeBucket.list_keys()[1:])
 
 
 def record(date: str) -> None:
-    place = RECORDS / f"{date}-trees"
-    place.mkdir(parents=True, exist_ok=True)
+    folder = RECORDS / f"{date}-trees"
+    folder.mkdir(parents=True, exist_ok=True)
     drafts = [(name, GRID, 1.0) for name in (HARD, MIDDLE, EASY)]
     drafts += [(f"{EASY}@{temperature:g}", PAIR, temperature) for temperature in TEMPERATURES]
     trees: list[Row] = []
@@ -67,15 +67,15 @@ def record(date: str) -> None:
         made = replayed(name.split("@")[0], grid, temperature)
         for rows, found in zip((trees, inside), made, strict=True):
             rows += [row | {"draft": name} for row in found]
-    atomic.write_csv(place / "trees.csv", TREES, map(rounded, trees))
-    atomic.write_csv(place / "inside.csv", INSIDE, map(rounded, inside))
+    atomic.write_csv(folder / "trees.csv", TREES, map(rounded, trees))
+    atomic.write_csv(folder / "inside.csv", INSIDE, map(rounded, inside))
     settings = YAML(typ="safe").load(Path("params.yaml").read_text())
     about = {
         "date": date,
         "model": settings["target"]["model"],
         "hardware": torch_records.describe_hardware("cpu", settings["target"]["num_threads"]),
     }
-    atomic.write_json(place / "about.json", about)
+    atomic.write_json(folder / "about.json", about)
 
 
 def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row], list[Row]]:
@@ -103,8 +103,8 @@ def replayed(checkpoint: str, grid: Row, temperature: float) -> tuple[list[Row],
         return rows_of(work / trees(checkpoint)), rows_of(work / inside(checkpoint))
 
 
-def rows_of(place: Path) -> list[Row]:
-    with place.open(newline="", encoding="utf-8") as file:
+def rows_of(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -118,16 +118,16 @@ def rounded(row: Row) -> Row:
 class Record:
     """The tables of a record, by draft."""
 
-    def __init__(self, place: Path) -> None:
-        self.name = place.name
-        self.about = json.loads((place / "about.json").read_text())
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.about = json.loads((folder / "about.json").read_text())
         self.trees: dict[str, dict[Shape, Row]] = {}
-        for row in rows_of(place / "trees.csv"):
+        for row in rows_of(folder / "trees.csv"):
             shape = int(row["num_steps"]), int(row["topk"]), int(row["num_draft_tokens"])
             numbers = {k: float(row[k]) for k in TREES[4:]}
             self.trees.setdefault(row["draft"], {})[shape] = numbers
         self.inside: dict[tuple[str, str, str], dict[str, Row]] = {}
-        for row in rows_of(place / "inside.csv"):
+        for row in rows_of(folder / "inside.csv"):
             counts = {k: float(row[k]) for k in ("cycles", "nodes", "promised", "accepted") if row[k]}
             self.inside.setdefault((row["draft"], row["tree"], row["by"]), {})[row["bucket"]] = counts
 

@@ -51,8 +51,8 @@ def main() -> None:
 def copy_project(source: Path, folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name in CODE:
-        place = Path(__file__).parent.parent / name
-        shutil.copytree(place, folder / name) if place.is_dir() else shutil.copy(place, folder)
+        source = Path(__file__).parent.parent / name
+        shutil.copytree(source, folder / name) if source.is_dir() else shutil.copy(source, folder)
     for name in DATA:
         shutil.copytree(source / name, folder / name)
     (folder / "serving-env").symlink_to(Path("serving-env").resolve())

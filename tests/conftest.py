@@ -180,8 +180,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files come first, so that where files run in two processes neither waits long for the other's last."""
-    place = {name: at for at, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+    rank = {name: at for at, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

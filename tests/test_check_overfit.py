@@ -67,9 +67,9 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
                     "prompt_ids": ids, "answer_ids": output, "finish_reason": "length", "images": None,
                 })  # fmt: skip
-            place = Path("data/sampled") / split / conversations.name_shard(0)
+            path = Path("data/sampled") / split / conversations.name_shard(0)
             conversations.write_table(
-                place, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
+                path, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
             )
         Path("results").mkdir()
         extract_hiddens.main()

@@ -97,11 +97,11 @@ def test_a_speedup_is_bold_where_its_interval_lies_above_one() -> None:
 
 
 def test_figures_replace_those_of_their_own_targets_alone(tmp_path: Path) -> None:
-    place = tmp_path / "families.csv"
+    path = tmp_path / "families.csv"
     other = make_figure("weather-tiny-moe", "eagle3", 5, 0.001, "tau", 2.0)
-    families_record.write_figures(place, [figure(3.0), other])
-    families_record.write_figures(place, [figure(4.0, 3.5, 4.5)])
-    assert FamilyFigure.read_csv(place, "families") == [other, figure(4.0, 3.5, 4.5)]
+    families_record.write_figures(path, [figure(3.0), other])
+    families_record.write_figures(path, [figure(4.0, 3.5, 4.5)])
+    assert FamilyFigure.read_csv(path, "families") == [other, figure(4.0, 3.5, 4.5)]
 
 
 def test_a_trainings_time_and_tokens_are_read_from_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,9 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "id": f"{split}{n}.0", "source_row": n, "verdict": "clean", "temperature": 0.0, "top_p": None,
                     "prompt_ids": ids, "answer_ids": answer, "finish_reason": "length", "images": None,
                 })  # fmt: skip
-            place = Path("data/sampled") / split / conversations.name_shard(0)
+            path = Path("data/sampled") / split / conversations.name_shard(0)
             table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
-            conversations.write_table(place, table, conversations.SAMPLED_SCHEMA)
+            conversations.write_table(path, table, conversations.SAMPLED_SCHEMA)
         Path("results").mkdir()
     return project
 
@@ -169,14 +169,14 @@ def test_a_reader_of_three_layers_gets_what_a_folder_of_three_holds(
         with chdir(project):
             extract_hiddens.main()
     folders = [tmp_path / name / "data/hiddens/train" for name in ("own", "union")]
-    places = feature_layers.locate_feature_layers(UNION, EAGLE3, "a draft")
-    assert places == [0, 2, 4]
-    own, union = reader.HiddenStatesReader(folders[0]), reader.HiddenStatesReader(folders[1], places)
+    layer_indices = feature_layers.locate_feature_layers(UNION, EAGLE3, "a draft")
+    assert layer_indices == [0, 2, 4]
+    own, union = reader.HiddenStatesReader(folders[0]), reader.HiddenStatesReader(folders[1], layer_indices)
     for number in [*range(len(own)), 0, 3]:
         mine, whole = (store.read_row(number, torch.float32) for store in (own, union))
         assert torch.equal(mine.features, whole.features) and mine.features.shape[1] == 3 * H
         assert torch.equal(mine.last, whole.last) and mine.features.dtype == whole.features.dtype
-    both = zip(reader.read_rows(folders[0]), reader.read_rows(folders[1], feature_indices=places), strict=True)
+    both = zip(reader.read_rows(folders[0]), reader.read_rows(folders[1], feature_indices=layer_indices), strict=True)
     assert all(torch.equal(mine.features, whole.features) for mine, whole in both)
 
 

@@ -76,10 +76,10 @@ PROVEN = {
 
 def test_every_documented_flag_is_proven_by_a_test_that_exists() -> None:
     assert set(PROVEN) == set(DOCUMENTED)
-    for flag, place in PROVEN.items():
-        file, _, test = place.rpartition("::")
+    for flag, test_id in PROVEN.items():
+        file, _, name = test_id.rpartition("::")
         text = (ROOT / (file or "tests/test_flag_effects.py")).read_text(encoding="utf-8")
-        assert re.search(rf"^(async )?def {test}\(", text, re.MULTILINE), f"{flag}: there is no {place}"
+        assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"{flag}: there is no {test_id}"
 
 
 # Data
@@ -168,18 +168,18 @@ def test_longer_rows_are_dropped_or_cut(trained: Path) -> None:
 )
 def test_settings_of_training_change_the_draft(trained: Path, change: dict[str, Any]) -> None:
     """Of SpecForge's and AngelSlim's flags: another draft after one epoch; without a change the same one."""
-    place = checkpoint.locate_checkpoint("e001") / "draft/model.safetensors"
-    before = place.read_bytes()
+    path = checkpoint.locate_checkpoint("e001") / "draft/model.safetensors"
+    before = path.read_bytes()
     edit_params(trained, {"train_draft": change})
     train_draft.main("e001")
-    assert place.read_bytes() != before
+    assert path.read_bytes() != before
 
 
 def test_without_a_change_the_draft_is_the_same(trained: Path) -> None:
-    place = checkpoint.locate_checkpoint("e001") / "draft/model.safetensors"
-    before = place.read_bytes()
+    path = checkpoint.locate_checkpoint("e001") / "draft/model.safetensors"
+    before = path.read_bytes()
     train_draft.main("e001")
-    assert place.read_bytes() == before
+    assert path.read_bytes() == before
 
 
 # The benchmark

@@ -18,18 +18,18 @@ MOUNT = 'mount -t tmpfs -o size="$1" aerie-test "$2" && cd "$2" && shift 2 && ex
 
 
 def run_on_full_disk(
-    place: Path, *command: str, size: str = "1m", before: str = "true"
+    folder: Path, *command: str, size: str = "1m", before: str = "true"
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in `place`, which is a file system of `size`, after the shell's `before`; Python finds the project."""
+    """Run a command in `folder`, which is a file system of `size`, after the shell's `before`; Python finds the project."""
     try:
-        can = subprocess.run([*MOUNTED, MOUNT, "sh", size, str(place), "true"], capture_output=True, text=True)
+        can = subprocess.run([*MOUNTED, MOUNT, "sh", size, str(folder), "true"], capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no unshare here, to mount a small file system with")
     if can.returncode:
         pytest.skip(f"no small file system can be mounted here: {can.stderr.strip()}")
     script = MOUNT.replace("shift 2", f"shift 2 && {before}")
     return subprocess.run(
-        [*MOUNTED, script, "sh", size, str(place), *command],
+        [*MOUNTED, script, "sh", size, str(folder), *command],
         capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -92,12 +92,12 @@ def test_a_file_written_in_place_is_named_by_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("free_kib", [40, 200])
 def test_fix_data_on_a_full_disk_is_one_line(tmp_path: Path, free_kib: int) -> None:
     """Also where a library fails in another process, and where the disk fills while the report is written."""
-    source, place = tmp_path / "source", tmp_path / "disk"
+    source, disk = tmp_path / "source", tmp_path / "disk"
     source.mkdir()
-    place.mkdir()
+    disk.mkdir()
     copy_project(source)
     fills = f"cp -r {source}/params.yaml {source}/data . && head -c $(( ($(df -k . | tail -1 | awk '{{print $4}}') - {free_kib}) * 1024 )) /dev/zero > filler"  # noqa: E501
-    done = run_on_full_disk(place, sys.executable, "-m", "stages.fix_data", size="24m", before=fills)
+    done = run_on_full_disk(disk, sys.executable, "-m", "stages.fix_data", size="24m", before=fills)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("aerie: the disk is full")
 

@@ -190,7 +190,7 @@ def test_feature_layers_that_the_target_does_not_store(project: Path) -> None:  
         return config | {"aux_hidden_state_layer_ids": [1, 2]}, tensors
 
     edit_params(Path(), {"target": {"feature_layers": [1, 3]}})
-    place = Path("artifacts/target/target.json")
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"feature_layers": [1, 3]}))
+    path = Path("artifacts/target/target.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"feature_layers": [1, 3]}))
     with pytest.raises(ValueError, match=r"without 2; set target.feature_layers to \[1, 2, 3\]"):
         import_published("dflash", other_layers)

@@ -16,7 +16,7 @@ HOSTILE = ["x; touch ran; $(touch ran) `touch ran`\ntouch ran", "x' ; touch ran 
 
 
 def write_everywhere(project: Path, name: str) -> None:
-    """Put `name` in each place of params.yaml whose value dvc.yaml makes stages of."""
+    """Put `name` in each key of params.yaml whose value dvc.yaml makes stages of."""
     yaml = YAML()
     given = yaml.load((project / "params.yaml").read_text())
     given["train_draft"]["checkpoints"] = {name: {"from": "e000", "epochs": 1}}

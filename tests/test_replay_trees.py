@@ -152,9 +152,9 @@ def test_answers_all_at_temperature_0_are_replayed_alone(project: Path) -> None:
 
 def test_a_tree_deeper_than_an_imported_drafts_window_is_refused_before_anything_is_read(project: Path) -> None:
     """Bug: replay read the answers, and ended by an AssertionError."""
-    place = Path("drafts/e003/draft/config.json")
-    config = json.loads(place.read_text())
-    place.write_text(json.dumps(config | {"sliding_window": 2, "layer_types": ["sliding_attention"]}))
+    path = Path("drafts/e003/draft/config.json")
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"sliding_window": 2, "layer_types": ["sliding_attention"]}))
     shutil.rmtree("data/hiddens")
     assert refused().startswith("t3_1_4: num_steps is 3, expected at most 2, the draft's sliding_window")
 

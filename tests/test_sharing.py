@@ -27,13 +27,13 @@ def run_dvc(project: Path, *words: str) -> str:
 @pytest.fixture(scope="module")
 def published(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished project, committed with its dvc.lock, and pushed to a folder."""
-    place = tmp_path_factory.mktemp("shared")
-    shutil.copytree(small_run, place / "published", symlinks=True)
-    run_dvc(place / "published", "remote", "add", "--default", "shared", str(place / "remote"))
-    git(place / "published", "add", "--all")
-    git(place / "published", "commit", "--quiet", "--message", "a run")
-    run_dvc(place / "published", "push")
-    return place / "published"
+    folder = tmp_path_factory.mktemp("shared")
+    shutil.copytree(small_run, folder / "published", symlinks=True)
+    run_dvc(folder / "published", "remote", "add", "--default", "shared", str(folder / "remote"))
+    git(folder / "published", "add", "--all")
+    git(folder / "published", "commit", "--quiet", "--message", "a run")
+    run_dvc(folder / "published", "push")
+    return folder / "published"
 
 
 @pytest.fixture

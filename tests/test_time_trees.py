@@ -139,11 +139,11 @@ def test_no_answer_ends_while_it_is_timed(project: Path) -> None:
 
 def test_no_end_token_stops_the_clock(project: Path) -> None:
     """Where every token is an end token, all cycles are timed all the same."""
-    place = Path("artifacts/target/target.json")
-    made = json.loads(place.read_text())
+    path = Path("artifacts/target/target.json")
+    made = json.loads(path.read_text())
     Path("artifacts").unlink()
-    place.parent.mkdir(parents=True)
-    place.write_text(json.dumps(made | {"eos_token_ids": list(range(made["vocab_size"]))}))
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(made | {"eos_token_ids": list(range(made["vocab_size"]))}))
     time_trees.main("e000")
     assert all(row["samples"] == 6 for row in timing_grid.read_timing_grid("e000", "tiny")["grid"])
 

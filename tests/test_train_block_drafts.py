@@ -86,9 +86,9 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             for n in range(14)
         ]  # fmt: skip
         for split, some in {"train": rows, "eval": rows[:2], "eval_t": []}.items():
-            place = Path("data/sampled") / split / conversations.name_shard(0)
+            path = Path("data/sampled") / split / conversations.name_shard(0)
             table = pl.DataFrame(some, schema=conversations.SAMPLED_SCHEMA)
-            conversations.write_table(place, table, conversations.SAMPLED_SCHEMA)
+            conversations.write_table(path, table, conversations.SAMPLED_SCHEMA)
         Path("results").mkdir()
         extract_hiddens.main()
         init_draft.main()
@@ -177,12 +177,12 @@ def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesRe
     for parameter in draft.parameters():
         noise = torch.randn(parameter.shape, generator=draw)
         parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 and len(parameter) > 1 else 0.1 * noise
-    places = locate_feature_layers(target.feature_layers, draft.config.feature_layers, "a test")
+    layer_indices = locate_feature_layers(target.feature_layers, draft.config.feature_layers, "a test")
     objective = BlockTrainingObjective.of_segment(segment, draft.config.num_drafts, settings.seed)
     tables = manifest.read_embedding_and_head(target)
     ranks = RankContext(0, 1, "cpu")
     trainer = Trainer(draft, *tables, objective, block_training.compute_loss, settings, ranks, TrainingProgress({}))
-    return trainer, reader.HiddenStatesReader(train_draft.HIDDENS, places)
+    return trainer, reader.HiddenStatesReader(train_draft.HIDDENS, layer_indices)
 
 
 @pytest.mark.parametrize("method", METHODS)

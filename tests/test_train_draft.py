@@ -74,8 +74,8 @@ def kill_and_finish(project: Path, kills: int, seed: int) -> str:
 
 
 def same_as_undisturbed(project: Path, small_run: Path) -> bool:
-    places = [Path("drafts/straight") / part for part in RESULTS]
-    return all((project / p).read_bytes() == (small_run / p).read_bytes() for p in places)
+    files = [Path("drafts/straight") / part for part in RESULTS]
+    return all((project / p).read_bytes() == (small_run / p).read_bytes() for p in files)
 
 
 def test_a_killed_run_ends_where_an_undisturbed_one_does(project: Path, small_run: Path) -> None:
@@ -272,5 +272,5 @@ def test_labels_are_the_targets_own_logits_with_its_scale(project: Path, small_r
         kill_and_finish(folder, kills=0, seed=0)
         command = [sys.executable, "-m", "stages.check_overfit", "check_overfit@e000"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    for place in ("drafts/straight/draft/model.safetensors", "results/train/e000.overfit.json"):
-        assert (project / place).read_bytes() == (other / place).read_bytes() != (small_run / place).read_bytes()
+    for file in ("drafts/straight/draft/model.safetensors", "results/train/e000.overfit.json"):
+        assert (project / file).read_bytes() == (other / file).read_bytes() != (small_run / file).read_bytes()

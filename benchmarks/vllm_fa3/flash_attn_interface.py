@@ -10,7 +10,7 @@ from typing import Any
 import _vllm_fa3_C  # type: ignore[import-not-found]  # noqa: F401  registers torch.ops._vllm_fa3_C
 import torch
 
-CHUNK = 27  # the place of `attention_chunk` among the arguments
+CHUNK = 27  # the position of `attention_chunk` among the arguments
 SCALE, QUERY = 23, 0
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? qv, Tensor? out, Tensor? cu_seqlens_q, "

@@ -1,8 +1,8 @@
 """Atomic writes: a reader sees the old file or the new one, never half of one.
 
-Each write goes to a temporary name beside its place, is fsynced, and is renamed over it. Renaming also keeps the
+Each write goes to a temporary name beside its path, is fsynced, and is renamed over it. Renaming also keeps the
 DVC cache whole: outputs are hard links into it, so writing *through* one would change the cached copy too.
-A killed writer leaves its temporary, `.NAME.PID.part`, behind; the next write of the same place removes it.
+A killed writer leaves its temporary, `.NAME.PID.part`, behind; the next write of the same path removes it.
 """
 
 import csv

@@ -137,7 +137,7 @@ class DamagedText:
 class WrittenTable:
     """A table in an encoder's text: header and rows by line."""
 
-    place: int
+    start: int  # of the header
     count: int
     delimiter: str
     rows: tuple[int, ...]
@@ -285,13 +285,13 @@ def _cut(rng: random.Random, text: str) -> DamagedText | None:
         return None
     table = tables[-1]
     row = lines[rng.choice(table.rows[1:])]
-    place = lines.index(row, table.rows[0])
+    index = lines.index(row, table.rows[0])
     indent = len(row) - len(row.lstrip(" "))
     kept = row[: rng.randrange(indent + 1, len(row))]
     is_open = len(_split(row, table.delimiter)) > len(_split(kept, table.delimiter)) or kept.count('"') % 2 == 1
     fence = ["```toon"] if rng.random() < 0.3 else []
     return DamagedText(
-        "\n".join([*fence, *lines[:place], kept]), "shorter", is_open and not kept.endswith(table.delimiter)
+        "\n".join([*fence, *lines[:index], kept]), "shorter", is_open and not kept.endswith(table.delimiter)
     )
 
 

@@ -173,13 +173,13 @@ def test_a_turn_of_another_form_is_described(row: dict[str, Any], found: str, ex
     (dropped.value.found or "").encode()  # can be printed
 
 
-def _longer(*places: int, content: str = "", role: str | None = None) -> list[dict[str, Any]]:
-    """Thirty turns, those of `places` (from 1) with another content or role."""
+def _longer(*numbers: int, content: str = "", role: str | None = None) -> list[dict[str, Any]]:
+    """Thirty turns, those of `numbers` (from 1) with another content or role."""
     turns = [
         {"role": ("assistant", "user")[number % 2], "content": f"this is turn {number}"} for number in range(1, 31)
     ]
-    for place in places:
-        turns[place - 1] = {"role": role or turns[place - 1]["role"], "content": content}
+    for number in numbers:
+        turns[number - 1] = {"role": role or turns[number - 1]["role"], "content": content}
     return turns
 
 

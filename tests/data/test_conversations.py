@@ -54,11 +54,11 @@ tables = pytest.mark.parametrize(
 @tables
 def test_a_table_survives_a_round_trip(tmp_path: Path, rows: list[dict], schema: pl.Schema) -> None:
     """Carriage returns, empty lists, order and types are preserved."""
-    place = tmp_path / "data" / "train.parquet"
-    conversations.write_table(place, pl.DataFrame(rows, schema=schema), schema)
-    found = conversations.read_table(place, schema, "fix_data")
+    path = tmp_path / "data" / "train.parquet"
+    conversations.write_table(path, pl.DataFrame(rows, schema=schema), schema)
+    found = conversations.read_table(path, schema, "fix_data")
     assert found.to_dicts() == rows and found.schema == schema
-    assert [p.name for p in place.parent.iterdir()] == ["train.parquet"]
+    assert [p.name for p in path.parent.iterdir()] == ["train.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_a_table_survives_a_round_trip(tmp_path: Path, rows: list[dict], schema:
     ids=["row number in 64 bits", "a column more", "token ids in 64 bits"],
 )
 def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.Expr) -> None:
-    place = tmp_path / "eval.parquet"
+    path = tmp_path / "eval.parquet"
     rows = pl.DataFrame(SAMPLED_ROWS, schema=SAMPLED_SCHEMA).with_columns(change)
     with pytest.raises(AssertionError, match=r"eval\.parquet: .* is not "):
-        conversations.write_table(place, rows, SAMPLED_SCHEMA)
+        conversations.write_table(path, rows, SAMPLED_SCHEMA)
     assert list(tmp_path.iterdir()) == []
-    rows.write_parquet(place)
+    rows.write_parquet(path)
     with pytest.raises(
         ValueError, match=r"eval\.parquet has columns .*, expected .*; run: dvc repro -f -s sample_target$"
     ):
-        conversations.read_table(place, SAMPLED_SCHEMA, "sample_target")
+        conversations.read_table(path, SAMPLED_SCHEMA, "sample_target")
 
 
 def test_a_missing_table_names_its_stage(tmp_path: Path) -> None:
@@ -86,11 +86,11 @@ def test_a_missing_table_names_its_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [0, 60, -1], ids=["nothing", "the beginning", "a byte short"])
 def test_a_truncated_table_names_its_stage(tmp_path: Path, left: int) -> None:
-    place = tmp_path / "train.parquet"
-    conversations.write_table(place, pl.DataFrame(FIXED_ROWS, schema=FIXED_SCHEMA), FIXED_SCHEMA)
-    place.write_bytes(place.read_bytes()[:left])
+    path = tmp_path / "train.parquet"
+    conversations.write_table(path, pl.DataFrame(FIXED_ROWS, schema=FIXED_SCHEMA), FIXED_SCHEMA)
+    path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"train\.parquet is not readable Parquet .*; run: dvc repro -f -s fix_data$"):
-        conversations.read_table(place, FIXED_SCHEMA, "fix_data")
+        conversations.read_table(path, FIXED_SCHEMA, "fix_data")
 
 
 def test_streaming_writes_the_same_table_deterministically(tmp_path: Path) -> None:

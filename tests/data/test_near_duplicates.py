@@ -34,8 +34,8 @@ def test_the_estimate_is_jaccard_in_any_script(name: str) -> None:
     for changes in (0, 2, 5, 10, 20, 40, 80) * 6:
         left = text(rng, ALPHABETS[name])
         right = list(left)
-        for place in rng.sample(range(len(right)), changes):
-            right[place] = rng.choice("XYZ")
+        for index in rng.sample(range(len(right)), changes):
+            right[index] = rng.choice("XYZ")
         both = near_duplicates.compute_signatures([left, "".join(right)])
         errors.append(float((both[0] == both[1]).mean()) - jaccard(left, "".join(right)))
     assert abs(np.mean(errors)) < 0.02 and np.std(errors) < 0.06
@@ -61,8 +61,8 @@ def test_bands_find_pairs_above_the_threshold_and_none_below(threshold: float) -
     for changes in range(0, 120, 3):
         left = text(rng, ALPHABETS["latin"])
         right = list(left)
-        for place in rng.sample(range(len(right)), changes):
-            right[place] = "X"
+        for index in rng.sample(range(len(right)), changes):
+            right[index] = "X"
         texts += [left, "".join(right)]
     signatures = near_duplicates.compute_signatures(texts)
     found, likeness = near_duplicates.find_similar_pairs(signatures, threshold)

@@ -43,9 +43,9 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 def rows_of(path: Path, first: str | None = None) -> list[tuple[str, int, dict[str, Any]]]:
     return [
-        (c.source, place, row)
+        (c.source, index, row)
         for c in readers.read_all_chunks(path, first, {})
-        for place, row in readers.parse_chunk(c)
+        for index, row in readers.parse_chunk(c)
     ]
 
 
@@ -75,7 +75,7 @@ def test_lines_in_many_chunks_keep_their_numbers(tmp_path: Path, monkeypatch: py
     path = tmp_path / ("a.jsonl" + packed)
     path.write_bytes(PACKERS[packed](LINES.rstrip(b"\n")))  # and no line end after the last row
     assert len(list(readers.read_all_chunks(path, None, {}))) > 5
-    assert [(place, row) for _, place, row in rows_of(path)] == list(enumerate(ROWS))
+    assert [(index, row) for _, index, row in rows_of(path)] == list(enumerate(ROWS))
 
 
 @pytest.mark.parametrize(("name", "data"), [("a.jsonl", LINES), ("a.json", LINES), ("a.json", ARRAY)])

@@ -124,7 +124,7 @@ def test_images_are_in_the_order_of_their_places() -> None:
     turns = [ask([given]), PLAIN[1], ask("<image>?"), PLAIN[1], ask([text, {"type": "image"}, given]), PLAIN[1]]
     row = {"messages": turns, "images": ["/a.png", "/b.png", "/c.png"]}
     found = row_images.order_images(
-        row, [given["image"], row_images.PLACE_IN_TEXT, row_images.PLACE_IN_TEXT, None, "/d.png"]
+        row, [given["image"], row_images.MARKED_IN_TEXT, row_images.MARKED_IN_TEXT, None, "/d.png"]
     )
     assert found == ["/first.png", "/a.png", "/b.png", "/c.png", "/d.png"]
     with pytest.raises(DroppedRowError, match="image_missing") as dropped:

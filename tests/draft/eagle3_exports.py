@@ -42,13 +42,13 @@ EMBEDDING, HEAD = torch.randn(2, V, H, generator=torch.Generator().manual_seed(7
 
 
 def export(
-    place: Path, options: dict[str, Any], layers: list[int] | None = None, rope: Any = None
+    folder: Path, options: dict[str, Any], layers: list[int] | None = None, rope: Any = None
 ) -> dict[str, Tensor]:
-    """A draft of random weights as we write it, in place/draft; returns its tensors."""
+    """A draft of random weights as we write it, in folder/draft; returns its tensors."""
     config = eagle3_checkpoint.build_eagle3_config(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
     generator = torch.Generator().manual_seed(0)
     tensors = {n: torch.randn(s, generator=generator) for n, s in eagle3_checkpoint.list_tensor_shapes(config).items()}
-    tensors["d2t"] = torch.tensor([token - place for place, token in enumerate(CHOSEN)])
+    tensors["d2t"] = torch.tensor([token - index for index, token in enumerate(CHOSEN)])
     tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
-    eagle3_checkpoint.write_eagle3_draft(place, config, tensors)
+    eagle3_checkpoint.write_eagle3_draft(folder, config, tensors)
     return tensors

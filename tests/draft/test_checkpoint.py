@@ -50,16 +50,16 @@ EXPECTED = {
 def draft() -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=g) for name, shape in EXPECTED.items()}
-    tensors["d2t"] = torch.tensor([token - place for place, token in enumerate(CHOSEN)])
+    tensors["d2t"] = torch.tensor([token - index for index, token in enumerate(CHOSEN)])
     tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
     return tensors
 
 
-def write_unchecked(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_unchecked(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write a draft as another program, or an older version, might, without checks."""
-    (place / "draft").mkdir(parents=True)
-    atomic.write_json(place / "draft" / "config.json", config)
-    save_file(tensors, place / "draft" / "model.safetensors")
+    (folder / "draft").mkdir(parents=True)
+    atomic.write_json(folder / "draft" / "config.json", config)
+    save_file(tensors, folder / "draft" / "model.safetensors")
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> 
         d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
         assert file.metadata() == {"format": "pt"}  # transformers refuses a file that doesn't say so
     assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
-    assert [int(offset) + place for place, offset in enumerate(d2t)] == CHOSEN  # SGLang: hot_token_id = d2t + arange
+    assert [int(offset) + index for index, offset in enumerate(d2t)] == CHOSEN  # SGLang: hot_token_id = d2t + arange
     assert t2d.nonzero().flatten().tolist() == CHOSEN
 
 
@@ -186,24 +186,24 @@ def test_moments_that_are_not_finite_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["draft/config.json", "draft/model.safetensors"])
 def test_a_missing_or_cut_draft_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
     eagle3_checkpoint.write_eagle3_draft(tmp_path, CONFIG, draft())
-    place = tmp_path / name
-    place.write_bytes(place.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e009"):
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"{path} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e009"):
         eagle3_checkpoint.read_eagle3_draft(tmp_path, "train_draft@e009")
-    place.unlink()
-    with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e009"):
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{path} not found; run: dvc repro train_draft@e009"):
         eagle3_checkpoint.read_eagle3_draft(tmp_path, "train_draft@e009")
 
 
 @pytest.mark.parametrize("name", ["state/progress.json", "state/optimizer.safetensors"])
 def test_a_missing_or_cut_state_is_named_with_its_stage(tmp_path: Path, name: str) -> None:
     checkpoint.write_state(tmp_path, {"exp_avg.norm.weight": torch.zeros(H)}, {"epoch": 3, "step": 9})
-    place = tmp_path / name
-    place.write_bytes(place.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=rf"{place} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e003"):
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"{path} is (cut|not valid JSON).* run: dvc repro -f -s train_draft@e003"):
         checkpoint.read_state(tmp_path, "train_draft@e003")
-    place.unlink()
-    with pytest.raises(ValueError, match=rf"{place} not found; run: dvc repro train_draft@e003"):
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{path} not found; run: dvc repro train_draft@e003"):
         checkpoint.read_state(tmp_path, "train_draft@e003")
 
 

@@ -69,7 +69,7 @@ class Engine:
     def load(self, name: str, tensor: Tensor) -> None:
         raise NotImplementedError
 
-    def place(self, name: str) -> tuple[str, str]:
+    def locate_parameter(self, name: str) -> tuple[str, str]:
         """The parameter that a tensor is part of, and which part; "" where it is all of it."""
         for stacked, part in STACKED:
             if f".{part}" in name:
@@ -102,7 +102,7 @@ class Sglang(Engine):
             return
         if "t2d" in name:
             return
-        name, part = self.place(name)
+        name, part = self.locate_parameter(name)
         name = name if name in self.wanted else f"model.{name}"
         if name in self.wanted:
             self.given.setdefault(name, {})[part] = tensor
@@ -127,7 +127,7 @@ class Vllm(Engine):
             return
         if "lm_head" not in name:
             name = "model." + name
-        name, part = self.place(name.replace("midlayer.", "layers.0."))
+        name, part = self.locate_parameter(name.replace("midlayer.", "layers.0."))
         if name not in self.wanted:
             raise KeyError(name)
         self.given.setdefault(name, {})[part] = tensor

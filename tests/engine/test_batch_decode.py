@@ -208,7 +208,7 @@ def with_pictures(
 def test_pictures_of_one_are_not_seen_by_another(
     way: str, with_pictures: tuple[PreTrainedModel, TargetManifest]
 ) -> None:
-    """Each prompt has its own pictures, or none, and its own way of counting places."""
+    """Each prompt has its own pictures, or none, and its own way of counting positions."""
     model, made = with_pictures
     engine = Engine(model, [5], TAPPED, random_draft(made).requires_grad_(False))
     some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
@@ -289,9 +289,9 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     )
     starts = torch.arange(3)[:, None] * 10
     for seen in (6, 10):
-        places = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
-        cache = slots.bind(starts + places, seen)
-        alone = [store.bind(row, seen) for store, row in zip(apart, places, strict=True)]
+        slot_indices = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
+        cache = slots.bind(starts + slot_indices, seen)
+        alone = [store.bind(row, seen) for store, row in zip(apart, slot_indices, strict=True)]
         for number, both in enumerate(shapes):
             new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
             found = cache.layers[number].update(*new)
@@ -299,8 +299,8 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
                 expected = alone[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
                 assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(found, expected, strict=True))
         target_rows = torch.stack([torch.randperm(10, generator=draws)[:4] for _ in range(3)])
-        slots.move_rows((starts + places).flatten(), (starts + target_rows).flatten())
-        for store, source, to in zip(apart, places, target_rows, strict=True):
+        slots.move_rows((starts + slot_indices).flatten(), (starts + target_rows).flatten())
+        for store, source, to in zip(apart, slot_indices, target_rows, strict=True):
             store.move_rows(source, to)
         for slot, store in enumerate(apart):
             one = slots.view_slot(slot, writes_tail=False)

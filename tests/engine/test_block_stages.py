@@ -116,9 +116,9 @@ def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project
     assert read_answers(found[0.8, "sampled"]) != read_answers(found[0.8, "greedy"])
     sampled = found[0.8, "sampled"]
     assert sampled.metrics.identical_share is None and sum(row.accepted for row in sampled.prompts) > 0
-    place = torch_records.locate_torch_cell("eval", "block", "t3_1_4")
-    older = {key: value for key, value in json.loads(place.read_text()).items() if key != "draft_sampling"}
-    place.write_text(json.dumps(older))
+    path = torch_records.locate_torch_cell("eval", "block", "t3_1_4")
+    older = {key: value for key, value in json.loads(path.read_text()).items() if key != "draft_sampling"}
+    path.write_text(json.dumps(older))
     assert torch_records.read_torch_cell("eval", "block", "t3_1_4").draft_sampling == "greedy"
 
 

@@ -128,7 +128,7 @@ def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
 
 
 def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams) -> list[int]:
-    """Token by token: transformers' forward over the whole text, its warpers, and the place a number falls to."""
+    """Token by token: transformers' forward over the whole text, its warpers, and the token a number falls to."""
     ids = list(prompt)
     for number in sampling.draw_uniforms(how.seed, count).tolist():
         logits = engine.model(torch.tensor([ids])).logits[:, -1]
@@ -258,22 +258,22 @@ def test_speculative_answers_have_the_targets_own_chances(engine: Engine, how: s
     assert not refused(engine, HOW[how], tree, RUNS)
 
 
-def greedily(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
+def greedily(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
     """Verifies as at temperature 0."""
-    return logits.argmax(-1) if len(logits) > 1 else CHOOSE(self, logits, places)
+    return logits.argmax(-1) if len(logits) > 1 else CHOOSE(self, logits, indices)
 
 
-def too_hot(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
+def too_hot(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
     """Forgets the temperature."""
-    return sampling.draw_tokens(logits.softmax(-1), self._uniforms[places])
+    return sampling.draw_tokens(logits.softmax(-1), self._uniforms[indices])
 
 
-def second_try(self: sampling.TokenSampler, logits: Tensor, places: Tensor) -> Tensor:
+def second_try(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
     """What is rejected is drawn from the whole distribution again, not from the residual: drafts come too often.
 
     The children's tokens aren't known here, so: tokens 0, 2, 3, which the draft guesses most, are tried twice.
     """
-    first = CHOOSE(self, logits, places)
+    first = CHOOSE(self, logits, indices)
     again = sampling.draw_tokens(logits.softmax(-1), torch.rand(len(logits), dtype=torch.float64))
     drafted = torch.isin(first, torch.tensor([0, 2, 3]))
     return torch.where(drafted, first, again)

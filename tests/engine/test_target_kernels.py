@@ -195,9 +195,9 @@ def test_best(gpu: Any, size: int, topk: int, tree_scoring: str) -> None:
     logits = (draw(4, size) * 2).round()
     logits[2, 1] = -torch.inf
     chances, ids = gpu.select_topk(logits, topk, tree_scoring)
-    expected, places = plain.select_topk(logits, topk, tree_scoring)
+    expected, indices = plain.select_topk(logits, topk, tree_scoring)
     torch.testing.assert_close(chances, expected)
-    assert torch.equal(ids, places)
+    assert torch.equal(ids, indices)
 
 
 @pytest.mark.parametrize("tree_scoring", ["sglang", "eagle"])

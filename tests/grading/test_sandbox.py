@@ -312,7 +312,7 @@ def test_a_kernel_with_both_is_not_refused(monkeypatch: pytest.MonkeyPatch, abi:
 
 
 def headers() -> list[tuple[Path, int]]:
-    """(the kernel's header of call numbers, the place of its machine in the guard's tables), of those that are here."""
+    """(the kernel's header of call numbers, the index of its machine in the guard's tables), of those that are here."""
     found = [(path, 0) for path in Path("/usr/include").glob("*/asm/unistd_64.h") if "x86_64" in str(path)]
     return [*found, *((path, 1) for path in [Path("/usr/include/asm-generic/unistd.h")] if path.exists())]
 
@@ -321,11 +321,11 @@ def test_the_numbers_of_system_calls_are_the_kernels() -> None:
     """aarch64's list held xattr calls' numbers one off, and lacked fchmod, fchown and utimensat."""
     if not headers():
         pytest.skip("the kernel's headers (linux-libc-dev) are not installed")
-    for header, place in headers():
+    for header, index in headers():
         known = {m[1]: int(m[2]) for m in re.finditer(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text())}
         newest = max(number for number in known.values() if number < 1000)
         for name, numbers in sandbox.DENIED.items():
-            number = numbers[place]
+            number = numbers[index]
             assert known.get(name) == number or (name not in known and number is not None and number > newest), name
 
 

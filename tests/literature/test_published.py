@@ -100,7 +100,7 @@ def test_the_sweep_is_its_csv() -> None:
     assert shapes == {point["bs_steps_topk_ndt"] for point in points}
 
 
-# Every defect is one error that names its place
+# Every defect is one error that names its location
 
 
 SMALL: dict[str, Any] = {
@@ -124,8 +124,8 @@ def test_a_number_that_is_not_printed_is_no_row(tmp_path: Path) -> None:
     assert (row.value, row.setting.tree, row.setting.dataset, row.publication) == (3.5, "t8_2_16", "unknown", "small")
 
 
-def change(place: str, value: Any) -> dict[str, Any]:
-    """SMALL with the value at `place`, as "tables.0.rows"; a value of ... leaves the key out."""
+def change(key_path: str, value: Any) -> dict[str, Any]:
+    """SMALL with the value at `key_path`, as "tables.0.rows"; a value of ... leaves the key out."""
 
     def at(node: Any, parts: list[str]) -> Any:
         if not parts:
@@ -136,11 +136,11 @@ def change(place: str, value: Any) -> dict[str, Any]:
         inner = at(node.get(parts[0]), parts[1:])
         return {key: kept for key, kept in (node | {parts[0]: inner}).items() if kept is not ...}
 
-    return at(SMALL, place.split("."))
+    return at(SMALL, key_path.split("."))
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "said"),
+    ("key_path", "value", "said"),
     [
         ("title", ..., "found no title"),
         ("title", 3, "title: expected words, found 3"),
@@ -181,8 +181,8 @@ def change(place: str, value: Any) -> dict[str, Any]:
         ("tables.0.rows", [["t8_2_16", float("inf"), None]], "tau: expected a number"),
     ],
 )
-def test_a_defect_is_named(tmp_path: Path, place: str, value: Any, said: str) -> None:
-    path = written(tmp_path, change(place, value))
+def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, said: str) -> None:
+    path = written(tmp_path, change(key_path, value))
     with pytest.raises(ValueError, match=said) as raised:
         published.read_publication(path)
     assert "small.yaml" in str(raised.value)

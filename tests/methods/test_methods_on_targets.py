@@ -110,10 +110,10 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
             int(p): [bool(g[n, 0] == one.ids[p + 2 + k]) for k, g in enumerate(found) if n < len(g)]
             for n, p in enumerate(alone.query_tokens)
         }
-        place = len(ids) - 1  # the position before the root
+        position = len(ids) - 1  # the position before the root
         for step in list(engine.decode_with_method(ids.tolist(), ROOM, chain, shown))[1:]:
-            expected = hits.get(place, [])
+            expected = hits.get(position, [])
             right = next((k for k, hit in enumerate(expected) if not hit), len(expected))
             assert step.num_accepted == right
-            place, accepted = place + 1 + step.num_accepted, accepted + right
+            position, accepted = position + 1 + step.num_accepted, accepted + right
     assert accepted > 5, "nothing is accepted, so nothing is compared"

@@ -28,21 +28,21 @@ def edited(*changes: tuple[str, str]) -> None:
     Path("params.yaml").write_text(text, encoding="utf-8")
 
 
-def set_value(place: tuple[str, ...], value: Any) -> None:
+def set_value(key_path: tuple[str, ...], value: Any) -> None:
     """Set one key of params.yaml, or delete it where the value is `...`."""
-    set_values({place: value})
+    set_values({key_path: value})
 
 
 def set_values(edits: dict[tuple[str, ...], Any]) -> None:
     """Set keys of params.yaml, or delete those whose value is `...`."""
     whole = copy.deepcopy(READ)
-    for place, value in edits.items():
+    for key_path, value in edits.items():
         section = whole
-        for part in place[:-1]:
+        for part in key_path[:-1]:
             section = section[part]
-        section[place[-1]] = value
+        section[key_path[-1]] = value
         if value is ...:
-            del section[place[-1]]
+            del section[key_path[-1]]
     Path("params.yaml").write_text(json.dumps(whole, sort_keys=True))  # JSON is YAML, and written in no time
 
 
@@ -72,4 +72,4 @@ def leaves(section: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 
 LEAVES = dict(leaves(READ))
-NUMBERS = {place: value for place, value in LEAVES.items() if type(value) in (int, float)}
+NUMBERS = {key_path: value for key_path, value in LEAVES.items() if type(value) in (int, float)}

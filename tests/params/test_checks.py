@@ -92,16 +92,16 @@ def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stag
         set_values({("target", key): value for key, value in given.items()})
         checks.check_target(schema.load_params())
 
-    place = Path("models/mine/config.json")
-    place.parent.mkdir(parents=True)
-    place.write_text(json.dumps(config))
+    path = Path("models/mine/config.json")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(config))
     for layers in ([1, 2, 4], None):
         check("models/mine", "models", layers)
     with pytest.raises(
         ValueError, match=r"target\.feature_layers is \[1, 5\], expected increasing ids below 5, the number"
     ):
         check("models/mine", "models", [1, 5])
-    place.write_text("{")  # prepare_target says what is wrong
+    path.write_text("{")  # prepare_target says what is wrong
     check("models/mine", "models", [1, 5])
     shutil.copytree(ROOT / "data/targets/weather-tiny", "data/targets/weather-tiny")
     with pytest.raises(

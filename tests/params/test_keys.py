@@ -11,16 +11,16 @@ from stages.params.error_messages import OLD_KEYS
 from stages.params.spelling import suggest_name
 from tests.params.params_edits import LEAVES, READ, REAL, edited, problems, set_value
 
-every_key = pytest.mark.parametrize("place", LEAVES, ids=".".join)
+every_key = pytest.mark.parametrize("key_path", LEAVES, ids=".".join)
 
 
 @every_key
-def test_a_missing_key_is_named(place: tuple[str, ...]) -> None:
-    set_value(place, ...)
-    said = f"{'.'.join(place)}: missing; the code holds no defaults, so write it"
+def test_a_missing_key_is_named(key_path: tuple[str, ...]) -> None:
+    set_value(key_path, ...)
+    said = f"{'.'.join(key_path)}: missing; the code holds no defaults, so write it"
     (line,) = problems()
-    if place[:2] in NAMED_BY_USER:
-        assert line.startswith(said) and f"; {'.'.join(place[:-1])} has the keys " in line and place[-1] in line
+    if key_path[:2] in NAMED_BY_USER:
+        assert line.startswith(said) and f"; {'.'.join(key_path[:-1])} has the keys " in line and key_path[-1] in line
     else:
         assert line == f"{said} (git show HEAD:params.yaml has one)"
 
@@ -54,7 +54,7 @@ NAMED_BY_USER = {
     ("prepare_prompts", "sets"),
     ("schedule", "stages"),
 }
-SECTIONS = sorted({place[:depth] for place in LEAVES for depth in range(len(place))} - NAMED_BY_USER)
+SECTIONS = sorted({key_path[:depth] for key_path in LEAVES for depth in range(len(key_path))} - NAMED_BY_USER)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: ".".join(section) or "top")
@@ -137,10 +137,10 @@ def with_old_key(old: str, new: str) -> dict[str, Any]:
     """The committed file's sections with one key as an earlier version named it; `*` is the workload eval."""
     sections: dict[str, Any] = YAML(typ="safe").load(REAL)
     *above, key = new.replace("*", "eval").split(".")
-    place = sections
+    section = sections
     for part in above:
-        place = place[part]
-    place[old.rpartition(".")[2]] = place.pop(key)
+        section = section[part]
+    section[old.rpartition(".")[2]] = section.pop(key)
     return sections
 
 
@@ -158,6 +158,6 @@ def test_an_old_key_is_named_with_its_new_name(old: str, new: str, tmp_path: Pat
 
 
 def test_every_new_key_exists_and_no_old_one() -> None:
-    known = {".".join(place).replace(".eval.", ".*.") for place in LEAVES} | {"benchmark_methods.with_draft"}
+    known = {".".join(key_path).replace(".eval.", ".*.") for key_path in LEAVES} | {"benchmark_methods.with_draft"}
     known |= {"benchmark_methods.without_draft"}
     assert set(OLD_KEYS.values()) <= known and not set(OLD_KEYS) & known

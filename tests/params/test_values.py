@@ -17,17 +17,17 @@ ZERO = {
     "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
     "schedule.retry_pause_s",
 }  # fmt: skip
-every_number = pytest.mark.parametrize("place", NUMBERS, ids=".".join)
+every_number = pytest.mark.parametrize("key_path", NUMBERS, ids=".".join)
 
 UNTIL = ("benchmark", "workloads", "eval", "until")
 MAPPINGS = {UNTIL, ("fix_data", "columns")}  # null or a mapping
 
 
-@pytest.mark.parametrize("place", [place for place in LEAVES if place not in MAPPINGS], ids=".".join)
-def test_a_mapping_is_no_value_of_any_other_key(place: tuple[str, ...]) -> None:
-    set_value(place, {"a": 1})
+@pytest.mark.parametrize("key_path", [key_path for key_path in LEAVES if key_path not in MAPPINGS], ids=".".join)
+def test_a_mapping_is_no_value_of_any_other_key(key_path: tuple[str, ...]) -> None:
+    set_value(key_path, {"a": 1})
     (line,) = problems()
-    assert line.startswith(".".join(place) + ": expected ") and "found {'a': 1}" in line
+    assert line.startswith(".".join(key_path) + ": expected ") and "found {'a': 1}" in line
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_columns_are_one_map_or_one_for_each_file(columns: Any, line: str) -> No
 def set_values(values: dict[tuple[str, ...], Any]) -> None:
     """As `set_value`, of several keys at once."""
     whole = YAML(typ="safe").load(REAL)
-    for place, value in values.items():
+    for key_path, value in values.items():
         section = whole
-        for part in place[:-1]:
+        for part in key_path[:-1]:
             section = section[part]
-        section[place[-1]] = value
+        section[key_path[-1]] = value
     with Path("params.yaml").open("w") as file:
         YAML(typ="safe").dump(whole, file)
 
@@ -96,7 +96,7 @@ def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
 
 @every_number
 @pytest.mark.parametrize("value", ["1", True, None, [1]], ids=["text", "true", "null", "list"])
-def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
+def test_a_number_is_a_number(key_path: tuple[str, ...], value: Any) -> None:
     """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
     may_be_null = {
         "fix_data.max_dropped_share",
@@ -106,42 +106,48 @@ def test_a_number_is_a_number(place: tuple[str, ...], value: Any) -> None:
         "benchmark.workloads.eval.num_prompts",
         "benchmark.workloads.eval.concurrency",
     }
-    set_value(place, value)
-    if value is None and ".".join(place) in may_be_null:
+    set_value(key_path, value)
+    if value is None and ".".join(key_path) in may_be_null:
         schema.load_params()
         return
-    if value == [1] and place[:2] == ("benchmark", "workloads") and place[-1] in ("max_new_tokens", "concurrency"):
+    if (
+        value == [1]
+        and key_path[:2] == ("benchmark", "workloads")
+        and key_path[-1] in ("max_new_tokens", "concurrency")
+    ):
         schema.load_params()  # a list is a sweep
         return
     (line,) = problems()
-    if value == [1] and place[-1] == "num_prompts":  # of a server's workload
+    if value == [1] and key_path[-1] == "num_prompts":  # of a server's workload
         assert line.startswith("benchmark: torch_workloads: workload eval has a list of num_prompts, expected one")
         return
-    if value == [1] and ".".join(place) == "sample_target.temperature":  # a list is a mixture
+    if value == [1] and ".".join(key_path) == "sample_target.temperature":  # a list is a mixture
         assert line == "sample_target.temperature.0: expected a section with temperature, weight, found 1"
         return
-    assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected .+, found {re.escape(repr(value))}", line)
+    assert re.fullmatch(rf"{re.escape('.'.join(key_path))}: expected .+, found {re.escape(repr(value))}", line)
 
 
 @every_number
-def test_nothing_is_negative(place: tuple[str, ...]) -> None:
-    set_value(place, -1)
+def test_nothing_is_negative(key_path: tuple[str, ...]) -> None:
+    set_value(key_path, -1)
     (line,) = problems()
-    assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found -1", line)
+    assert re.fullmatch(rf"{re.escape('.'.join(key_path))}: expected greater than (or equal to )?[01], found -1", line)
 
 
 @every_number
-def test_zero_is_refused_but_where_it_means_something(place: tuple[str, ...]) -> None:
-    set_value(place, 0)
-    if ".".join(place) in ZERO or place[-1] == "gpus":
+def test_zero_is_refused_but_where_it_means_something(key_path: tuple[str, ...]) -> None:
+    set_value(key_path, 0)
+    if ".".join(key_path) in ZERO or key_path[-1] == "gpus":
         schema.load_params()
-    elif place == ("sample_target", "train_rows"):  # which means something where nothing is trained
+    elif key_path == ("sample_target", "train_rows"):  # which means something where nothing is trained
         assert problems()[0].startswith("sample_target.train_rows is 0 and init_draft.checkpoints [e000]")
-    elif place[-1] == "length_range":  # which means something of random lengths only
+    elif key_path[-1] == "length_range":  # which means something of random lengths only
         assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
     else:
         (line,) = problems()
-        assert re.fullmatch(rf"{re.escape('.'.join(place))}: expected greater than (or equal to )?[01], found 0", line)
+        assert re.fullmatch(
+            rf"{re.escape('.'.join(key_path))}: expected greater than (or equal to )?[01], found 0", line
+        )
 
 
 @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])

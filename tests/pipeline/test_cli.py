@@ -60,8 +60,8 @@ def test_the_help_groups_the_commands_and_leaves_none_out(capsys: pytest.Capture
     listed = re.findall(r"^(?:\w[\w ]+:|  (\w+)  +[A-Z].*)$", shown[shown.index("Run the pipeline:") :], re.MULTILINE)
     assert sorted(filter(None, listed)) == sorted(COMMANDS)
     assert set(COMMANDS) <= {name for names in command_help.GROUPS.values() for name in names}
-    places = [shown.index(f"\n{title}:\n") for title in command_help.GROUPS]
-    assert places == sorted(places)
+    offsets = [shown.index(f"\n{title}:\n") for title in command_help.GROUPS]
+    assert offsets == sorted(offsets)
 
 
 def test_make_help_lists_every_target_and_variable() -> None:

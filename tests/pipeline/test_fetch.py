@@ -92,14 +92,14 @@ def sources(hub: Hub, sha256: str | None = None) -> list[RecipeFile]:
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["hub", "url"])
 def test_a_file_comes_once_to_its_place(hub: Hub, kind: int) -> None:
-    place, source = Path("data/prompt_sets/theirs/mt_bench.jsonl"), sources(hub, DIGEST)[kind]
-    line = fetch.fetch_file(place, source)
-    assert place.read_bytes() == CONTENT and DIGEST in line
-    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    path, source = Path("data/prompt_sets/theirs/mt_bench.jsonl"), sources(hub, DIGEST)[kind]
+    line = fetch.fetch_file(path, source)
+    assert path.read_bytes() == CONTENT and DIGEST in line
+    assert [path.name for path in path.parent.iterdir()] == [path.name]
     if kind == 0:
         assert f"/datasets/owner/sets/resolve/{COMMIT}/mt_bench/question.jsonl" in "".join(hub.requests)
     hub.requests.clear()
-    assert fetch.fetch_file(place, source).endswith("here already") and not hub.requests
+    assert fetch.fetch_file(path, source).endswith("here already") and not hub.requests
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["hub", "url"])
@@ -113,18 +113,18 @@ def test_a_file_comes_once_to_its_place(hub: Hub, kind: int) -> None:
     ],
 )
 def test_a_failure_is_one_message_and_leaves_nothing(hub: Hub, kind: int, fault: int | str, message: str) -> None:
-    place, source = Path("data/mt_bench.jsonl"), sources(hub)[kind]
+    path, source = Path("data/mt_bench.jsonl"), sources(hub)[kind]
     other = Path("data/other.jsonl")
     other.parent.mkdir()
     other.write_text("mine")
     hub.fault = fault
     with pytest.raises(ValueError, match=message) as found:
-        fetch.fetch_file(place, source)
+        fetch.fetch_file(path, source)
     assert "\n" not in str(found.value)
     assert other.read_text() == "mine" and [path.name for path in other.parent.iterdir()] == ["other.jsonl"]
     hub.fault = None
-    fetch.fetch_file(place, source)
-    assert place.read_bytes() == CONTENT
+    fetch.fetch_file(path, source)
+    assert path.read_bytes() == CONTENT
 
 
 def test_a_full_disk_leaves_what_was_there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,15 +139,15 @@ def test_a_full_disk_leaves_what_was_there(hub: Hub, monkeypatch: pytest.MonkeyP
 
 def test_other_bytes_than_the_recipes_are_refused(hub: Hub) -> None:
     """Both what was fetched and what was there already, which stays."""
-    place = Path("data/mt_bench.jsonl")
+    path = Path("data/mt_bench.jsonl")
     for source in sources(hub, "0" * 64):
         with pytest.raises(ValueError, match=rf"has sha256 {DIGEST}, expected 0000.*the source has changed"):
-            fetch.fetch_file(place, source)
-        assert not place.exists()
-    place.write_text("mine")
+            fetch.fetch_file(path, source)
+        assert not path.exists()
+    path.write_text("mine")
     with pytest.raises(ValueError, match=r"has sha256 .*; move it away, then run the same again"):
-        fetch.fetch_file(place, sources(hub, DIGEST)[0])
-    assert place.read_text() == "mine"
+        fetch.fetch_file(path, sources(hub, DIGEST)[0])
+    assert path.read_text() == "mine"
 
 
 def test_a_recipe_is_fetched_whole(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,11 +183,11 @@ FULL = (
 )
 
 
-def limited(limit: str, place: Path, *words: str, **more: str) -> tuple[int, str]:
+def limited(limit: str, folder: Path, *words: str, **more: str) -> tuple[int, str]:
     """Run aerie on the project, on a file system of that limit -> status and what it said; `more` is its environment."""
     command = f"{limit} exec {sys.executable} -m pipeline {' '.join(words)}"
     done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, str(place)],
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, str(folder)],
         capture_output=True, text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DVC_SITE_CACHE_DIR": os.environ["DVC_SITE_CACHE_DIR"], **more},
     )  # fmt: skip

@@ -27,7 +27,7 @@ def make(*words: str, folder: Path = ROOT) -> str:
     """Return what make would run, on a path without uv."""
     tools = ("sh", "command", "find", "python3", "rm", "touch")
     found = [Path(path).parent for tool in tools if (path := shutil.which(tool))]
-    path = os.pathsep.join(str(place) for place in found if not (place / "uv").exists())
+    path = os.pathsep.join(str(folder) for folder in found if not (folder / "uv").exists())
     command = [str(shutil.which("make")), "-n", *words]
     return subprocess.run(command, cwd=folder, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
 

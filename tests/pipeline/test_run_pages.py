@@ -98,9 +98,9 @@ def test_the_report_has_verdict_picture_and_table(tmp_path: Path, monkeypatch: p
     report_artifact.PAGE_FILE.write_text(PAGE)
     report_artifact.TABLE_FILE.write_text("tree  tau\n")
     report_artifact.METRICS_FILE.write_text(json.dumps({"verdict": {"kind": "launch", "text": "Launch\nt6_4_32"}}))
-    verdict, place, picture, table = report_artifact.render_report().split("\n\n")
+    verdict, location, picture, table = report_artifact.render_report().split("\n\n")
     assert verdict == "**Launch t6_4_32**" and table == "```text\ntree  tau\n```"
-    assert place == f"The whole report is {tmp_path / 'results/report/index.html'}, a file of this machine."
+    assert location == f"The whole report is {tmp_path / 'results/report/index.html'}, a file of this machine."
     svg = base64.b64decode(picture.partition("base64,")[2].removesuffix(")")).decode()
     assert 'viewBox="0 0 9 9"' in svg and "fill: #111" in svg and "var(" not in svg and 'xlink:href="#a"' in svg
     assert report_artifact.extract_picture("<figure><svg viewBox='0 0 1 1'>&nbsp;</svg></figure>") is None

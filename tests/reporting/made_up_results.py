@@ -235,8 +235,8 @@ def _made_up_report(stage: str) -> Row:
     }[stage]  # fmt: skip
 
 
-def _lines(place: Path) -> list[Row]:
-    with place.open(newline="") as lines:
+def _lines(path: Path) -> list[Row]:
+    with path.open(newline="") as lines:
         return list(csv.DictReader(lines))
 
 

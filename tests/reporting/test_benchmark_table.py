@@ -44,18 +44,18 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
 
 def test_a_speedup_by_cpu_time_stands_beside_that_by_wall_time(made_up: schema.Params) -> None:
     """Another program took half of the speculative answers' wall time; a GPU has no CPU time to compare."""
-    places = sorted(Path("results/cells").glob("eval-*.json"))
-    for place, busy in zip(places, (True, False, *[None] * len(places)), strict=False):
-        cell = json.loads(place.read_text())
+    files = sorted(Path("results/cells").glob("eval-*.json"))
+    for file, busy in zip(files, (True, False, *[None] * len(files)), strict=False):
+        cell = json.loads(file.read_text())
         for row in cell["prompts"]:
             if busy:
                 row["process_s"] /= 2
             elif busy is None:
                 row["process_s"] = row["baseline_process_s"] = None
-        place.write_text(json.dumps(cell))
+        file.write_text(json.dumps(cell))
     report.main()
     lines = {f"eval-{r['checkpoint']}-{r['tree']}.json": r for r in _lines(BenchmarkRow.TABLE)}
-    found = [lines[place.name] for place in places]
+    found = [lines[file.name] for file in files]
     assert float(found[0]["process_speedup"]) == pytest.approx(2 * float(found[0]["speedup"]))
     assert float(found[1]["process_speedup"]) == pytest.approx(float(found[1]["speedup"]))
     assert {line["process_speedup"] for line in found[2:]} == {""}
@@ -84,9 +84,9 @@ def test_plain_decoding_is_the_median_of_two_cells_too(
 
 
 def test_replayed_tau_stands_beside_the_served_one_where_the_grid_has_the_tree(made_up: schema.Params) -> None:
-    place = Path(f"results/replay/{made_up.benchmark.checkpoints[0]}.csv")
-    kept = [line for line in place.read_text().splitlines() if ",8,2,16," not in line]
-    place.write_text("\n".join(kept) + "\n")
+    path = Path(f"results/replay/{made_up.benchmark.checkpoints[0]}.csv")
+    kept = [line for line in path.read_text().splitlines() if ",8,2,16," not in line]
+    path.write_text("\n".join(kept) + "\n")
     report.main()
     replayed = {(r["checkpoint"], r["tree"]): r["replay_tau"] for r in _lines(BenchmarkRow.TABLE)}
     first, other = made_up.benchmark.checkpoints[:2]
@@ -100,12 +100,12 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
 ) -> None:
     """Their answers are drawn, so none is held against plain decoding's; the best checkpoint is that of temperature 0."""
     checkpoint, tree = made_up.benchmark.checkpoints[0], TreeShape.parse("t8_2_16")
-    place = replay_records.locate_replay(checkpoint)
+    path = replay_records.locate_replay(checkpoint)
     report.main()
     best = json.loads(report.METRICS_FILE.read_text())["checkpoints"]
     trees = replay_records.read_replay(checkpoint)
     hot = [row.model_copy(update={"tau": row.tau - 0.5, "temperature": 0.7, "top_p": 0.9}) for row in trees]
-    ReplayedTree.write_csv(place, [*trees, *hot])
+    ReplayedTree.write_csv(path, [*trees, *hot])
     found = torch_records.read_torch_cell("eval", checkpoint, tree.name).model_dump()
     cold = replayed(tree.name, checkpoint)
     drawn = {"temperature": 0.7, "top_p": 0.9, "metrics": found["metrics"] | {"identical_share": None}}

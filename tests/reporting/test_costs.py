@@ -75,8 +75,8 @@ def serve(caps: list[int], dear: float, cheap: tuple[str, ...] = (*CHAINS, *TREE
         served_records.write_served_cell(served_cell("sweep", "e009", tree, points))
 
 
-def table(place: Path) -> list[Row]:
-    with place.open(newline="") as lines:
+def table(path: Path) -> list[Row]:
+    with path.open(newline="") as lines:
         return list(csv.DictReader(lines))
 
 

@@ -38,9 +38,9 @@ def test_the_engines_of_a_tree_are_those_that_do_not_refuse_it(name: str) -> Non
     shapes = [TreeShape(*shape) for shape in itertools.product((1, 3, 4, 8), (1, 2, 4), (4, 8, 9, 16))]
     chains = [TreeShape(steps, 1, steps + 1) for steps in range(1, 9)]
     for tree in [*(tree for tree in shapes if tree.topk > 1), *chains]:
-        place = tree.num_steps, tree.topk, tree.num_draft_tokens
+        shape = tree.num_steps, tree.topk, tree.num_draft_tokens
         running = [
-            title for engine, title in TITLES.items() if not engine_flags.explain_unsupported(engine, *place, config)
+            title for engine, title in TITLES.items() if not engine_flags.explain_unsupported(engine, *shape, config)
         ]
         assert family.list_engines(tree) == (", ".join(running) or families.TORCH_ONLY), tree
         assert family.is_served(tree) == bool(running)
@@ -64,8 +64,8 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
     assert page
     chosen = {(line.checkpoint, line.kind): line.tree.shape.name for line in page.lines}
     assert chosen["a", "chain"] == "t3_1_4" and chosen["b", "chain"] == "t10_1_11"
-    assert {chosen[place] for place in chosen if place[0] == "a" and place[1] != "chain"} == {"t5_4_16"}
-    assert {chosen[place] for place in chosen if place[0] == "b" and place[1] != "chain"} == {"t8_4_16"}, "by tau"
+    assert {chosen[key] for key in chosen if key[0] == "a" and key[1] != "chain"} == {"t5_4_16"}
+    assert {chosen[key] for key in chosen if key[0] == "b" and key[1] != "chain"} == {"t8_4_16"}, "by tau"
 
 
 def read_table(page: str, heading: str = "Families side by side") -> list[list[str]]:

@@ -35,11 +35,11 @@ def test_a_speedup_is_emphasised_only_where_its_interval_lies_above_1(half_measu
 def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
-    found = json.loads(place.read_text())
+    path = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
+    found = json.loads(path.read_text())
     for row in found["prompts"]:
         row |= {"process_s": row["process_s"] / 2, "baseline_process_s": row["baseline_process_s"] / 2}
-    place.write_text(json.dumps(found))
+    path.write_text(json.dumps(found))
     report.main()
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
     (told,) = [line for line in printed.splitlines() if "another process had the CPU" in line]
@@ -56,10 +56,10 @@ def test_speedups_that_are_not_clear_of_1_are_no_headline_and_no_colour(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: on a busy machine 1.74x was printed in bold colour under a headline, with an interval from 0.72 to 3.53."""
-    for place in torch_records.CELLS_FOLDER.glob("*.json"):
-        found = json.loads(place.read_text())
+    for path in torch_records.CELLS_FOLDER.glob("*.json"):
+        found = json.loads(path.read_text())
         found["metrics"] |= {"speedup": 1.74, "speedup_low": 0.72, "speedup_high": 3.53}
-        place.write_text(json.dumps(found))
+        path.write_text(json.dumps(found))
     report.main()
     metrics, page = json.loads(report.METRICS_FILE.read_text()), report.PAGE_FILE.read_text()
     assert metrics["verdict"]["kind"] == "noisy"
@@ -72,10 +72,10 @@ def test_speedups_that_are_not_clear_of_1_are_no_headline_and_no_colour(
 def test_a_draft_that_accepts_nothing_has_a_warning_and_no_badge(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for place in torch_records.CELLS_FOLDER.glob("*.json"):
-        found = json.loads(place.read_text())
+    for path in torch_records.CELLS_FOLDER.glob("*.json"):
+        found = json.loads(path.read_text())
         found["metrics"] |= {"tau": 1.0, "speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
-        place.write_text(json.dumps(found))
+        path.write_text(json.dumps(found))
     for name in made_up.replay_trees.checkpoints:
         trees = [tree.model_copy(update={"tau": 1.0, "tau_low": 1.0}) for tree in replay_records.read_replay(name)]
         ReplayedTree.write_csv(replay_records.locate_replay(name), trees)
@@ -132,10 +132,10 @@ def test_a_prediction_that_measured_cells_contradict_is_told_on_the_page_and_by_
     sentence = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
     report.main()
     assert sentence not in report.PAGE_FILE.read_text() and sentence not in capsys.readouterr().out
-    for place in Path("results/cells").glob("*.json"):
-        cell = json.loads(place.read_text())
+    for path in Path("results/cells").glob("*.json"):
+        cell = json.loads(path.read_text())
         cell["metrics"] |= {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
-        atomic.write_json(place, cell)
+        atomic.write_json(path, cell)
     report.main()
     page = report.PAGE_FILE.read_text()
     assert f"<li>{sentence}.</li>" in page and "which goes before what is predicted here" in page

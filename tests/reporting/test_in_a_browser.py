@@ -368,11 +368,11 @@ def test_a_point_tells_its_numbers_to_the_pointer_and_to_the_keyboard(open_page:
     assert not tip.is_visible()
     widest = max(read_trees(), key=lambda tree: (tree.num_draft_tokens, tree.tau))
     text = f"{widest.shape.name[1:]}: tau {widest.tau:.2f} ({widest.tau_low:.2f}-{widest.tau_high:.2f})"
-    place = plot.locator(f"circle[aria-label='{text}']").bounding_box()
-    page.mouse.move(place["x"] + place["width"] / 2 + 3, place["y"] + place["height"] / 2)
+    box = plot.locator(f"circle[aria-label='{text}']").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2 + 3, box["y"] + box["height"] / 2)
     assert tip.inner_text() == text
     drawn = plot.locator("svg[role=img]").bounding_box()
-    assert abs(place["x"] - drawn["x"] - drawn["width"]) < 0.1 * drawn["width"]  # the widest tree, at the right
+    assert abs(box["x"] - drawn["x"] - drawn["width"]) < 0.1 * drawn["width"]  # the widest tree, at the right
     page.mouse.move(0, 0)
     assert not tip.is_visible()
     first, second = plot.locator("circle").nth(0), plot.locator("circle").nth(1)

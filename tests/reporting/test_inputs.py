@@ -38,10 +38,10 @@ def test_a_missing_cell_is_named_with_what_to_run(made_up: schema.Params) -> Non
     ],
 )
 def test_a_foreign_cell_is_refused(made_up: schema.Params, spoil: Any, message: str) -> None:
-    place = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
-    found = json.loads(place.read_text())
+    path = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
+    found = json.loads(path.read_text())
     spoil(found)
-    atomic.write_json(place, found)
+    atomic.write_json(path, found)
     with pytest.raises(ValueError, match=message):
         report.main()
 
@@ -55,8 +55,8 @@ def test_a_report_of_another_version_is_refused(made_up: schema.Params) -> None:
 
 
 def test_training_from_another_checkpoint_is_refused(made_up: schema.Params) -> None:
-    place = Path("results/train/e009.json")
-    atomic.write_json(place, json.loads(place.read_text()) | {"from": "e000"})
+    path = Path("results/train/e009.json")
+    atomic.write_json(path, json.loads(path.read_text()) | {"from": "e000"})
     with pytest.raises(
         ValueError, match=r"e009\.json starts from e000, expected e003; run: dvc repro train_draft@e009"
     ):

@@ -27,7 +27,7 @@ def name_points(points: np.ndarray) -> list[NamedPoint]:
 
 
 def crowd(seed: int) -> list[NamedPoint]:
-    """30 points, most of them in three columns a few points wide, as trees of as many draft tokens are; two at one place."""
+    """30 points, most of them in three columns a few points wide, as trees of as many draft tokens are; two at one position."""
     draw = np.random.default_rng(seed)
     columns = draw.choice([90.0, 140.0, 250.0], 28) + draw.uniform(-5, 5, 28)
     points = np.column_stack([columns, draw.uniform(60, 170, 28)])

@@ -35,11 +35,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def install(version: str, folder: str = "sglang") -> None:
     """Make an environment look as `make serving-env` leaves it."""
-    place = Path("serving-env") / folder
-    (place / "bin").mkdir(parents=True)
-    (place / f"lib/python3.12/site-packages/sglang-{version}.dist-info").mkdir(parents=True)
-    (place / "bin/sglang").touch()
-    (place / "bin/sglang").chmod(0o755)
+    environment = Path("serving-env") / folder
+    (environment / "bin").mkdir(parents=True)
+    (environment / f"lib/python3.12/site-packages/sglang-{version}.dist-info").mkdir(parents=True)
+    (environment / "bin/sglang").touch()
+    (environment / "bin/sglang").chmod(0o755)
 
 
 def test_the_runner_up_is_told_with_its_flags_and_the_way_to_the_newer_engine(

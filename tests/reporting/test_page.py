@@ -32,13 +32,13 @@ def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) ->
     report.main()
     page = " ".join(report.PAGE_FILE.read_text().split())
     assert "the draft reached tau 7.60 in 120 steps (at least 5.71 is required)." in page
-    place = Path("results/train/e000.overfit.json")
-    atomic.write_json(place, json.loads(place.read_text()) | {"min_tau": 1.0, "required_tau": 1.0, "tau": 1.02})
+    path = Path("results/train/e000.overfit.json")
+    atomic.write_json(path, json.loads(path.read_text()) | {"min_tau": 1.0, "required_tau": 1.0, "tau": 1.02})
     report.main()
     page = " ".join(report.PAGE_FILE.read_text().split())
     assert "reached tau 1.02 in 120 steps (check_overfit.min_tau is 1.0: nothing was required, so" in page
     blocks = {"dflash9": {"tau": 7.25, "perfect_tau": 8.0, "required_tau": 6.0}}
-    atomic.write_json(place, json.loads(place.read_text()) | {"block_drafts": blocks})
+    atomic.write_json(path, json.loads(path.read_text()) | {"block_drafts": blocks})
     report.main()
     page = " ".join(report.PAGE_FILE.read_text().split())
     assert "The block draft of dflash9 reached 7.25 of 8.00 (6.00 is required)." in page
@@ -85,10 +85,10 @@ def test_the_page_is_the_same_twice(made_up: schema.Params) -> None:
 
 
 def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
-    place = Path("results/fix_report.json")
-    fixed = json.loads(place.read_text())
+    path = Path("results/fix_report.json")
+    fixed = json.loads(path.read_text())
     fixed["examples"] = {"fence": {"origin": "a.csv, row 0", "before": "<b>hot</b>", "after": "hot"}}
-    atomic.write_json(place, fixed)
+    atomic.write_json(path, fixed)
     report.main()
     assert "&lt;b&gt;hot" in report.PAGE_FILE.read_text()
 

@@ -26,8 +26,8 @@ def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_h
     cold = [tree for tree in replay_records.read_replay("e003") if tree.shape.name == "t8_1_9"]
     hot = {"temperature": 0.7, "top_p": 1.0}
     kinds = [hot | {"tau": cold[0].tau - 0.5}, hot | {"tau": cold[0].tau - 0.25, "draft_sampling": "sampled"}]
-    place = replay_records.locate_replay("e003")
-    ReplayedTree.write_csv(place, [*cold, *(cold[0].model_copy(update=kind) for kind in kinds)])
+    path = replay_records.locate_replay("e003")
+    ReplayedTree.write_csv(path, [*cold, *(cold[0].model_copy(update=kind) for kind in kinds)])
     workload = half_measured.benchmark.workloads["eval"].model_copy(update={"temperature": 0.7})
     changes = {"draft_sampling": draft_sampling, "workloads": {"eval": workload}}
     p = half_measured.model_copy(update={"benchmark": half_measured.benchmark.model_copy(update=changes)})

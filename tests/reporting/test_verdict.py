@@ -224,13 +224,13 @@ def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> N
     found = give(served=[*rows, serve(8, 1.2, 1.1, 1.3, tree="t5_1_6"), serve(1, 9, 8, 10, decoding="plain")])
     assert found.kind == "launch"
     faster, slower = found.list_lines()
-    place = "(sglang, code, 200 tokens)"
+    conditions = "(sglang, code, 200 tokens)"
     assert (
         faster
-        == f"Launch t8_3_16 with e009 at concurrency 1 and 8 {place}: measured 1.80x (1.70 to 1.90) at concurrency 1"
+        == f"Launch t8_3_16 with e009 at concurrency 1 and 8 {conditions}: measured 1.80x (1.70 to 1.90) at concurrency 1"
     )
     best = "the best measured, t8_3_16 with e009, is 0.80x (0.70 to 0.90)"
-    assert slower == f"Do not speculate at concurrency 32 and 64 {place}: {best} at concurrency 32"
+    assert slower == f"Do not speculate at concurrency 32 and 64 {conditions}: {best} at concurrency 32"
 
 
 def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_its_own() -> None:

@@ -145,10 +145,10 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
 def test_the_tolerance_is_the_sum_of_rounding_interval_and_declared_share(tau: float, verdict: str) -> None:
     """2.00 is printed: 0.005 by rounding, 0.02 by our interval, 5% declared are 0.1 of it: 0.125."""
     served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
-    place = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
-    found = atomic.read_json(place, "a test")
+    path = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
+    found = atomic.read_json(path, "a test")
     found["points"][0]["acceptance"] |= {"tau": tau, "tau_low": tau - 0.02, "tau_high": tau + 0.02}
-    atomic.write_json(place, found)
+    atomic.write_json(path, found)
     sides, _ = sides_of("angelslim-qwen3-8b")
     found_side = side(sides, "tau", dataset="GSM8K", engine="vLLM")
     assert found_side.published_value == 2.0 and found_side.tolerance == pytest.approx(0.125 / 2)
@@ -322,10 +322,10 @@ def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
 
 def served_acceptance(**changes: Any) -> None:
     """Change what the cell of gsm8k_1024 says of accepted drafts."""
-    place = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
-    found = atomic.read_json(place, "a test")
+    path = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
+    found = atomic.read_json(path, "a test")
     found["points"][0]["acceptance"] |= changes
-    atomic.write_json(place, found)
+    atomic.write_json(path, found)
 
 
 def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(

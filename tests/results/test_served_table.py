@@ -222,7 +222,7 @@ def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.Mon
     assert served_table.read_served_cells([], ["e009"], ["t5_1_6"]) == []
     with pytest.raises(ValueError, match=r"dvc repro benchmark_served@eval-e009-t5_4_16"):
         served_table.read_served_cells(["eval"], ["e009"], ["t5_4_16"])
-    place = served_records.locate_served_cell("eval", "e009", "t8_2_16")
-    atomic.write_json(place, json.loads(place.read_text()) | {"tree": "t5_1_6"})
+    path = served_records.locate_served_cell("eval", "e009", "t8_2_16")
+    atomic.write_json(path, json.loads(path.read_text()) | {"tree": "t5_1_6"})
     with pytest.raises(ValueError, match=r"holds the cell eval-e009-t5_1_6; run: dvc repro -f -s benchmark_served@"):
         served_table.read_served_cells(["eval"], ["e009"], ["t8_2_16"])

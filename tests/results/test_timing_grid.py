@@ -14,13 +14,13 @@ MODEL = "builtin/weather-tiny"
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def grid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return timing_grid.write_timing_grid(costs.made_up())
 
 
-def test_it_comes_back_whole(place: Path) -> None:
-    assert place == Path("results/cost/torch-e000.json")
+def test_it_comes_back_whole(grid_file: Path) -> None:
+    assert grid_file == Path("results/cost/torch-e000.json")
     assert timing_grid.read_timing_grid("e000", MODEL) == costs.made_up()
 
 
@@ -40,15 +40,17 @@ def test_a_missing_one_says_what_to_run() -> None:
         ({"fit": None, "hardware": None}, r"lacks \['fit', 'hardware'\]"),
     ],
 )  # fmt: skip
-def test_what_is_cut_or_anothers_is_refused(place: Path, spoil: dict[str, Any], said: str) -> None:
-    found = json.loads(place.read_text()) | spoil
-    atomic.write_json(place, {k: v for k, v in found.items() if v is not None or k in ("workload", "max_new_tokens")})
+def test_what_is_cut_or_anothers_is_refused(grid_file: Path, spoil: dict[str, Any], said: str) -> None:
+    found = json.loads(grid_file.read_text()) | spoil
+    atomic.write_json(
+        grid_file, {k: v for k, v in found.items() if v is not None or k in ("workload", "max_new_tokens")}
+    )
     with pytest.raises(ValueError, match=f"{said}.*run: dvc repro -f -s time_trees@e000"):
         timing_grid.read_timing_grid("e000", MODEL)
 
 
-def test_what_is_no_cost_is_refused(place: Path) -> None:
-    place.write_text("[1]")
+def test_what_is_no_cost_is_refused(grid_file: Path) -> None:
+    grid_file.write_text("[1]")
     with pytest.raises(ValueError, match=r"expected a JSON dict.*run: dvc repro -f -s time_trees@e000"):
         timing_grid.read_timing_grid("e000", MODEL)
 

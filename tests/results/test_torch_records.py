@@ -48,16 +48,16 @@ def made_up() -> dict[str, Any]:
 
 
 def test_a_cell_comes_back_as_it_went() -> None:
-    place = torch_records.write_torch_cell(made_up())
-    assert str(place) == "results/cells/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
+    path = torch_records.write_torch_cell(made_up())
+    assert str(path) == "results/cells/eval-e003-t8_2_16.json"  # dvc.yaml's outs name it so
     assert torch_records.read_torch_cell("eval", "e003", "t8_2_16") == torch_records.TorchCell(**made_up())
 
 
 def test_a_cell_is_written_as_given_to_the_byte() -> None:
     """Its keys in the given order, an integer not as a float: the models check, and convert nothing."""
     for cell in (made_up() | {"temperature": 0}, dict(reversed(made_up().items()))):
-        place = torch_records.write_torch_cell(cell)
-        assert place.read_text() == json.dumps(cell, indent=1, ensure_ascii=False) + "\n"
+        path = torch_records.write_torch_cell(cell)
+        assert path.read_text() == json.dumps(cell, indent=1, ensure_ascii=False) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_a_missing_a_cut_and_an_old_cell_are_named_with_what_to_run() -> None:
     name = "benchmark@eval-e003-t8_2_16"
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json not found; run: dvc repro {name}$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    place = torch_records.write_torch_cell(made_up())
-    whole = place.read_text()
-    place.write_text(whole[:100])
+    path = torch_records.write_torch_cell(made_up())
+    whole = path.read_text()
+    path.write_text(whole[:100])
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json is not valid JSON .*run: dvc repro -f -s {name}$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    place.write_text(json.dumps({k: v for k, v in made_up().items() if k not in ("histogram", "seed")}))
+    path.write_text(json.dumps({k: v for k, v in made_up().items() if k not in ("histogram", "seed")}))
     with pytest.raises(ValueError, match=rf"json lacks \['histogram', 'seed'\].*: dvc repro -f -s {name}$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
 

@@ -40,21 +40,21 @@ def write_folder(path: Path, **files: str) -> None:
 
 
 def test_a_file_is_old_until_its_block_ends(tmp_path: Path) -> None:
-    place = tmp_path / "deep" / "a.txt"
-    atomic.write_text(place, "old")
-    with atomic.write_file(place) as new:
+    path = tmp_path / "deep" / "a.txt"
+    atomic.write_text(path, "old")
+    with atomic.write_file(path) as new:
         new.write_text("new")
-        assert place.read_text() == "old" and new.parent == place.parent
-    assert place.read_text() == "new" and names(tmp_path) == ["deep", "deep/a.txt"]
+        assert path.read_text() == "old" and new.parent == path.parent
+    assert path.read_text() == "new" and names(tmp_path) == ["deep", "deep/a.txt"]
 
 
 def test_a_file_stays_old_when_its_block_raises(tmp_path: Path) -> None:
-    place = tmp_path / "a.txt"
-    atomic.write_text(place, "old")
-    with raises_in_block(), atomic.write_file(place) as new:
+    path = tmp_path / "a.txt"
+    atomic.write_text(path, "old")
+    with raises_in_block(), atomic.write_file(path) as new:
         new.write_text("half")
         raise RuntimeError("midway")
-    assert place.read_text() == "old" and names(tmp_path) == ["a.txt"]
+    assert path.read_text() == "old" and names(tmp_path) == ["a.txt"]
 
 
 @pytest.mark.parametrize("link", [os.link, os.symlink], ids=["hard", "symbolic"])
@@ -137,7 +137,7 @@ def dead() -> int:
     return process.pid
 
 
-def test_what_killed_writers_left_is_removed_by_the_next_write_of_the_same_place(tmp_path: Path, dead: int) -> None:
+def test_what_killed_writers_left_is_removed_by_the_next_write_of_the_same_path(tmp_path: Path, dead: int) -> None:
     """Bug: a killed run left its temporary, gigabytes of hidden states, under a name that no later run looked for."""
     left = [f".out.{dead}.part", f".out.{dead}.old", f".out.{os.getpid()}.part"]
     for name in left:
@@ -149,7 +149,7 @@ def test_what_killed_writers_left_is_removed_by_the_next_write_of_the_same_place
 
 
 def test_what_is_not_a_leftover_of_this_place_stays(tmp_path: Path, dead: int) -> None:
-    """A living writer's temporary (process 1 lives), another place's, and a user's own hidden files."""
+    """A living writer's temporary (process 1 lives), another path's, and a user's own hidden files."""
     kept = [
         ".out.1.part",
         f".out2.{dead}.part",
@@ -176,11 +176,11 @@ def test_json_comes_back_as_it_went(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_no_nan_is_written_and_the_old_file_stays(tmp_path: Path, number: float) -> None:
-    place = tmp_path / "metrics.json"
-    atomic.write_json(place, {"tau": 1.0})
+    path = tmp_path / "metrics.json"
+    atomic.write_json(path, {"tau": 1.0})
     with pytest.raises(ValueError, match=r"metrics\.json not written: expected finite numbers, found NaN or infinity"):
-        atomic.write_json(place, {"cells": [{"tau": number}]})
-    assert json.loads(place.read_text()) == {"tau": 1.0} and names(tmp_path) == ["metrics.json"]
+        atomic.write_json(path, {"cells": [{"tau": number}]})
+    assert json.loads(path.read_text()) == {"tau": 1.0} and names(tmp_path) == ["metrics.json"]
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3"])

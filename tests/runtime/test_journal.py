@@ -16,38 +16,38 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_added_entries_are_read_again(tmp_path: Path) -> None:
-    place = tmp_path / "deep/journal"
-    with Journal(place) as journal:
+    path = tmp_path / "deep/journal"
+    with Journal(path) as journal:
         journal.add("b", {"text": "zwölf\n"})
         journal.add("a", [1, None])
         journal.add("b", "another answer to the same question stays out")
-    with Journal(place) as journal:
+    with Journal(path) as journal:
         assert journal.done == {"b": {"text": "zwölf\n"}, "a": [1, None]}
         assert journal.resumed == 2
 
 
 def test_a_cut_at_any_byte_loses_at_most_one_entry(tmp_path: Path) -> None:
-    place = tmp_path / "journal"
-    with Journal(place) as journal:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
         for n in range(3):
             journal.add(str(n), {"n": n, "é": "1"})
-    whole = place.read_bytes()
+    whole = path.read_bytes()
     for cut in range(len(whole) + 1):
-        place.write_bytes(whole[:cut])
-        with Journal(place) as journal:
+        path.write_bytes(whole[:cut])
+        with Journal(path) as journal:
             assert list(journal.done) == [str(n) for n in range(whole[:cut].count(b"\n"))]
             journal.add("new", cut)
-        with Journal(place) as journal:
+        with Journal(path) as journal:
             assert journal.done["new"] == cut
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    place = tmp_path / "journal"
-    place.write_bytes(b'["a",1]\n["b",\n["c",3]\n')
+    path = tmp_path / "journal"
+    path.write_bytes(b'["a",1]\n["b",\n["c",3]\n')
     with pytest.raises(
         ValueError, match=r"journal line 2 is not a whole piece of work.*Remove it, it holds unfinished work"
     ):
-        Journal(place)
+        Journal(path)
 
 
 def test_the_key_is_of_the_content() -> None:
@@ -56,7 +56,7 @@ def test_the_key_is_of_the_content() -> None:
 
 
 def test_killed_writers_lose_no_finished_entry(tmp_path: Path) -> None:
-    place = tmp_path / "journal"
+    path = tmp_path / "journal"
     writes = (
         "import sys; from pathlib import Path; from stages.runtime.journal import Journal\n"
         "j = Journal(Path(sys.argv[1])); n = len(j.done)\n"
@@ -65,13 +65,13 @@ def test_killed_writers_lose_no_finished_entry(tmp_path: Path) -> None:
     said = -1
     for turn in range(5):
         with (tmp_path / f"said{turn}").open("w") as out:
-            writer = subprocess.Popen([sys.executable, "-c", writes, str(place)], cwd=ROOT, stdout=out)
+            writer = subprocess.Popen([sys.executable, "-c", writes, str(path)], cwd=ROOT, stdout=out)
             while not (tmp_path / f"said{turn}").stat().st_size:
                 time.sleep(0.01)
             time.sleep(random.Random(turn).random() / 20)
             os.kill(writer.pid, signal.SIGKILL)
             writer.wait()
         said = max([said, *(int(x) for x in (tmp_path / f"said{turn}").read_text().split("\n")[:-1])])
-    with Journal(place) as journal:
+    with Journal(path) as journal:
         assert list(journal.done) == [str(n) for n in range(len(journal.done))]
         assert len(journal.done) > said >= 5

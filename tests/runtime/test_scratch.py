@@ -30,11 +30,11 @@ def test_equal_work_has_an_equal_scratch_folder_and_other_work_another() -> None
         (work[0], work[1], ["abcdef"]),
         (work[0], work[1]),
     ]
-    places = [scratch.locate_scratch(*o) for o in [work, *others]]
-    assert len(set(places)) == len(places)
+    folders = [scratch.locate_scratch(*o) for o in [work, *others]]
+    assert len(set(folders)) == len(folders)
     assert all(
         p.parent == Path(".scratch") and p.name.startswith(w[0] + "-")
-        for p, w in zip(places, [work, *others], strict=True)
+        for p, w in zip(folders, [work, *others], strict=True)
     )
 
 

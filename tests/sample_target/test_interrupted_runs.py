@@ -61,9 +61,9 @@ def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
                 time.sleep(0.002)
             stage.kill()
             stage.join()
-        (place,) = filter(Path.is_dir, Path(".scratch").glob("sample_target-*"))  # beside it is its lock
-        kept = sum(len(f.read_text().split("\n")) - 1 for f in place.glob("train/journals/*.jsonl"))
-        published = len(list(place.glob("train/parts/*.parquet")))
+        (scratch_folder,) = filter(Path.is_dir, Path(".scratch").glob("sample_target-*"))  # beside it is its lock
+        kept = sum(len(f.read_text().split("\n")) - 1 for f in scratch_folder.glob("train/journals/*.jsonl"))
+        published = len(list(scratch_folder.glob("train/parts/*.parquet")))
         assert published >= 1 and kept + 16 * published <= len(fake.bodies)  # a published shard's journal is gone
         finished()
     assert_same(result(project), whole)

@@ -82,13 +82,13 @@ def test_rows_that_the_chat_template_refuses_are_dropped_and_the_first_is_named(
     for key in ("tool_calls", "reasoning"):
         rows[1][key] = rows[1].get(key) and [None, *rows[1][key]]
     pl.DataFrame(rows, schema=table.schema).write_parquet("data/fixed/train.parquet")
-    place = Path("artifacts/target/target.json")
-    target = json.loads(place.read_text())
+    path = Path("artifacts/target/target.json")
+    target = json.loads(path.read_text())
     own = AutoTokenizer.from_pretrained("artifacts/target").chat_template
     refusing = (
         "{% for m in messages if m.role == 'tool' %}{{ raise_exception('role tool not known') }}{% endfor %}" + own
     )
-    place.write_text(json.dumps(target | {"chat_template": refusing}))
+    path.write_text(json.dumps(target | {"chat_template": refusing}))
     use(project, backend, train_rows=12, max_new_tokens=4)
     sample_target.main()
     assert report(project)["dropped"]["refused_by_template"] == 2

@@ -84,8 +84,8 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
     """What it puts together from pieces is the answer that the same server gives whole."""
     url, model = real["base_urls"][0], real["model"]
     bodies = [
-        {"messages": [{"role": "user", "content": place}], "max_tokens": 12, "temperature": 0.0}
-        for place in ("Oslo", "Rome", "Lima")
+        {"messages": [{"role": "user", "content": city}], "max_tokens": 12, "temperature": 0.0}
+        for city in ("Oslo", "Rome", "Lima")
     ]
 
     async def whole() -> list[client.ChatAnswer]:

@@ -226,8 +226,8 @@ def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.Capt
     kept = report(project)["preview"]
     assert [r["id"] for r in kept] == answers(project, "train")["id"].to_list()[:3]
     fixed = pl.read_parquet("data/fixed/train.parquet")
-    places = {r["id"]: f"{r['source']}, row {r['source_row']}" for r in fixed.iter_rows(named=True)}
-    assert [r["origin"] for r in kept] == [places[r["id"].rpartition(".")[0]] for r in kept]
+    origins = {r["id"]: f"{r['source']}, row {r['source_row']}" for r in fixed.iter_rows(named=True)}
+    assert [r["origin"] for r in kept] == [origins[r["id"].rpartition(".")[0]] for r in kept]
     assert kept[0]["answer"] == tokenizer.decode(row["answer_ids"])
     assert kept[0]["prompt"] == tokenizer.decode(row["prompt_ids"]) and kept[0]["answer_tokens"] == len(
         row["answer_ids"]

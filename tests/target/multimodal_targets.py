@@ -55,7 +55,7 @@ def save(kind: str, folder: Path) -> tuple[PreTrainedModel, Any]:
     sizes = {"vocab_size": len(tok), "bos_token_id": None, "eos_token_id": eos[0], "pad_token_id": eos[0]}
     model = model_class(config_class(text_config={**TEXT, **text, **sizes}, vision_config=vision, **ids)).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():  # so that pictures and places matter, as they do not at first
+        for name, weight in model.named_parameters():  # so that pictures and positions matter, as they do not at first
             if weight.ndim > 1:
                 weight.mul_(6 if "visual" in name else 3)
     images = Qwen2VLImageProcessorPil(

@@ -6,7 +6,7 @@ from stages.draft import eagle3_checkpoint
 from stages.target import feature_layers
 from tests.draft.test_checkpoint import ROPE, SHAPE
 
-# after layer k (SGLang, DFlash), HF index (vLLM, speculators), the place in transformers' hidden_states
+# after layer k (SGLang, DFlash), HF index (vLLM, speculators), the index in transformers' hidden_states
 NUMBERINGS = [(0, 1, 1), (9, 10, 10), (33, 34, 34)]
 
 

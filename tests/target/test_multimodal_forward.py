@@ -278,10 +278,10 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
     for (ids, shown), one in zip(run.prompts, run.rows, strict=True):
         pack = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
         result = ttt.compute_loss(run.draft, pack, run.embedding, run.head, ttt.TrainingObjective(STEPS))
-        accepted, place, walked = ttt.count_chain_accepted(result, pack).tolist(), 0, []
-        while place < len(accepted):
-            walked.append(accepted[place])
-            place += accepted[place] + 1
+        accepted, position, walked = ttt.count_chain_accepted(result, pack).tolist(), 0, []
+        while position < len(accepted):
+            walked.append(accepted[position])
+            position += accepted[position] + 1
         steps = list(engine.decode_speculative(ids.tolist(), ROOM, TreeShape(STEPS, 1, STEPS + 1), shown))
         assert walked == [s.num_accepted for s in steps[1:]][: len(walked)]
         assert (
@@ -314,10 +314,10 @@ def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
     blind.image_embeddings = run.embedding[TOKEN].expand_as(one.image_embeddings)
     astray = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
     astray.rope_positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
-    exact, no_pictures, no_places = (
+    exact, no_pictures, no_positions = (
         ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss_per_step for p in (pack, blind, astray)
     )
-    assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_places).abs().max() > 1e-4
+    assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_positions).abs().max() > 1e-4
 
 
 def test_margin_is_the_gap_between_the_two_best_logits(run: Run) -> None:

@@ -70,16 +70,16 @@ def tensors(kind: str, seed: int, steps: int, topk: int, tree_scoring: str) -> d
     for step in range(1, steps):
         chances = torch.tensor([[successors(p, kind, seed, tree_scoring) for p in paths]])
         chances, new_ids = draft_tree.select_topk(chances, topk)
-        new_scores, beam, places = draft_tree.extend_beam(
+        new_scores, beam, indices = draft_tree.extend_beam(
             beam, chances, draft_tree.TREE_SCORINGS[tree_scoring].combine_scores
         )
         new_ids = new_ids.flatten(1)
         scores.append(new_scores)
         tokens.append(new_ids)
         parents.append(torch.tensor([numbers]).repeat_interleave(topk, dim=1))
-        slots = (places // topk)[0].tolist()
-        paths = [(*paths[s], new_ids[0, p].item()) for s, p in zip(slots, places[0].tolist(), strict=True)]
-        numbers = [p + topk + (step - 1) * topk * topk for p in places[0].tolist()]
+        slots = (indices // topk)[0].tolist()
+        paths = [(*paths[s], new_ids[0, p].item()) for s, p in zip(slots, indices[0].tolist(), strict=True)]
+        numbers = [p + topk + (step - 1) * topk * topk for p in indices[0].tolist()]
     return draft_tree.Candidates(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
 
 
@@ -159,12 +159,12 @@ def test_in_a_chain_of_any_length_each_sees_all_before_it(count: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 9), (2, 3, 11)])
-def test_best_breaks_ties_by_place(shape: tuple[int, ...]) -> None:
+def test_best_breaks_ties_by_index(shape: tuple[int, ...]) -> None:
     scores = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0)).float() / 2
-    values, places = draft_tree.select_topk(scores, 4)
+    values, indices = draft_tree.select_topk(scores, 4)
     flat = scores.reshape(-1, shape[-1]).tolist()
     expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:4] for row in flat]
-    assert places.reshape(-1, 4).tolist() == expected
+    assert indices.reshape(-1, 4).tolist() == expected
     assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
 
 
@@ -181,10 +181,10 @@ def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds
     values = torch.cat([torch.randn(kinds, generator=generator), torch.tensor([0.0, -0.0, -torch.inf, 1e-40])])
     scores = values[torch.randint(0, len(values), (3, 2, count), generator=generator)]
     with mock.patch.object(draft_tree, "SMALL_TOTAL", 0):
-        found, places = draft_tree.select_topk(scores, k)
+        found, indices = draft_tree.select_topk(scores, k)
     rows = scores.reshape(-1, count).tolist()
     expected = [sorted(range(count), key=lambda i, row=row: (-row[i], i))[:k] for row in rows]
-    assert places.reshape(-1, k).tolist() == expected
+    assert indices.reshape(-1, k).tolist() == expected
     assert found.reshape(-1, k).tolist() == [[row[i] for i in e] for row, e in zip(rows, expected, strict=True)]
 
 
