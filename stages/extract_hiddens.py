@@ -174,7 +174,7 @@ def _print_plan(tasks: list[ShardTask]) -> None:
     for size in dict.fromkeys(task.size for task in tasks):
         rows = [task.rows for task in tasks if task.size == size]
         tokens = sum(map(shard_plan.count_tokens, rows))
-        image_tokens = sum(sum(size.count_image_tokens(each)) for each in rows)
+        image_tokens = sum(sum(size.count_image_tokens(task_rows)) for task_rows in rows)
         images = f" + {image_tokens} image tokens x {size.image_token_bytes} bytes" if image_tokens else ""
         total = round(sum(map(size.count_bytes, rows)))
         print(f"{tokens} tokens x {size.token_bytes:.0f} bytes{images} = {format_bytes(total)}")

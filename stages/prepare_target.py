@@ -237,7 +237,7 @@ def _read_eos_token_ids(config: PretrainedConfig, folder: Path) -> list[int]:
     configs = [json.loads(generation.read_text())] if generation.exists() else []
     configs += [vars(config), vars(config.get_text_config())]
     found: dict[int, None] = {}  # a set in order
-    for ids in (each.get("eos_token_id") for each in configs):
+    for ids in (token_config.get("eos_token_id") for token_config in configs):
         found.update(dict.fromkeys([ids] if isinstance(ids, int) else ids or []))
     if not found:
         raise ValueError(

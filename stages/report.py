@@ -259,11 +259,11 @@ def _build_replayed_rows(
     """Return a row for each tree of benchmark.trees with each replayed checkpoint that has no cells."""
     guesses, rows = prediction.index_torch_predictions(predicted), []
     for name in _select_replayable(p, _list_torch_workloads(p, alone=True)):
-        for checkpoint in (each for each in replayed if each not in p.benchmark.checkpoints):
-            given = p.benchmark.workloads[name], p.benchmark.draft_sampling
-            alike = replay_records.select_sampled_alike(replayed[checkpoint], *given)
-            by_shape = {tree.shape: tree for tree in alike}
-            for tree in (by_shape.get(TreeShape.parse(each)) for each in p.benchmark.trees):
+        for checkpoint in (key for key in replayed if key not in p.benchmark.checkpoints):
+            sampling = p.benchmark.workloads[name], p.benchmark.draft_sampling
+            sampled_trees = replay_records.select_sampled_alike(replayed[checkpoint], *sampling)
+            by_shape = {tree.shape: tree for tree in sampled_trees}
+            for tree in (by_shape.get(TreeShape.parse(text)) for text in p.benchmark.trees):
                 if tree:
                     guess = guesses.get((tree.temperature, checkpoint, tree.shape))
                     rows.append(benchmark_table.build_replayed_row(name, tree, guess))
@@ -332,8 +332,8 @@ def _read_stage_runs(p: schema.Params) -> dict[str, StageRun]:
 
     A stage whose outputs came from the cache of another machine has no run in this log, and no line in the table.
     """
-    alone = ("fix_data", "prepare_target", "sample_target", "extract_hiddens")
-    of_keys: dict[str, Iterable[str]] = {
+    stages_without_key = ("fix_data", "prepare_target", "sample_target", "extract_hiddens")
+    keys_by_stage: dict[str, Iterable[str]] = {
         "init_draft": p.init_draft.checkpoints,
         "check_overfit": p.init_draft.checkpoints,
         "train_draft": p.train_draft.checkpoints,
@@ -342,7 +342,7 @@ def _read_stage_runs(p: schema.Params) -> dict[str, StageRun]:
         "time_trees": p.time_trees.checkpoints,
         "prepare_prompts": p.benchmark.workloads,
     }
-    names = [*alone, *(f"{stage}@{key}" for stage, keys in of_keys.items() for key in keys)]
+    names = [*stages_without_key, *(f"{stage}@{key}" for stage, keys in keys_by_stage.items() for key in keys)]
     runs = {run.stage: run for run in read_log()}
     return {name: runs[name] for name in names if name in runs}
 

@@ -22,11 +22,11 @@ def drop(text: str, reason: str) -> JudgedAnswer:
     return JudgedAnswer(text, f"dropped:{reason}")
 
 
-def name_surroundings(around: list[str]) -> list[str]:
+def name_surroundings(surroundings: list[str]) -> list[str]:
     """Return the names of the rules that removing these lines applies."""
-    fence = any(is_fence(line) for line in around)
-    prose = any(line.strip() and not is_fence(line) for line in around)
-    blank = bool(around) and not fence and not prose
+    fence = any(is_fence(line) for line in surroundings)
+    prose = any(line.strip() and not is_fence(line) for line in surroundings)
+    blank = bool(surroundings) and not fence and not prose
     return ["fence"] * fence + ["prose"] * prose + ["blank_line"] * blank
 
 

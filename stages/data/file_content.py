@@ -62,11 +62,11 @@ def advise_on_undecodable(path: Path, chunks: Iterable[bytes], error: UnicodeDec
 
     One with characters of UTF-8 beyond ASCII, or that ends inside one, is damaged: a conversion would spoil all of them.
     """
-    each = iter(chunks)
-    first = next(each, b"")
+    remaining = iter(chunks)
+    first = next(remaining, b"")
     if first.startswith(UTF16_MARKS):
         return "save it as UTF-8"
-    if error.reason == "unexpected end of data" or any(map(UTF8_CHARACTER.search, itertools.chain([first], each))):
+    if error.reason == "unexpected end of data" or any(map(UTF8_CHARACTER.search, itertools.chain([first], remaining))):
         return "fix it at that byte, since its other characters are UTF-8, or give another file"
     return advise_conversion(path)
 

@@ -47,8 +47,8 @@ def repair_json(
     except SchemaMismatchError as error:
         return drop(text, str(error))
     written = _write_like(value, found.text) if changes else found.text
-    around = [*found.before, *found.after, *(part for part in (found.lead, found.tail) if part.strip())]
-    rules = [*(name_surroundings(around) if surrounding == "strip" else []), *found.rules, *changes]
+    surroundings = [*found.before, *found.after, *(part for part in (found.lead, found.tail) if part.strip())]
+    rules = [*(name_surroundings(surroundings) if surrounding == "strip" else []), *found.rules, *changes]
     rules = [rule for rule in rules if rule != "blank_line"]  # white space around JSON is JSON
     if surrounding == "keep":
         written = "\n".join([*found.before, found.lead + written + found.tail, *found.after])

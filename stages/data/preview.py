@@ -90,8 +90,8 @@ def preview_rows(params: FixData, rows: int, path: str = "") -> Iterator[Preview
         for file in readers.list_files(raw):
             source = file.name if raw.is_file() else file.relative_to(raw).as_posix()
             chunks = readers.read_chunks(file, source, {}, params.choose_columns(file))
-            for one in islice(_cut_rows(chunks), rows):
-                yield _preview_row(one, params, Path(name) / "row.arrow", eval_source)
+            for row_chunk in islice(_cut_rows(chunks), rows):
+                yield _preview_row(row_chunk, params, Path(name) / "row.arrow", eval_source)
 
 
 def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
@@ -116,8 +116,8 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
             (_, row), *_ = readers.parse_chunk(chunk)
             found = f"{column_names.list_names(row or {})}: {found}"
             advice = "fix_data.columns names the columns of another format"
-        said, verdict = [("found", found)], f"dropped:{reason}"
-        return PreviewedRow(chunk.source, chunk.first_row, chat_format, verdict, "", said, [], first.expected, advice)
+        lines, verdict = [("found", found)], f"dropped:{reason}"
+        return PreviewedRow(chunk.source, chunk.first_row, chat_format, verdict, "", lines, [], first.expected, advice)
     kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
     turns = [(message["role"], message["content"]) for message in kept["messages"]]
     calls = sum(one is not None for one in kept["tool_calls"] or [])

@@ -61,12 +61,12 @@ class SampledSplit:
     def describe(self, origin: str) -> str:
         """Return the line on a split that is done."""
         counted, selection = self.shards.counts, self.selection
-        told = f"{self.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, "
-        told += f"{counted['truncated']} cut by length"
+        description = f"{self.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, "
+        description += f"{counted['truncated']} cut by length"
         if selection.num_unrequested:
-            return f"{told}, {selection.num_unrequested} questions not asked"
-        asked = f", to all {selection.num_requests} questions of the data, {self.max_requests} were wanted"
-        return told + (asked if self.num_missing else "")
+            return f"{description}, {selection.num_unrequested} questions not asked"
+        exhausted = f", to all {selection.num_requests} questions of the data, {self.max_requests} were wanted"
+        return description + (exhausted if self.num_missing else "")
 
     def read_conversations(self) -> Iterator[list[TargetRequest]]:
         return requests.read_requests(self.source, self.selection)

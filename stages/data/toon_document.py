@@ -88,10 +88,10 @@ def _join_blocks(lines: list[str], blocks: list[tuple[int, int]]) -> FoundDocume
     if len(set(keys)) != len(keys) or "" in keys:
         raise AmbiguousTextError("repeated_table")
     inside = {at for start, end in blocks for at in range(start, end)}
-    around = [line for at, line in enumerate(lines) if at not in inside]
+    outside = [line for at, line in enumerate(lines) if at not in inside]
     is_ended = blocks[-1][1] < len(lines)
     joined = [line for part in parts for line in part]
-    return FoundDocument(around, joined, [], is_ended=is_ended, is_open=not is_ended)
+    return FoundDocument(outside, joined, [], is_ended=is_ended, is_open=not is_ended)
 
 
 def _list_root_keys(lines: list[str]) -> list[str]:

@@ -128,15 +128,15 @@ class Engine:
     @torch.inference_mode()
     def measure_margin(self, prompt: list[int], output: list[int], images: ImagePatchesProtocol | None = None) -> float:
         """Return the gap between the target's two highest logits after `prompt` and `output`."""
-        count, more = len(prompt), len(output)
-        with self.slots.take_slots(1, count + more, 0) as slot:
+        start, end = len(prompt), len(prompt) + len(output)
+        with self.slots.take_slots(1, end, 0) as slot:
             prefill = self.target.prefill(slot, prompt, images, [])
             hidden = prefill.hidden[-1]  # [H]
             if output:
                 ids = torch.tensor([output], device=self.device)
-                causal = torch.ones(1, 1, more, count + more, dtype=torch.bool, device=self.device).tril(count)
-                rows = slot.positions[None, count : count + more]
-                hidden = self.target.forward(slot, ids, rows + prefill.rope_offset, causal, rows, count + more)[0, -1]
+                causal = torch.ones(1, 1, end - start, end, dtype=torch.bool, device=self.device).tril(start)
+                rows = slot.positions[None, start:end]
+                hidden = self.target.forward(slot, ids, rows + prefill.rope_offset, causal, rows, end)[0, -1]
         first, second = (hidden @ self.lm_head.T).float().topk(2).values.tolist()
         return (first - second) * self.logits_scale
 

@@ -113,7 +113,7 @@ def rotate_and_cache(
 
 @triton.jit
 def _attend_tree_kernel(
-    q, keys, values, sees, length, parts, lse, scale, key_g, key_row, value_g, value_row, count, first, T, each_slot, blocks,
+    q, keys, values, tree_mask, length, parts, lse, scale, key_g, key_row, value_g, value_row, count, first, T, each_slot, blocks,
     G: tl.constexpr, R: tl.constexpr, E: tl.constexpr, P: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,9 +122,9 @@ def _attend_tree_kernel(
     slot, block = tl.program_id(2) // blocks, tl.program_id(2) % blocks
     n = tl.load(length + slot)
     total = n + T
-    each = tl.cdiv(tl.cdiv(total, P), 16) * 16
-    begin = part * each
-    end = tl.minimum(begin + each, total)
+    keys_per_part = tl.cdiv(tl.cdiv(total, P), 16) * 16
+    begin = part * keys_per_part
+    end = tl.minimum(begin + keys_per_part, total)
     row, e = block * B + tl.arange(0, B), tl.arange(0, E)  # rows of a head: R for each token
     m, inside = slot * count + row // R, row < count * R
     key_0 = keys + g.to(tl.int64) * key_g + slot.to(tl.int64) * each_slot * key_row
@@ -141,7 +141,7 @@ def _attend_tree_kernel(
         scores = tl.dot(query, key, input_precision=PRECISION) * scale
         node = j - n
         seen = tl.load(
-            sees + m[:, None] * T + node[None], mask=inside[:, None] & there[None] & (node >= 0)[None], other=0
+            tree_mask + m[:, None] * T + node[None], mask=inside[:, None] & there[None] & (node >= 0)[None], other=0
         )
         seen = ((node < 0)[None] & (j[None] >= least[:, None])) | (seen != 0)
         scores = tl.where(seen & there[None], scores, float("-inf"))
@@ -337,7 +337,7 @@ def select_topk(logits: Tensor, topk: int, tree_scoring: str) -> tuple[Tensor, T
 
 @triton.jit
 def _extend_beam_kernel(
-    beam, numbers, sees, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_sees, new_tokens, slots,
+    beam, numbers, tree_mask, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_tree_mask, new_tokens, slots,
     first, T, C, own, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs()
@@ -361,8 +361,8 @@ def _extend_beam_kernel(
         tl.store(new_tokens + at + k, tl.sum(tl.where(chosen, token, 0), 0))
         tl.store(new_numbers + at + k, first + index)
         tl.store(slots + at + k, at + index // K)
-        row = tl.load(sees + nodes + index // K * T + t, mask=t < T, other=0)
-        tl.store(new_sees + nodes + k * T + t, tl.where(t == own + k, 1, row), mask=t < T)
+        row = tl.load(tree_mask + nodes + index // K * T + t, mask=t < T, other=0)
+        tl.store(new_tree_mask + nodes + k * T + t, tl.where(t == own + k, 1, row), mask=t < T)
         key = tl.where(chosen, LOWEST_KEY, key)
 
 

@@ -80,12 +80,14 @@ class KVCache:
         self.shapes, self.capacity, self.dtype, self.device = shapes, capacity, dtype, device
         self.num_slots, self.writes_tail, self.visible_length, self.num_new = num_slots, writes_tail, 0, 0
         self.write_positions = torch.zeros(0, dtype=torch.int64, device=device)  # [B * M] rows that this pass writes
-        rows, count = num_slots * capacity, Counter(shape for both in shapes for shape in both)
+        rows, count = num_slots * capacity, Counter(shape for layer_shapes in shapes for shape in layer_shapes)
         self.tensors = tensors or {  # [n, G, num_slots * capacity, E]; zeros, because a masked NaN would still spread
             (g, e, on): torch.zeros(n, g, rows, e, dtype=dtype, device=on) for (g, e, on), n in count.items()
         }
-        rest = {shape: iter(tensor.split(1)) for shape, tensor in self.tensors.items()}
-        self.layers = [_KVCacheLayer(self, next(rest[key]), next(rest[value])) for key, value in shapes]
+        layer_tensors = {shape: iter(tensor.split(1)) for shape, tensor in self.tensors.items()}
+        self.layers = [
+            _KVCacheLayer(self, next(layer_tensors[key]), next(layer_tensors[value])) for key, value in shapes
+        ]
 
     def view_slot(self, index: int, writes_tail: bool) -> "KVCache":
         """Return one slot as a cache that shares memory with this one."""
@@ -101,8 +103,8 @@ class KVCache:
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy rows source [R] to rows target [R] in every layer; the two may overlap."""
         for tensor in self.tensors.values():
-            here, there = source.to(tensor.device), target.to(tensor.device)
-            tensor.index_copy_(2, there, tensor.index_select(2, here))
+            source_rows, target_rows = source.to(tensor.device), target.to(tensor.device)
+            tensor.index_copy_(2, target_rows, tensor.index_select(2, source_rows))
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +113,7 @@ class KVCache:
 
 def count_kv_bytes(shapes: list[tuple[KVShape, KVShape]], tokens: int, dtype: torch.dtype) -> int:
     """Return the bytes of the target's keys and values of `tokens`."""
-    return tokens * sum(g * e for both in shapes for g, e, _ in both) * dtype.itemsize
+    return tokens * sum(g * e for layer_shapes in shapes for g, e, _ in layer_shapes) * dtype.itemsize
 
 
 @torch.inference_mode()
@@ -136,4 +138,4 @@ def probe_kv_shapes(model: PreTrainedModel) -> list[tuple[KVShape, KVShape]]:
             "engine needs them in all; take another target"
         )
     kept = [(layer.keys, layer.values) for layer in layers]
-    return [tuple((x.shape[1], x.shape[3], x.device) for x in both) for both in kept]  # type: ignore[misc]
+    return [tuple((x.shape[1], x.shape[3], x.device) for x in key_and_value) for key_and_value in kept]  # type: ignore[misc]

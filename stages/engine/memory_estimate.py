@@ -94,18 +94,19 @@ def _estimate_activation_bytes(
 
     drawing_bytes: those by which drawing tokens adds to each logit of the target.
     """
-    each, config = model.dtype.itemsize, model.config.get_text_config()
+    item_bytes, config = model.dtype.itemsize, model.config.get_text_config()
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     wide = max(getattr(config, "intermediate_size", 0), compute_routed_width(config))
-    prefill = tokens * each * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
-    prefill += tokens * tokens * (1 + each)  # the mask as bool and as additive bias
+    prefill = tokens * item_bytes * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
+    prefill += tokens * tokens * (1 + item_bytes)  # the mask as bool and as additive bias
     if tree is not None:
         width = draft.fc.in_features if draft is not None else 3 * hidden
-        prefill += tokens * each * (2 * width + 6 * hidden)  # features in parts and joined; the draft's fused input
+        # Features in parts and joined; the draft's fused input.
+        prefill += tokens * item_bytes * (2 * width + 6 * hidden)
     nodes = num_slots * (tree.num_draft_tokens if tree else 1)
-    cycle = nodes * (each * (3 * wide + 9 * hidden) + vocabulary * (each + drawing_bytes))
+    cycle = nodes * (item_bytes * (3 * wide + 9 * hidden) + vocabulary * (item_bytes + drawing_bytes))
     if draft is not None and tree is not None:
-        cycle += num_slots * _count_draft_logits(draft, tree) * (each + 24)  # float32, sort keys, their sort
+        cycle += num_slots * _count_draft_logits(draft, tree) * (item_bytes + 24)  # float32, sort keys, their sort
     fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0
     return max(prefill, cycle) + fixed
 

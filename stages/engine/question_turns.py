@@ -26,8 +26,8 @@ def build_next_turn(work: TorchCellContext, turn: QuestionTurn, answer: list[int
     later = turn.question.later or []
     if turn.messages is None or turn.number >= len(later):
         return None
-    said = {"role": "assistant", "content": decode_text(work, answer)}
-    messages = [*turn.messages, said, {"role": "user", "content": later[turn.number]}]
+    answer_message = {"role": "assistant", "content": decode_text(work, answer)}
+    messages = [*turn.messages, answer_message, {"role": "user", "content": later[turn.number]}]
     ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
     return QuestionTurn(turn.question, turn.number + 1, messages, ids)
 

@@ -71,8 +71,8 @@ class SlotPool:
             if num_slots > 1:
                 self.idle = [idle for idle in self.idle if idle.num_slots == 1]
             slots = self.allocate_slots(num_slots, round_up_capacity(capacity))
-        for each in (slots, *slots.views):
-            each.exceeds_window = self.sliding_window is not None and longest > self.sliding_window
+        for slot_view in (slots, *slots.views):
+            slot_view.exceeds_window = self.sliding_window is not None and longest > self.sliding_window
         try:
             yield slots
         finally:
@@ -80,7 +80,7 @@ class SlotPool:
 
     def allocate_slots(self, num_slots: int, capacity: int) -> CacheSlots:
         """Raise ValueError where the GPU has too little free memory."""
-        like, num_heads, head_dim = self.describe_draft_cache()
+        example, num_heads, head_dim = self.describe_draft_cache()
         self.check_memory_fits(num_slots * capacity)
         is_single, integer = num_slots == 1, {"dtype": torch.int64, "device": self.device}
         has_dynamic_shapes = is_single and not self.uses_cuda_graphs
@@ -97,8 +97,8 @@ class SlotPool:
             torch.zeros(num_slots, capacity, dtype=torch.float64, device=self.device),
             torch.zeros(num_slots, capacity, 2, dtype=torch.float64, device=self.device),
             KVCache(self.kv_shapes, capacity, self.model.dtype, self.device, num_slots, has_dynamic_shapes),
-            like.new_zeros(num_slots, capacity, num_heads, head_dim),
-            like.new_zeros(num_slots, capacity, num_heads, head_dim),
+            example.new_zeros(num_slots, capacity, num_heads, head_dim),
+            example.new_zeros(num_slots, capacity, num_heads, head_dim),
             CudaGraphRunner(self.device, self.uses_cuda_graphs),
             AsyncReadback(self.device),
             states={},
@@ -138,8 +138,8 @@ class SlotPool:
 
     def count_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values of target and draft."""
-        like, num_heads, head_dim = self.describe_draft_cache()
-        draft_bytes = 2 * tokens * num_heads * head_dim * like.element_size()
+        example, num_heads, head_dim = self.describe_draft_cache()
+        draft_bytes = 2 * tokens * num_heads * head_dim * example.element_size()
         return count_kv_bytes(self.kv_shapes, tokens, self.model.dtype) + draft_bytes
 
     def check_memory_fits(self, tokens: int) -> None:

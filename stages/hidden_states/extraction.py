@@ -38,7 +38,7 @@ def extract_shards(
     `on_written` is called after each shard, from another thread.
     """
     lengths = [list_lengths(task.rows) for task in tasks]
-    batches = [source.split_batches(each) for each in lengths]
+    batches = [source.split_batches(row_lengths) for row_lengths in lengths]
     buffers = _allocate_buffers(tasks, lengths, batches, source.device)
     stream = torch.cuda.Stream(source.device) if source.device.type == "cuda" else None
     commits: deque[Future] = deque()

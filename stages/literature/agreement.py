@@ -36,18 +36,21 @@ class SeriesAgreement:
 
 def add_agreement(comparisons: Iterable[PublishedComparison]) -> list[PublishedComparison]:
     """Return the comparisons in their order; those of a series of at least MIN_TREES trees with its agreement."""
-    given = list(comparisons)
+    ordered = list(comparisons)
     series: dict[tuple[object, ...], list[PublishedComparison]] = {}
-    for each in given:
-        if each.own is not None and each.published.setting.tree is not None:
-            series.setdefault(_get_series(each), []).append(each)
+    for comparison in ordered:
+        if comparison.own is not None and comparison.published.setting.tree is not None:
+            series.setdefault(_get_series(comparison), []).append(comparison)
     judged = {key: judge_series(members) for key, members in series.items()}
-    return [replace(each, agreement=judged.get(_get_series(each)) if each.own else None) for each in given]
+    return [
+        replace(comparison, agreement=judged.get(_get_series(comparison)) if comparison.own else None)
+        for comparison in ordered
+    ]
 
 
-def _get_series(each: PublishedComparison) -> tuple[object, ...]:
+def _get_series(comparison: PublishedComparison) -> tuple[object, ...]:
     """Return what the numbers of a series share: all but tree, and the label, which names trees."""
-    row = each.published
+    row = comparison.published
     setting = row.setting.model_dump(exclude={"tree", "label"})
     return row.publication, row.metric, row.unit, *(str(value) for value in setting.values())
 
@@ -56,10 +59,10 @@ def judge_series(members: list[PublishedComparison]) -> SeriesAgreement | None:
     """Return how a series agrees; None if it has too few trees, or one side does not vary."""
     from scipy.stats import spearmanr  # half a second to import
 
-    trees = {each.published.setting.tree for each in members}
-    theirs = [each.published_value for each in members]
-    ours = [each.own.value for each in members if each.own]
-    if len(trees) < MIN_TREES or len(set(theirs)) < 2 or len(set(ours)) < 2:
+    trees = {member.published.setting.tree for member in members}
+    published_values = [member.published_value for member in members]
+    own_values = [member.own.value for member in members if member.own]
+    if len(trees) < MIN_TREES or len(set(published_values)) < 2 or len(set(own_values)) < 2:
         return None
     differences = agreeing = 0
     for first, second in itertools.combinations(members, 2):
@@ -69,4 +72,4 @@ def judge_series(members: list[PublishedComparison]) -> SeriesAgreement | None:
         if printed and abs(own) > (first.own.spread or 0.0) + (second.own.spread or 0.0):
             differences += 1
             agreeing += (printed > 0) == (own > 0)
-    return SeriesAgreement(len(trees), float(spearmanr(theirs, ours).statistic), differences, agreeing)
+    return SeriesAgreement(len(trees), float(spearmanr(published_values, own_values).statistic), differences, agreeing)

@@ -28,35 +28,35 @@ def _index_taus(publication: Publication) -> dict[tuple[str | None, str | None, 
 
 def _audit_order(publication: Publication, methods: tuple[str, ...]) -> Finding:
     """Count the targets and data sets on which each method accepts more than the next of `methods`."""
-    cells, said, every = _index_taus(publication), [], True
+    cells, sentences, is_ordered = _index_taus(publication), [], True
     for better, worse in pairwise(methods):
         ratios = [
             cell.numbers["tau"] / cells[target, worse, dataset].numbers["tau"]
             for (target, method, dataset), cell in cells.items()
             if method == better and (target, worse, dataset) in cells
         ]
-        more = sum(ratio > 1 for ratio in ratios)
-        every &= more == len(ratios)
-        said.append(
-            f"{better} accepts more than {worse} in {more} of {len(ratios)} pairs of a target and a data set, by a factor of "
+        wins = sum(ratio > 1 for ratio in ratios)
+        is_ordered &= wins == len(ratios)
+        sentences.append(
+            f"{better} accepts more than {worse} in {wins} of {len(ratios)} pairs of a target and a data set, by a factor of "
             f"{min(ratios):.2f} to {max(ratios):.2f}"
         )
     return Finding(
         "The order of the methods",
-        AGREES if every else DEPENDS,
-        "; ".join(said) + ".",
-        "" if every else "The order depends on the target and the data set: take that of the nearest to yours.",
+        AGREES if is_ordered else DEPENDS,
+        "; ".join(sentences) + ".",
+        "" if is_ordered else "The order depends on the target and the data set: take that of the nearest to yours.",
     )
 
 
 def _audit_labels(paper: Publication, other: Publication) -> Finding:
     """Set the numbers of both tables that bear the same labels beside each other, with their bounds."""
-    theirs, lines = _index_taus(other), []
+    other_cells, lines = _index_taus(other), []
     for (target, method, dataset), cell in _index_taus(paper).items():
-        beside = theirs.get((target, method, SAME_DATASET.get(str(dataset), dataset)))
-        if method in COMPARED and beside:
-            pair = [f"{c.numbers['tau']:g} of at most {c.shape.num_steps + 1}" for c in (cell, beside)]
-            lines.append((f"{target}, {method}", str(beside.setting.dataset), *pair))
+        other_cell = other_cells.get((target, method, SAME_DATASET.get(str(dataset), dataset)))
+        if method in COMPARED and other_cell:
+            pair = [f"{c.numbers['tau']:g} of at most {c.shape.num_steps + 1}" for c in (cell, other_cell)]
+            lines.append((f"{target}, {method}", str(other_cell.setting.dataset), *pair))
     return Finding(
         "The same labels in two tables",
         DEPENDS,

@@ -202,21 +202,21 @@ def _group_by_tree(sweep: Publication) -> dict[tuple[str, ...], dict[TreeShape, 
 
 def _audit_longer_chains(sweep: Publication) -> Finding:
     """Check that a longer chain accepts no less: at temperature 0 it begins with the shorter one."""
-    steps, less = 0, []
+    steps, shorter_wins = 0, []
     for group in _group_by_tree(sweep).values():
         chain = sorted((c for c in group.values() if c.shape.topk == 1), key=lambda c: c.shape.num_steps)
         for shorter, longer in pairwise(chain):
             steps += 1
             before, after = shorter.numbers["tau"], longer.numbers["tau"]
             if after < before:
-                less.append(f"not {longer.name}: {before:g} → {after:g}")
+                shorter_wins.append(f"not {longer.name}: {before:g} → {after:g}")
     return Finding(
         "Longer chains",
-        AGREES if not less else DEPENDS,
+        AGREES if not shorter_wins else DEPENDS,
         "At temperature 0 a longer chain begins with the shorter one, so from the same place it accepts at least as much. "
-        + "; ".join([f"{steps - len(less)} of {steps} steps from 3 to 5 to 7 do", *less])
+        + "; ".join([f"{steps - len(shorter_wins)} of {steps} steps from 3 to 5 to 7 do", *shorter_wins])
         + ".",
-        "Their next cycles begin at other places, and batched bfloat16 answers may part." if less else "",
+        "Their next cycles begin at other places, and batched bfloat16 answers may part." if shorter_wins else "",
     )
 
 

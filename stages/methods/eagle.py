@@ -89,9 +89,9 @@ def unroll_states(eagle: EagleDraft, pack: ttt.TrainingPack, embedding: Tensor, 
     own_values: list[Tensor] = []
     states: list[Tensor] = []
     for k, width in enumerate(pack.queries_per_step[:steps]):
-        asked = pack.query_tokens[:width]
-        mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, asked + 1 + k), hidden[:width])
-        rope = eagle.compute_rope(positions[asked] + k)
+        query_tokens = pack.query_tokens[:width]
+        mixed = eagle.build_layer_input(ttt.embed_tokens(pack, ids, embedding, query_tokens + 1 + k), hidden[:width])
+        rope = eagle.compute_rope(positions[query_tokens] + k)
         if k:  # at step 0 the query's own key is in the prefix
             key, value = eagle.compute_keys_values(mixed, rope)
             own_keys, own_values = [x[:width] for x in own_keys] + [key], [x[:width] for x in own_values] + [value]

@@ -43,8 +43,8 @@ class BlockOverfit(OverfitRun):
         """Count argmax matches with what is taught, of blocks at every position of the answer, some at a time."""
         anchors = block_loss.list_anchors(row.mask, torch.zeros_like(row.ids))
         accepted: list[int] = []
-        for some in anchors.split(self.objective.num_anchors):
-            pack = BlockPack.at_anchors([row], some, self.num_steps).to(self.device)
+        for anchor_group in anchors.split(self.objective.num_anchors):
+            pack = BlockPack.at_anchors([row], anchor_group, self.num_steps).to(self.device)
             if not self.learns_own_tokens:
                 likely = (pack.last.to(head.dtype) @ head.T).argmax(-1)  # [T]
                 pack = replace(pack, label_tokens=likely[pack.label_rows])

@@ -53,7 +53,7 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, trained: Mapping
         ("benchmark", torch.checkpoints, torch.trees),
         ("benchmark_served", served.checkpoints, served.trees),
     ):
-        pairs = {(one.checkpoint, one.tree) for one in left_out if one.section == section}
+        pairs = {(left.checkpoint, left.tree) for left in left_out if left.section == section}
         idle = [name for name in names if trees and all((name, tree) in pairs for tree in trees)]
         if idle:
             raise ValueError(
@@ -74,8 +74,8 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, trained: Mapping
 def describe_left_out(trees: Iterable[LeftOutTree]) -> list[str]:
     """Return a line for each tree and reason, with all checkpoints that it is left out for."""
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for one in trees:
-        groups.setdefault((one.section, one.tree, one.reason), []).append(one.checkpoint)
+    for left_out in trees:
+        groups.setdefault((left_out.section, left_out.tree, left_out.reason), []).append(left_out.checkpoint)
     return [
         f"left out of {section}: {tree} with {', '.join(names)}: {reason}"
         for (section, tree, reason), names in groups.items()

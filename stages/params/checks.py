@@ -296,11 +296,11 @@ def inherits_rope(params: Params) -> bool:
 
 def check_sliding_window(params: Params, window: int) -> None:
     """Raise ValueError where the torch engine is to decode more tokens than layers of the target see."""
-    asked = {"time_trees.context": params.time_trees.context}
+    wanted_lengths = {"time_trees.context": params.time_trees.context}
     for name in params.benchmark.torch_workloads:
         lengths = [length for length, _ in params.benchmark.workloads[name].list_loads()]
-        asked[f"benchmark.workloads.{name}.max_new_tokens"] = max(lengths)
-    if long := [f"{key} {length}" for key, length in asked.items() if length >= window]:
+        wanted_lengths[f"benchmark.workloads.{name}.max_new_tokens"] = max(lengths)
+    if long := [f"{key} {length}" for key, length in wanted_lengths.items() if length >= window]:
         raise ValueError(
             f"{PARAMS_FILE}: layers of target.model {params.target.model} see {window} tokens (sliding_window), expected prompts "
             f"and answers of the torch engine within them, found {', '.join(long)}; lower that, or take the workload out of "

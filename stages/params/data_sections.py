@@ -110,8 +110,8 @@ class FixData(Section):
         """Return the column maps by the paths in `raw`, or patterns of paths, that they are of: `*` where one is of all files."""
         given = self.columns or {}
         maps = {name: value for name, value in given.items() if isinstance(value, dict)}
-        one = {role: value for role, value in given.items() if isinstance(value, str)}
-        return maps | ({"*": one} if one else {})
+        shared_map = {role: value for role, value in given.items() if isinstance(value, str)}
+        return maps | ({"*": shared_map} if shared_map else {})
 
     def choose_columns(self, file: Path) -> dict[str, str] | None:
         """Return the column map of a raw file; None where it is read by known names."""

@@ -266,10 +266,14 @@ class TrainDraft(Section):
 
     def _list_starts(self, name: str) -> list[str]:
         """Return the checkpoints that `name` can start from: neither itself nor one that starts from it, however far down."""
-        below = [name]
-        while new := [one for one, segment in self.checkpoints.items() if segment.from_ in below and one not in below]:
-            below += new
-        return [ROOT_CHECKPOINT, *(one for one in self.checkpoints if one not in below)]
+        descendants = [name]
+        while new := [
+            checkpoint
+            for checkpoint, segment in self.checkpoints.items()
+            if segment.from_ in descendants and checkpoint not in descendants
+        ]:
+            descendants += new
+        return [ROOT_CHECKPOINT, *(checkpoint for checkpoint in self.checkpoints if checkpoint not in descendants)]
 
     @model_validator(mode="after")
     def horizon_holds_every_checkpoint(self) -> "TrainDraft":
@@ -289,7 +293,9 @@ class TrainDraft(Section):
     def list_fresh_blocks(self) -> list[str]:
         """Return the segments that start from an untrained block draft."""
         found = self.checkpoints.items()
-        return [name for name, one in found if isinstance(one, BlockSegment) and one.from_ == ROOT_CHECKPOINT]
+        return [
+            name for name, segment in found if isinstance(segment, BlockSegment) and segment.from_ == ROOT_CHECKPOINT
+        ]
 
     def count_epochs(self, name: str) -> int:
         """Return the epochs of a checkpoint from e000."""

@@ -20,11 +20,13 @@ KEPT = "What earlier stages made is kept, and what this one had finished; its pa
 
 def explain_full_disk(error: BaseException, kept: str = KEPT) -> str | None:
     """Return one line about the full disk or used quota that caused `error`; None for other errors. `kept` is a part of it."""
-    every = list(_list_causes(error))
-    full = next((cause for cause in every if getattr(cause, "errno", None) in ERRORS or WORDS.search(str(cause))), None)
+    causes = list(_list_causes(error))
+    full = next(
+        (cause for cause in causes if getattr(cause, "errno", None) in ERRORS or WORDS.search(str(cause))), None
+    )
     if full is None:
         return None
-    notes = [note for cause in every for note in getattr(cause, "__notes__", ())]
+    notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
     noted = next(filter(None, map(WRITING.fullmatch, notes)), None)
     path = Path(noted["path"] if noted else getattr(full, "filename", None) or ".")
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())

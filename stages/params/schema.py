@@ -287,11 +287,11 @@ class Params(Section):
             return f"init_draft@{ROOT_CHECKPOINT}"
         return f"{'import' if checkpoint in self.import_draft.checkpoints else 'train'}_draft@{checkpoint}"
 
-    def have_same_shapes(self, one: str, other: str) -> bool:
+    def have_same_shapes(self, checkpoint: str, other: str) -> bool:
         """Return whether two checkpoints' drafts have the same shapes, as e000 and all EAGLE-3 drafts trained from it do, and as
         the segments of one chain of a block draft.
         """
-        return self._find_first_of_shapes(one) == self._find_first_of_shapes(other)
+        return self._find_first_of_shapes(checkpoint) == self._find_first_of_shapes(other)
 
     def _find_first_of_shapes(self, name: str) -> str:
         """Return the checkpoint that fixed the shapes of a checkpoint: e000, an imported one, or another method's first."""

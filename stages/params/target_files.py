@@ -104,17 +104,17 @@ def _names_template(config: Path) -> bool:
 
 def _describe_missing_weights(folder: Path) -> str:
     """Return the message on a folder with neither WEIGHTS_FILE nor INDEX_FILE."""
-    said = f"{folder / WEIGHTS_FILE} not found; the target's weights must be safetensors"
+    problem = f"{folder / WEIGHTS_FILE} not found; the target's weights must be safetensors"
     if shards := sorted(file.name for file in folder.glob("model-*-of-*.safetensors")):
-        return f"{said}, found {shards[0]} without {INDEX_FILE}, which names all of them; copy or download it too"
+        return f"{problem}, found {shards[0]} without {INDEX_FILE}, which names all of them; copy or download it too"
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES and f.name not in NO_WEIGHTS)
     if not pickles:
         return (
-            f"{said}, found none (pickles of a hub are not downloaded); copy or download the weights, or name another target; "
+            f"{problem}, found none (pickles of a hub are not downloaded); copy or download the weights, or name another target; "
             "of one that has pickles only, download them and set target.model to the folder"
         )
     pattern = "pytorch_model*.bin" if pickles[0].startswith("pytorch_model") else pickles[0]
     return (
-        f"{said}, found {', '.join(pickles[:MAX_SHOWN])}, pickles, which run code when they are read; convert them where you "
+        f"{problem}, found {', '.join(pickles[:MAX_SHOWN])}, pickles, which run code when they are read; convert them where you "
         f"trust them, in {folder}: {CONVERSION.replace('PICKLES', pattern)}"
     )

@@ -44,17 +44,17 @@ class AnswerSet:
 def write_answer_files(folder: Path, model_id: str, sets: Iterable[AnswerSet], analysis: bool) -> None:
     """Replace `folder` by the files of all sets; `analysis` writes a summary of each too."""
     with atomic.write_folder(folder) as temporary:
-        for each in sets:
-            stem = f"{model_id}-{each.name}"
+        for answer_set in sets:
+            stem = f"{model_id}-{answer_set.name}"
             files: dict[str, str | None] = {}
-            for kind, turns in (("eagle", each.eagle), ("baseline", each.baseline)):
-                name = f"{stem}-temperature-{each.temperature}-{kind}.jsonl"
+            for kind, turns in (("eagle", answer_set.eagle), ("baseline", answer_set.baseline)):
+                name = f"{stem}-temperature-{answer_set.temperature}-{kind}.jsonl"
                 files[f"{kind}_file"] = name if turns else None
                 if turns:
                     lines = (json.dumps(line) for line in _build_lines(turns, model_id))
                     (temporary / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             if analysis:
-                summary = files | _summarise(each)
+                summary = files | _summarise(answer_set)
                 (temporary / f"{stem}-analysis.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
@@ -72,8 +72,8 @@ def list_answer_sets(cells: Iterable[TorchCell], served: Iterable[ServedCell]) -
             [DecodedTurn(r.id, r.repeat, r.turn, r.output_tokens, r.e2e_latency_s, r.cycles, r.accepted) for r in rows],
             [DecodedTurn(r.id, r.repeat, r.turn, r.baseline_output_tokens, r.baseline_e2e_latency_s) for r in rows],
         )
-    for each in served:
-        yield from _list_load_sets(each)
+    for served_cell in served:
+        yield from _list_load_sets(served_cell)
 
 
 def _list_load_sets(cell: ServedCell) -> Iterator[AnswerSet]:
@@ -84,8 +84,13 @@ def _list_load_sets(cell: ServedCell) -> Iterator[AnswerSet]:
         is_sweep = max(len(points), len(plain)) > 1
         name = f"{cell.workload}-{config}" + (f"-{load[0]}-at-{load[1] or 'all'}" if is_sweep else "")
         eagle, baseline = (
-            [turn for point in some if (point.max_new_tokens, point.concurrency) == load for turn in _list_turns(point)]
-            for some in (points, plain)
+            [
+                turn
+                for point in decoded_points
+                if (point.max_new_tokens, point.concurrency) == load
+                for turn in _list_turns(point)
+            ]
+            for decoded_points in (points, plain)
         )
         yield AnswerSet(name, cell.temperature, eagle, baseline)
 
@@ -101,14 +106,17 @@ def _build_lines(turns: list[DecodedTurn], model_id: str) -> Iterator[dict[str, 
     for question, answers in _group_by_question(turns).items():
         choices = []
         for repeat in dict.fromkeys(answer.repeat for answer in answers):
-            mine = sorted((a for a in answers if a.repeat == repeat), key=lambda answer: answer.turn)
+            turns_of_repeat = sorted((a for a in answers if a.repeat == repeat), key=lambda answer: answer.turn)
             choice: dict[str, Any] = {
                 "index": repeat,
-                "new_tokens": [answer.new_tokens for answer in mine],
-                "wall_time": [answer.wall_time for answer in mine],
+                "new_tokens": [answer.new_tokens for answer in turns_of_repeat],
+                "wall_time": [answer.wall_time for answer in turns_of_repeat],
             }
-            if all(answer.cycles is not None for answer in mine):
-                choice |= {"idxs": [a.cycles for a in mine], "accepted": [a.accepted for a in mine]}
+            if all(answer.cycles is not None for answer in turns_of_repeat):
+                choice |= {
+                    "idxs": [a.cycles for a in turns_of_repeat],
+                    "accepted": [a.accepted for a in turns_of_repeat],
+                }
             choices.append(choice)
         yield {"question_id": question, "model_id": model_id, "choices": choices}
 

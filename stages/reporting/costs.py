@@ -45,7 +45,7 @@ def predict_and_compare(
     lines: list[ServedTableLine],
     cells: list[TorchCell],
     replays: Mapping[str, list[ReplayedTree]],
-    alike: Callable[[str, str], bool],
+    same_shapes: Callable[[str, str], bool],
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
     describe_launch: DescribeLaunch,
@@ -53,7 +53,7 @@ def predict_and_compare(
     """Return the predictions by every cost, and how cells compare with them.
 
     `timed` are the torch engine's costs, `simulated` those of serving_costs, which count before those derived from served cells:
-    they cover more trees, and no cell is predicted by itself. `alike` tells whether two checkpoints' drafts have the same shapes;
+    they cover more trees, and no cell is predicted by itself. `same_shapes` compares the drafts of two checkpoints;
     `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `describe_launch`
     as in prediction.choose_launches.
     """
@@ -64,14 +64,14 @@ def predict_and_compare(
     rows: list[PredictedSpeedup] = []
     for costs in by_load.values():
         for checkpoint, trees in replays.items():
-            if nearest := _find_cost(checkpoint, costs, alike):
+            if nearest := _find_cost(checkpoint, costs, same_shapes):
                 is_torch = nearest.engine == "torch"
                 drafts = draft_sampling if is_torch else nearest.draft_sampling
                 for temperature in temperatures if is_torch else [nearest.settings["temperature"]]:
-                    given = nearest, checkpoint, temperature, trees, drafts
-                    rows += prediction.predict_speedups(*given)
-                    remarks += _explain_left_out(*given)
-    torch_costs = {name: own for name in replays if (own := _find_cost(name, timed, alike))}
+                    selection = nearest, checkpoint, temperature, trees, drafts
+                    rows += prediction.predict_speedups(*selection)
+                    remarks += _explain_left_out(*selection)
+    torch_costs = {name: own for name in replays if (own := _find_cost(name, timed, same_shapes))}
     remarks += [
         f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
         "it to time_trees.checkpoints"
@@ -79,8 +79,8 @@ def predict_and_compare(
         if name not in torch_costs
     ]
     compared, reasons = prediction_check.compare_torch_cells(torch_costs, cells, rows)
-    apart, fitted = prediction_check.compare_simulated_lines(simulated, lines, replays, alike)
-    compared += apart
+    simulated_comparisons, fitted = prediction_check.compare_simulated_lines(simulated, lines, replays, same_shapes)
+    compared += simulated_comparisons
     compared += prediction_check.compare_served_lines(
         served, [line for line in lines if id(line) not in fitted], replays
     )
@@ -88,10 +88,10 @@ def predict_and_compare(
     return CostPrediction([*timed, *simulated, *served], rows, launch, compared, [*remarks, *reasons])
 
 
-def _find_cost(checkpoint: str, costs: list[TimingGrid], alike: Callable[[str, str], bool]) -> TimingGrid | None:
+def _find_cost(checkpoint: str, costs: list[TimingGrid], same_shapes: Callable[[str, str], bool]) -> TimingGrid | None:
     """Return the checkpoint's own cost, or that of a draft of the same shapes; None without either."""
     own = [cost for cost in costs if cost.checkpoint == checkpoint]
-    return next(iter([*own, *(cost for cost in costs if alike(cost.checkpoint, checkpoint))]), None)
+    return next(iter([*own, *(cost for cost in costs if same_shapes(cost.checkpoint, checkpoint))]), None)
 
 
 def _explain_left_out(

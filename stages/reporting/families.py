@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from stages.params.tree_shape import TreeShape
-from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, render_svg, tell_tree
+from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, render_svg, make_tree_point
 from stages.reporting.text import format_tree
 from stages.reporting.trees import choose_budgets, find_pareto_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions
@@ -95,8 +95,8 @@ def build_families_page(
     guesses = index_torch_predictions(predicted)
     lines = []
     for name, trees in replays.items():
-        for kind, some in _group_trees(trees, families[name], choose_budgets(_flatten(replays))):
-            lines.append(_choose_line(name, families[name], kind, some, guesses))
+        for kind, group in _group_trees(trees, families[name], choose_budgets(_flatten(replays))):
+            lines.append(_choose_line(name, families[name], kind, group, guesses))
     draw: DrawPlot = partial(draw_fronts, replays=replays, families=families)
     return FamiliesPage(lines, render_svg(draw, "tau against num_draft_tokens, by family"))
 
@@ -113,7 +113,7 @@ def _group_trees(
     for budget in budgets:
         wide = [tree for tree in trees if tree.topk > 1 and tree.num_draft_tokens <= budget]
         kinds[f"tree of at most {budget} tokens"] = wide
-    yield from ((kind, some) for kind, some in kinds.items() if some)
+    yield from ((kind, group) for kind, group in kinds.items() if group)
 
 
 def _choose_line(
@@ -132,7 +132,7 @@ def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: 
     """Draw a line per checkpoint: its trees whose tau no tree of as few or fewer tokens reaches. Trees that a serving engine
     runs are filled marks.
     """
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     for (name, trees), style in zip(replays.items(), cycle_styles(), strict=False):
         front, family = find_pareto_front(trees), families[name]
         axes.plot([t.num_draft_tokens for t in front], [t.tau for t in front], **style, markerfacecolor="none",
@@ -140,6 +140,6 @@ def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: 
         served = [tree for tree in front if family.is_served(tree.shape)]
         filled = {"color": style["color"], "marker": style["marker"], "linestyle": "none"}
         axes.plot([t.num_draft_tokens for t in served], [t.tau for t in served], **filled)
-        told += [tell_tree(t, f", {name}, {family.name}: {family.list_engines(t.shape)}") for t in front]
+        plot_points += [make_tree_point(t, f", {name}, {family.name}: {family.list_engines(t.shape)}") for t in front]
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
-    return told
+    return plot_points

@@ -136,7 +136,7 @@ def _compute_percentiles(answers: list[AnswerLatencies], names: dict[str, str]) 
 
 def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) -> list[PlotPoint]:
     """Draw a line per row, the first on top: from the 10th percentile to the 90th, a dot at the median, a tick at the 99th."""
-    heights, told = range(len(rows)), []
+    heights, plot_points = range(len(rows)), []
     for height, row in zip(heights, rows, strict=True):
         percentiles = row.percentiles[name]
         assert percentiles, f"{row.tree} has no {name}"
@@ -146,9 +146,9 @@ def draw_latencies(axes: Any, rows: list[LatencyLine], name: str, label: str) ->
         axes.plot(middle, height, "o", color=colour, markersize=5)
         axes.plot(last, height, "|", color=colour, markersize=7)
         shares = ", ".join(f"p{share} {value:.4g}" for share, value in zip(PERCENTILES, percentiles, strict=True))
-        told.append(PlotPoint(middle, height, f"{row.tree}, {label}: {shares}"))
+        plot_points.append(PlotPoint(middle, height, f"{row.tree}, {label}: {shares}"))
     axes.set_yticks(heights, [row.tree for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set(xlabel=label)
-    return told
+    return plot_points

@@ -184,7 +184,9 @@ def compare_engines(
     speedups = {way: [row.speedup for row in found if row.method == way] for way in COMPARED_WAYS}
     speedups["eagle3"] += [metrics.speedup for metrics in measured]
     plain_tok_s = max([row.baseline_output_tok_s for row in found] + [row.baseline_output_tok_s for row in measured])
-    torch = {"autoregressive": plain_tok_s} | {way: plain_tok_s * max(some) for way, some in speedups.items() if some}
+    torch = {"autoregressive": plain_tok_s} | {
+        way: plain_tok_s * max(values) for way, values in speedups.items() if values
+    }
     ways = {PLAIN: "autoregressive", SPECULATIVE: "eagle3"}
     served: dict[str, float] = {}
     for row in (line.row for line in lines if line.row.engine == "sglang"):

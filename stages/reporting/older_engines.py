@@ -24,19 +24,17 @@ def describe_older_engines(launch: Iterable[LaunchAdvice]) -> list[str]:
 
 def _describe_runner_up(row: LaunchAdvice, installed: str | None) -> list[str]:
     """Return the best tree of the load that older versions run, with its flags."""
-    here = f"{row.engine} {installed}, installed here," if installed else f"{row.engine} before {row.min_version}"
-    told = (
-        f"{here} does not know the draft {row.checkpoint}; the best that it runs at concurrency {row.concurrency:g}: "
-    )
+    version = f"{row.engine} {installed}, installed here," if installed else f"{row.engine} before {row.min_version}"
+    line = f"{version} does not know the draft {row.checkpoint}; the best that it runs at concurrency {row.concurrency:g}: "
     best = row.runner_up
     if best is None:
-        return [f"{told}no other draft is predicted"]
+        return [f"{line}no other draft is predicted"]
     speedup = f"{best.speedup:.2f}x ({format_interval(best.low, best.high, 'no interval')})"
-    told += f"{format_tree(best.shape.name)} of {best.checkpoint}, predicted {speedup}"
+    line += f"{format_tree(best.shape.name)} of {best.checkpoint}, predicted {speedup}"
     if best.enable:
-        return [told, f"    {shlex.join(best.flags)}"]
+        return [line, f"    {shlex.join(best.flags)}"]
     off = "it can't be told whether to speculate" if best.is_undecided else "leave speculation off"
-    return [f"{told}: {off}"]
+    return [f"{line}: {off}"]
 
 
 def _advise_install(engine: str, version: str) -> str:

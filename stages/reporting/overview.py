@@ -13,7 +13,7 @@ from typing import Any
 from stages.params.tree_shape import TreeShape
 from stages.reporting import plots
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, tell_tree
+from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, make_tree_point
 from stages.reporting.text import format_interval
 from stages.reporting.trees import find_pareto_front, select_best_steps, thin_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions
@@ -82,20 +82,20 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     top, low = max(t.tau for t in trees), min(t.tau for t in best)
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     axes.set_ylim(top=top + 0.05 * (top - low + 0.1))
-    named = [replace(tell_tree(tree), name=tree.shape.name[1:]) for tree in chosen or thin_front(front)]
-    return [*map(tell_tree, [*best, *chosen]), *named]
+    named = [replace(make_tree_point(tree), name=tree.shape.name[1:]) for tree in chosen or thin_front(front)]
+    return [*map(make_tree_point, [*best, *chosen]), *named]
 
 
 def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow]) -> list[PlotPoint]:
     """Draw the speedups of `rows` with their intervals and names, and the fastest predictions as a line."""
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
     styles = dict(zip(sorted({line.replayed.topk for line in lines}), cycle_styles(), strict=False))
     if fastest := _select_fastest(line.predicted for line in lines if line.predicted):
         xs, ys = [row.num_draft_tokens for row in fastest], [row.speedup for row in fastest]
         axes.plot(xs, ys, color=INK_COLOUR, linewidth=0.9, linestyle=":", label="fastest predicted")
-        told += [
-            _tell_speedup(row.num_draft_tokens, row.shape, row.speedup, row.low, row.high, "predicted")
+        plot_points += [
+            _make_speedup_point(row.num_draft_tokens, row.shape, row.speedup, row.low, row.high, "predicted")
             for row in fastest
         ]
     for x, row in zip(_spread_positions(rows), rows, strict=True):
@@ -105,10 +105,10 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
         if row.speedup_low is not None:
             axes.vlines(x, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
         shape, how = TreeShape.parse(row.tree), "predicted" if row.is_replayed else "measured"
-        point = _tell_speedup(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
-        told.append(replace(point, name=row.tree[1:]))
+        point = _make_speedup_point(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
+        plot_points.append(replace(point, name=row.tree[1:]))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
-    return told
+    return plot_points
 
 
 def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
@@ -137,7 +137,7 @@ def _spread_positions(rows: list[BenchmarkRow]) -> list[float]:
     return xs
 
 
-def _tell_speedup(
+def _make_speedup_point(
     x: float, shape: TreeShape, speedup: float, low: float | None, high: float | None, how: str
 ) -> PlotPoint:
     interval = format_interval(low, high)

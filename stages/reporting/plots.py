@@ -175,26 +175,26 @@ def cycle_styles() -> Iterator[dict[str, str]]:
             yield {"color": colour, "marker": marker, "linestyle": line}
 
 
-def tell_tree(tree: ReplayedTree, more: str = "") -> PlotPoint:
-    """Return the point of a tree in a plot of tau against num_draft_tokens; `more` is added to its text."""
+def make_tree_point(tree: ReplayedTree, suffix: str = "") -> PlotPoint:
+    """Return the point of a tree in a plot of tau against num_draft_tokens; `suffix` is added to its text."""
     interval = "" if tree.tau_low is None or tree.tau_high is None else f" ({tree.tau_low:.2f}-{tree.tau_high:.2f})"
-    return PlotPoint(tree.num_draft_tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{more}")
+    return PlotPoint(tree.num_draft_tokens, tree.tau, f"{tree.shape.name[1:]}: tau {tree.tau:.2f}{interval}{suffix}")
 
 
 def draw_tau_by_tokens(axes: Any, trees: list[ReplayedTree], steps: int | None = None) -> list[PlotPoint]:
     """Draw a line per topk, at the best num_steps of each point or at `steps`. A topk always has the same colour."""
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     for topk, style in zip(sorted({t.topk for t in trees}), cycle_styles(), strict=False):
         points = [t for t in trees if t.topk == topk and steps in (None, t.num_steps)]
         tokens = sorted({t.num_draft_tokens for t in points})
         best = [max((t for t in points if t.num_draft_tokens == count), key=lambda t: t.tau) for count in tokens]
         if points:
             axes.plot(tokens, [t.tau for t in best], **style, label=f"topk {topk}")
-            told += map(tell_tree, best)
+            plot_points += map(make_tree_point, best)
     axes.set(
         xlabel="num_draft_tokens", ylabel=f"tau, at {'the best num_steps' if steps is None else f'num_steps {steps}'}"
     )
-    return told
+    return plot_points
 
 
 def draw_checkpoint_comparison(
@@ -214,7 +214,7 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     """Draw a line per checkpoint, starting where the checkpoint it continues ended."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
         parent, epochs = trained[name].from_, trained[name].epochs
         start, losses = ends.get(parent, 0), [epoch.loss for epoch in epochs]
@@ -223,9 +223,11 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
         axes.plot(*zip(*points, strict=True), color=colour, label=name)
         axes.plot(points[-1][0], points[-1][1], "o", color=colour)
         ends[name], last[name] = start + len(epochs), losses[-1]
-        told += [PlotPoint(epoch, loss, f"{name}: loss {loss:.4f} after epoch {epoch}") for epoch, loss in points]
+        plot_points += [
+            PlotPoint(epoch, loss, f"{name}: loss {loss:.4f} after epoch {epoch}") for epoch, loss in points
+        ]
     axes.set(xlabel="epoch", ylabel="training loss")
-    return told
+    return plot_points
 
 
 def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
@@ -237,15 +239,15 @@ def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
 
 
 def draw_accuracy(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     for name, colour in zip(trained, _cycle_colours(), strict=False):
         accuracy = [100 * share for share in trained[name].epochs[-1].step_accuracy]
         axes.plot(range(1, len(accuracy) + 1), accuracy, marker="o", color=colour, label=name)
-        told += [
+        plot_points += [
             PlotPoint(step, share, f"{name}: {share:.1f}% at step {step}") for step, share in enumerate(accuracy, 1)
         ]
     axes.set(xlabel="training-time-test step", ylabel="accuracy after the last epoch (%)")
-    return told
+    return plot_points
 
 
 @dataclass(frozen=True)

@@ -122,16 +122,16 @@ def summarise_stage_runs(stages: Mapping[str, StageRun | Cell], cells: Sequence[
     for cell in cells:
         stage = "benchmark" if cell.engine == TORCH_ENGINE else "benchmark_served"
         groups.setdefault(f"{stage}, {cell.workload}", []).append(cell)
-    every = [*stages.values(), *cells]
+    all_runs = [*stages.values(), *cells]
     lines = [_sum_runs(name, records) for name, records in groups.items()]
-    return StageRunSummary(lines, _sum_runs("all", every), any(record.joules is not None for record in every))
+    return StageRunSummary(lines, _sum_runs("all", all_runs), any(record.joules is not None for record in all_runs))
 
 
 def _sum_runs(stage: str, records: Sequence[StageRun | Cell]) -> StageRunTotals:
     joules = [record.joules for record in records if record.gpus]
     known = [value for value in joules if value is not None]
     counts = [Counter(record.gpus) for record in records if record.gpus]
-    gpus = dict.fromkeys(", ".join(f"{count} x {name}" for name, count in each.items()) for each in counts)
+    gpus = dict.fromkeys(", ".join(f"{count} x {name}" for name, count in machine.items()) for machine in counts)
     return StageRunTotals(
         stage,
         runs=len(records),

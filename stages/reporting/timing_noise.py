@@ -141,10 +141,10 @@ def _compare_with_peers(timed: list[TimedCell], confirmed: Collection[str]) -> I
         others = [other for other in timed if other.peers == cell.peers and other is not cell]
         if not others:
             continue
-        usual = median(other.plain_tok_s for other in others)
-        if cell.stage not in confirmed and not cell.allows(cell.plain_tok_s / usual):
-            gap = _describe_gap(cell.plain_tok_s / usual)
-            text = f"plain decoding, {cell.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {usual:.0f}"
+        peer_median = median(other.plain_tok_s for other in others)
+        if cell.stage not in confirmed and not cell.allows(cell.plain_tok_s / peer_median):
+            gap = _describe_gap(cell.plain_tok_s / peer_median)
+            text = f"plain decoding, {cell.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {peer_median:.0f}"
             yield cell.stage, cell.label, text
         prefills = [other.prefill_s for other in others if other.prefill_s]
         if cell.prefill_s and prefills and not 1 / FAR_PREFILL <= cell.prefill_s / median(prefills) <= FAR_PREFILL:
@@ -180,18 +180,16 @@ def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> 
     """
     odd: list[OddTime] = []
     confirmed: set[str] = set()
-    for hardware, of_machine in _group_by_machine(grids):
-        mine = [cell for cell in cells if not timing_grid.list_hardware_differences(hardware, cell.hardware)]
-        steps = [(timed, timed.plain_step_s) for timed in map(time_torch_cell, mine) if timed.plain_step_s]
-        usual = median([step_s for _, step_s in steps] or [0.0])
+    for hardware, machine_grids in _group_by_machine(grids):
+        machine_cells = [cell for cell in cells if not timing_grid.list_hardware_differences(hardware, cell.hardware)]
+        steps = [(timed, timed.plain_step_s) for timed in map(time_torch_cell, machine_cells) if timed.plain_step_s]
+        median_step_s = median([step_s for _, step_s in steps] or [0.0])
         trusted: list[GridStep] = []
-        for grid in of_machine:
+        for grid in machine_grids:
             off = [cell for cell, step_s in steps if not grid.is_allowed_by(cell, step_s)]
             if len(steps) > 2 and 2 * len(off) > len(steps):
-                gap = _describe_gap(grid.step_s / usual)
-                text = (
-                    f"its plain step, {1000 * grid.step_s:.2f} ms, is {gap} that of most cells, {1000 * usual:.2f} ms"
-                )
+                gap = _describe_gap(grid.step_s / median_step_s)
+                text = f"its plain step, {1000 * grid.step_s:.2f} ms, is {gap} that of most cells, {1000 * median_step_s:.2f} ms"
                 odd.append((f"time_trees@{grid.checkpoint}", f"time_trees at {grid.checkpoint}", text))
             else:
                 trusted.append(grid)
@@ -202,8 +200,8 @@ def _compare_with_grids(cells: list[TorchCell], grids: Iterable[TimingGrid]) -> 
             if best.is_allowed_by(cell, step_s):
                 confirmed.add(cell.stage)
                 continue
-            gap, beside = _describe_gap(step_s / best.step_s), f"{1000 * best.step_s:.2f} with {best.checkpoint}"
-            text = f"a plain step of {1000 * step_s:.2f} ms is {gap} time_trees' {beside}"
+            gap, reference = _describe_gap(step_s / best.step_s), f"{1000 * best.step_s:.2f} with {best.checkpoint}"
+            text = f"a plain step of {1000 * step_s:.2f} ms is {gap} time_trees' {reference}"
             odd.append((cell.stage, cell.label, text))
     return GridComparison(odd, frozenset(confirmed))
 

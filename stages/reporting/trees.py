@@ -216,8 +216,10 @@ def summarise_siblings(rows: list[TreeBucket]) -> list[tuple[float, float]]:
     nodes, accepted = sum(row.nodes or 0 for row in rows) or 1, sum(row.accepted for row in rows) or 1
     found = []
     for rank in range(1, LATER_SIBLING_RANK + 1):
-        some = [row for row in rows if min(int(row.bucket), LATER_SIBLING_RANK) == rank]
-        found.append((sum(row.nodes or 0 for row in some) / nodes, sum(row.accepted for row in some) / accepted))
+        rank_rows = [row for row in rows if min(int(row.bucket), LATER_SIBLING_RANK) == rank]
+        found.append(
+            (sum(row.nodes or 0 for row in rank_rows) / nodes, sum(row.accepted for row in rank_rows) / accepted)
+        )
     return found
 
 
@@ -230,20 +232,20 @@ def draw_tau_by_length(axes: Any, statistics: list[TreeBucket], what: str, label
         tree: [row for row in rows if (row.cycles or 0) >= MIN_BUCKET_COUNT]
         for tree, rows in group_by_tree(statistics, what).items()
     }
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     lows = sorted({_get_lower_edge(row) for rows in lines.values() for row in rows})
     for (tree, rows), style in zip(lines.items(), cycle_styles(), strict=False):
         taus = [1 + row.accepted / (row.cycles or 1) for row in rows]
         xs = [lows.index(_get_lower_edge(row)) for row in rows]
         axes.plot(xs, taus, **style, label=format_tree(tree))
-        told += [
+        plot_points += [
             PlotPoint(x, tau, f"{format_tree(tree)}, {row.bucket}: tau {tau:.2f}, {row.cycles} cycles")
             for x, tau, row in zip(xs, taus, rows, strict=True)
         ]
-    every = 1 + len(lows) // 9
-    axes.set_xticks(range(0, len(lows), every), [f"{low:g}–" for low in lows[::every]])
+    tick_step = 1 + len(lows) // 9
+    axes.set_xticks(range(0, len(lows), tick_step), [f"{low:g}–" for low in lows[::tick_step]])
     axes.set(xlabel=label, ylabel="tau")
-    return told
+    return plot_points
 
 
 def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]:
@@ -251,14 +253,14 @@ def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoin
     trees = group_by_tree(statistics, "token")
     totals = {row.bucket: (row.cycles or 0) + row.accepted for rows in trees.values() for row in rows}
     names, width = list(totals), 0.8 / len(trees)
-    told: list[PlotPoint] = []
+    plot_points: list[PlotPoint] = []
     for number, ((tree, rows), style) in enumerate(zip(trees.items(), cycle_styles(), strict=False)):
         accepted = {row.bucket: 100 * row.accepted / totals[row.bucket] for row in rows}
-        lefts = [at + width * (number - (len(trees) - 1) / 2) for at in range(len(names))]
+        lefts = [x + width * (number - (len(trees) - 1) / 2) for x in range(len(names))]
         heights = [accepted.get(name, 0.0) for name in names]
         shade = 0.6 ** (number // len(SERIES_COLOURS))  # paler where the colours start again
         axes.bar(lefts, heights, width * 0.9, color=style["color"], alpha=shade, label=format_tree(tree))
-        told += [
+        plot_points += [
             PlotPoint(left, height, f"{format_tree(tree)}, {name}: {height:.1f}% accepted")
             for left, height, name in zip(lefts, heights, names, strict=True)
         ]
@@ -267,13 +269,13 @@ def draw_token_classes(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoin
     legend_lines = math.ceil(len(trees) / count_legend_columns(len(trees)))
     axes.set(ylabel="accepted as drafts (%)", ylim=(0, 105 + 14 * legend_lines))
     axes.grid(visible=False, axis="x")
-    return told
+    return plot_points
 
 
 def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]:
     """Draw a line per tree: the share of nodes accepted against their mean path probability, both logarithmic."""
     axes.set(xscale="log", yscale="log")
-    values, told = [1.0], []
+    values, plot_points = [1.0], []
     for (tree, rows), style in zip(group_by_tree(statistics, "chance").items(), cycle_styles(), strict=False):
         points = [
             (row.promised / row.nodes, row.accepted / row.nodes)
@@ -281,14 +283,16 @@ def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]
             if row.nodes and row.nodes >= MIN_BUCKET_COUNT and row.accepted and row.promised
         ]
         values += [x for point in points for x in point]
-        told += [PlotPoint(x, y, f"{format_tree(tree)}: {y:.3g} accepted at a chance of {x:.3g}") for x, y in points]
+        plot_points += [
+            PlotPoint(x, y, f"{format_tree(tree)}: {y:.3g} accepted at a chance of {x:.3g}") for x, y in points
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), **style, label=format_tree(tree))
     axes.plot([min(values), 1], [min(values), 1], color=INK_COLOUR, linewidth=0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.set(xlabel="the draft's chance of a node", ylabel="share accepted")
-    return told
+    return plot_points
 
 
 def _get_lower_edge(row: TreeBucket) -> float:

@@ -164,7 +164,7 @@ def build_page(
     expected: estimate.RecipeEstimate,
 ) -> str:
     """Return results/reproduce/NAME.md."""
-    verdicts = Counter(each.verdict for each in comparisons)
+    verdicts = Counter(compared.verdict for compared in comparisons)
     counts = ", ".join(
         f"{verdicts[word]} {word}" for word in ("within", "outside", "consistent", "not comparable", "not run")
     )
@@ -181,7 +181,7 @@ def build_page(
         f"Tolerance: the sum of {', '.join(margin)}.",
     ]
     lines = [f"# {name}", "", *(f"- {line}" for line in remarks), ""]
-    for publication, group in itertools.groupby(comparisons, lambda each: each.published.publication):
+    for publication, group in itertools.groupby(comparisons, lambda compared: compared.published.publication):
         lines += [f"## {publication}", "", *_format_table(list(group)), ""]
     if left_out:
         lines += ["## Left out", "", *(f"- {count}: {why}" for why, count in left_out.items()), ""]
@@ -190,36 +190,38 @@ def build_page(
 
 def _format_table(comparisons: list[comparison.PublishedComparison]) -> Iterator[str]:
     """Yield the table's lines, then its numbered notes: most rows share them."""
-    numbers = {note: n for n, note in enumerate(dict.fromkeys(note for each in comparisons for note in each.notes), 1)}
+    numbers = {
+        note: n for n, note in enumerate(dict.fromkeys(note for compared in comparisons for note in compared.notes), 1)
+    }
     yield f"| {' | '.join(SHOWN_COLUMNS)} |"
     yield "|" + "---|" * len(SHOWN_COLUMNS)
-    for each in comparisons:
-        line = _build_csv_row(each)
-        marks = ", ".join(str(numbers[note]) for note in each.notes)
+    for compared in comparisons:
+        line = _build_csv_row(compared)
+        marks = ", ".join(str(numbers[note]) for note in compared.notes)
         cells = [
             line["draft"] or "none", ", ".join(filter(None, (line["dataset"], line["label"]))),
             line["temperature"], line["tree"] or "none",
-            f"{line['metric']} ({line['unit']})", f"{each.published.value:.{each.published.decimals}f}",
-            *("" if line[key] is None else f"{line[key]:.4g}" for key in ("ours", "ratio")), f"{each.tolerance:.1%}",
-            each.conditional_verdict + (f" ({marks})" if marks else ""),
+            f"{line['metric']} ({line['unit']})", f"{compared.published.value:.{compared.published.decimals}f}",
+            *("" if line[key] is None else f"{line[key]:.4g}" for key in ("ours", "ratio")), f"{compared.tolerance:.1%}",
+            compared.conditional_verdict + (f" ({marks})" if marks else ""),
         ]  # fmt: skip
         yield f"| {' | '.join(map(str, cells))} |"
     yield ""
     yield from (f"{n}. {note}" for note, n in numbers.items())
 
 
-def _build_csv_row(each: comparison.PublishedComparison) -> dict[str, Any]:
+def _build_csv_row(compared: comparison.PublishedComparison) -> dict[str, Any]:
     """Return a line of the CSV; our number is in the published unit."""
-    row, setting, own = each.published, each.published.setting, each.own
-    unit = row.value / each.published_value if each.published_value else 1.0
+    row, setting, own = compared.published, compared.published.setting, compared.own
+    unit = row.value / compared.published_value if compared.published_value else 1.0
     return {
         "publication": row.publication, "table": row.where, "label": setting.label, "draft": setting.draft,
         "dataset": setting.dataset, "temperature": setting.temperature, "tree": setting.tree, "metric": row.metric,
         "unit": row.unit, "published": row.value, "ours": own.value * unit if own else None,
         "spread": None if own is None or own.spread is None else own.spread * unit,
-        "no_interval": own.no_interval if own else "", "ratio": each.ratio, "tolerance": each.tolerance,
-        "verdict": each.conditional_verdict,
-        "why": "; ".join(each.obstacles), "taken": "; ".join(each.assumptions), "cell": each.cell,
+        "no_interval": own.no_interval if own else "", "ratio": compared.ratio, "tolerance": compared.tolerance,
+        "verdict": compared.conditional_verdict,
+        "why": "; ".join(compared.obstacles), "taken": "; ".join(compared.assumptions), "cell": compared.cell,
     }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
 
 def _describe_params(p: schema.Params) -> Recipe:
     """Return the description of a recipe of no other rows than the parameters'."""
-    nothing: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "pins": {},
         "substitutes": {},
         "notes": [],
@@ -65,7 +65,7 @@ def _describe_params(p: schema.Params) -> Recipe:
         "train_rows": None,
     }
     row_tokens = _read_row_tokens(p) or p.extract_hiddens.max_length
-    return Recipe(status="validated only", row_tokens=row_tokens, **nothing)
+    return Recipe(status="validated only", row_tokens=row_tokens, **defaults)
 
 
 def _read_row_tokens(p: schema.Params) -> int | None:

@@ -31,13 +31,13 @@ def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[TimingGrid], li
 
     Only lines that were compared with a baseline are used: they share engine, machine and prompts.
     """
-    made, why = [], []
-    for name, some in _group_lines(lines).items():
+    grids, reasons = [], []
+    for name, group in _group_lines(lines).items():
         try:
-            made.append(_build_cost(some))
+            grids.append(_build_cost(group))
         except ValueError as error:
-            why.append(f"{name}: {error}")
-    return made, why
+            reasons.append(f"{name}: {error}")
+    return grids, reasons
 
 
 def _group_lines(lines: Iterable[ServedTableLine]) -> dict[str, list[ServedTableLine]]:
@@ -52,8 +52,8 @@ def _group_lines(lines: Iterable[ServedTableLine]) -> dict[str, list[ServedTable
             found.setdefault((name, json.dumps(line.cell.fingerprint, sort_keys=True)), []).append(line)
     names = [name for name, _ in found]
     return {
-        name if names.count(name) == 1 else f"{name}, servers {number}": some
-        for number, ((name, _), some) in enumerate(found.items(), 1)
+        name if names.count(name) == 1 else f"{name}, servers {number}": group
+        for number, ((name, _), group) in enumerate(found.items(), 1)
     }
 
 
@@ -147,9 +147,9 @@ def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
 
 def compute_cycle_seconds(point: LoadPoint) -> list[float]:
     """Return the seconds of a cycle in each repeat; one value for all repeats if the engine counts over all requests."""
-    each = _time_by_repeat(point, lambda r: r.cycles)
-    if each or not point.acceptance or any(r.failed for r in point.requests):
-        return each
+    cycle_seconds = _time_by_repeat(point, lambda r: r.cycles)
+    if cycle_seconds or not point.acceptance or any(r.failed for r in point.requests):
+        return cycle_seconds
     decoding = sum(r.decoding_s for r in point.requests)
     return [decoding / cycles] if (cycles := point.acceptance.cycles) else []
 

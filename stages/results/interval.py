@@ -106,8 +106,8 @@ def compute_tau_intervals(accepted: np.ndarray, cycles: np.ndarray, num_steps: S
     drafts, passes = accepted.astype(float), cycles.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):  # with fewer than two clusters, which give no interval
         middle = drafts.sum(0) / passes.sum(0)
-        without = (drafts.sum(0) - drafts) / (passes.sum(0) - passes)
-    half = _compute_jackknife_half(without, middle, passes)
+        leave_one_out = (drafts.sum(0) - drafts) / (passes.sum(0) - passes)
+    half = _compute_jackknife_half(leave_one_out, middle, passes)
     ends = np.stack([middle - half, middle + half]).clip(0, np.asarray(num_steps)) + 1
     return [None if math.isnan(low) else Interval(low, high) for low, high in ends.T.tolist()]
 
@@ -123,13 +123,13 @@ def compute_speedup_interval(
     """
     import numpy as np
 
-    sums = [np.asarray(each, dtype=float) for each in (tokens, seconds, plain_tokens, plain_seconds)]
+    sums = [np.asarray(values, dtype=float) for values in (tokens, seconds, plain_tokens, plain_seconds)]
     prompts, repeats = sums[0].shape
     if prompts < 2:
         return None
-    over_prompts = _compute_log_speedup_half([each.sum(1) for each in sums])
-    over_repeats = _compute_log_speedup_half([each.sum(0) for each in sums]) if repeats > 1 else 0.0
-    middle, half = _compute_log_speedup([each.sum() for each in sums]), math.hypot(over_prompts, over_repeats)
+    over_prompts = _compute_log_speedup_half([values.sum(1) for values in sums])
+    over_repeats = _compute_log_speedup_half([values.sum(0) for values in sums]) if repeats > 1 else 0.0
+    middle, half = _compute_log_speedup([values.sum() for values in sums]), math.hypot(over_prompts, over_repeats)
     return Interval(math.exp(middle - half), math.exp(middle + half))
 
 
@@ -140,38 +140,38 @@ def compute_ratio_interval(above: Sequence[float], below: Sequence[float]) -> In
     if len(above) < 2:
         return None
     x, y = np.array(above, dtype=float), np.array(below, dtype=float)
-    middle, without = np.log(x.sum() / y.sum()), np.log((x.sum() - x) / (y.sum() - y))
-    half = float(_compute_jackknife_half(without, middle, y))
+    middle, leave_one_out = np.log(x.sum() / y.sum()), np.log((x.sum() - x) / (y.sum() - y))
+    half = float(_compute_jackknife_half(leave_one_out, middle, y))
     return Interval(float(np.exp(middle - half)), float(np.exp(middle + half)))
 
 
 def _compute_log_speedup(sums: Sequence[np.ndarray]) -> np.ndarray:
     import numpy as np
 
-    tokens, seconds, plain_tokens, plain_seconds = (np.log(each) for each in sums)
+    tokens, seconds, plain_tokens, plain_seconds = (np.log(values) for values in sums)
     return tokens - seconds - plain_tokens + plain_seconds
 
 
 def _compute_log_speedup_half(sums: Sequence[np.ndarray]) -> float:
     """Half of the interval of the speedup's logarithm, over clusters; four of [C]."""
-    totals = [each.sum() for each in sums]
-    without = _compute_log_speedup([total - each for total, each in zip(totals, sums, strict=True)])
+    totals = [values.sum() for values in sums]
+    leave_one_out = _compute_log_speedup([total - values for total, values in zip(totals, sums, strict=True)])
     _, seconds, _, plain_seconds = sums
     weights = seconds / seconds.sum() + plain_seconds / plain_seconds.sum()
-    return float(_compute_jackknife_half(without, _compute_log_speedup(totals), weights))
+    return float(_compute_jackknife_half(leave_one_out, _compute_log_speedup(totals), weights))
 
 
-def _compute_jackknife_half(without: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _compute_jackknife_half(leave_one_out: np.ndarray, whole: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return half of the interval of an estimate `whole` [...]; NaN with fewer than two clusters.
 
-    It follows from the estimates `without` each cluster [C, ...], of `weights` [C, ...].
+    It follows from the estimates without each cluster, `leave_one_out` [C, ...], of `weights` [C, ...].
     """
     import numpy as np
     from scipy.special import stdtrit
 
     counted = weights > 0
     clusters = counted.sum(0)
-    squares = _sum_clusters(np.where(counted, without - whole, 0.0) ** 2)
+    squares = _sum_clusters(np.where(counted, leave_one_out - whole, 0.0) ** 2)
     enough = clusters > 1
     with np.errstate(divide="ignore", invalid="ignore"):
         error = np.sqrt((clusters - 1) / clusters * squares)

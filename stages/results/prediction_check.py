@@ -130,7 +130,7 @@ def compare_simulated_lines(
     costs: Iterable[TimingGrid],
     lines: Iterable[ServedTableLine],
     replays: Mapping[str, list[ReplayedTree]],
-    alike: Callable[[str, str], bool],
+    same_shapes: Callable[[str, str], bool],
 ) -> tuple[list[ComparedPrediction], set[int]]:
     """Return served points compared with what a grid of simulated acceptance predicts, and the ids of their lines.
 
@@ -141,7 +141,7 @@ def compare_simulated_lines(
     speculative = [line for line in lines if line.row.checkpoint]
     for timed in costs:
         for line in speculative:
-            if isinstance(compared := _compare_simulated_line(timed, line, replays, alike), ComparedPrediction):
+            if isinstance(compared := _compare_simulated_line(timed, line, replays, same_shapes), ComparedPrediction):
                 made.append(compared)
                 found_lines.add(id(line))
     return made, found_lines
@@ -151,10 +151,12 @@ def explain_left_out(
     costs: Iterable[TimingGrid],
     line: ServedTableLine,
     replays: Mapping[str, list[ReplayedTree]],
-    alike: Callable[[str, str], bool],
+    same_shapes: Callable[[str, str], bool],
 ) -> str:
     """Return why `compare_simulated_lines` leaves a line out: of each grid of its load the first condition that it fails."""
-    reasons = [_compare_simulated_line(timed, line, replays, alike) for timed in costs if _is_load_of_grid(line, timed)]
+    reasons = [
+        _compare_simulated_line(timed, line, replays, same_shapes) for timed in costs if _is_load_of_grid(line, timed)
+    ]
     return "; ".join(dict.fromkeys(why for why in reasons if isinstance(why, str))) or "no grid of its load"
 
 
@@ -166,7 +168,7 @@ def _compare_simulated_line(
     timed: TimingGrid,
     line: ServedTableLine,
     replays: Mapping[str, list[ReplayedTree]],
-    alike: Callable[[str, str], bool],
+    same_shapes: Callable[[str, str], bool],
 ) -> ComparedPrediction | str:
     """Return a served point compared with what a grid of simulated acceptance predicts, or why it can't be."""
     row, shape = line.row, line.cell.shape
@@ -174,7 +176,7 @@ def _compare_simulated_line(
         return "another load than the grid's"
     if differs := timing_grid.list_hardware_differences(timed.hardware, line.cell.hardware):
         return "; ".join(differs)
-    if row.checkpoint != timed.checkpoint and not alike(timed.checkpoint, str(row.checkpoint)):
+    if row.checkpoint != timed.checkpoint and not same_shapes(timed.checkpoint, str(row.checkpoint)):
         return f"of other shapes than the grid's draft, {timed.checkpoint}"
     plain = next((step for step in timed.plain if step.batch == row.concurrency), None)
     if plain is None or not prediction.is_inside_grid(prediction.get_grid_bounds(timed), shape, plain.batch):
@@ -195,21 +197,21 @@ def compare_served_lines(
     costs: Iterable[TimingGrid], lines: Iterable[ServedTableLine], replays: Mapping[str, list[ReplayedTree]]
 ) -> list[ComparedPrediction]:
     """Return served points compared with what the other points of their timing grid predict for them."""
-    every, made = list(lines), []
+    all_lines, comparisons = list(lines), []
     for timed in costs:
         trees = select_temperature(
             replays.get(timed.checkpoint, []), timed.settings["temperature"], timed.draft_sampling
         )
         for left_out_s, point in zip(timed.fit.left_out_s, timed.grid, strict=True):
             tree = next((tree for tree in trees if tree.shape == point.shape), None)
-            line = next((line for line in every if _is_grid_point(line, timed, point)), None)
+            line = next((line for line in all_lines if _is_grid_point(line, timed, point)), None)
             if tree and line and (found := measure_served_line(line)):
                 step = next(plain for plain in timed.plain if plain.batch == point.batch)
                 guess = prediction.estimate_speedup(tree, left_out_s, timed.fit, step)
                 row = line.row
                 names = row.workload, row.checkpoint, row.tree, row.engine, row.concurrency, row.max_new_tokens
-                made.append(ComparedPrediction(*names, guess, found))
-    return made
+                comparisons.append(ComparedPrediction(*names, guess, found))
+    return comparisons
 
 
 def _is_grid_point(line: ServedTableLine, timed: TimingGrid, point: CycleTime) -> bool:

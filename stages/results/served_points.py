@@ -65,11 +65,11 @@ def measure_widest_half(measured: MeasuredServer, baseline: MeasuredServer) -> f
     """Return the widest of the loads' speedup intervals, as half of it and a share; None where a load has none."""
     halves = []
     for load in measured.loads:
-        ours, theirs = (
-            load_points.list_throughputs([[result.records for result in turns] for turns in one.loads[load]])
-            for one in (measured, baseline)
+        throughputs, baseline_throughputs = (
+            load_points.list_throughputs([[result.records for result in turns] for turns in server.loads[load]])
+            for server in (measured, baseline)
         )
-        halves.append(stopping.measure_half_width(ours, theirs))
+        halves.append(stopping.measure_half_width(throughputs, baseline_throughputs))
     known = [half for half in halves if half is not None]
     return max(known) if len(known) == len(halves) else None
 
@@ -83,9 +83,9 @@ def describe_load(
     tau = f"tau {metrics.pool_acceptance([accepted], [cycles], 1, None).tau:.3f}, " if cycles else ""
     if server.simulated:
         tau = "acceptance simulated, "
-    which = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
+    repeat_label = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
-        f"{server.config_name}, {load[0]} tokens, concurrency {load[1] or 'unlimited'}{which}: {tau}"
+        f"{server.config_name}, {load[0]} tokens, concurrency {load[1] or 'unlimited'}{repeat_label}: {tau}"
         f"{summary.output_throughput:.1f} output tokens/s, {summary.completed} of {summary.requests} answered, "
         f"{seconds:.1f} s"
     )

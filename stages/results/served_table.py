@@ -256,11 +256,11 @@ def _compare_with_baseline(
     if why := _explain_no_speedup(cell, point, baseline, other):
         return found | {"remark": f"not compared: {why}"}
     assert other is not None, "_explain_no_speedup returns a reason"
-    ours, theirs = ([load.output_throughput for load in p.loads] for p in (point, other))
-    speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
+    throughputs, baseline_throughputs = ([load.output_throughput for load in p.loads] for p in (point, other))
+    speedups = [a / b for a, b in zip(throughputs, baseline_throughputs, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
     return found | {
-        "baseline_output_throughput": fmean(theirs),
+        "baseline_output_throughput": fmean(baseline_throughputs),
         "speedup": fmean(speedups),
         "speedup_low": low,
         "speedup_high": high,
@@ -280,29 +280,30 @@ def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell
             return f"the baseline differs in {'; '.join(differs)}"
     if other is None:
         return f"the baseline has no load of {point.max_new_tokens} tokens at concurrency {point.concurrency}"
-    if (mine := len(point.loads)) != (theirs := len(other.loads)):
-        return f"the baseline has {theirs} repeats, this cell {mine}"
+    if (num_repeats := len(point.loads)) != (baseline_repeats := len(other.loads)):
+        return f"the baseline has {baseline_repeats} repeats, this cell {num_repeats}"
     for name, loads in (("the baseline", other.loads), ("this cell", point.loads)):
         if not all(load.output_throughput for load in loads):
             return f"{name} answered nothing"
     return ""
 
 
-def _list_differences(mine: Any, theirs: Any, name: str = "") -> Iterator[str]:
+def _list_differences(first: Any, second: Any, name: str = "") -> Iterator[str]:
     """Yield the keys of two fingerprints that differ, with both values, the first's first; nested keys are joined by dots."""
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in dict.fromkeys([*mine, *theirs]):
-            yield from _list_differences(mine.get(key), theirs.get(key), f"{name}.{key}" if name else key)
-    elif mine != theirs:
-        yield f"{name} ({mine!s:.60} against {theirs!s:.60})"
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in dict.fromkeys([*first, *second]):
+            yield from _list_differences(first.get(key), second.get(key), f"{name}.{key}" if name else key)
+    elif first != second:
+        yield f"{name} ({first!s:.60} against {second!s:.60})"
 
 
 def _compute_identical_share(point: LoadPoint, other: LoadPoint) -> float | None:
     """Return the share of identical answers among the requests answered by both."""
-    ours, theirs = (
-        {(r.repeat, r.id, r.turn): r.answer for r in one.requests if not r.failed} for one in (point, other)
+    answers, baseline_answers = (
+        {(r.repeat, r.id, r.turn): r.answer for r in load_point.requests if not r.failed}
+        for load_point in (point, other)
     )
-    same = [ours[key] == theirs[key] for key in ours.keys() & theirs.keys()]
+    same = [answers[key] == baseline_answers[key] for key in answers.keys() & baseline_answers.keys()]
     return fmean(same) if same else None
 
 

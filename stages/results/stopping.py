@@ -83,12 +83,12 @@ def decode_repeats(
     return answers, ended
 
 
-def measure_half_width(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+def measure_half_width(throughputs: Sequence[float], baseline_throughputs: Sequence[float]) -> float | None:
     """Return half of the interval of a load's speedup, as a share of it; from output tokens/s of each repeat.
 
     None with fewer than two repeats, or where one answered nothing.
     """
-    if not all(theirs):
+    if not all(baseline_throughputs):
         return None
-    speedups = [a / b for a, b in zip(ours, theirs, strict=True)]
+    speedups = [a / b for a, b in zip(throughputs, baseline_throughputs, strict=True)]
     return interval.compute_relative_half(interval.compute_mean_interval(speedups), fmean(speedups))

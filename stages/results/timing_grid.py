@@ -142,7 +142,7 @@ def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
     return found
 
 
-def list_hardware_differences(one: Hardware, other: Hardware) -> list[str]:
+def list_hardware_differences(first: Hardware, second: Hardware) -> list[str]:
     """Return the keys in which two machines differ, with both values; Python's version is ignored."""
-    keys = (key for key in dict.fromkeys([*one, *other]) if key != "python")
-    return [f"{key} ({one.get(key)} against {other.get(key)})" for key in keys if one.get(key) != other.get(key)]
+    keys = (key for key in dict.fromkeys([*first, *second]) if key != "python")
+    return [f"{key} ({first.get(key)} against {second.get(key)})" for key in keys if first.get(key) != second.get(key)]

@@ -19,9 +19,9 @@ def generate_split(context: SamplingContext, model: Any, split: SampledSplit) ->
     s, eos, shards = context.p.sample_target, context.target.eos_token_ids, split.shards
     tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    every = itertools.chain.from_iterable(split.read_conversations())
+    all_requests = itertools.chain.from_iterable(split.read_conversations())
     with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
-        for number, group in itertools.groupby(every, key=lambda request: shards.shard_of(request.position)):
+        for number, group in itertools.groupby(all_requests, key=lambda request: shards.shard_of(request.position)):
             if number in shards.published:
                 bar.update(shards.shard_length(number))
                 continue
@@ -53,10 +53,10 @@ def _batch_requests(
             split.drop_request(request, error)
         else:
             ready.append((split.draw_temperature(seed, request.id), request, prompt_ids))
-    ready.sort(key=lambda one: (one[0], len(one[2])))
+    ready.sort(key=lambda entry: (entry[0], len(entry[2])))
     first = 0
-    for temperature, alike in itertools.groupby(ready, key=lambda one: one[0]):
-        rows = [(request, ids) for _, request, ids in alike]
+    for temperature, same_temperature in itertools.groupby(ready, key=lambda entry: entry[0]):
+        rows = [(request, ids) for _, request, ids in same_temperature]
         for start in range(0, len(rows), size):
             batch = rows[start : start + size]
             yield first, temperature, batch

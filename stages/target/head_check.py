@@ -104,45 +104,51 @@ def cut_to_first_block(config: PretrainedConfig) -> PretrainedConfig:
 def compare_head(model: PreTrainedModel, embedding: Tensor, head: Tensor) -> HeadDifference:
     """Compare a model of `load_first_block` on TOKENS tokens; embedding and head [V, H] float32 are what later stages read."""
     rows = min(len(embedding), model.get_input_embeddings().weight.shape[0])
-    hidden, own = _run_tokens(model, rows)
-    ours, known = hidden @ head.T, (model.get_output_embeddings(), model.get_input_embeddings())
+    hidden, class_logits = _run_tokens(model, rows)
+    logits, known = hidden @ head.T, (model.get_output_embeddings(), model.get_input_embeddings())
     same_head, same_embedding = (
-        module is not None and torch.equal(module.weight, mine)
-        for module, mine in zip(known, (head, embedding), strict=True)
+        module is not None and torch.equal(module.weight, weight)
+        for module, weight in zip(known, (head, embedding), strict=True)
     )
     own_tables = same_head, same_embedding, getattr(known[0], "bias", None) is not None
-    if ours.shape != own.shape:
-        return HeadDifference(torch.inf, float(own.abs().max()), 1.0, False, *own_tables)
-    same_choice = bool((ours.argmax(-1) == own.argmax(-1)).all())
-    scale = measure_scale(own, ours)
-    if scale != 1 and not _are_close(own, scale * ours):
+    if logits.shape != class_logits.shape:
+        return HeadDifference(torch.inf, float(class_logits.abs().max()), 1.0, False, *own_tables)
+    same_choice = bool((logits.argmax(-1) == class_logits.argmax(-1)).all())
+    scale = measure_scale(class_logits, logits)
+    if scale != 1 and not _are_close(class_logits, scale * logits):
         scale = 1.0
     found = HeadDifference(
-        float((own - scale * ours).abs().max()), float(own.abs().max()), scale, same_choice, *own_tables
+        float((class_logits - scale * logits).abs().max()),
+        float(class_logits.abs().max()),
+        scale,
+        same_choice,
+        *own_tables,
     )
     if not found.agrees:
         return found
     # A cap, as Gemma 2's 30 tanh(logits / 30), is no factor, but nearly one where logits are small.
     amplitude = LARGE_LOGIT / max(found.largest, 1e-30)
-    hidden, own = _run_tokens(model, rows, amplitude)
-    ours = scale * (amplitude * hidden @ head.T)
-    if _are_close(own, ours):
+    hidden, class_logits = _run_tokens(model, rows, amplitude)
+    logits = scale * (amplitude * hidden @ head.T)
+    if _are_close(class_logits, logits):
         return found
-    return found._replace(logits=float((own - ours).abs().max()), largest=float(own.abs().max()), scale=1.0)
+    return found._replace(
+        logits=float((class_logits - logits).abs().max()), largest=float(class_logits.abs().max()), scale=1.0
+    )
 
 
-def measure_scale(own: Tensor, ours: Tensor) -> float:
-    """Return the positive factor s by which s * ours is nearest to own, a short fraction where one is as near; else 1."""
-    own, ours = own.double(), ours.double()
-    scale = float((own * ours).sum() / (ours * ours).sum())
+def measure_scale(class_logits: Tensor, logits: Tensor) -> float:
+    """Return the positive s for which s * logits is nearest to class_logits; a short fraction where one is as near; else 1."""
+    class_logits, logits = class_logits.double(), logits.double()
+    scale = float((class_logits * logits).sum() / (logits * logits).sum())
     if not (0 < scale < torch.inf):
         return 1.0
     short = float(Fraction(scale).limit_denominator(MAX_DENOMINATOR))
     return short if abs(short - scale) <= 1e-5 * scale else scale
 
 
-def _are_close(own: Tensor, ours: Tensor) -> bool:
-    return bool((own - ours).abs().max() <= TOLERANCE * own.abs().max())
+def _are_close(class_logits: Tensor, logits: Tensor) -> bool:
+    return bool((class_logits - logits).abs().max() <= TOLERANCE * class_logits.abs().max())
 
 
 @torch.inference_mode()
@@ -153,9 +159,9 @@ def check_drawn_logits(model: PreTrainedModel, temperature: float, logits_scale:
     if temperature == 0:  # a cap moves no argmax
         return
     head = model.get_output_embeddings().weight  # [V, H]
-    hidden, own = _run_tokens(model, len(head))
-    ours = (hidden.to(head.device) @ head.T).float().to(own.device) * logits_scale
-    if (ours - own).abs().max() > ROUNDED_TOLERANCE[model.dtype] * own.abs().max():
+    hidden, class_logits = _run_tokens(model, len(head))
+    logits = (hidden.to(head.device) @ head.T).float().to(class_logits.device) * logits_scale
+    if (logits - class_logits).abs().max() > ROUNDED_TOLERANCE[model.dtype] * class_logits.abs().max():
         raise ValueError(
             f"{type(model).__name__} caps its logits, or scales them otherwise than by {logits_scale:g}, which prepare_target "
             "measured; the torch engine would draw by logits without, another distribution. Expected a workload at "
