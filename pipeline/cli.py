@@ -185,8 +185,8 @@ def reproduce(
 
     if dry_run and compare:
         raise ValueError("expected --dry-run or --compare, found both")
-    way = steps.describe_dry_run if dry_run else steps.compare_recipe if compare else steps.reproduce_recipe
-    _print_lines(way(recipe, keep))
+    run_steps = steps.describe_dry_run if dry_run else steps.compare_recipe if compare else steps.reproduce_recipe
+    _print_lines(run_steps(recipe, keep))
 
 
 @app.command()

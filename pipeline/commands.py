@@ -285,8 +285,8 @@ def _list_below(stale: Container[str], stages: dict[str, list[str]]) -> list[str
 def _shorten_names(names: list[str]) -> Iterator[str]:
     """Yield the names; for more than MAX_SHOWN_CHANGES in turn of one name before the @, that and their number."""
     for stage, group in itertools.groupby(names, key=lambda name: name.partition("@")[0]):
-        alike = list(group)
-        yield from [f"{stage} ({len(alike)})"] if len(alike) > MAX_SHOWN_CHANGES else alike
+        members = list(group)
+        yield from [f"{stage} ({len(members)})"] if len(members) > MAX_SHOWN_CHANGES else members
 
 
 def _summarise_changes(changes: list[str]) -> str:

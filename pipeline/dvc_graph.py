@@ -83,10 +83,10 @@ def open_repo(root: Path | None = None) -> Iterator[Any]:
         raise ValueError(str(error)) from error
     except sqlite3.OperationalError as error:  # of its cache of files' hashes
         if number := _find_error_number(error, Path(site_cache_dir())):
-            told = (
+            problem = (
                 f"{os.strerror(number)}, where DVC keeps the hashes of files (DVC_SITE_CACHE_DIR names another folder)"
             )
-            raise OSError(number, told, site_cache_dir()) from error
+            raise OSError(number, problem, site_cache_dir()) from error
         raise
 
 
@@ -143,12 +143,12 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
 
 def _list_watched_paths(repo: Any) -> list[str]:
     """Return every path on which the stages' being up to date depends, or [] if some of it is not on this machine."""
-    given = [one for stage in repo.index.stages for one in (*stage.deps, *stage.outs)]
-    if any(one.protocol != "local" for one in given):
+    deps_and_outs = [entry for stage in repo.index.stages for entry in (*stage.deps, *stage.outs)]
+    if any(entry.protocol != "local" for entry in deps_and_outs):
         return []
     files = {stage.path_in_repo for stage in repo.index.stages} | {str(LOCK_FILE), ".dvcignore"}
     files |= {f"{repo.DVC_DIR}/{name}" for name in ("config", "config.local")}
-    return [*files, *{os.path.relpath(one.fs_path) for one in given}]
+    return [*files, *{os.path.relpath(entry.fs_path) for entry in deps_and_outs}]
 
 
 def _format_changes(found: list[Any]) -> Iterator[str]:
@@ -176,7 +176,7 @@ def pull_inputs(name: str) -> list[str]:
     check_stage_name(name)
     with open_repo() as repo:
         known = [_get_stage_name(stage) for stage in repo.index.stages]
-        if not any(one == name or one.startswith(f"{name}@") for one in known):
+        if not any(stage_name == name or stage_name.startswith(f"{name}@") for stage_name in known):
             raise ValueError(f"there is no stage {name}{suggest_name(name, known)}; `dvc stage list` shows them all")
         inputs = [dep.fs_path for stage in repo.stage.collect(name) for dep in stage.deps if dep.protocol == "local"]
         missing = [

@@ -53,20 +53,20 @@ MAX_ERROR_LENGTH = 600
 
 def find_error(lines: Iterable[str]) -> str | None:
     """Return on one line what a failed command's output says went wrong: a stage's `aerie: ...`, else its last line."""
-    seen = [line for line in lines if line.strip() and not PROGRESS_PATTERN.search(line)]
-    said = [line for line in seen if not EXIT_STATUS.match(line)]
-    joined = " ".join(" ".join(list_error_lines(seen) or said[-1:]).split())
+    shown_lines = [line for line in lines if line.strip() and not PROGRESS_PATTERN.search(line)]
+    messages = [line for line in shown_lines if not EXIT_STATUS.match(line)]
+    joined = " ".join(" ".join(list_error_lines(shown_lines) or messages[-1:]).split())
     return joined[:MAX_ERROR_LENGTH] or None
 
 
 def list_error_lines(lines: Iterable[str]) -> list[str]:
     """Return a stage's last own error, `aerie: ...` without the prefix: one line or more, up to DVC's own; empty without one."""
-    said = list(lines)
-    ours = [at for at, line in enumerate(said) if line.startswith(ERROR_PREFIX)]
-    if not ours:
-        return _explain_kill(said)
-    more = itertools.takewhile(lambda line: not line.startswith("ERROR: "), said[ours[-1] + 1 :])
-    return [said[ours[-1]].removeprefix(ERROR_PREFIX), *more]
+    output = list(lines)
+    error_starts = [at for at, line in enumerate(output) if line.startswith(ERROR_PREFIX)]
+    if not error_starts:
+        return _explain_kill(output)
+    continuation = itertools.takewhile(lambda line: not line.startswith("ERROR: "), output[error_starts[-1] + 1 :])
+    return [output[error_starts[-1]].removeprefix(ERROR_PREFIX), *continuation]
 
 
 def _explain_kill(lines: list[str]) -> list[str]:

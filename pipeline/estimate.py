@@ -162,22 +162,22 @@ def _find_time(
     target: str,
 ) -> StageTime | None:
     """Return the time of these stages together and where it comes from; None if nothing is known."""
-    here = [measured[name] for name in names if name in measured]
-    same = [one for one in here if one.is_same]
+    measured_runs = [measured[name] for name in names if name in measured]
+    same = [measured_run for measured_run in measured_runs if measured_run.is_same]
     if same:
         return _sum_runs(names, same, "measured here")
     if found and found.seconds is not None:
         return StageTime(found.seconds, found.gpu_hours, origin)
-    if here:
-        return _sum_runs(names, here, "measured here with other parameters")
+    if measured_runs:
+        return _sum_runs(names, measured_runs, "measured here with other parameters")
     return _find_recorded(names, target)
 
 
 def _sum_runs(names: list[str], runs: list[MeasuredRun], how: str) -> StageTime:
     """Return the sum over the stages; one without a run of its own counts as the mean of the others."""
-    seconds = sum(one.run.seconds for one in runs) / len(runs) * len(names)
-    gpu_seconds = sum(one.run.seconds * len(one.run.gpus) for one in runs) / len(runs) * len(names)
-    origin = f"{how} on {max(one.date for one in runs)}"
+    seconds = sum(measured.run.seconds for measured in runs) / len(runs) * len(names)
+    gpu_seconds = sum(measured.run.seconds * len(measured.run.gpus) for measured in runs) / len(runs) * len(names)
+    origin = f"{how} on {max(measured.date for measured in runs)}"
     if len(runs) < len(names):
         origin += f", {len(runs)} of {len(names)}; the others counted as their mean"
     return StageTime(seconds, gpu_seconds / 3600 if gpu_seconds else None, origin)

@@ -59,20 +59,20 @@ def build(changes: Changes = NO_CHANGES) -> State[None]:
     Without changes, in this workspace, one run after another; with changes, in a workspace of its own, beside others.
     """
     change = None if changes == NO_CHANGES else lambda: _apply_changes(changes.build_sections(load_params()))
-    return _run_graph(lambda now: run_names.name_build(changes), change)
+    return _run_graph(lambda params: run_names.name_build(changes), change)
 
 
 @flow(name="sweep")
 def sweep(cells: Sweep) -> State[None]:
     """Trees x checkpoints x workloads, in a workspace of its own; trained checkpoints are not trained again."""
-    return _run_graph(lambda now: run_names.name_sweep(cells, now), lambda: _apply_sweep(cells))
+    return _run_graph(lambda params: run_names.name_sweep(cells, params), lambda: _apply_sweep(cells))
 
 
 @flow(name="reproduce")
 def reproduce_recipe(recipe: RecipeName) -> State[None]:
     """A published experiment, in a workspace of its own, and its results beside the published ones."""
     return _run_graph(
-        lambda now: f"reproduce {recipe}",
+        lambda params: f"reproduce {recipe}",
         lambda: _log_lines(reproduce.take_recipe(recipe)),
         lambda: _publish_comparison(recipe),
         recipe,

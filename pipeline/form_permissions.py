@@ -59,20 +59,20 @@ INSIDE = "a path inside the project: relative, without '..' and hidden folders"
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
-def check_form(changed: dict[str, dict[str, Any]], now: Params) -> None:
-    """Check a form's keys against the limits and the keys that `now` allows by name.
+def check_form(changed: dict[str, dict[str, Any]], params: Params) -> None:
+    """Check a form's keys against the limits and the keys that `params` allows by name.
 
     Raises:
         ValueError: naming the first key that a form may not set.
     """
-    allowed = set(now.schedule.form_may_set)
+    allowed = set(params.schedule.form_may_set)
     if unknown := sorted(key for key in allowed if not _find_limit(key)):
         raise ValueError(
             f"params.yaml: {ALLOWED} names {unknown[0]}, expected keys that are refused otherwise: "
             f"{', '.join([*list(REFUSED)[1:], *PATHS])}; correct the list"
         )
     values = list(_list_leaves(changed))
-    trusted = trusts_remote_code(now) or any(key == TRUST and value is not False for key, value in values)
+    trusted = trusts_remote_code(params) or any(key == TRUST and value is not False for key, value in values)
     for key, value in values:
         pattern = _find_limit(key)
         if pattern is None or (pattern != ALLOWED and allowed & {key, pattern}):
@@ -85,11 +85,11 @@ def check_form(changed: dict[str, dict[str, Any]], now: Params) -> None:
             raise ValueError(_format_refusal(key, f"{value!r} is neither a hub id nor {INSIDE}"))
 
 
-def trusts_remote_code(now: Params) -> bool:
+def trusts_remote_code(params: Params) -> bool:
     """Return whether the parameters already run a target's own Python, in a stage or on a server that a stage starts."""
-    servers = [now.sample_target.server.launch_args, now.benchmark_served.server.launch_args]
-    words = [word.replace("_", "-") for words in [*servers, now.benchmark_served.server.command] for word in words]
-    return now.target.trust_remote_code or any(word.startswith("--trust-remote-code") for word in words)
+    servers = [params.sample_target.server.launch_args, params.benchmark_served.server.launch_args]
+    words = [word.replace("_", "-") for words in [*servers, params.benchmark_served.server.command] for word in words]
+    return params.target.trust_remote_code or any(word.startswith("--trust-remote-code") for word in words)
 
 
 def leaves_project(text: str) -> bool:

@@ -39,14 +39,14 @@ class DropDown:
 
 def list_checkpoints() -> list[str]:
     """Return the names of all drafts of params.yaml; none while the file is not valid."""
-    now = _read_params()
-    return [*now.train_draft.checkpoints, *now.import_draft.checkpoints] if now else []
+    params = _read_params()
+    return [*params.train_draft.checkpoints, *params.import_draft.checkpoints] if params else []
 
 
 def list_workloads() -> list[str]:
     """Return the names of all workloads of params.yaml; none while the file is not valid."""
-    now = _read_params()
-    return list(now.benchmark.workloads) if now else []
+    params = _read_params()
+    return list(params.benchmark.workloads) if params else []
 
 
 def _read_params() -> Params | None:
@@ -88,52 +88,52 @@ class Changes(BaseModel):
         "the project only where schedule.form_may_set of params.yaml names them",
     )
 
-    def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self, params: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them. Raises ValueError for an unknown key, or one a form may not set."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.other.items():
             section, *inner = key.split(".")
             if section not in Params.model_fields or not inner or "" in inner:
                 raise ValueError(f"other: {key!r} is no key of params.yaml; write section.key, as train_draft.seed")
-            at = found.setdefault(section, {})
+            values = found.setdefault(section, {})
             for part in inner[:-1]:
-                at = at.setdefault(part, {})
-                if not isinstance(at, dict):
+                values = values.setdefault(part, {})
+                if not isinstance(values, dict):
                     raise ValueError(f"other: {key!r} is below a key that is given a value too; write one of the two")
-            at[inner[-1]] = value
-        form_permissions.check_form(found, now)
+            values[inner[-1]] = value
+        form_permissions.check_form(found, params)
         for key, names in {"trees": self.trees, "torch_workloads": self.workloads}.items():
             if names:
-                present = getattr(now.benchmark, key) if self.lists == "add" else []
+                present = getattr(params.benchmark, key) if self.lists == "add" else []
                 found.setdefault("benchmark", {})[key] = join_lists(present, names)
         if self.epochs:
-            _build_segments(self.epochs, now, found)
+            _build_segments(self.epochs, params, found)
         return found
 
 
-def _build_segments(epochs: list[int], now: Params, found: dict[str, dict[str, Any]]) -> None:
+def _build_segments(epochs: list[int], params: Params, found: dict[str, dict[str, Any]]) -> None:
     """Add a chain of segments to `found`, and to every list of checkpoints; imported ones and other methods' stay."""
     names = [f"e{epoch:03d}" for epoch in epochs]
     pairs = zip([ROOT_CHECKPOINT, *names], names, [0, *epochs], epochs, strict=False)
     segments = {name: {"from": start, "epochs": last - first} for start, name, first, last in pairs}
     others = {
-        name: s.model_dump(by_alias=True) for name, s in now.train_draft.checkpoints.items() if s.non_eagle3_method
+        name: s.model_dump(by_alias=True) for name, s in params.train_draft.checkpoints.items() if s.non_eagle3_method
     }
     found.setdefault("train_draft", {})["checkpoints"] = {**segments, **others}
     found.setdefault("init_draft", {})["checkpoints"] = [ROOT_CHECKPOINT]
     lists = {
-        "replay_trees": now.replay_trees.checkpoints,
-        "benchmark": now.benchmark.checkpoints,
-        "benchmark_served": now.benchmark_served.checkpoints,
+        "replay_trees": params.replay_trees.checkpoints,
+        "benchmark": params.benchmark.checkpoints,
+        "benchmark_served": params.benchmark_served.checkpoints,
     }
     for section, present in lists.items():
-        imported = [name for name in present if name in now.import_draft.checkpoints]
+        imported = [name for name in present if name in params.import_draft.checkpoints]
         found.setdefault(section, {})["checkpoints"] = [*names, *imported]
 
 
-def join_lists(present: Sequence[str], more: Sequence[str]) -> list[str]:
+def join_lists(present: Sequence[str], added: Sequence[str]) -> list[str]:
     """Return the names of both, each once, in order."""
-    return list(dict.fromkeys([*present, *more]))
+    return list(dict.fromkeys([*present, *added]))
 
 
 class Sweep(BaseModel):
@@ -151,24 +151,28 @@ class Sweep(BaseModel):
         default="torch", description="torch; served: benchmark_served.engine's server"
     )
 
-    def build_sections(self, now: Params) -> dict[str, dict[str, Any]]:
+    def build_sections(self, params: Params) -> dict[str, dict[str, Any]]:
         """Return the keys by section, as a recipe has them."""
-        section, at = self._find_section(now)
+        section, values = self._find_section(params)
         given = {"trees": self.trees, "checkpoints": self.checkpoints, self._workloads_key: self.workloads}
-        present = {key: getattr(at, key) if self.lists == "add" else [] for key in given}
+        present = {key: getattr(values, key) if self.lists == "add" else [] for key in given}
         return {section: {key: join_lists(present[key], names) for key, names in given.items() if names}}
 
-    def list_axes(self, now: Params) -> tuple[list[str], list[str]]:
+    def list_axes(self, params: Params) -> tuple[list[str], list[str]]:
         """Return the checkpoints and workloads of the sweep's own cells."""
-        at = self._find_section(now)[1]
-        return self.checkpoints or list(at.checkpoints), self.workloads or list(getattr(at, self._workloads_key))
+        values = self._find_section(params)[1]
+        return self.checkpoints or list(values.checkpoints), self.workloads or list(
+            getattr(values, self._workloads_key)
+        )
 
     @property
     def _workloads_key(self) -> str:
         return "torch_workloads" if self.engine == "torch" else "workloads"
 
-    def _find_section(self, now: Params) -> tuple[str, Any]:
-        return ("benchmark", now.benchmark) if self.engine == "torch" else ("benchmark_served", now.benchmark_served)
+    def _find_section(self, params: Params) -> tuple[str, Any]:
+        return (
+            ("benchmark", params.benchmark) if self.engine == "torch" else ("benchmark_served", params.benchmark_served)
+        )
 
 
 def _check_recipe_name(name: str) -> str:

@@ -103,10 +103,10 @@ def _check_changes(stage: Any) -> list[str]:
     from dvc.exceptions import DvcException
 
     names: list[str] = []
-    begun = vars(stage).get(STARTED)
-    if begun is None:  # restored, or not run by a command
+    hashes_at_start = vars(stage).get(STARTED)
+    if hashes_at_start is None:  # restored, or not run by a command
         return names
-    for dep, (started, _) in zip(stage.deps, begun, strict=True):
+    for dep, (started, _) in zip(stage.deps, hashes_at_start, strict=True):
         try:
             found = dep.get_hash()
         except (DvcException, OSError):  # removed, or being written

@@ -46,7 +46,7 @@ def check_recipe(
 
 def refuse_unmet(name: str, findings: Collection[Finding]) -> None:
     """Raise ValueError with each need that is not met."""
-    unmet = [f"  {one.subject}: {one.found}; {one.advice}" for one in findings if one.ok is False]
+    unmet = [f"  {finding.subject}: {finding.found}; {finding.advice}" for finding in findings if finding.ok is False]
     if unmet:
         things = "1 thing that is" if len(unmet) == 1 else f"{len(unmet)} things that are"
         raise ValueError("\n".join([f"recipe {name} needs {things} not here, and nothing was changed:", *unmet]))
@@ -78,9 +78,9 @@ def check_datasets(params: Params, fetch: str) -> Iterator[Finding]:
     """Yield a finding for each prompt set of the Hub: read late in a run, they must be in the cache before it."""
     for key, source in _list_sets(params).items():
         if not source.is_file:
-            here = is_cached(source.from_)
-            found = f"dataset {source.from_}{'' if here else ' is not in the cache of the Hub'}"
-            yield Finding(key, found, here, "" if here else fetch)
+            is_here = is_cached(source.from_)
+            found = f"dataset {source.from_}{'' if is_here else ' is not in the cache of the Hub'}"
+            yield Finding(key, found, is_here, "" if is_here else fetch)
 
 
 def is_cached(dataset: str) -> bool:
@@ -93,8 +93,8 @@ def is_cached(dataset: str) -> bool:
 
 def _list_sets(params: Params) -> dict[str, PromptSet]:
     sets = params.prepare_prompts.sets
-    asked = {workload.prompts for workload in params.benchmark.workloads.values()} & set(sets)
-    return {f"prepare_prompts.sets.{name}.from": sets[name] for name in sorted(asked)}
+    used_sets = {workload.prompts for workload in params.benchmark.workloads.values()} & set(sets)
+    return {f"prepare_prompts.sets.{name}.from": sets[name] for name in sorted(used_sets)}
 
 
 # The machine

@@ -141,7 +141,7 @@ def end_marked(mark: str) -> None:
     """
     for _ in range(MAX_SEARCHES):
         processes = psutil.process_iter(["environ", "cmdline", "status"])
-        found = {one.pid: one for one in processes if _is_marked(one.info, mark)}
+        found = {candidate.pid: candidate for candidate in processes if _is_marked(candidate.info, mark)}
         if not found:
             return
         _end_together([process for process in found.values() if _unless_ended(process.ppid) not in found])

@@ -83,16 +83,16 @@ def _is_known(path: str, folder: Path, same_params: bool) -> bool:
     """Return whether a promotion loses nothing of a changed file."""
     if path == str(PARAMS_FILE):
         return same_params
-    here, there = Path(path), folder / path
-    if not (here.is_file() and there.is_file()):
-        return here.exists() == there.exists()
-    return path == str(dvc_graph.LOCK_FILE) or here.read_bytes() == there.read_bytes()
+    own_file, run_file = Path(path), folder / path
+    if not (own_file.is_file() and run_file.is_file()):
+        return own_file.exists() == run_file.exists()
+    return path == str(dvc_graph.LOCK_FILE) or own_file.read_bytes() == run_file.read_bytes()
 
 
 def _read_started(folder: Path) -> str:
     """Return params.yaml as it was here when the run began."""
     file = folder / STARTED_PARAMS
-    return file.read_text("utf-8") if file.exists() else run_git("show", f"HEAD:./{PARAMS_FILE}", at=folder)
+    return file.read_text("utf-8") if file.exists() else run_git("show", f"HEAD:./{PARAMS_FILE}", cwd=folder)
 
 
 def _strip_added(text: str, folder: Path) -> Any:
@@ -141,19 +141,19 @@ def _join_sections(added: Sections) -> dict[str, dict[str, Any]]:
     }
 
 
-def _merge_locks(theirs: Path, keep_last: bool) -> None:
+def _merge_locks(run_lock: Path, keep_last: bool) -> None:
     """Write the entries of the run's dvc.lock into this one; not those of the last stages here, if `keep_last`.
 
     A sweep's report is of its own cells alone: the one here stays until it is made of both.
     """
-    yaml, ours = YAML(typ="safe"), dvc_graph.LOCK_FILE
-    if not ours.exists():
-        copy_file(theirs, ours)
+    yaml, lock = YAML(typ="safe"), dvc_graph.LOCK_FILE
+    if not lock.exists():
+        copy_file(run_lock, lock)
         return
-    whole, new = yaml.load(ours.read_text("utf-8")), yaml.load(theirs.read_text("utf-8"))
+    whole, new = yaml.load(lock.read_text("utf-8")), yaml.load(run_lock.read_text("utf-8"))
     kept = _list_last_stages() & set(whole["stages"]) if keep_last else set()
     whole["stages"] |= {name: entry for name, entry in new["stages"].items() if name not in kept}
-    with atomic.write_file(ours) as temporary, temporary.open("w", encoding="utf-8") as file:
+    with atomic.write_file(lock) as temporary, temporary.open("w", encoding="utf-8") as file:
         dvc_internals.dump_with_libyaml(whole, file)
 
 

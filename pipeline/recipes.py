@@ -113,8 +113,8 @@ def _find_local_edits() -> dict[str, Any]:
     used = json.loads(USED_FILE.read_text(encoding="utf-8")) if USED_FILE.is_file() else {}
     expected = _read_leaves(_read_committed())
     expected |= dict(_list_leaves(used, schema.Params, ""))
-    now = _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
-    return {path: value for path, value in now.items() if path not in expected or expected[path] != value}
+    current = _read_leaves(PARAMS_FILE.read_text(encoding="utf-8"))
+    return {path: value for path, value in current.items() if path not in expected or expected[path] != value}
 
 
 def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: str) -> None:
@@ -133,12 +133,12 @@ def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: s
     clashing = clashing or [
         path for path in edits if not explain({other: edits[other] for other in edits if other != path})
     ]
-    without = _read_leaves(_merge_sections(base, [recipe])[0])
-    told = [_describe_clash(path, edits[path], without.get(path)) for path in clashing or edits]
-    keys = "this key" if len(told) == 1 else "these keys"
+    values_with_recipe = _read_leaves(_merge_sections(base, [recipe])[0])
+    clashes = [_describe_clash(path, edits[path], values_with_recipe.get(path)) for path in clashing or edits]
+    keys = "this key" if len(clashes) == 1 else "these keys"
     head = f"{label} can't be used with these local edits of {PARAMS_FILE}, which --keep keeps:"
     advice = f"Change {keys} in {PARAMS_FILE}, or leave out --keep, which drops local edits (a copy of {PARAMS_FILE} is kept)"
-    raise ValueError("\n".join([head, *(f"  {line}" for line in told), problem, f"{advice}; nothing was changed"]))
+    raise ValueError("\n".join([head, *(f"  {line}" for line in clashes), problem, f"{advice}; nothing was changed"]))
 
 
 def _describe_clash(path: str, kept: Any, of_recipe: Any) -> str:

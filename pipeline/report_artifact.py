@@ -62,10 +62,10 @@ def find_report_url() -> str | None:
     server, secret = os.environ.get("PREFECT_API_URL", ""), os.environ.get(password.CLIENT)
     if not (server and secret):
         return None
-    here = Path.cwd()
-    is_run = here.parts[-3:-1] == report_server.RUNS_FOLDER.parts
+    folder = Path.cwd()
+    is_run = folder.parts[-3:-1] == report_server.RUNS_FOLDER.parts
     origin = urlsplit(server)
-    path = report_server.build_path(secret, here.name if is_run else report_server.MAIN)
+    path = report_server.build_path(secret, folder.name if is_run else report_server.MAIN)
     url = f"{origin.scheme}://{origin.netloc}{path}"
     try:  # a server that `make ui` did not start shows none; that of another workspace shows its own
         answer = httpx.head(url, timeout=ANSWER_TIMEOUT_S, trust_env=False)

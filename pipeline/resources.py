@@ -148,10 +148,14 @@ def list_gpu_memory() -> list[Gpu]:
         return []
     try:
         handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(one)) if one.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(one)
-            for one in list_gpus()
+            pynvml.nvmlDeviceGetHandleByIndex(int(gpu_id))
+            if gpu_id.isdigit()
+            else pynvml.nvmlDeviceGetHandleByUUID(gpu_id)
+            for gpu_id in list_gpus()
         ]
-        return [Gpu(pynvml.nvmlDeviceGetName(one), pynvml.nvmlDeviceGetMemoryInfo(one).total) for one in handles]
+        return [
+            Gpu(pynvml.nvmlDeviceGetName(gpu_id), pynvml.nvmlDeviceGetMemoryInfo(gpu_id).total) for gpu_id in handles
+        ]
     finally:
         pynvml.nvmlShutdown()
 

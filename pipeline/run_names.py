@@ -20,9 +20,9 @@ MAX_NAMES = 3
 NIGHTLY = "nightly"  # the deployment of prefect.yaml that a clock starts
 
 
-def name_sweep(cells: Sweep, now: Params) -> str:
+def name_sweep(cells: Sweep, params: Params) -> str:
     """Return a name such as `sweep t4_2_8 at e009`; workloads and the engine where the form names them."""
-    checkpoints, workloads = cells.list_axes(now)
+    checkpoints, workloads = cells.list_axes(params)
     name = f"sweep {join_names(cells.trees, 'trees')} at {join_names(checkpoints, 'checkpoints')}"
     if cells.workloads:
         name += f" on {join_names(workloads, 'workloads')}"

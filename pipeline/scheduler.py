@@ -83,7 +83,10 @@ def _explain_stages(
     explain: Callable[[list[str]], dict[str, StaleReasons]],
 ) -> dict[str, StaleReasons]:
     """Return why each stage of `new` runs, explained again if an upstream stage has changed something; [] below a failure."""
-    above = {name: [ended[need] for need in graph.upstream[name]] for name in new}
-    again = [name for name in new if None not in above[name] and any(above[name])]
-    latest = explain(again) if again else {}
-    return {name: [] if None in above[name] else (latest if name in again else reasons).get(name, []) for name in new}
+    upstream_changed = {name: [ended[need] for need in graph.upstream[name]] for name in new}
+    explained_again = [name for name in new if None not in upstream_changed[name] and any(upstream_changed[name])]
+    latest = explain(explained_again) if explained_again else {}
+    return {
+        name: [] if None in upstream_changed[name] else (latest if name in explained_again else reasons).get(name, [])
+        for name in new
+    }

@@ -189,18 +189,18 @@ def _prepare_target(_: str) -> str:
 def _sample_target(_: str) -> str:
     report = _read(SampleReport, RESULTS / "sample_report.json")
     cut = sum(report.truncated.values())
-    told = f"{report.rows_out:,} answers, {sum(report.tokens.values()):,} tokens"
-    told += f", {cut:,} cut at max_new_tokens" if cut else ""
+    summary = f"{report.rows_out:,} answers, {sum(report.tokens.values()):,} tokens"
+    summary += f", {cut:,} cut at max_new_tokens" if cut else ""
     for split in ("train", "eval"):  # eval_t has the questions of eval
         if missing := report.missing[split]:
-            told += f", {missing:,} fewer than sample_target.{split}_rows: the data has no more"
-    return told + _list_drops(report.dropped, "results/sample_report.json")
+            summary += f", {missing:,} fewer than sample_target.{split}_rows: the data has no more"
+    return summary + _list_drops(report.dropped, "results/sample_report.json")
 
 
 def _extract_hiddens(_: str) -> str:
     report = _read(HiddensReport, RESULTS / "hiddens_report.json")
-    told = f"hidden states of {report.tokens:,} tokens in {report.rows_out:,} rows, {format_bytes(report.bytes)}"
-    return told + _list_drops(report.dropped, "results/hiddens_report.json")
+    summary = f"hidden states of {report.tokens:,} tokens in {report.rows_out:,} rows, {format_bytes(report.bytes)}"
+    return summary + _list_drops(report.dropped, "results/hiddens_report.json")
 
 
 def _init_draft(item: str) -> str:
@@ -215,8 +215,8 @@ def _check_overfit(item: str) -> str:
     """Return a line for each draft, with its name where there are several."""
     report = _read(OverfitReport, RESULTS / f"train/{item}.overfit.json")
     drafts = {item: report, **report.block_drafts}
-    told = {name: _summarise_row(draft) for name, draft in drafts.items()}
-    return "\n".join(f"{name}: {text}" for name, text in told.items()) if report.block_drafts else told[item]
+    summaries = {name: _summarise_row(draft) for name, draft in drafts.items()}
+    return "\n".join(f"{name}: {text}" for name, text in summaries.items()) if report.block_drafts else summaries[item]
 
 
 def _summarise_row(report: RowReport) -> str:
@@ -258,10 +258,10 @@ def _benchmark(item: str) -> str:
     if "points" in json.loads(path.read_bytes()):  # a workload of loads
         return _summarise_served(path)
     metrics = _read(TorchCell, path).metrics
-    told = f"tau {metrics.tau:.2f}, speedup {metrics.speedup:.2f}x"
+    summary = f"tau {metrics.tau:.2f}, speedup {metrics.speedup:.2f}x"
     if metrics.speedup_low is None or metrics.speedup_high is None:
-        return told
-    return f"{told} ({metrics.speedup_low:.2f} to {metrics.speedup_high:.2f})"
+        return summary
+    return f"{summary} ({metrics.speedup_low:.2f} to {metrics.speedup_high:.2f})"
 
 
 def _summarise_served(path: Path) -> str:

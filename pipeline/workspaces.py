@@ -82,7 +82,7 @@ def make_workspace(name: str) -> Path:
         copy_file(PARAMS_FILE, folder / STARTED_PARAMS)
         share_settings(folder)
         if (folder / dvc_graph.LOCK_FILE).exists():
-            run_dvc("checkout", "--quiet", "--force", "--allow-missing", at=folder)
+            run_dvc("checkout", "--quiet", "--force", "--allow-missing", cwd=folder)
     except BaseException:  # or a retry would find half a workspace
         run_git("worktree", "remove", "--force", str(folder))
         raise
@@ -184,9 +184,9 @@ def copy_file(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def run_dvc(*words: str, at: Path | None = None) -> str:
-    return capture_output([sys.executable, "-m", "dvc", *words], at)
+def run_dvc(*words: str, cwd: Path | None = None) -> str:
+    return capture_output([sys.executable, "-m", "dvc", *words], cwd)
 
 
-def run_git(*words: str, at: Path | None = None) -> str:
-    return capture_output(["git", *words], at)
+def run_git(*words: str, cwd: Path | None = None) -> str:
+    return capture_output(["git", *words], cwd)

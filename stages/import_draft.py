@@ -68,8 +68,8 @@ def main(name: str) -> None:
         "weights": manifest.digest_files(checkpoint.locate_checkpoint(name) / "draft", "*.safetensors"),
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
-    at = f" at {commit}" if commit else ""
-    print(f"{name}: {imported.method}, {item.model}{at}, {imported.draft_parameters:,} parameters")
+    suffix = f" at {commit}" if commit else ""
+    print(f"{name}: {imported.method}, {item.model}{suffix}, {imported.draft_parameters:,} parameters")
     for note in published.notes:
         print(f"note: {note}")
 

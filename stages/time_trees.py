@@ -193,8 +193,8 @@ def _time_decodings(decodings: list[TimedDecoding], repeats: int) -> list[list[f
     seconds: list[list[float]] = [[] for _ in decodings]
     for number in range(repeats):
         order = range(len(decodings))
-        for at in order if number % 2 == 0 else reversed(order):
-            seconds[at] += list(_time_steps(decodings[at]))
+        for index in order if number % 2 == 0 else reversed(order):
+            seconds[index] += list(_time_steps(decodings[index]))
     return seconds
 
 

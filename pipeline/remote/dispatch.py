@@ -165,15 +165,17 @@ class PoolWorkers:
         with get_client(sync_client=True) as client:
             ids = list(self._runs)
             for start in range(0, len(ids), PAGE_SIZE):
-                asked = FlowRunFilter.model_validate({"id": {"any_": ids[start : start + PAGE_SIZE]}})
-                self._runs |= {one.id: one for one in client.read_flow_runs(flow_run_filter=asked)}
+                run_filter = FlowRunFilter.model_validate({"id": {"any_": ids[start : start + PAGE_SIZE]}})
+                self._runs |= {flow_run.id: flow_run for flow_run in client.read_flow_runs(flow_run_filter=run_filter)}
             if time.monotonic() - self._polled_workers > POLL_WORKERS_S:
                 self._crash_lost_runs(client)
                 self._polled_workers = time.monotonic()
 
     def _crash_lost_runs(self, client: Any) -> None:
         """Mark runs as crashed whose worker, perhaps with its host, is gone: they report nothing more themselves."""
-        gone = {one.name for one in client.read_workers_for_work_pool(POOL) if one.status == WorkerStatus.OFFLINE}
+        gone = {
+            worker.name for worker in client.read_workers_for_work_pool(POOL) if worker.status == WorkerStatus.OFFLINE
+        }
         for run in filter(None, self._runs.values()):
             if run.state and run.state.is_pending():
                 lost = (time.time() - run.state.timestamp.timestamp()) > START_TIMEOUT_S
@@ -192,7 +194,11 @@ def wait_for_worker(read_workers: Callable[[], list[Worker]], log: Callable[[str
         if any(worker.status == WorkerStatus.ONLINE for worker in workers):
             return True
         earliest = datetime.now(UTC) - timedelta(seconds=RECENT_HEARTBEAT_S)
-        recent = [one.name for one in workers if one.last_heartbeat_time and one.last_heartbeat_time > earliest]
+        recent = [
+            worker_info.name
+            for worker_info in workers
+            if worker_info.last_heartbeat_time and worker_info.last_heartbeat_time > earliest
+        ]
         if not recent or (until and time.monotonic() > until):
             return False
         if until is None:

@@ -155,9 +155,9 @@ def push_results(name: str) -> None:
     with open_repo() as repo:
         (stage,) = repo.stage.collect(name)
         _push_outputs(repo, stage.outs)
-        here, fs, there = _locate_run_cache(repo, stage)
-        for entry in here.iterdir():
-            fs.put_file(str(entry), fs.join(there, entry.name))
+        local_folder, fs, remote_folder = _locate_run_cache(repo, stage)
+        for entry in local_folder.iterdir():
+            fs.put_file(str(entry), fs.join(remote_folder, entry.name))
 
 
 def check_remote() -> str:
@@ -189,13 +189,13 @@ def _locate_run_cache(repo: Any, stage: Any) -> tuple[Path, Any, str]:
 def _is_restorable(repo: Any, stage: Any) -> bool:
     """Return whether DVC can restore the stage without running it, fetching its results from the remote if they are there."""
     stage.save_deps()
-    here, fs, there = _locate_run_cache(repo, stage)
-    if not here.exists():
-        for entry in fs.find(there) if fs.exists(there) else []:
-            here.mkdir(parents=True, exist_ok=True)
-            temporary = here.with_name(f"{here.name}.{os.getpid()}")
+    local_folder, fs, remote_folder = _locate_run_cache(repo, stage)
+    if not local_folder.exists():
+        for entry in fs.find(remote_folder) if fs.exists(remote_folder) else []:
+            local_folder.mkdir(parents=True, exist_ok=True)
+            temporary = local_folder.with_name(f"{local_folder.name}.{os.getpid()}")
             fs.get_file(entry, str(temporary))
-            os.replace(temporary, here / fs.name(entry))
+            os.replace(temporary, local_folder / fs.name(entry))
     cached = dvc_internals.load_cached_run(repo, stage)
     if cached and not cached.outs_cached():
         for wanted in cached.get_used_objs().values():

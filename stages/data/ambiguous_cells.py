@@ -35,7 +35,7 @@ def merge_cells(rows: list[str], header: Header, columns: Mapping[str, Value] | 
     """
     mark, width = header.delimiter, header.leaves
     known = [cells for cells in (split_cells(row, mark) for row in rows) if len(cells) == width]
-    forms = [_find_form(at, name, known, columns) for at, name in enumerate(header.leaf_names)]
+    forms = [_find_form(column, name, known, columns) for column, name in enumerate(header.leaf_names)]
     has_spaces = any(re.search(rf"{re.escape(mark)} ", row) for row in rows if len(split_cells(row, mark)) == width)
     made: list[str | None] = []
     for row in rows:
@@ -56,7 +56,7 @@ def _quotes_are_whole(cells: list[str]) -> bool:
     return all('"' not in cell or re.fullmatch(r'"(?:[^"\\]|\\.)*"', cell) for cell in cells)
 
 
-def _find_form(at: int, name: str, known: list[list[str]], columns: Mapping[str, Value] | None) -> str | None:
+def _find_form(column: int, name: str, known: list[list[str]], columns: Mapping[str, Value] | None) -> str | None:
     """Return the pattern of a column's cells; None where they may be any text."""
     value = None if columns is None else columns.get(name) or _find_other_name(name, columns)
     if isinstance(value, TextValue):
@@ -67,7 +67,7 @@ def _find_form(at: int, name: str, known: list[list[str]], columns: Mapping[str,
         return {"boolean": FORMS[1], "date": FORMS[2], "datetime": FORMS[3]}[value.type]
     if len(known) < MIN_KNOWN_ROWS:
         return None
-    cells = [row[at] for row in known]
+    cells = [row[column] for row in known]
     return next((form for form in FORMS if all(re.fullmatch(form, cell) for cell in cells)), None)
 
 
@@ -111,9 +111,9 @@ def _read_by_forms(row: str, mark: str, forms: list[str | None]) -> list[str] | 
     if not readings:
         return None
     cells = []
-    for at, parts in enumerate(readings[0]):
+    for column, parts in enumerate(readings[0]):
         if len(parts) > 1:
-            if not any(forms[at + 1 :]) or not _may_be_one_value(parts) or any('"' in part for part in parts):
+            if not any(forms[column + 1 :]) or not _may_be_one_value(parts) or any('"' in part for part in parts):
                 return None
             cells.append(json.dumps(mark.join(parts).strip(), ensure_ascii=False))
         else:
@@ -146,4 +146,4 @@ def _may_be_one_value(parts: list[str]) -> bool:
     """Return whether parts look like one text: none is empty or a number, and no two neighbours are equal."""
     texts = [part.strip() for part in parts]
     is_text = all(text and not re.fullmatch(r"[-+]?[\d.]+%?|true|false|null", text) for text in texts)
-    return is_text and all(texts[at] != texts[at - 1] for at in range(1, len(texts)))
+    return is_text and all(texts[index] != texts[index - 1] for index in range(1, len(texts)))

@@ -36,6 +36,6 @@ def is_fence(line: str) -> bool:
 
 def find_fenced_blocks(lines: list[str]) -> list[tuple[int, int]]:
     """Return (first index, index after the last) of the lines inside each pair of fences; the last may be open."""
-    fences = [at for at, line in enumerate(lines) if is_fence(line)]
+    fences = [index for index, line in enumerate(lines) if is_fence(line)]
     ends = [*fences[1:], len(lines)]
     return [(fence + 1, end) for fence, end in list(zip(fences, ends, strict=False))[::2]]

@@ -92,9 +92,9 @@ def locate_json(text: str) -> LocatedJson | None:
 def _find_start(text: str) -> int | None:
     """Return where the first JSON object or array starts: an object anywhere, an array at the start of a line."""
     for found in re.finditer(r"\{|^[ \t]*(?P<list>\[)", text, re.MULTILINE):
-        at = found.start("list") if found["list"] else found.start()
-        if starts_json(text[at : at + LOOKED_AT]):
-            return at
+        start = found.start("list") if found["list"] else found.start()
+        if starts_json(text[start : start + LOOKED_AT]):
+            return start
     return None
 
 

@@ -44,33 +44,33 @@ class _Container:
 @dataclass
 class _Reader:
     text: str
-    at: int
+    position: int
     out: list[str] = field(default_factory=list)
     rules: dict[str, None] = field(default_factory=dict)
     stack: list[_Container] = field(default_factory=list)
 
     def skip(self) -> bool:
         """Copy white space and leave out comments; return whether there was any."""
-        start = self.at
+        start = self.position
         while True:
-            space = _SPACE.match(self.text, self.at)
+            space = _SPACE.match(self.text, self.position)
             assert space is not None
             self.copy(space[0])
-            comment = _COMMENT.match(self.text, self.at)
+            comment = _COMMENT.match(self.text, self.position)
             if comment is None:
-                return self.at > start
-            self.at = comment.end()
+                return self.position > start
+            self.position = comment.end()
             self.rules["comment"] = None
 
     def copy(self, part: str) -> None:
         if part:
             self.out.append(part)
-            self.at += len(part)
+            self.position += len(part)
 
     def peek(self) -> str:
-        if self.at >= len(self.text):
+        if self.position >= len(self.text):
             raise _CutError
-        return self.text[self.at]
+        return self.text[self.position]
 
 
 def starts_json(text: str) -> bool:
@@ -90,7 +90,7 @@ def read_json(text: str, start: int, may_be_cut: bool) -> ReadJson:
     reader = _Reader(text, start)
     try:
         _read_value(reader)
-        return ReadJson("".join(reader.out), reader.at, list(reader.rules))
+        return ReadJson("".join(reader.out), reader.position, list(reader.rules))
     except RecursionError:
         raise BrokenJsonError("nested_too_deep") from None
     except _CutError:
@@ -125,20 +125,20 @@ def _read_value(reader: _Reader) -> bool:
     if mark == '"' or mark in _QUOTES:
         _read_string(reader)
         return False
-    if number := _NUMBER.match(reader.text, reader.at):
+    if number := _NUMBER.match(reader.text, reader.position):
         if number.end() == len(reader.text):
             raise _CutError  # there may have been more digits
         reader.copy(number[0])
         return False
-    word = _WORD.match(reader.text, reader.at)
+    word = _WORD.match(reader.text, reader.position)
     if word is not None and word[0] in _LITERALS:
         literal = _LITERALS[word[0]]
         if literal != word[0]:
             reader.rules["literals"] = None
         reader.out.append(literal)
-        reader.at = word.end()
+        reader.position = word.end()
         return False
-    rest = reader.text[reader.at :]
+    rest = reader.text[reader.position :]
     if re.fullmatch(r"-?[\d.eE+-]*|[A-Za-z]+", rest):
         raise _CutError
     raise BrokenJsonError("not_json")
@@ -176,20 +176,20 @@ def _begins_next(reader: _Reader, container: _Container) -> bool:
     """Return whether a comma is all that is missing: before an object after an object, or before a key."""
     if container.closing == "]":
         return container.is_row and reader.peek() in "{["
-    return re.match(r'"(?:[^"\\\x00-\x1f]|\\.)*"\s*:', reader.text[reader.at :]) is not None
+    return re.match(r'"(?:[^"\\\x00-\x1f]|\\.)*"\s*:', reader.text[reader.position :]) is not None
 
 
 def _read_key(reader: _Reader) -> None:
     if reader.peek() == '"' or reader.peek() in _QUOTES:
         _read_string(reader)
     else:
-        word = _WORD.match(reader.text, reader.at)
+        word = _WORD.match(reader.text, reader.position)
         if word is None:
             raise BrokenJsonError("not_json")
         if word.end() == len(reader.text):
             raise _CutError
         reader.out.append(f'"{word[0]}"')
-        reader.at = word.end()
+        reader.position = word.end()
         reader.rules["bare_keys"] = None
     reader.skip()
     if reader.peek() != ":":
@@ -202,21 +202,21 @@ def _read_string(reader: _Reader) -> None:
     """Copy a string; write one in single or curly quotes with double ones, where it has no such quote inside."""
     opening = reader.peek()
     if opening == '"':
-        found = _STRING.match(reader.text, reader.at)
+        found = _STRING.match(reader.text, reader.position)
         if found is None:
-            if re.fullmatch(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?', reader.text[reader.at :]):
+            if re.fullmatch(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?', reader.text[reader.position :]):
                 raise _CutError
             raise BrokenJsonError("not_json")
         reader.copy(found[0])
         return
     closing = _QUOTES[opening]
     pattern = rf"{opening}((?:[^{opening}{closing}\\\x00-\x1f]|\\.)*){closing}(?=\s*(?:[,:}}\]]|$))"
-    found = re.compile(pattern).match(reader.text, reader.at)
+    found = re.compile(pattern).match(reader.text, reader.position)
     if found is None:
-        if closing not in reader.text[reader.at + 1 :]:
+        if closing not in reader.text[reader.position + 1 :]:
             raise _CutError
         raise BrokenJsonError("not_json")
     body = re.sub(r"(?<!\\)\\'", "'", found[1])
     reader.out.append('"' + re.sub(r'(?<!\\)"', r'\\"', body) + '"')
-    reader.at = found.end()
+    reader.position = found.end()
     reader.rules["quotes"] = None

@@ -119,8 +119,10 @@ class SampledSplit:
     def draw_temperature(self, seed: int, request_id: str) -> float:
         """Return the temperature of one request, drawn from the mixture."""
         cumulative = list(itertools.accumulate(weight for _, weight in self.mixture))
-        at = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
-        return next(temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if at < stop)
+        threshold = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
+        return next(
+            temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if threshold < stop
+        )
 
 
 @dataclass(frozen=True)

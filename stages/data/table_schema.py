@@ -247,7 +247,9 @@ def _explain(error: Any) -> str:
     """Explain one of pydantic's errors as "key: expected, found, what to do"."""
     location = [str(part) for part in error["loc"]]
     location = [
-        part for at, part in enumerate(location) if not (at and part in TYPE_NAMES and not _is_named(location, at))
+        part
+        for index, part in enumerate(location)
+        if not (index and part in TYPE_NAMES and not _is_named(location, index))
     ]
     key, kind, given = ".".join(location), error["type"], error["input"]
     prefix = f"{key}: " if key else ""
@@ -267,9 +269,9 @@ def _explain(error: Any) -> str:
     return f"{prefix}{expected}, found {given!r}; correct it"
 
 
-def _is_named(location: list[str], at: int) -> bool:
+def _is_named(location: list[str], index: int) -> bool:
     """Return whether a part of a location is a name that the user chose, and not the tag of a type."""
-    return location[at - 1] in ("keys", "columns", "names", "units")
+    return location[index - 1] in ("keys", "columns", "names", "units")
 
 
 def _list_known_keys(location: tuple[Any, ...]) -> list[str]:
@@ -277,9 +279,9 @@ def _list_known_keys(location: tuple[Any, ...]) -> list[str]:
     tags = [str(part) for part in location[:-1]]
     models: list[type[BaseModel]] = [TableFile, RowsRule, UnitConversion]
     model = models[0]
-    for at, part in enumerate(tags):
-        if at and _is_named(tags, at):
-            model = UnitConversion if tags[at - 1] == "units" else model
+    for index, part in enumerate(tags):
+        if index and _is_named(tags, index):
+            model = UnitConversion if tags[index - 1] == "units" else model
         elif part == "rows":
             model = RowsRule
         else:

@@ -87,8 +87,8 @@ def _join_blocks(lines: list[str], blocks: list[tuple[int, int]]) -> FoundDocume
     keys = [name for part in parts for name in _list_root_keys(part)]
     if len(set(keys)) != len(keys) or "" in keys:
         raise AmbiguousTextError("repeated_table")
-    inside = {at for start, end in blocks for at in range(start, end)}
-    outside = [line for at, line in enumerate(lines) if at not in inside]
+    inside = {index for start, end in blocks for index in range(start, end)}
+    outside = [line for index, line in enumerate(lines) if index not in inside]
     is_ended = blocks[-1][1] < len(lines)
     joined = [line for part in parts for line in part]
     return FoundDocument(outside, joined, [], is_ended=is_ended, is_open=not is_ended)
@@ -98,9 +98,9 @@ def _list_root_keys(lines: list[str]) -> list[str]:
     base = min(map(measure_indent, lines), default=0)
     rows = {row for table in find_tables(lines) for row in table.rows}
     keys = []
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         header, key = read_header(line), read_key(line)
-        if at not in rows and measure_indent(line) == base and (header or key):
+        if index not in rows and measure_indent(line) == base and (header or key):
             keys.append(header.key.strip('"') if header else str(key[0]) if key else "")
     return keys
 
@@ -111,35 +111,35 @@ def _mark_structure(lines: list[str], names: set[str] | None, schema: TableFile 
     tables = {table.start: table for table in find_tables(lines)}
     rows = {row for table in tables.values() for row in table.rows}
     depth: int | None = None  # of the open key or list: deeper lines are its content
-    for at, line in enumerate(lines):
-        if at in rows:
-            marked.add(at)
+    for index, line in enumerate(lines):
+        if index in rows:
+            marked.add(index)
             continue
         if not line.strip() or is_fence(line) or is_comment(line):
             continue
         indent = measure_indent(line)
         if depth is not None and indent > depth:
-            marked.add(at)
+            marked.add(index)
             continue
         depth = None
-        header, key = tables[at].header if at in tables else read_header(line), read_key(line)
+        header, key = tables[index].header if index in tables else read_header(line), read_key(line)
         name = header.key.strip('"') if header else key[0] if key else None
-        if name is None and not _is_open_item(lines, at, marked):
+        if name is None and not _is_open_item(lines, index, marked):
             continue
         if name is not None and names is not None and name not in names:
             continue
-        marked.add(at)
-        if at not in tables and ((header is not None and not header.rest) or (key is not None and not key[1])):
+        marked.add(index)
+        if index not in tables and ((header is not None and not header.rest) or (key is not None and not key[1])):
             depth = indent
     return marked
 
 
-def _is_open_item(lines: list[str], at: int, marked: set[int]) -> bool:
+def _is_open_item(lines: list[str], index: int, marked: set[int]) -> bool:
     """Return whether a line is an item of a list whose header is not indented less: `items[2]:` above `- a`."""
-    if not re.match(r"[ \t]*-(?: |$)", lines[at]) or at - 1 not in marked:
+    if not re.match(r"[ \t]*-(?: |$)", lines[index]) or index - 1 not in marked:
         return False
-    above = read_header(lines[at - 1])
-    return (above is not None and above.fields is None) or re.match(r"[ \t]*-(?: |$)", lines[at - 1]) is not None
+    above = read_header(lines[index - 1])
+    return (above is not None and above.fields is None) or re.match(r"[ \t]*-(?: |$)", lines[index - 1]) is not None
 
 
 def _remove_prose_between(lines: list[str], start: int, end: int, marked: set[int]) -> tuple[list[str], list[str]]:
@@ -147,11 +147,11 @@ def _remove_prose_between(lines: list[str], start: int, end: int, marked: set[in
     tables = find_tables(lines)
     owners = {index: table for table in tables for index in (table.start, *table.rows)}
     kept, removed, previous = [], [], start
-    for at in range(start, end):
-        line = lines[at]
-        is_prose = bool(line.strip()) and at not in marked and not is_comment(line)
+    for line_index in range(start, end):
+        line = lines[line_index]
+        is_prose = bool(line.strip()) and line_index not in marked and not is_comment(line)
         table = owners.get(previous)
-        previous = at if at in marked else previous
+        previous = line_index if line_index in marked else previous
         is_whole = table is None or table.header.count == len(table.rows)
         loose = _LOOSE_KEY.match(line)
         if (
@@ -206,28 +206,33 @@ def _check_edges(document: list[str]) -> None:
     line beside it.
     """
     rows = {row for table in find_tables(document) for row in table.rows}
-    base = min((measure_indent(line) for at, line in enumerate(document) if line.strip() and at not in rows), default=0)
+    base = min(
+        (measure_indent(line) for index, line in enumerate(document) if line.strip() and index not in rows), default=0
+    )
     roots = [
-        at
-        for at, line in enumerate(document)
-        if at not in rows and line.strip() and measure_indent(line) == base and (read_header(line) or read_key(line))
+        index
+        for index, line in enumerate(document)
+        if index not in rows and line.strip() and measure_indent(line) == base and (read_header(line) or read_key(line))
     ]
     names = {
-        at: (h.key if (h := read_header(document[at])) else str((read_key(document[at]) or ("",))[0])) for at in roots
+        index: (h.key if (h := read_header(document[index])) else str((read_key(document[index]) or ("",))[0]))
+        for index in roots
     }
     for edge in (roots, roots[::-1]):
-        for at in edge:
-            key = None if read_header(document[at]) else read_key(document[at])
-            if key is None or document[at].lstrip().startswith('"') or _has_content(document, at, base):
+        for index in edge:
+            key = None if read_header(document[index]) else read_key(document[index])
+            if key is None or document[index].lstrip().startswith('"') or _has_content(document, index, base):
                 break
             is_capital = key[0][:1].isupper()
-            others = [name for index, name in names.items() if index != at] if is_capital else []
+            others = [name for other, name in names.items() if other != index] if is_capital else []
             is_wordy = not key[1] or (" " in key[1] and not key[1].startswith('"'))
-            is_apart = any(0 <= index < len(document) and not document[index].strip() for index in (at - 1, at + 1))
+            is_apart = any(
+                0 <= other < len(document) and not document[other].strip() for other in (index - 1, index + 1)
+            )
             if is_capital and is_wordy and (is_apart or all(name[:1].islower() for name in others)):
                 raise AmbiguousTextError("prose_or_key")
 
 
-def _has_content(document: list[str], at: int, base: int) -> bool:
-    following = next((line for line in document[at + 1 :] if line.strip()), "")
+def _has_content(document: list[str], index: int, base: int) -> bool:
+    following = next((line for line in document[index + 1 :] if line.strip()), "")
     return bool(following) and measure_indent(following) > base

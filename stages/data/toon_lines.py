@@ -151,17 +151,17 @@ def split_cells(text: str, delimiter: str) -> list[str]:
     """Split on delimiters outside quotes, and strip each cell, as the decoder does."""
     if '"' not in text:
         return [cell.strip(" ") for cell in text.split(delimiter)]
-    cells, start, in_quotes, at = [], 0, False, 0
-    while at < len(text):
-        mark = text[at]
+    cells, start, in_quotes, position = [], 0, False, 0
+    while position < len(text):
+        mark = text[position]
         if in_quotes and mark == "\\":
-            at += 1
+            position += 1
         elif mark == '"':
             in_quotes = not in_quotes
         elif mark == delimiter and not in_quotes:
-            cells.append(text[start:at].strip(" "))
-            start = at + 1
-        at += 1
+            cells.append(text[start:position].strip(" "))
+            start = position + 1
+        position += 1
     return [*cells, text[start:].strip(" ")]
 
 
@@ -190,15 +190,15 @@ def measure_indent(line: str) -> int:
 
 def find_tables(lines: list[str]) -> list[Table]:
     """Return the tables of a document, with the lines that are their rows."""
-    tables, at = [], 0
-    while at < len(lines):
-        header = read_header(lines[at])
+    tables, index = [], 0
+    while index < len(lines):
+        header = read_header(lines[index])
         if header is None or header.fields is None:
-            at += 1
+            index += 1
             continue
-        rows = _find_rows(lines, at, header)
-        tables.append(Table(at, header, rows, (rows[-1] if rows else at) + 1))
-        at = tables[-1].end
+        rows = _find_rows(lines, index, header)
+        tables.append(Table(index, header, rows, (rows[-1] if rows else index) + 1))
+        index = tables[-1].end
     return tables
 
 
@@ -212,8 +212,8 @@ def _find_rows(lines: list[str], start: int, header: Header) -> tuple[int, ...]:
     base = measure_indent(header.indent) + (2 if header.hyphen else 0)
     rows: list[int] = []
     is_flat = is_apart = has_spaces = False
-    for at in range(start + 1, len(lines)):
-        line = lines[at]
+    for index in range(start + 1, len(lines)):
+        line = lines[index]
         if not line.strip() or is_comment(line):
             is_apart |= not line.strip()
             continue
@@ -228,7 +228,7 @@ def _find_rows(lines: list[str], start: int, header: Header) -> tuple[int, ...]:
             if is_apart or is_full or (rows and is_spaced and not has_spaces):
                 break
             has_spaces |= is_spaced
-        rows.append(at)
+        rows.append(index)
     return tuple(rows)
 
 

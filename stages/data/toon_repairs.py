@@ -117,7 +117,7 @@ def _correct_indent(lines: list[str], _: RepairContext) -> list[str]:
     """Indent by two spaces a level. A row is one level deeper than its header; other lines keep their own level."""
     tables = find_tables(lines)
     row_levels = {row: table for table in tables for row in table.rows}
-    others = [line for at, line in enumerate(lines) if at not in row_levels and line.strip()]
+    others = [line for index, line in enumerate(lines) if index not in row_levels and line.strip()]
     base = min(map(measure_indent, others), default=0)
     unit = math.gcd(*[measure_indent(line) - base for line in others]) or 2
     if any("\t" in line[: len(line) - len(line.lstrip(" \t"))] for line in others):
@@ -127,8 +127,8 @@ def _correct_indent(lines: list[str], _: RepairContext) -> list[str]:
         return (measure_indent(line) - base) // unit
 
     changed = []
-    for at, line in enumerate(lines):
-        table = row_levels.get(at)
+    for index, line in enumerate(lines):
+        table = row_levels.get(index)
         deep = level(line) if table is None else level(lines[table.start]) + (2 if table.header.hyphen else 1)
         text = strip_row(line, "," if table is None else table.header.delimiter)
         changed.append("  " * deep + text if line.strip() else line)
@@ -205,17 +205,17 @@ def _quote_delimiters(lines: list[str], work: RepairContext) -> list[str]:
         if table.header.keyed:
             continue
         rows = [split_row(lines[row], table.header) for row in table.rows]
-        wide = [at for at, cells in enumerate(rows) if len(cells) > table.header.leaves]
+        wide = [row_index for row_index, cells in enumerate(rows) if len(cells) > table.header.leaves]
         if not wide:
             continue
         columns = work.find_table(table.header)
         texts = [strip_row(lines[row], table.header.delimiter) for row in table.rows]
         merged = merge_cells(texts, table.header, columns.columns if columns else None)
-        for at in wide:
-            if merged[at] is None:
+        for row_index in wide:
+            if merged[row_index] is None:
                 raise AmbiguousTextError("row_width")
-            line = lines[table.rows[at]]
-            changed[table.rows[at]] = line[: len(line) - len(line.lstrip(" \t"))] + str(merged[at])
+            line = lines[table.rows[row_index]]
+            changed[table.rows[row_index]] = line[: len(line) - len(line.lstrip(" \t"))] + str(merged[row_index])
     return changed
 
 
@@ -283,7 +283,7 @@ def _check_count_is_wrong(lines: list[str], table: Table, work: RepairContext) -
     declared, texts = table.header.count, [lines[row].strip() for row in table.rows]
     if declared is None or work.was_cut:
         return
-    if declared < len(texts) and any(texts[at] == texts[at - 1] for at in range(1, len(texts))):
+    if declared < len(texts) and any(texts[index] == texts[index - 1] for index in range(1, len(texts))):
         raise AmbiguousTextError("repeated_row")
     if declared > len(texts) and _find_cut_row(table, lines, work) is not None:
         columns = list(zip(*(split_row(lines[row], table.header) for row in table.rows), strict=True))
@@ -316,11 +316,11 @@ def may_be_cut(lines: list[str]) -> bool:
 def _correct_list_counts(lines: list[str], work: RepairContext) -> list[str]:
     """Correct the `[N]` of lists without fields: of values on the header's line, or of items below it."""
     changed = [*lines]
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         header = read_header(line)
         if header is None or header.fields is not None:
             continue
-        is_last = not work.is_ended and not any(later.strip() for later in lines[at + 1 :])
+        is_last = not work.is_ended and not any(later.strip() for later in lines[index + 1 :])
         if header.rest:
             values = split_cells(header.rest, header.delimiter)
             found = len(values)
@@ -330,24 +330,24 @@ def _correct_list_counts(lines: list[str], work: RepairContext) -> list[str]:
             if any(cell == "" for cell in values) or ", " in re.sub(QUOTED, "", header.rest):
                 raise AmbiguousTextError("two_readings")  # a value may hold the delimiter
         else:
-            found, end = _count_items(lines, at, header)
+            found, end = _count_items(lines, index, header)
             is_last, is_closed = not work.is_ended and end == len(lines), False
             if found in (0, header.count):
                 continue
         if is_last and not is_closed and header.count is not None and header.count > found:
             raise AmbiguousTextError("count_or_cut")
-        changed[at] = header.declare(found).write()
+        changed[index] = header.declare(found).write()
     return changed
 
 
 def _count_items(lines: list[str], start: int, header: Header) -> tuple[int, int]:
     """Return (number of items below a header, index after the last of them)."""
     base, items, depth = measure_indent(header.indent) + (2 if header.hyphen else 0), 0, None
-    for at in range(start + 1, len(lines)):
-        indent = measure_indent(lines[at])
+    for index in range(start + 1, len(lines)):
+        indent = measure_indent(lines[index])
         if indent <= base:
-            return items, at
-        if is_item(lines[at]):
+            return items, index
+        if is_item(lines[index]):
             depth = indent if depth is None else depth
             items += indent == depth
     return items, len(lines)

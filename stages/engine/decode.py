@@ -422,11 +422,13 @@ class Engine:
 
         In a chain of sampled drafts, the token after a node is the next draft where that is accepted.
         """
-        at = run.slots.locate_rows(indices)  # uniforms has a row for each cache row of a slot
+        cache_rows = run.slots.locate_rows(indices)  # uniforms has a row for each cache row of a slot
         if tree is None or tree.probabilities is None:
-            return self._sample(run.sampler, hidden.flatten(0, 1), at.flatten()).view_as(indices)
-        coins = run.slots.draft_uniforms.flatten(0, 1)[at[:, :-1], 1]
-        return run.sampler.sample_after_drafts(hidden @ self.lm_head.T, at, tree.tokens, tree.probabilities, coins)
+            return self._sample(run.sampler, hidden.flatten(0, 1), cache_rows.flatten()).view_as(indices)
+        coins = run.slots.draft_uniforms.flatten(0, 1)[cache_rows[:, :-1], 1]
+        return run.sampler.sample_after_drafts(
+            hidden @ self.lm_head.T, cache_rows, tree.tokens, tree.probabilities, coins
+        )
 
     def _sample(self, sampler: TokenSampler, hidden: Tensor, indices: Tensor) -> Tensor:
         """Return the target's tokens [M] after hidden states [M, H]; indices [M]: their random numbers."""

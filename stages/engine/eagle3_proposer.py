@@ -113,13 +113,13 @@ class Eagle3Drafter:
             )
         embeds = self.embedding[tokens]  # [B, R, H]
         fused = self.extend_cache(slots, embeds, features, positions, rows)
-        window, at = self.draft.config.sliding_window, (slots.numbers[:num_slots], last)
-        sees_all = window is None and slots.has_dynamic_shapes
-        mask = None if sees_all else build_prefix_mask(state.cache_length - 1, visible_length, window)
+        window, last_rows = self.draft.config.sliding_window, (slots.numbers[:num_slots], last)
+        attends_to_all = window is None and slots.has_dynamic_shapes
+        mask = None if attends_to_all else build_prefix_mask(state.cache_length - 1, visible_length, window)
         keys, values = (x[:num_slots, :visible_length] for x in (slots.draft_keys, slots.draft_values))
         prefix = keys, values, mask
-        last_positions = positions[at]  # [B, 1] or [B, 1, 3]
-        first_state = compute_first_state(self.draft, embeds[at], fused[at], last_positions, *prefix)
+        last_positions = positions[last_rows]  # [B, 1] or [B, 1, 3]
+        first_state = compute_first_state(self.draft, embeds[last_rows], fused[last_rows], last_positions, *prefix)
         return expand_candidates(
             self.draft,
             self.embedding,

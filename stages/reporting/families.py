@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from stages.params.tree_shape import TreeShape
-from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, render_svg, make_tree_point
+from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, make_tree_point, render_svg
 from stages.reporting.text import format_tree
 from stages.reporting.trees import choose_budgets, find_pareto_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions

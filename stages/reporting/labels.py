@@ -72,15 +72,17 @@ def place_labels(
     placed: list[Label | None] = [None] * len(points)
     below = _sample_lines(lines)
     # Points with the most others around them choose first.
-    order = sorted(range(len(points)), key=lambda at: (-_count_near(points, points[at]), -points[at].y, points[at].x))
+    order = sorted(
+        range(len(points)), key=lambda index: (-_count_near(points, points[index]), -points[index].y, points[index].x)
+    )
     for _ in range(PASSES):
-        for at in order:
-            others = [label for number, label in enumerate(placed) if label is not None and number != at]
+        for index in order:
+            others = [label for number, label in enumerate(placed) if label is not None and number != index]
             positions = (
-                _list_free(points[at], points, area, [*taken, *(label.box for label in others)], reach)
+                _list_free(points[index], points, area, [*taken, *(label.box for label in others)], reach)
                 for reach in REACHES
             )
-            placed[at] = _choose_position(points[at], marks, next(filter(len, positions), None), others, below)
+            placed[index] = _choose_position(points[index], marks, next(filter(len, positions), None), others, below)
     return placed
 
 

@@ -175,14 +175,14 @@ def _encode_until_end(tokenizer: Any, text: str, eos: list[int], message: int) -
 def _find_closers(tokenizer: Any) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return special tokens that close an answer in the history: as ids, and as text where no token spans their end."""
     if tokenizer not in _closers_by_tokenizer:
-        asked = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
+        turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "answer"), ("user", "b"))]
         found: set[str] = set()
-        for messages in (asked, asked[:2]):
+        for messages in (turns, turns[:2]):
             behind = _render_messages(tokenizer, messages, False, None).rpartition("answer")[2]
             special = tokenizer.get_added_vocab()
-            at = {text: behind.find(text) for text in special if text in behind}
-            if at:
-                found.add(min(at, key=lambda text: (at[text], -len(text))))
+            offsets = {text: behind.find(text) for text in special if text in behind}
+            if offsets:
+                found.add(min(offsets, key=lambda text: (offsets[text], -len(text))))
         ids = frozenset(tokenizer.convert_tokens_to_ids(text) for text in found)
         texts = tuple(sorted(text for text in found if _is_token_boundary(tokenizer, text)))
         _closers_by_tokenizer[tokenizer] = ids, texts

@@ -19,12 +19,12 @@ MISSING = object()
 
 
 @contextmanager
-def tell_params_edits(stage: str) -> Iterator[None]:
+def warn_about_params_edits(stage: str) -> Iterator[None]:
     """Print a warning after the block where DVC itself runs the stage and params.yaml is not as it was before."""
-    is_told = "DVC_STAGE" in os.environ and not {COPY_VARIABLE, "RANK"} & {*os.environ}
-    before = _read_values() if is_told else {}
+    is_watched = "DVC_STAGE" in os.environ and not {COPY_VARIABLE, "RANK"} & {*os.environ}
+    before = _read_values() if is_watched else {}
     yield
-    if is_told and (edited := _list_differences(before, _read_values())):
+    if is_watched and (edited := _list_differences(before, _read_values())):
         print(
             f"warning: {PARAMS_FILE} was edited while {stage} was at work ({', '.join(edited)}), and DVC records its result with "
             f"the edited values. If {stage} reads one of these keys, run: dvc repro -f -s {stage}. `aerie run` and "

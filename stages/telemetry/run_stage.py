@@ -16,7 +16,7 @@ from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
 from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
-from stages.telemetry.params_edits import tell_params_edits
+from stages.telemetry.params_edits import warn_about_params_edits
 
 
 def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
@@ -67,7 +67,7 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
         if is_stage:
             stage = _stage_name(sys.argv)
             unfinished.begin_stage(stage)
-            watched.enter_context(tell_params_edits(stage))
+            watched.enter_context(warn_about_params_edits(stage))
             watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)
     unfinished.end_stage()

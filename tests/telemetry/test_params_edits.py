@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.telemetry.params_edits import tell_params_edits
+from stages.telemetry.params_edits import warn_about_params_edits
 
 BEFORE = "train_draft: {learning_rate: 0.0007, checkpoints: {e003: {epochs: 3}}}\nreport: {title: a}\n"
 AFTER = (
@@ -14,7 +14,7 @@ AFTER = (
 
 def run_and_edit(text: str) -> None:
     Path("params.yaml").write_text(BEFORE)
-    with tell_params_edits("train_draft@e003"):
+    with warn_about_params_edits("train_draft@e003"):
         Path("params.yaml").write_text(text)
 
 
