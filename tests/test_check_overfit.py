@@ -128,9 +128,9 @@ def test_a_threshold_of_one_is_said_to_demand_nothing(
     monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: unlearned)
     edit_params(learned, {"check_overfit": {"min_tau": 1.0}})
     check_overfit.main()
-    told = capsys.readouterr().out
-    assert "after 1 steps on one row 1.02 tokens per verify cycle of 4.80, 1.31 by the trainer's own" in told
-    assert "1.00 required (check_overfit.min_tau is 1.0, so nothing is: " in told and "learned" not in told
+    output = capsys.readouterr().out
+    assert "after 1 steps on one row 1.02 tokens per verify cycle of 4.80, 1.31 by the trainer's own" in output
+    assert "1.00 required (check_overfit.min_tau is 1.0, so nothing is: " in output and "learned" not in output
     summary = stage_summaries.summarise_stage("check_overfit@e000")
     assert summary.startswith("tau 1.02 of 4.80 on one row after 1 steps; nothing required") and "min_tau" in summary
     edit_params(learned, {"check_overfit": {"min_tau": 1.01}})
@@ -295,8 +295,8 @@ def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
         for *_, text in drafts
     )
     assert drafts[1][2].startswith(f"tau {blocks['dflash']['tau']:.2f} of 4.00 on one row")
-    said = capsys.readouterr().out
-    assert all(f"{name}: learns row " in said for name, _, _ in drafts)
+    output = capsys.readouterr().out
+    assert all(f"{name}: learns row " in output for name, _, _ in drafts)
     edit_params(
         with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"epochs": 9}}}}
     )

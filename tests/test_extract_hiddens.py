@@ -97,10 +97,10 @@ def start(project: Path, **env: str) -> subprocess.Popen:
 def run(project: Path, **changes: Any) -> str:
     """The stage in this process, which saves seconds of imports; returns what it says."""
     edit_params(project, {"extract_hiddens": changes})
-    said = io.StringIO()
-    with chdir(project), redirect_stdout(said):
+    output = io.StringIO()
+    with chdir(project), redirect_stdout(output):
         extract_hiddens.main()
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_longer_rows_are_cut_to_the_tokens_that_fit(project: Path) -> None:
@@ -108,7 +108,7 @@ def test_longer_rows_are_cut_to_the_tokens_that_fit(project: Path) -> None:
     tables = {s: pl.read_parquet(project / "data/sampled" / s / "*.parquet") for s in ROWS}
     run(project, max_length=LONGEST)
     whole = {row.id: row for split in ("train", "eval") for row in reader.read_rows(project / "data/hiddens" / split)}
-    told = run(project, max_length=50, longer_rows="truncate")
+    output = run(project, max_length=50, longer_rows="truncate")
     report = json.loads((project / "results/hiddens_report.json").read_text())
     lengths = {
         name: (len(prompt), len(prompt) + len(answer))
@@ -119,7 +119,7 @@ def test_longer_rows_are_cut_to_the_tokens_that_fit(project: Path) -> None:
     cut = {name for name, (_, length) in lengths.items() if length > 50} - no_answer_left
     assert len(cut) > 10 and no_answer_left
     assert report["truncated"] == len(cut) and report["dropped"] == {"longer than max_length": len(no_answer_left)}
-    assert f"{len(cut)} rows are longer than max_length 50" in told
+    assert f"{len(cut)} rows are longer than max_length 50" in output
     rows = {row.id: row for split in ("train", "eval") for row in reader.read_rows(project / "data/hiddens" / split)}
     assert set(rows) == set(lengths) - no_answer_left
     for name, row in rows.items():
@@ -134,9 +134,9 @@ def run_apart(project: Path, **changes: Any) -> str:
     """The stage in a process of its own, as unfinished work is known by all code that is loaded."""
     edit_params(project, {"extract_hiddens": changes})
     process = start(project)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    return said
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    return output
 
 
 def refused(project: Path, **changes: Any) -> str:
@@ -191,10 +191,10 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
 @pytest.mark.parametrize(("dtype", "token"), [("float32", 4 * H * 4), ("bfloat16", 4 * H * 2), ("fp8", 4 * H + 16)])
 def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: int) -> None:
     """Tokens times the formula, and a header a shard: what the preflight counts on."""
-    said = run(project, dtype=dtype)
+    output = run(project, dtype=dtype)
     kept = [r for s in ROWS for r in sampled(project, s) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200]
     tokens = sum(len(r["prompt_ids"]) + len(r["answer_ids"]) for r in kept)
-    assert f"{tokens} tokens x {token + 4} bytes" in said
+    assert f"{tokens} tokens x {token + 4} bytes" in output
     shards = [data for name, data in files(project).items() if name.endswith(".safetensors")]
     assert sum(map(len, shards)) == pytest.approx(tokens * (token + 4 + 1 / 8), abs=640 * len(shards))
     assert format.count_token_bytes(3, H, format.DTYPES[dtype]) == token + 4 + 1 / 8
@@ -259,8 +259,8 @@ def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, once: dict
     time.sleep(1)
     second = start(project, RANK="1", LOCAL_RANK="1", **shared)
     for process in (first, second):
-        said = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, said
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
     assert files(project) == once
 
 
@@ -287,10 +287,10 @@ def kill_and_go_on(project: Path, seed: int, processes: int, once: dict[str, byt
         killed(project, rng, lambda most=most: count_begun(folder) >= most)  # type: ignore[misc]
         before = len(shards_of(folder))
     done = len([*folder.rglob("shard-*.json")])
-    said = run_apart(project)
+    output = run_apart(project)
     assert files(project) == once
     if done and processes == 1:
-        assert f"resumed: {done} of " in said
+        assert f"resumed: {done} of " in output
 
 
 def count_begun(folder: Path) -> int:
@@ -389,8 +389,8 @@ def test_pickles_are_refused_with_the_way_out(
     project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
 ) -> None:
     specforge(made, tmp_path / "given", save=torch.save)
-    said = refused(project, **{"import": str(tmp_path / "given")})
-    assert "pickles, which run code when they are read; convert each" in said and "save_file" in said
+    message = refused(project, **{"import": str(tmp_path / "given")})
+    assert "pickles, which run code when they are read; convert each" in message and "save_file" in message
 
 
 def one_record(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -400,7 +400,7 @@ def one_record(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda r: {**r, "hidden_state": r["hidden_state"] * float("nan")}, "holds NaN or infinity, expected finite"),
         (lambda r: {**r, "hidden_state": r["hidden_state"][:, :, 1:]}, "of another model, or of other layers"),
@@ -411,13 +411,13 @@ def one_record(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     ids=["NaN", "another width", "another length", "other ids", "no features"],
 )
 def test_wrong_records_are_refused_by_name(
-    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path, change: Callable, said: str
+    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path, change: Callable, message: str
 ) -> None:
     specforge(made, tmp_path / "given")
     path, record = one_record(tmp_path / "given")
     save_file({k: v.contiguous() for k, v in change(record).items()}, path)
-    message = refused(project, **{"import": str(tmp_path / "given")})
-    assert said in message and (str(path) in message or "has no hidden states" in said)
+    output = refused(project, **{"import": str(tmp_path / "given")})
+    assert message in output and (str(path) in output or "has no hidden states" in message)
 
 
 def test_an_altered_import_of_ours_is_refused(
@@ -429,6 +429,6 @@ def test_an_altered_import_of_ours_is_refused(
         if name == "train/shard-00000.safetensors":
             spoilt[-100] ^= 1
         (tmp_path / "given" / name).write_bytes(spoilt)
-    said = refused(project, **{"import": str(tmp_path / "given")})
-    assert "given/train/shard-00000.safetensors: row train." in said and "does not match its checksum" in said
+    message = refused(project, **{"import": str(tmp_path / "given")})
+    assert "given/train/shard-00000.safetensors: row train." in message and "does not match its checksum" in message
     assert "expected a folder, found none" in refused(project, **{"import": "nowhere"})

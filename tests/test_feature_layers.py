@@ -128,12 +128,12 @@ def test_stored_features_are_the_hidden_states_of_transformers(
         extract_hiddens.main()
     k, itemsize = len(layers), {"float32": 4, "bfloat16": 2, "fp8": 1}[dtype]
     token = (k + 1) * H * itemsize + (4 * (k + 1) if dtype == "fp8" else 0) + 4
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == (
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
         f"a token has features of {k} layers, the streams entering blocks {layers}, and its last hidden state: "
         f"{token} bytes in {dtype}"
     )
-    assert f" tokens x {token} bytes = " in said[1]
+    assert f" tokens x {token} bytes = " in lines[1]
     model = AutoModelForCausalLM.from_pretrained(project / "tiny", dtype=torch.float32).eval()
     count = 0
     for split in ("train", "eval"):
@@ -374,14 +374,14 @@ def test_layers_of_a_block_draft_that_are_not_stored_are_refused_before_anything
     keys = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 4}
     with chdir(project):
         p = schema.load_params()
-        for layers, said in (
+        for layers, message in (
             (None, None),
             ([2, 4], None),
             ([2, 3, 5], r"b\.feature_layers is \[2, 3, 5\].*add 3, 5 there"),
         ):
             segment = BlockSegment.model_validate(keys | {"feature_layers": layers})
             train = p.train_draft.model_copy(update={"checkpoints": {"b": segment}})
-            with pytest.raises(ValueError, match=said) if said else nullcontext():
+            with pytest.raises(ValueError, match=message) if message else nullcontext():
                 checks.check_feature_layers(p.model_copy(update={"train_draft": train}), EAGLE3, EAGLE3)
 
 

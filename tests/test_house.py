@@ -113,10 +113,12 @@ def test_no_message_says_to_remove_what_the_user_made(file: str) -> None:
     """Bug: `delete FOLDER and run ...` was said of the user's own import folder, and of lines of their data."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Raise) and node.exc and file not in MAY_BE_REMOVED:
-            said = " ".join(
+            message = " ".join(
                 n.value for n in ast.walk(node.exc) if isinstance(n, ast.Constant) and isinstance(n.value, str)
             )
-            assert not re.search(r"\b(delete|remove|erase|rm|unlink)\b", said, re.I), f"{file}:{node.lineno}: {said}"
+            assert not re.search(r"\b(delete|remove|erase|rm|unlink)\b", message, re.I), (
+                f"{file}:{node.lineno}: {message}"
+            )
 
 
 def test_init_files_are_empty() -> None:

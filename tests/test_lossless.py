@@ -188,8 +188,8 @@ def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token
 
 def test_margin_is_the_gap_between_the_two_best_logits(engines, model, prompts) -> None:
     logits = model(torch.tensor([prompts[0]])).logits[0].sort(descending=True).values
-    for said in (0, 1, 3):
-        left = len(prompts[0]) - said
-        assert engines["e000"].measure_margin(prompts[0][:left], prompts[0][left:]) == pytest.approx(
+    for num_output in (0, 1, 3):
+        split = len(prompts[0]) - num_output
+        assert engines["e000"].measure_margin(prompts[0][:split], prompts[0][split:]) == pytest.approx(
             (logits[-1, 0] - logits[-1, 1]).item(), abs=1e-4
         )

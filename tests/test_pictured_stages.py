@@ -258,8 +258,8 @@ def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
         conversations.write_table(
             project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
         )
-    said = refused(project, **{"import": str(tmp_path / "given")})
-    assert "expected 0 image tokens" in said
+    message = refused(project, **{"import": str(tmp_path / "given")})
+    assert "expected 0 image tokens" in message
 
 
 def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:

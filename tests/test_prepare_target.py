@@ -55,8 +55,8 @@ def test_how_pictures_are_cut_is_pinned_with_the_target(tmp_path: Path) -> None:
     model, _ = save("qwen3-vl", tmp_path)
     before = prepare_target.describe_target("mine", None, model.config, tmp_path, None)
     assert before.modality == "image"
-    said = tmp_path / "preprocessor_config.json"
-    said.write_text(said.read_text().replace("16384", "4096"))
+    settings_file = tmp_path / "preprocessor_config.json"
+    settings_file.write_text(settings_file.read_text().replace("16384", "4096"))
     after = prepare_target.describe_target("mine", None, model.config, tmp_path, None)
     assert after.config_digest != before.config_digest and after.tokenizer_digest == before.tokenizer_digest
 
@@ -237,9 +237,9 @@ def test_the_tables_of_every_kind_of_target_agree(
         }[kind]()
         pinned(tmp_path, monkeypatch, model)
     prepare_target.main()
-    said = capsys.readouterr()
-    assert "not compared" not in said.out and "note" not in said.out
-    assert "UNEXPECTED" not in said.err + said.out
+    output = capsys.readouterr()
+    assert "not compared" not in output.out and "note" not in output.out
+    assert "UNEXPECTED" not in output.err + output.out
 
 
 def test_a_mask_token_of_a_block_segment_is_refused_where_texts_use_it(

@@ -91,7 +91,7 @@ def test_the_target_saw_them(project: Path) -> None:
         text = processor.tokenizer.decode(row["prompt_ids"])
         while PAD + PAD in text:
             text = text.replace(PAD + PAD, PAD)
-        said = []
+        contents = []
         for pictures in (
             [Image.open(p).convert("RGB") for p in row["images"]],
             [Image.open(p).convert("RGB").point(lambda x: 255 - x) for p in row["images"]],
@@ -99,9 +99,9 @@ def test_the_target_saw_them(project: Path) -> None:
             inputs = processor(images=pictures, text=[text], return_tensors="pt")
             assert inputs["input_ids"][0].tolist() == row["prompt_ids"]
             out = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=end)
-            said.append(out[0, len(row["prompt_ids"]) :].tolist())
-        assert row["answer_ids"] == said[0]
-        changed += said[0] != said[1]
+            contents.append(out[0, len(row["prompt_ids"]) :].tolist())
+        assert row["answer_ids"] == contents[0]
+        changed += contents[0] != contents[1]
     assert changed
 
 
@@ -177,8 +177,8 @@ def test_keep_prompts_as_the_target_would_be(project: Path) -> None:
     assert rows.select(columns).equals(before["train"].select(columns))
     for row in rows.to_dicts():
         name, _, turn = row["id"].rpartition(".")
-        said = [m["content"] for m in data[name]["messages"] if m["role"] == "assistant"][int(turn)]
-        assert tokenizer.decode(row["answer_ids"]) == f"{said}<|im_end|>"
+        answer = [m["content"] for m in data[name]["messages"] if m["role"] == "assistant"][int(turn)]
+        assert tokenizer.decode(row["answer_ids"]) == f"{answer}<|im_end|>"
     assert answers(project, "eval").equals(before["eval"])
 
 

@@ -21,10 +21,10 @@ def load_of(accepted: dict[str, int]) -> LoadResult:
     """Every request answered in ten cycles."""
     records = []
     for name, drafts in accepted.items():
-        told = spec_counters.AcceptanceCounts(10, drafts, True, [10, 0, 0, 0])
+        counts = spec_counters.AcceptanceCounts(10, drafts, True, [10, 0, 0, 0])
         records.append(
             latency.RequestRecord(
-                f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=told
+                f"{name}#0", 0.0, 0.0, 1.0, [(0.5, 1), (1.0, 9)], True, 3, 10, "stop", None, counts=counts
             )
         )
     return LoadResult("sglang", records, 1, {}, [], None, {})

@@ -149,12 +149,12 @@ def test_no_end_token_stops_the_clock(project: Path) -> None:
 
 
 def test_a_median_forgives_a_stray_second() -> None:
-    told = timing_grid.summarise_times("cycle_s", [0.010, 0.011, 0.010, 1.0, 0.009, 0.010, 0.011, 0.010])
-    assert told["cycle_s"] == pytest.approx(0.010) and 0 < told["error"] < 0.1 and told["samples"] == 8
+    estimate = timing_grid.summarise_times("cycle_s", [0.010, 0.011, 0.010, 1.0, 0.009, 0.010, 0.011, 0.010])
+    assert estimate["cycle_s"] == pytest.approx(0.010) and 0 < estimate["error"] < 0.1 and estimate["samples"] == 8
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"context": 25}, r"answers of 24 tokens in all, expected 25 \(time_trees.context\); lower it"),
         (
@@ -163,9 +163,9 @@ def test_a_median_forgives_a_stray_second() -> None:
         ),
     ],
 )
-def test_what_can_not_be_timed_is_refused(project: Path, keys: dict[str, int], said: str) -> None:
+def test_what_can_not_be_timed_is_refused(project: Path, keys: dict[str, int], message: str) -> None:
     edit_params(project, {"time_trees": keys})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         time_trees.main("e000")
 
 

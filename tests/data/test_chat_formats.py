@@ -258,8 +258,8 @@ def test_a_row_that_dangling_turns_trim_would_keep_says_so(turns: list[dict[str,
 )  # fmt: skip
 def test_a_null_answer_or_question_is_named(row: dict[str, Any], found: str | None, expected: str) -> None:
     """Bug: such a row was called one of another format, whose columns fix_data.columns could name."""
-    said, wanted = chat_formats.explain_unknown_format(row)
-    assert said == found and wanted.startswith(expected)
+    problem, wanted = chat_formats.explain_unknown_format(row)
+    assert problem == found and wanted.startswith(expected)
 
 
 @pytest.mark.parametrize("row", [{}, {"text": "x"}, {"messages": "x"}, {"prompt": ASK}, {"prompt": 5, "answer": SAY}])

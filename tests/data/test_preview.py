@@ -82,7 +82,7 @@ SCHEMA = "not of the schema data/tables/weather.yaml, set fix_data.tables to nul
 
 
 @pytest.mark.parametrize(
-    ("answers", "row", "said"),
+    ("answers", "row", "line"),
     [
         ("toon", {"prompt": "q", "answer": "Sunny."}, f"; if the answers are {TEXT}; if they are {SCHEMA}"),
         ("toon", {"prompt": "q", "answer": CUT_TABLE}, f"; if the answers are {SCHEMA}; if they are {TEXT}"),
@@ -93,7 +93,7 @@ SCHEMA = "not of the schema data/tables/weather.yaml, set fix_data.tables to nul
     ],
 )  # fmt: skip
 def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(
-    answers: str, row: dict[str, str | None], said: str, home: Path, capsys: pytest.CaptureFixture[str]
+    answers: str, row: dict[str, str | None], line: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: it named fix_data.columns where all answers were prose and fix_data.answers is toon."""
     tables = "data/tables/weather.yaml" if answers == "toon" else None
@@ -102,13 +102,13 @@ def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(
     Path("z.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(SystemExit):
         preview.main("5", "z.jsonl")
-    assert capsys.readouterr().out.splitlines()[-1] == f"docs/data.md says what each reason means{said}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"docs/data.md says what each reason means{line}"
 
 
 def test_turns_with_other_keys_or_roles_are_described(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: `not_text` and `unknown_role` with the beginning of the row, and nothing on what is accepted."""
-    said = {"role": "assistant", "content": "yes"}
-    rows = [[{"who": "Ann", "says": "Why?"}, said], [{"role": "customer", "content": "Why?"}, said]]
+    answer = {"role": "assistant", "content": "yes"}
+    rows = [[{"who": "Ann", "says": "Why?"}, answer], [{"role": "customer", "content": "Why?"}, answer]]
     Path("z.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
     with pytest.raises(SystemExit):
         preview.main("5", "z.jsonl")

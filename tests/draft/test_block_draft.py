@@ -113,7 +113,7 @@ def test_frequencies_stay_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"method": "dflash3"}, "method is 'dflash3', expected one of dflash, dflash2, dspark"),
         ({"block_size": 1}, "block_size is 1, expected at least 2"),
@@ -129,6 +129,6 @@ def test_frequencies_stay_in_float32() -> None:
         (METHOD_OPTIONS["dflash2"] | {"selector_top_k": 24}, "expected at most the 23 tokens"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused(changes: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_config_that_cannot_be_served_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         BlockDraft(replace(CONFIG, **changes))

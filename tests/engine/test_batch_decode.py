@@ -68,9 +68,9 @@ def asks(count: int = 9, **more: Any) -> list[DecodeRequest]:
     return [DecodeRequest(p, m, **more) for p, m in zip(prompts[:count], limits, strict=False)]
 
 
-def steps(told: Any, count: int) -> list[list[DecodeStep]]:
+def steps(updates: Any, count: int) -> list[list[DecodeStep]]:
     found: list[list[DecodeStep]] = [[] for _ in range(count)]
-    for some in told:
+    for some in updates:
         for number, step in some:
             if step is not None:
                 found[number].append(step)
@@ -331,9 +331,9 @@ def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPa
 
 def test_passes_leave_the_attention_as_it_was(engine: Engine) -> None:
     before = engine.decoder.config._attn_implementation
-    told = engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8))
-    next(told)
-    told.close()
+    updates = engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8))
+    next(updates)
+    updates.close()
     list(engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8)))
     assert engine.decoder.config._attn_implementation == before == "sdpa"
 

@@ -168,9 +168,11 @@ def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tupl
 
 @pytest.mark.parametrize("layers", [[1, 3], [1, 2, 3, 4], [1, 3, 4], [-1, 2, 3]])
 def test_features_that_the_draft_can_not_read_are_refused_before_the_first_token(model: Any, layers: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"reads 3 feature layers of the target, expected as many ids below 4") as told:
+    with pytest.raises(
+        ValueError, match=r"reads 3 feature layers of the target, expected as many ids below 4"
+    ) as error:
         Engine(model, [END], layers, draft())
-    assert str(layers) in str(told.value)
+    assert str(layers) in str(error.value)
 
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(VOCAB + 1, 64), (VOCAB, 32)])

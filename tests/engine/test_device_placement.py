@@ -107,15 +107,15 @@ def test_memory_is_said_as_it_is_taken() -> None:
 
     model = test_decode.model.__wrapped__()
     engine, tree = Engine(model, [7], [1, 2, 3], draft()), TreeShape(5, 4, 16)
-    said = estimate_memory(engine, 100, 3, tree)
-    assert said.cache_tokens == 3 * 256 and said.cache == said.cache_tokens * 1280
+    estimated = estimate_memory(engine, 100, 3, tree)
+    assert estimated.cache_tokens == 3 * 256 and estimated.cache == estimated.cache_tokens * 1280
     asks = [DecodeRequest([1] * 60, 40)] * 4
     list(engine.decode_batch(asks, 3, tree))
     (slots,) = engine.slots.idle
     kept = slots.target_cache.nbytes + slots.draft_keys.nbytes + slots.draft_values.nbytes
-    assert kept == said.cache
-    assert said.target == sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
-    assert str(said).endswith(format_bytes(said.total)) and "768 tokens" in str(said)
+    assert kept == estimated.cache
+    assert estimated.target == sum(p.nbytes for p in [*model.parameters(), *model.buffers()])
+    assert str(estimated).endswith(format_bytes(estimated.total)) and "768 tokens" in str(estimated)
     less = [
         estimate_memory(engine, 100, 1, None),
         estimate_memory(engine, 100, 64, tree),
@@ -123,11 +123,11 @@ def test_memory_is_said_as_it_is_taken() -> None:
     ]
     assert less[0].activations < less[1].activations < less[2].activations
     assert estimate_memory(engine, 200, 1, None).activations > less[0].activations
-    said.check(said.cache + said.activations, torch.device("cpu"))
+    estimated.check(estimated.cache + estimated.activations, torch.device("cpu"))
     with pytest.raises(
         ValueError, match=r"are needed beside the weights, cpu has \S+ \S+ left \(\S+ \S+ of the target"
     ):
-        said.check(said.cache + said.activations - 1, torch.device("cpu"))
+        estimated.check(estimated.cache + estimated.activations - 1, torch.device("cpu"))
     assert MemoryEstimate(1 << 30, 0, 1 << 29, 7, 0).total == 3 << 29
     how = SamplingParams(0.7, 0.9, 5, 1)
     assert list(engine.decode_batch([ask._replace(sampling=how) for ask in asks], 3, tree))

@@ -161,7 +161,7 @@ def test_a_missing_raw_file_is_named_with_its_key(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([], r"it has no lines\); add some, or give another path$"),
         ([row(ASK, "I don't know."), row(ASK, CUT)], "row_width 1.*set fix_data.answers: text"),
@@ -170,10 +170,10 @@ def test_a_missing_raw_file_is_named_with_its_key(home: Path) -> None:
         ([{"Frage": "a"}] * 2 + [row(ASK, CUT)], r"unknown_format 2, .*\); 2 rows are of no known format, first .* row 0: "),
     ],
 )  # fmt: skip
-def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], said: str) -> None:
+def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], message: str) -> None:
     """Bug: whatever the most rows were dropped for, the advice was on TOON answers."""
     write_raw(rows)
-    with pytest.raises(ValueError, match=f"found none .*{said}"):
+    with pytest.raises(ValueError, match=f"found none .*{message}"):
         fix_data.main()
 
 

@@ -77,11 +77,11 @@ def test_where_turns_have_other_roles_the_message_says_what_was_found_and_expect
     """Bug: users whose turns have the roles of their own export were advised to change the schema of tables."""
     unknown = [{"messages": [{"role": "customer", "content": f"{n}?"}]} for n in range(30)]
     write_raw(unknown)
-    told = r"row 0: the role of turn 1 is a text, 'customer', expected under the key role \(or from\) one of system, developer"
-    with pytest.raises(ValueError, match=rf"found none \(unknown_role 30\); first .*{told}"):
+    message = r"row 0: the role of turn 1 is a text, 'customer', expected under the key role \(or from\) one of system, developer"
+    with pytest.raises(ValueError, match=rf"found none \(unknown_role 30\); first .*{message}"):
         fix_data.main()
     write_raw([*unknown, *questions(25)])
-    with pytest.raises(ValueError, match=rf"30 of 55 rows .*:\n  unknown_role 30, first .*{told}"):
+    with pytest.raises(ValueError, match=rf"30 of 55 rows .*:\n  unknown_role 30, first .*{message}"):
         fix_data.main()
 
 

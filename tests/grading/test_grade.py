@@ -88,8 +88,8 @@ def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
 
 @needs_sandbox
 def test_a_bare_completion_ends_where_its_body_does() -> None:
-    said = "    return [2 * n for n in numbers]\n\nprint(double_all([1]))\nI hope this helps!"
-    assert grade.grade_answer(reference(PROBLEMS[0]), said)
+    program = "    return [2 * n for n in numbers]\n\nprint(double_all([1]))\nI hope this helps!"
+    assert grade.grade_answer(reference(PROBLEMS[0]), program)
 
 
 @needs_sandbox

@@ -265,9 +265,9 @@ def test_no_program_runs_on_a_kernel_that_lacks_a_protection(
     mine = tmp_path / "mine"
     mine.touch()
     removes = f"import os\nos.unlink({str(mine)!r})"
-    [said] = run_on_kernel_without(*protections, programs=[removes], allow=False)
-    assert found in said["refused"] and "expected Landlock ABI 3" in said["refused"]
-    assert "set benchmark.allow_unsandboxed_code to true" in said["refused"]
+    [line] = run_on_kernel_without(*protections, programs=[removes], allow=False)
+    assert found in line["refused"] and "expected Landlock ABI 3" in line["refused"]
+    assert "set benchmark.allow_unsandboxed_code to true" in line["refused"]
     assert mine.exists()
 
 

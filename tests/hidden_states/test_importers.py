@@ -44,6 +44,6 @@ def test_a_broken_import_is_not_said_to_be_removed(tmp_path: Path, spoil: Callab
             for given in [importers.find_hidden_states(tmp_path, heads, [2, 3, 4], H)]
             for head in heads.values()
         ]
-    said = str(error.value)
-    assert not re.search(r"delete|remove|dvc repro", said)
-    assert str(tmp_path) in said and "copy it again from where it was made" in said
+    message = str(error.value)
+    assert not re.search(r"delete|remove|dvc repro", message)
+    assert str(tmp_path) in message and "copy it again from where it was made" in message

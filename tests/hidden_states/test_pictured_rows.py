@@ -72,10 +72,10 @@ def test_pictures_take_what_is_said(tmp_path: Path, dtype: torch.dtype, itemsize
     tokens, pieces = sum(LENGTHS), sum(PICTURES)
     by_hand = tokens * (4 * H * itemsize + 4 * scale + 4 + 12) + 2 * -(-tokens // 8) + pieces * (H * itemsize + scale)
     assert by_hand <= shards(tmp_path)[0].stat().st_size <= by_hand + 960  # the header names seven tensors, or ten
-    said = tokens * format.count_token_bytes(3, H, dtype, is_multimodal=True) + pieces * format.count_visual_bytes(
+    num_bytes = tokens * format.count_token_bytes(3, H, dtype, is_multimodal=True) + pieces * format.count_visual_bytes(
         H, dtype
     )
-    assert said == pytest.approx(by_hand, abs=2)
+    assert num_bytes == pytest.approx(by_hand, abs=2)
 
 
 def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:

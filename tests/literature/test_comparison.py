@@ -21,13 +21,13 @@ def find_row(name: str, metric: str = "tau") -> published.PublishedRow:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "said"), [(1.0, ["drafts sampled there"]), (0.0, ["temperature 1.0 against 0.0"])]
+    ("temperature", "obstacles"), [(1.0, ["drafts sampled there"]), (0.0, ["temperature 1.0 against 0.0"])]
 )
-def test_sampled_drafts_are_not_compared_with_greedy_ones(temperature: float, said: list[str]) -> None:
+def test_sampled_drafts_are_not_compared_with_greedy_ones(temperature: float, obstacles: list[str]) -> None:
     """At temperature 0 both draft alike; that the temperature differs is an obstacle of its own."""
     cell = timed_cell("t7_1_8").model_copy(update={"temperature": temperature})
     found = list(comparison.list_obstacles(find_row("dspark-paper"), cell, same_definition=True))
-    assert [one.split(",")[0].split(";")[0] for one in found] == said
+    assert [one.split(",")[0].split(";")[0] for one in found] == obstacles
 
 
 def test_greedy_accepted_lengths_can_be_compared_once_their_definition_is_assumed() -> None:

@@ -140,7 +140,7 @@ def change(key_path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("key_path", "value", "said"),
+    ("key_path", "value", "message"),
     [
         ("title", ..., "found no title"),
         ("title", 3, "title: expected words, found 3"),
@@ -181,9 +181,9 @@ def change(key_path: str, value: Any) -> dict[str, Any]:
         ("tables.0.rows", [["t8_2_16", float("inf"), None]], "tau: expected a number"),
     ],
 )
-def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, said: str) -> None:
+def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: str) -> None:
     path = written(tmp_path, change(key_path, value))
-    with pytest.raises(ValueError, match=said) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         published.read_publication(path)
     assert "small.yaml" in str(raised.value)
 
@@ -206,9 +206,9 @@ def test_a_csv_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "points.csv").write_text('config,tau\n"8,3,1,4",2.5\n')
     (row,) = published.read_publication(path).rows
     assert (row.setting.batch, row.setting.tree, row.value) == (8, "t3_1_4", 2.5)
-    for line, said in {'"8,3,1",2.5': "expected batch,num_steps", '"8,3,1,4",': "expected a number"}.items():
+    for line, message in {'"8,3,1",2.5': "expected batch,num_steps", '"8,3,1,4",': "expected a number"}.items():
         (tmp_path / "points.csv").write_text(f"config,tau\n{line}\n")
-        with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{said}"):
+        with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{message}"):
             published.read_publication(path)
 
 

@@ -6,7 +6,7 @@ from stages.params.byte_size import GIB, format_bytes
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "text"),
     [
         (0, "0 B"),
         (1023, "1023 B"),
@@ -18,5 +18,5 @@ from stages.params.byte_size import GIB, format_bytes
         (3000 * GIB, "3,000 GiB"),
     ],
 )
-def test_a_size_has_the_unit_that_fits(count: float, said: str) -> None:
-    assert format_bytes(count) == said
+def test_a_size_has_the_unit_that_fits(count: float, text: str) -> None:
+    assert format_bytes(count) == text

@@ -58,7 +58,7 @@ def test_a_block_drafts_layers_that_are_not_stored_are_refused_before_any_stage(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("chat", r"target\.chat_template is chat, expected .* templates/, which has broken\.jinja, own\.jinja;"),
         ("onw.jinja", r"target\.chat_template is onw\.jinja \(did you mean own\.jinja\?\), expected the name of a file in"),
@@ -66,7 +66,7 @@ def test_a_block_drafts_layers_that_are_not_stored_are_refused_before_any_stage(
         ("latin.jinja", r"templates/latin\.jinja is not UTF-8 text"),
     ],
 )  # fmt: skip
-def test_a_chat_template_that_is_not_there_or_no_template_is_refused_before_any_stage(name: str, said: str) -> None:
+def test_a_chat_template_that_is_not_there_or_no_template_is_refused_before_any_stage(name: str, message: str) -> None:
     """Bug: prepare_target found it, after fix_data."""
     Path("templates").mkdir()
     Path("templates/broken.jinja").write_text("{% for m in messages %}\n{{ m.content }")
@@ -77,7 +77,7 @@ def test_a_chat_template_that_is_not_there_or_no_template_is_refused_before_any_
     set_value(("target", "chat_template"), "own.jinja")
     checks.check_target(schema.load_params())
     set_value(("target", "chat_template"), name)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         checks.check_target(schema.load_params())
 
 
@@ -211,7 +211,7 @@ def test_a_file_has_the_columns_of_the_name_that_fits_it(
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         (
             {"b.cvs": ASKED},
@@ -224,12 +224,12 @@ def test_a_file_has_the_columns_of_the_name_that_fits_it(
         ),
     ],
 )
-def test_a_name_of_columns_that_fits_no_file_is_refused_before_any_stage(columns: dict[str, Any], said: str) -> None:
+def test_a_name_of_columns_that_fits_no_file_is_refused_before_any_stage(columns: dict[str, Any], message: str) -> None:
     Path("data/raw").mkdir(parents=True)
     for name in ("a.csv", "b.csv", ".hidden"):
         Path("data/raw", name).touch()
     set_values({("fix_data", "raw"): "data/raw", ("fix_data", "columns"): columns})
-    with pytest.raises(ValueError, match=rf"^params\.yaml: fix_data\.{said}"):
+    with pytest.raises(ValueError, match=rf"^params\.yaml: fix_data\.{message}"):
         checks.check_column_files(schema.load_params())
 
 

@@ -17,12 +17,14 @@ every_key = pytest.mark.parametrize("key_path", LEAVES, ids=".".join)
 @every_key
 def test_a_missing_key_is_named(key_path: tuple[str, ...]) -> None:
     set_value(key_path, ...)
-    said = f"{'.'.join(key_path)}: missing; the code holds no defaults, so write it"
+    message = f"{'.'.join(key_path)}: missing; the code holds no defaults, so write it"
     (line,) = problems()
     if key_path[:2] in NAMED_BY_USER:
-        assert line.startswith(said) and f"; {'.'.join(key_path[:-1])} has the keys " in line and key_path[-1] in line
+        assert (
+            line.startswith(message) and f"; {'.'.join(key_path[:-1])} has the keys " in line and key_path[-1] in line
+        )
     else:
-        assert line == f"{said} (git show HEAD:params.yaml has one)"
+        assert line == f"{message} (git show HEAD:params.yaml has one)"
 
 
 def test_a_missing_key_of_what_the_user_has_named_is_not_looked_for_in_the_last_commit() -> None:

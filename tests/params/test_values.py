@@ -296,7 +296,7 @@ def test_a_range_of_ports_is_a_server_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("urls", "said"),
+    ("urls", "message"),
     [
         (["http://gpu1:6007-6000"], "http://gpu1:6007-6000 is no range of ports, expected the lower port first, both from 1 to"),
         (["http://gpu1:6000-60000"], "http://gpu1:6000-60000 is no range of ports"),
@@ -304,15 +304,15 @@ def test_a_range_of_ports_is_a_server_each() -> None:
         (["http://gpu1:6000-6002", "http://gpu1:6001/v1"], "names http://gpu1:6001 twice; name each server once"),
     ],
 )  # fmt: skip
-def test_wrong_ports_and_servers_named_twice_are_found_when_params_are_read(urls: list[str], said: str) -> None:
+def test_wrong_ports_and_servers_named_twice_are_found_when_params_are_read(urls: list[str], message: str) -> None:
     """Bug: sample_target found them when it had loaded the target's tokenizer, and `aerie stale` said nothing."""
     set_value(("sample_target", "server", "base_urls"), urls)
     (line,) = problems()
-    assert line.startswith(f"sample_target.server.base_urls: {said}")
+    assert line.startswith(f"sample_target.server.base_urls: {message}")
 
 
 @pytest.mark.parametrize(
-    ("urls", "said"),
+    ("urls", "message"),
     [
         ({"baseline": "http://gpu2:0"}, ".baseline: http://gpu2:0 has no such port, expected one from 1 to 65535"),
         (
@@ -322,9 +322,9 @@ def test_wrong_ports_and_servers_named_twice_are_found_when_params_are_read(urls
     ],
 )
 def test_wrong_ports_and_a_server_of_two_configurations_are_found_when_params_are_read(
-    urls: dict[str, str], said: str
+    urls: dict[str, str], message: str
 ) -> None:
     """Bug: only the running cell found them, the second of them after the first was measured."""
     set_value(("benchmark_served", "server", "base_urls"), urls)
     (line,) = problems()
-    assert line.startswith(f"benchmark_served.server.base_urls{said}")
+    assert line.startswith(f"benchmark_served.server.base_urls{message}")

@@ -217,7 +217,7 @@ def lose_shard(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (remove_template, "target.model models/mine has no chat template, expected one in its"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "target.model models/mine has no tokenizer, expected one of"),
@@ -228,7 +228,7 @@ def lose_shard(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_files_that_a_local_target_lacks_are_problems_before_a_run(
-    home: Path, damage: Callable[[Path], None], said: str
+    home: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     """Bug: prepare_target named them, after fix_data, and doctor nothing."""
     target = home / "models/mine"
@@ -236,7 +236,7 @@ def test_files_that_a_local_target_lacks_are_problems_before_a_run(
     edit_params(home, {"target": {"model": "models/mine", "watch": "models"}})
     damage(target)
     (found,) = refuse_run()
-    assert said in found
+    assert message in found
 
 
 def test_a_folder_that_can_not_be_written_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,12 +203,12 @@ def test_a_disk_that_is_read_only_or_full_is_one_line(done: Project, tmp_path: P
     (done.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
     edit_title()  # so that DVC is asked
     (tmp_path / "full").mkdir()
-    for limit, said in (
+    for limit, message in (
         (READ_ONLY, r".+: Read-only file system; mount its"),
         (FULL, "the disk is full, or its quota used: "),
     ):
         status, line = limited(limit, tmp_path / "full", *words)
-        assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {said}", line), line
+        assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {message}", line), line
 
 
 @pytest.mark.parametrize("words", [["stale"], ["run"], ["doctor"]])
@@ -220,11 +220,11 @@ def test_a_cache_of_hashes_that_is_read_only_is_one_line(
     site = f"mount --bind {tmp_path}/site {tmp_path}/site && mount -o remount,ro,bind {tmp_path}/site && "
     # doctor's estimate is a fork; it does not ask DVC.
     forks = {fork_server.ADDRESS_VARIABLE: request.getfixturevalue("torch_server")} if words == ["doctor"] else {}
-    status, said = limited(site, tmp_path, *words, **forks)
-    assert status == 1 and "Traceback" not in said, said
-    told = [line for line in said.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
-    assert len(told) == 1 and "DVC_SITE_CACHE_DIR names another folder" in told[0], said
-    assert words == ["doctor"] or said.splitlines() == told
+    status, output = limited(site, tmp_path, *words, **forks)
+    assert status == 1 and "Traceback" not in output, output
+    lines = [line for line in output.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
+    assert len(lines) == 1 and "DVC_SITE_CACHE_DIR names another folder" in lines[0], output
+    assert words == ["doctor"] or output.splitlines() == lines
 
 
 def test_a_table_on_a_read_only_disk_is_printed_with_a_note(done: Project, tmp_path: Path) -> None:
@@ -232,10 +232,10 @@ def test_a_table_on_a_read_only_disk_is_printed_with_a_note(done: Project, tmp_p
     edit_title()
     (done.root / "results/report").mkdir(parents=True)
     (done.root / "results/report/table.txt").write_text("a table\n")
-    status, said = limited(READ_ONLY, tmp_path, "table")
-    assert (status, said.splitlines()[0]) == (0, "a table"), said
+    status, output = limited(READ_ONLY, tmp_path, "table")
+    assert (status, output.splitlines()[0]) == (0, "a table"), output
     assert re.match(
-        "note: it is not known whether this is of params.yaml as it is now: .*Read-only", said.splitlines()[1]
+        "note: it is not known whether this is of params.yaml as it is now: .*Read-only", output.splitlines()[1]
     )
 
 
@@ -247,22 +247,22 @@ def test_what_is_known_to_be_fresh_needs_no_memo(done: Project, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "told"),
+    ("right", "wrong", "message"),
     [
         ("min_tau:", "min_tua:", "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)"),
         ("t5_4_16, t10_2_32", "t8_9_2_16, t10_2_32", "benchmark.trees"),
         ("raw: raw.csv", "raw: row.csv", "fix_data.raw is row.csv, which does not exist"),
     ],
 )
-def test_stale_refuses_wrong_parameters_as_a_run_does(done: Project, right: str, wrong: str, told: str) -> None:
+def test_stale_refuses_wrong_parameters_as_a_run_does(done: Project, right: str, wrong: str, message: str) -> None:
     """Bug: a misspelt key or tree passed; DVC tracks values and knows of no schema."""
     valid = Path("params.yaml").read_text()
     assert right in valid and list(list_stale()) == ["nothing is stale"]
     Path("params.yaml").write_text(valid.replace(right, wrong))
-    with pytest.raises(ValueError, match=re.escape(told)) as by_run:
+    with pytest.raises(ValueError, match=re.escape(message)) as by_run:
         list(run_graph())
     for _ in range(2):  # an invalid file is never taken for a known one
-        with pytest.raises(ValueError, match=re.escape(told)) as by_stale:
+        with pytest.raises(ValueError, match=re.escape(message)) as by_stale:
             list(list_stale())
         assert str(by_stale.value) == str(by_run.value)
     with pytest.raises(SystemExit, match=re.escape(f"aerie: {by_run.value}")):

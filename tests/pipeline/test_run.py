@@ -343,8 +343,8 @@ def test_what_next_leads_to_served_cells_and_then_to_the_costs_of_that_server() 
         read_steps(target=OWN_TARGET, benchmark=load, benchmark_served=served, serving_costs=costs),
         read_steps(benchmark_served=served),
     ]
-    told = [("benchmark_served.workloads" in text, "serving_costs.workloads" in text) for text in steps]
-    assert told == [(True, False), (False, True), (False, False), (False, False)]
+    mentions = [("benchmark_served.workloads" in text, "serving_costs.workloads" in text) for text in steps]
+    assert mentions == [(True, False), (False, True), (False, False), (False, False)]
 
 
 def test_what_next_knows_the_data_of_the_repository() -> None:

@@ -43,10 +43,10 @@ def test_an_imported_draft_is_described(tmp_path: Path, monkeypatch: pytest.Monk
         "method": "eagle3", "draft_parameters": 270848, "draft_vocab_size": 320, "rope_theta": 1e6, "notes": [], "options": {},
     }  # fmt: skip
     write("results/train/hub.json", report)
-    told = "eagle3, 270,848 parameters, draft vocabulary 320, rope_theta 1,000,000"
-    assert summarise_stage("import_draft@hub") == told
+    line = "eagle3, 270,848 parameters, draft vocabulary 320, rope_theta 1,000,000"
+    assert summarise_stage("import_draft@hub") == line
     write("results/train/hub.json", report | {"notes": ["few positions", "no t2d"]})
-    assert summarise_stage("import_draft@hub") == f"{told}; note: few positions; note: no t2d"
+    assert summarise_stage("import_draft@hub") == f"{line}; note: few positions; note: no t2d"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rows_out": "many"}'])

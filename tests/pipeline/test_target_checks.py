@@ -111,14 +111,14 @@ def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: 
         "train_draft": {"checkpoints": EAGLE3 | {"block": BLOCK}},
         "benchmark": {"checkpoints": ["e009", "block"], "trees": ["t7_1_8", "t8_2_16"]},
     })  # fmt: skip
-    told = "left out of benchmark: t8_2_16 with block: it is deeper than the 7 drafts of a block"
+    message = "left out of benchmark: t8_2_16 with block: it is deeper than the 7 drafts of a block"
     monkeypatch.setattr(dvc_graph, "ask_stale", dict)
-    assert list(commands.list_stale()) == [told, commands.NOTHING_STALE]
-    assert told in [each.found for each in doctor.check_all()]
+    assert list(commands.list_stale()) == [message, commands.NOTHING_STALE]
+    assert message in [each.found for each in doctor.check_all()]
     monkeypatch.setattr(dvc_graph, "explain_stale", lambda: {"report": ["new"]})
     monkeypatch.setattr(dvc_graph, "list_stages", lambda: {"report": []})
     lines = commands.run_graph()
-    assert [next(lines), next(lines)] == [told, "stale: report (new)"]
+    assert [next(lines), next(lines)] == [message, "stale: report (new)"]
     lines.close()  # before the first stage
 
 

@@ -80,7 +80,7 @@ def test_what_comes_back_from_the_cache_is_of_the_run_that_made_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "made_by", "now", "told"),
+    ("package", "made_by", "now", "is_noted"),
     [
         ("torch", "2.11.0", "2.13.0+cpu", True),
         ("torch", "2.13.0+cu130", "2.13.1+cpu", False),
@@ -90,11 +90,11 @@ def test_what_comes_back_from_the_cache_is_of_the_run_that_made_it() -> None:
     ],
 )
 def test_a_release_is_torchs_minor_and_transformers_major_number(
-    package: str, made_by: str, now: str, told: bool
+    package: str, made_by: str, now: str, is_noted: bool
 ) -> None:
     run = StageRun("init_draft", AT, AT, {package: made_by}, 2.0, [], None)
     installed = {package: now} if package in versions.RELEASE_PARTS else NOW
-    assert bool(versions._list_other_versions(run, installed)) == told
+    assert bool(versions._list_other_versions(run, installed)) == is_noted
 
 
 def test_log_and_lock_are_read_only_where_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,8 @@ def test_stale_warns_of_other_versions_although_nothing_is_stale(
     Path("raw.csv").touch()
     ran("init_draft", torch="1.13.1")
     cli.run_command_line(["stale"])
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("made by other versions: init_draft (torch 1.13.1") and told[1:] == ["nothing is stale"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("made by other versions: init_draft (torch 1.13.1") and lines[1:] == ["nothing is stale"]
 
 
 def test_a_run_that_ends_well_is_logged_and_a_broken_line_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,9 +236,9 @@ def test_simulated_costs_say_which_tree_to_launch_at_each_concurrency(
     assert [(row.concurrency, row.enable) for row in mine] == [(1, True), (8, True), (32, False)]
     (limit,) = json.loads(prediction.LAUNCH_FILE.read_text())["limits"]
     assert (limit["workload"], limit["enabled"], limit["off_above"]) == ("load", [1, 8], 8)
-    said = "sglang, load, 100 tokens: turn speculation off above 8 at once: at 32 no tree's interval lies above 1"
+    line = "sglang, load, 100 tokens: turn speculation off above 8 at once: at 32 no tree's interval lies above 1"
     page = words(report.PAGE_FILE.read_text())
-    assert said in printed and said.replace("'", "&#39;") in page.replace("'", "&#39;")
+    assert line in printed and line.replace("'", "&#39;") in page.replace("'", "&#39;")
     assert "Speedup by tree and concurrency" in page and "acceptance was simulated, 3.0 tokens a cycle" in page
 
 
@@ -280,10 +280,10 @@ def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
     decode("e009", "t8_2_16", slow=1.6)
     report.main()
     page = report.PAGE_FILE.read_text()
-    said = words(page)
+    text = words(page)
     count = len(project.benchmark.checkpoints) * len(project.benchmark.trees)
-    assert f"Of {count} cells, predictions are" in said
-    assert "1 of them disagree beyond both intervals: 8_2_16 at e009 (mostly C)." in said
+    assert f"Of {count} cells, predictions are" in text
+    assert "1 of them disagree beyond both intervals: 8_2_16 at e009 (mostly C)." in text
     assert page.count('<tr class="off">') == 1 and page.count(PICTURE) == PLOTS + 1
     assert not re.search(ELSEWHERE, page)
 
@@ -293,10 +293,10 @@ def test_cells_of_another_machine_are_not_held_against_predictions(project: sche
         decode("e009", tree, slow=3)
     timing_grid.write_timing_grid(costs.made_up(hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
     report.main()
-    said = words(report.PAGE_FILE.read_text())
-    assert "Predicted against measured" not in said
+    text = words(report.PAGE_FILE.read_text())
+    assert "Predicted against measured" not in text
     assert (
-        "its cells ran on another machine than the timing grid, cpu (Another CPU against Made-up CPU, 2 cores)" in said
+        "its cells ran on another machine than the timing grid, cpu (Another CPU against Made-up CPU, 2 cores)" in text
     )
 
 
@@ -323,10 +323,10 @@ def test_served_cells_tell_at_which_concurrency_to_speculate(
     } == {(True,) * 3}
     assert {row["checkpoint"] for row in rows} == {"e003", "e009"}  # of the same shapes, so of the same cost
     assert "vllm: not by costs of their own" in capsys.readouterr().out
-    said = words(report.PAGE_FILE.read_text())
+    text = words(report.PAGE_FILE.read_text())
     assert (
-        "sglang engine, sweep, 200 tokens with the draft of e009, 21 points:" in said
-        and "Of 21 cells, predictions are" in said
+        "sglang engine, sweep, 200 tokens with the draft of e009, 21 points:" in text
+        and "Of 21 cells, predictions are" in text
     )
 
 
@@ -364,6 +364,6 @@ def test_one_conversation_has_no_interval_anywhere_on_the_page(
     report.main()
     printed = capsys.readouterr().out
     assert "one prompt" in printed and "can't tell" in printed
-    said = words(report.PAGE_FILE.read_text())
-    assert "one prompt" in said and "are undecided: the prediction or the cell has no interval" in said
+    text = words(report.PAGE_FILE.read_text())
+    assert "one prompt" in text and "are undecided: the prediction or the cell has no interval" in text
     assert not any(row["enable"] for row in prediction.read_launch())

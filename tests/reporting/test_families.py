@@ -109,8 +109,8 @@ def test_families_stand_side_by_side_and_only_the_whole_chain_is_launched(
         "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", f"drafts/{NAME}/draft",
         "--speculative-num-draft-tokens", "6",
     ]  # fmt: skip
-    told = {"method": "dspark", "model": f"drafts/{NAME}/draft", "num_speculative_tokens": 5}
-    assert json.loads(flags["vllm"][1]) == told
+    config = {"method": "dspark", "model": f"drafts/{NAME}/draft", "num_speculative_tokens": 5}
+    assert json.loads(flags["vllm"][1]) == config
     assert "--speculative-algorithm DSPARK" in printed
 
 
@@ -127,8 +127,8 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     )
     assert f"+ {reason}\n" in printed and printed.count("torch engine only") == 1 and f"{reason}." in words(page)
     results = page[page.index(f"Results of {NAME} on eval") :]
-    told = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
-    assert [("torch engine only" in row, row.split()[0][:5]) for row in told] == [(False, "5_1_6"), (True, "3_2_8")]
+    cells = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
+    assert [("torch engine only" in row, row.split()[0][:5]) for row in cells] == [(False, "5_1_6"), (True, "3_2_8")]
     trees = page[page.index(f"All trees of {NAME}") :]
     lines = {
         words(line).split()[0]: "torch engine only" in line
@@ -157,9 +157,9 @@ def test_predictions_are_of_every_timed_checkpoint_and_marked_where_no_engine_ru
         shape = TreeShape.parse(f"t{tree.split()[0]}")
         assert ("torch engine only" in tree) == (checkpoint == NAME and shape != CHAIN)
     assert sum("torch engine only" in row[0] for row in rows) >= 5
-    said = words(page)
-    assert "torch engine with the draft of e000, 36 points" in said
-    assert f"torch engine with the draft of {NAME} (DSpark), 36 points" in said
+    text = words(page)
+    assert "torch engine with the draft of e000, 36 points" in text
+    assert f"torch engine with the draft of {NAME} (DSpark), 36 points" in text
 
 
 def test_measured_trees_beside_their_predictions_are_marked_where_no_engine_runs_them(project: schema.Params) -> None:

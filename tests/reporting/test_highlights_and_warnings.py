@@ -42,11 +42,11 @@ def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
     path.write_text(json.dumps(found))
     report.main()
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
-    (told,) = [line for line in printed.splitlines() if "another process had the CPU" in line]
-    assert told.endswith("computed 50% of the wall time; again: aerie rerun benchmark@eval-e009-t8_2_16")
-    assert printed.splitlines().index(told) < printed.splitlines().index("")
+    (warning,) = [line for line in printed.splitlines() if "another process had the CPU" in line]
+    assert warning.endswith("computed 50% of the wall time; again: aerie rerun benchmark@eval-e009-t8_2_16")
+    assert printed.splitlines().index(warning) < printed.splitlines().index("")
     assert len(re.findall(r"^8_2_16 ! ", printed, re.MULTILINE)) == 1
-    assert html.escape(told.removeprefix("! ")) in page and page.count('">!</span></th>') == 1
+    assert html.escape(warning.removeprefix("! ")) in page and page.count('">!</span></th>') == 1
     verdict = json.loads(report.METRICS_FILE.read_text())["verdict"]
     assert verdict["kind"] == "launch" and printed.startswith(f"{verdict['text']}\n")
     assert f"<h1>{made_up.report.title}</h1>" in page and f'<p class="headline">{verdict["text"]}.</p>' in page
@@ -119,8 +119,8 @@ def test_the_pictures_are_of_the_measured_checkpoint_and_not_of_a_better_one_tha
     page = report.PAGE_FILE.read_text()
     assert "<strong>tau against verified tokens</strong>, e009, replayed." in page
     assert "<strong>Speedup of these trees</strong>, e009, measured, with" in page
-    told = "Figures and pictures here are of <strong>e009</strong>, which the verdict is about; e003 was replayed, not measured."
-    assert told in page and "The best checkpoint is <strong>e003</strong>" in page
+    note = "Figures and pictures here are of <strong>e009</strong>, which the verdict is about; e003 was replayed, not measured."
+    assert note in page and "The best checkpoint is <strong>e003</strong>" in page
     assert 'id="latencies"' in page and "Drafts accepted in a verify cycle" in page
     assert "replayed with e009: what it would" in page and ">All trees of e009<" in page
 

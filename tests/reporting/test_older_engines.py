@@ -51,8 +51,8 @@ def test_the_runner_up_is_told_with_its_flags_and_the_way_to_the_newer_engine(
     prediction.write_launch(launch, [])
     Path("results/metrics.json").write_text('{"verdict": {}}')
     report.main("--launch")
-    told = capsys.readouterr().out.splitlines()
-    first, flags, newer = told[-3:]
+    lines = capsys.readouterr().out.splitlines()
+    first, flags, newer = lines[-3:]
     assert first.startswith(
         "sglang before 0.5.23 does not know the draft new; the best that it runs at concurrency 1: 5_4_16 of"
     )
@@ -79,8 +79,8 @@ def test_what_is_installed_decides_whether_anything_is_told() -> None:
 
 def test_a_runner_up_that_is_not_faster_and_none_at_all() -> None:
     slow, alone = choose(guess("t5_4_16", 0.9, 0.8)), choose()
-    told = describe_older_engines(slow)
-    assert told[0].endswith("5_4_16 of e009, predicted 0.90x (0.80-1.00): leave speculation off") and len(told) == 2
+    lines = describe_older_engines(slow)
+    assert lines[0].endswith("5_4_16 of e009, predicted 0.90x (0.80-1.00): leave speculation off") and len(lines) == 2
     assert describe_older_engines(alone)[0].endswith("at concurrency 1: no other draft is predicted")
     Path("serving-env/sglang-0.5.23.txt").unlink()
     assert describe_older_engines(alone)[-1] == "to launch the first, get sglang 0.5.23 or later"
@@ -90,5 +90,5 @@ def test_a_runner_up_that_is_not_faster_and_none_at_all() -> None:
 
 def test_a_runner_up_without_an_interval_is_not_told_as_slower() -> None:
     """Bug: the advice was to leave speculation off where the predicted speedup had no interval."""
-    told = describe_older_engines(choose(guess("t5_4_16", 1.6, None, high=None)))
-    assert "predicted 1.60x (no interval): it can't be told whether to speculate" in told[0]
+    lines = describe_older_engines(choose(guess("t5_4_16", 1.6, None, high=None)))
+    assert "predicted 1.60x (no interval): it can't be told whether to speculate" in lines[0]

@@ -28,23 +28,23 @@ def row(name: str, tokens: int, speedup: float, source: str = "measured") -> Ben
     )
 
 
-def names(told: list[PlotPoint]) -> dict[str, tuple[float, float]]:
-    return {point.name: (point.x, point.y) for point in told if point.name}
+def names(plot_points: list[PlotPoint]) -> dict[str, tuple[float, float]]:
+    return {point.name: (point.x, point.y) for point in plot_points if point.name}
 
 
 def test_chosen_trees_are_named_and_ringed_and_all_tell_their_numbers() -> None:
     trees = [tree(5, 2, 8, 3.0), tree(8, 2, 8, 2.5), tree(8, 2, 16, 3.5), tree(8, 1, 9, 2.0)]
     axes = Figure().subplots()
-    told = overview.draw_chosen_trees(axes, trees, [trees[1], trees[2]])
-    assert names(told) == {"8_2_8": (8, 2.5), "8_2_16": (16, 3.5)}
+    plot_points = overview.draw_chosen_trees(axes, trees, [trees[1], trees[2]])
+    assert names(plot_points) == {"8_2_8": (8, 2.5), "8_2_16": (16, 3.5)}
     rings = [line.get_xydata().tolist() for line in axes.lines if line.get_markersize() == 8]
     assert rings == [[[8, 2.5], [16, 3.5]]]
-    assert {point.text for point in told} == {
+    assert {point.text for point in plot_points} == {
         "5_2_8: tau 3.00 (2.50-3.50)", "8_2_16: tau 3.50 (3.00-4.00)", "8_1_9: tau 2.00 (1.50-2.50)",
         "8_2_8: tau 2.50 (2.00-3.00)",
     }  # fmt: skip
-    told = overview.draw_chosen_trees(Figure().subplots(), trees, [])
-    assert set(names(told)) == {"5_2_8", "8_2_16"}  # the front
+    plot_points = overview.draw_chosen_trees(Figure().subplots(), trees, [])
+    assert set(names(plot_points)) == {"5_2_8", "8_2_16"}  # the front
 
 
 def test_the_line_of_predictions_rises_to_its_peak_and_falls() -> None:
@@ -66,9 +66,9 @@ def test_speedups_say_whether_they_were_measured_and_are_named() -> None:
     ]
     rows = [row("t8_2_16", 16, 1.25), row("t5_2_16", 16, 1.25), row("t5_2_8", 8, 1.0, source="replayed")]
     axes = Figure().subplots()
-    told = overview.draw_tree_speedups(axes, lines, rows)
-    assert [(point.x, point.text) for point in told] == [
+    plot_points = overview.draw_tree_speedups(axes, lines, rows)
+    assert [(point.x, point.text) for point in plot_points] == [
         (8, "5_2_8: 1.20×, predicted"), (16, "5_2_16: 1.30×, predicted"), (15.55, "8_2_16: 1.25× (1.15-1.35), measured"),
         (16.45, "5_2_16: 1.25× (1.15-1.35), measured"), (8, "5_2_8: 1.00× (0.90-1.10), predicted"),
     ]  # fmt: skip
-    assert names(told) == {"8_2_16": (15.55, 1.25), "5_2_16": (16.45, 1.25), "5_2_8": (8, 1.0)}
+    assert names(plot_points) == {"8_2_16": (15.55, 1.25), "5_2_16": (16.45, 1.25), "5_2_8": (8, 1.0)}

@@ -146,8 +146,8 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
     report.main()
     page = report.PAGE_FILE.read_text()
     assert page.count(PICTURE) == PLOTS + INSIDE and "#0303" not in page
-    said = re.sub(r"(\s|<[^>]+>)+", " ", page)
-    assert "Inside some trees" in said and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in said
+    text = re.sub(r"(\s|<[^>]+>)+", " ", page)
+    assert "Inside some trees" in text and "8_1_9 (8_1_8) 60 2.33 8 2.67 1.33 0.50 33% → 33%" in text
 
 
 def test_the_advice_starts_without_the_heavy_libraries() -> None:

@@ -44,10 +44,10 @@ def test_sums_are_those_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("joules", "said"), [(None, "–"), (7500.0, "2.08 Wh"), (3.6e6, "1 kWh"), (7.1e6, "1.97 kWh"), (0.0, "0 Wh")]
+    ("joules", "text"), [(None, "–"), (7500.0, "2.08 Wh"), (3.6e6, "1 kWh"), (7.1e6, "1.97 kWh"), (0.0, "0 Wh")]
 )
-def test_energy_in_words(joules: float | None, said: str) -> None:
-    assert provenance.format_energy(joules) == said
+def test_energy_in_words(joules: float | None, text: str) -> None:
+    assert provenance.format_energy(joules) == text
 
 
 def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it(made_up: schema.Params) -> None:
@@ -62,19 +62,19 @@ def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it
     with Path("params.yaml").open("a") as file:
         file.write("# a remark\n")
     report.main()
-    said = words(report.PAGE_FILE.read_text())
-    assert f"written atcommit {head}, with changes in params.yaml (dvc.lock" in said
+    text = words(report.PAGE_FILE.read_text())
+    assert f"written atcommit {head}, with changes in params.yaml (dvc.lock" in text
     for table in (BenchmarkRow.TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
-        assert f"{table}{hashlib.sha256(table.read_bytes()).hexdigest()}" in said
-    assert f"draft e003{'ab' * 32}" in said
+        assert f"{table}{hashlib.sha256(table.read_bytes()).hexdigest()}" in text
+    assert f"draft e003{'ab' * 32}" in text
 
 
 def test_what_a_stage_took_is_shown_where_it_ran_here(made_up: schema.Params) -> None:
     make_up_spent("train_draft@e003", seconds=5432.1, gpus=("NVIDIA H200", "NVIDIA H200"), joules=7100000.0)
     report.main()
-    said = re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE_FILE.read_text())
-    assert "train_draft@e003 1 1 h 30 min 2 x NVIDIA H200 1.97 kWh" in said
-    assert "3 h 01 min of GPUs, 1.97 kWh" in said
+    text = re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE_FILE.read_text())
+    assert "train_draft@e003 1 1 h 30 min 2 x NVIDIA H200 1.97 kWh" in text
+    assert "3 h 01 min of GPUs, 1.97 kWh" in text
     stage_log.LOG_FILE.unlink()
     report.main()
     assert "train_draft@e003 1 1 h 30 min" not in re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE_FILE.read_text())

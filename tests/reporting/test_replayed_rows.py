@@ -77,9 +77,9 @@ def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
     assert printed.count("* not measured: tau replayed over the eval split") == 1
     assert printed.count("tokens/s, the median of the measured rows") == 1
     assert Path("results/report/table.txt").read_text() == printed
-    said = words(report.PAGE_FILE.read_text())
-    assert "replayed · eval, not measured: tau of the whole eval split, predicted speedup" in said
-    assert said.count("A table tagged “replayed” has no cells") == 1
+    text = words(report.PAGE_FILE.read_text())
+    assert "replayed · eval, not measured: tau of the whole eval split, predicted speedup" in text
+    assert text.count("A table tagged “replayed” has no cells") == 1
 
 
 def test_a_replayed_tree_outside_the_timing_grid_has_no_speedup(

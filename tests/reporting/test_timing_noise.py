@@ -24,17 +24,17 @@ def test_nothing_is_said_of_an_even_machine() -> None:
 
 def test_plain_decoding_far_from_the_neighbours_and_the_timing_grid_is_told_with_the_command() -> None:
     cells = [timed_cell(tree) for tree in TREES[1:]]
-    (told,) = say(timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *cells)
-    assert told.startswith("t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40")
-    assert "; plain decoding, 273 tokens/s, is 32% below its neighbours' 404" in told
-    assert told.endswith("; again: aerie rerun benchmark@eval-e009-t5_1_6")
+    (remark,) = say(timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *cells)
+    assert remark.startswith("t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40")
+    assert "; plain decoding, 273 tokens/s, is 32% below its neighbours' 404" in remark
+    assert remark.endswith("; again: aerie rerun benchmark@eval-e009-t5_1_6")
 
 
 def test_a_plain_step_far_from_several_grids_is_told_once_with_the_grid() -> None:
     """Bug: with a grid for each draft the same remark stood there as often, without a name."""
     cells = [timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *(timed_cell(tree) for tree in TREES[1:])]
-    (told,) = map(str, find_timing_remarks(cells, [], [], [costs.made_up("e000"), costs.made_up("b006")]))
-    assert told.count("a plain step of") == 1 and "time_trees' 2.40 with e000" in told
+    (remark,) = map(str, find_timing_remarks(cells, [], [], [costs.made_up("e000"), costs.made_up("b006")]))
+    assert remark.count("a plain step of") == 1 and "time_trees' 2.40 with e000" in remark
 
 
 def test_a_plain_step_is_compared_once_whatever_the_number_of_grids() -> None:
@@ -43,8 +43,10 @@ def test_a_plain_step_is_compared_once_whatever_the_number_of_grids() -> None:
     grids = [costs.made_up("e000"), costs.made_up("b006", plain=slower)]
     for order in (grids, grids[::-1]):
         assert find_timing_remarks([timed_cell("t5_1_6")], [], [], order) == []
-    (told,) = map(str, find_timing_remarks([timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S)], [], [], grids[::-1]))
-    assert told.startswith("t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40 with e000;")
+    (remark,) = map(str, find_timing_remarks([timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S)], [], [], grids[::-1]))
+    assert remark.startswith(
+        "t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40 with e000;"
+    )
 
 
 def test_what_the_cells_own_interval_allows_is_no_remark() -> None:
@@ -55,25 +57,25 @@ def test_what_the_cells_own_interval_allows_is_no_remark() -> None:
 def test_a_prefill_far_from_the_neighbours_is_told() -> None:
     """Bug: 0.312 s stood beside 0.006 s without a word."""
     slow = timed_cell("t5_1_6", 1.5, 0.2, 9.0, prefill_s=0.312)
-    (told,) = say(slow, *(timed_cell(tree, prefill_s=0.006) for tree in TREES[1:]))
-    assert "a prefill of 0.312 s beside its neighbours' 0.006" in told
+    (remark,) = say(slow, *(timed_cell(tree, prefill_s=0.006) for tree in TREES[1:]))
+    assert "a prefill of 0.312 s beside its neighbours' 0.006" in remark
 
 
 def test_a_timing_grid_that_most_cells_contradict_is_named_itself() -> None:
-    (told,) = say(*(timed_cell(tree, step_s=2 * costs.PLAIN_S) for tree in TREES))
-    assert told.startswith("time_trees at e000: its plain step, 2.40 ms, is 50% below that of most cells, 4.80 ms")
-    assert told.endswith("aerie rerun time_trees@e000")
+    (remark,) = say(*(timed_cell(tree, step_s=2 * costs.PLAIN_S) for tree in TREES))
+    assert remark.startswith("time_trees at e000: its plain step, 2.40 ms, is 50% below that of most cells, 4.80 ms")
+    assert remark.endswith("aerie rerun time_trees@e000")
 
 
-@pytest.mark.parametrize(("share", "told"), [(0.6, True), (0.9, False), (1.8, False), (None, False)])
-def test_a_process_that_did_not_have_the_cpu_is_told(share: float | None, told: bool) -> None:
+@pytest.mark.parametrize(("share", "is_remarked"), [(0.6, True), (0.9, False), (1.8, False), (None, False)])
+def test_a_process_that_did_not_have_the_cpu_is_told(share: float | None, is_remarked: bool) -> None:
     """More than one thread takes more CPU time than wall time; a GPU has none."""
     found = say(*(timed_cell(tree) for tree in TREES[1:]), timed_cell("t5_1_6", process_share=share))
     assert [
         "another process had the CPU: this one computed 60% of the wall time; again: aerie rerun benchmark@eval-e009-t5_1_6"
         in each
         for each in found
-    ] == [True] * told
+    ] == [True] * is_remarked
 
 
 def test_cells_of_another_machine_or_workload_are_no_neighbours() -> None:
@@ -98,19 +100,19 @@ def test_a_budget_that_did_not_suffice_is_told() -> None:
     cells = [timed_cell(tree) for tree in TREES]
     cells[0] = cells[0].model_copy(update={"stopping": stopping})
     cells[1] = cells[1].model_copy(update={"stopping": stopping.model_copy(update={"rule": "half_width"})})
-    (told,) = say(*cells)
-    assert "t5_1_6 with e009 (eval): its 8 repeats, the most, were spent at ±12% of its speedup; again" in told
+    (remark,) = say(*cells)
+    assert "t5_1_6 with e009 (eval): its 8 repeats, the most, were spent at ±12% of its speedup; again" in remark
 
 
 def test_a_cell_that_the_timing_grid_confirms_is_not_doubted_for_its_slow_neighbours() -> None:
     """Bug: of three slow cells and one quiet one the quiet one was named too."""
     slow = [timed_cell(tree, step_s=1.5 * costs.PLAIN_S) for tree in TREES[:2]]
-    told = say(*slow, *(timed_cell(tree) for tree in (*TREES[2:], "t8_1_9")), timed_cell("t5_4_16", 1.5, 1.47, 1.53))
-    assert [line.partition(" ")[0] for line in told] == list(TREES[:2])
+    remarks = say(*slow, *(timed_cell(tree) for tree in (*TREES[2:], "t8_1_9")), timed_cell("t5_4_16", 1.5, 1.47, 1.53))
+    assert [line.partition(" ")[0] for line in remarks] == list(TREES[:2])
 
 
 def test_without_a_timing_grid_of_the_machine_neighbours_are_compared() -> None:
     cells = [timed_cell(tree).model_copy(update={"hardware": {"cpu": "another"}}) for tree in TREES[1:]]
     odd = timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S).model_copy(update={"hardware": {"cpu": "another"}})
-    (told,) = say(odd, *cells)
-    assert told.startswith("t5_1_6 with e009 (eval): plain decoding, 273 tokens/s, is 32% below")
+    (remark,) = say(odd, *cells)
+    assert remark.startswith("t5_1_6 with e009 (eval): plain decoding, 273 tokens/s, is 32% below")

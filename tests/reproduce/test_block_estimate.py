@@ -79,9 +79,11 @@ def test_the_estimate_has_sizes_disk_memory_and_hours_with_their_origin(with_blo
     context = 20_000 * 1024 * (4 * 5 * H * H + 6 * LAYERS * 2 * H * 1024)
     shares = measured_rates.BLOCK_TRAINING_SHARES
     seconds = 6 * (packs * 512 * block + context) / (shares["dflash"] * 989e12)
-    told = lines["train_draft, dflash6"]
-    assert told.startswith(f"{seconds / 3600:.2g} GPU-hours (6 epochs * (2,560,000 blocks * {block / 1e9:.1f} GFLOP + ")
-    assert "at 54.0%; the disk must give" in told
+    training_line = lines["train_draft, dflash6"]
+    assert training_line.startswith(
+        f"{seconds / 3600:.2g} GPU-hours (6 epochs * (2,560,000 blocks * {block / 1e9:.1f} GFLOP + "
+    )
+    assert "at 54.0%; the disk must give" in training_line
     block = 7 * row + 7 * (6 * V * H + 6 * V * 256 + 6 * (H + 256)) + 7 * (512 + 7) * pair
     more = 10 * (packs * 512 * block + context) / (shares["dspark"] * 989e12)
     hours = (1.5 * seconds + more) / 3600  # dflash9 is half as long as dflash6

@@ -25,7 +25,7 @@ def test_just_one_is_where_it_lies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("points", "said"),
+    ("points", "text"),
     [
         ([(1, 2.0), (16, 1.5), (64, 0.5)], "faster up to a concurrency of 32, slower beyond"),
         ([(1, 0.5), (4, 1.5), (16, 0.5)], "slower up to a concurrency of 2, faster up to 8, slower beyond"),
@@ -34,8 +34,8 @@ def test_just_one_is_where_it_lies() -> None:
         ([(8, 1.25)], "faster at every concurrency measured, 8: at least 1.25× at 8"),
     ],
 )
-def test_words(points: list[break_even.SpeedupPoint], said: str) -> None:
-    assert break_even.describe_crossings(points, "concurrency") == said
+def test_words(points: list[break_even.SpeedupPoint], text: str) -> None:
+    assert break_even.describe_crossings(points, "concurrency") == text
 
 
 def test_words_of_an_axis_that_begins_with_a_vowel() -> None:

@@ -112,7 +112,7 @@ def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
     """A plain step costs hardly more for 32 than for one, a cycle's many rows do."""
     (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
     rows = prediction.predict_speedups(found, "e009", 0.0, REPLAYS["e009"])
-    told = {
+    expected = {
         r.concurrency: r.enable
         for r in prediction.choose_launches(rows, lambda engine, row: prediction.EngineLaunch([engine]))
         if r.engine == "sglang"
@@ -120,7 +120,7 @@ def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
     truth = {
         cap: max(TAUS[t] * plain_s(cap) / costs.seconds(TreeShape.parse(t), cap) for t in TREES) for cap in CAPS
     }  # fmt: skip
-    assert told[1] is True and told[32] is False and truth[1] > 1.15 and truth[32] < 0.9
+    assert expected[1] is True and expected[32] is False and truth[1] > 1.15 and truth[32] < 0.9
 
 
 def test_an_engine_that_counts_over_all_requests_gives_the_same_cycle() -> None:

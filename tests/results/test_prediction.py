@@ -145,8 +145,8 @@ def test_each_concurrency_has_its_own_line_by_the_engines_own_costs_where_there_
         guess("t3_1_4", 0.9, 0.8, concurrency=64, **own),
     ]
     found = prediction.choose_launches(rows, chains_on_vllm)
-    told = [(r["engine"], r["timed_on"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
-    assert told == [
+    choices = [(r["engine"], r["timed_on"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
+    assert choices == [
         ("sglang", "sglang", 1, 8, True),
         ("sglang", "sglang", 64, 3, False),
     ]  # torch's trees can't run on vLLM
@@ -168,7 +168,7 @@ def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("enabled", "off_above", "said"),
+    ("enabled", "off_above", "text"),
     [
         ([True, True, False], 8, "turn speculation off above 8 at once: at 32 no tree's interval lies above 1"),
         ([True, True, True], None, "speculate at every concurrency that was timed, 1 to 32"),
@@ -187,7 +187,7 @@ def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_the_concurrency_above_which_to_turn_speculation_off(
-    enabled: list[bool | None], off_above: int | None, said: str
+    enabled: list[bool | None], off_above: int | None, text: str
 ) -> None:
     """In words and as a number; a load with one concurrency has no limit."""
     ends = {True: 1.1, False: 0.9, None: None}
@@ -201,7 +201,7 @@ def test_the_concurrency_above_which_to_turn_speculation_off(
         off_above,
         [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one],
     )
-    assert describe_limit(limit) == f"sglang, chat, 64 tokens: {said}"
+    assert describe_limit(limit) == f"sglang, chat, 64 tokens: {text}"
     assert prediction.find_limits(launch[:1]) == []
 
 

@@ -30,7 +30,7 @@ def test_a_missing_one_says_what_to_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         ({"grid": []}, "holds a wrong grid: List should have at least 1 item"),
         ({"plain": [{"batch": 1}]}, r"lacks \['plain.error', 'plain.samples', 'plain.step_s'\]"),
@@ -40,12 +40,12 @@ def test_a_missing_one_says_what_to_run() -> None:
         ({"fit": None, "hardware": None}, r"lacks \['fit', 'hardware'\]"),
     ],
 )  # fmt: skip
-def test_what_is_cut_or_anothers_is_refused(grid_file: Path, spoil: dict[str, Any], said: str) -> None:
+def test_what_is_cut_or_anothers_is_refused(grid_file: Path, spoil: dict[str, Any], message: str) -> None:
     found = json.loads(grid_file.read_text()) | spoil
     atomic.write_json(
         grid_file, {k: v for k, v in found.items() if v is not None or k in ("workload", "max_new_tokens")}
     )
-    with pytest.raises(ValueError, match=f"{said}.*run: dvc repro -f -s time_trees@e000"):
+    with pytest.raises(ValueError, match=f"{message}.*run: dvc repro -f -s time_trees@e000"):
         timing_grid.read_timing_grid("e000", MODEL)
 
 

@@ -97,15 +97,15 @@ def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
     """Bug: `reproduce` and the table of methods read cells of any version, and laid old intervals beside new ones."""
     torch_records.write_torch_cell(made_up() | {"definitions": "docs/metrics.md, version 2"})
     page = r"docs/metrics\.md, version"
-    said = rf"was measured with the definitions of {page} 2, expected {page} 3; run: dvc repro -f -s "
-    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {said}benchmark@eval-e003-t8_2_16$"):
+    message = rf"was measured with the definitions of {page} 2, expected {page} 3; run: dvc repro -f -s "
+    with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {message}benchmark@eval-e003-t8_2_16$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
     row = dict.fromkeys(method_records.MethodCell.list_keys()) | {
         "row": "ngram",
         "definitions": "docs/metrics.md, version 2",
     }
     atomic.write_json(method_records.locate_method_cell("ngram"), row)
-    with pytest.raises(ValueError, match=rf"method-ngram\.json {said}benchmark_methods_baseline@ngram$"):
+    with pytest.raises(ValueError, match=rf"method-ngram\.json {message}benchmark_methods_baseline@ngram$"):
         method_records.read_method_cell("ngram", "benchmark_methods_baseline@ngram")
 
 

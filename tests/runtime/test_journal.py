@@ -62,7 +62,7 @@ def test_killed_writers_lose_no_finished_entry(tmp_path: Path) -> None:
         "j = Journal(Path(sys.argv[1])); n = len(j.done)\n"
         "while True:\n    j.add(str(n), 'x' * 500); print(n, flush=True); n += 1"
     )
-    said = -1
+    last_printed = -1
     for turn in range(5):
         with (tmp_path / f"said{turn}").open("w") as out:
             writer = subprocess.Popen([sys.executable, "-c", writes, str(path)], cwd=ROOT, stdout=out)
@@ -71,7 +71,7 @@ def test_killed_writers_lose_no_finished_entry(tmp_path: Path) -> None:
             time.sleep(random.Random(turn).random() / 20)
             os.kill(writer.pid, signal.SIGKILL)
             writer.wait()
-        said = max([said, *(int(x) for x in (tmp_path / f"said{turn}").read_text().split("\n")[:-1])])
+        last_printed = max([last_printed, *(int(x) for x in (tmp_path / f"said{turn}").read_text().split("\n")[:-1])])
     with Journal(path) as journal:
         assert list(journal.done) == [str(n) for n in range(len(journal.done))]
-        assert len(journal.done) > said >= 5
+        assert len(journal.done) > last_printed >= 5

@@ -21,7 +21,7 @@ print(hashlib.sha256(b"".join(p.numpy().tobytes() for p in parts)).hexdigest())
 
 @pytest.mark.parametrize("processes", [3, pytest.param(100, marks=pytest.mark.long)])
 def test_every_process_computes_the_same(processes: int) -> None:
-    said = {
+    digests = {
         subprocess.run([sys.executable, "-c", STORY], capture_output=True, text=True).stdout for _ in range(processes)
     }
-    assert len(said) == 1 and len(said.pop().strip()) == 64
+    assert len(digests) == 1 and len(digests.pop().strip()) == 64

@@ -122,8 +122,8 @@ def with_tools(thoughts: bool) -> None:
         rows = table.head(6).to_dicts()
         for row in rows:
             first = row["messages"][0]["content"]
-            said = [("user", first), ("assistant", ""), ("tool", "blue"), ("assistant", "it is blue")]
-            row["messages"] = [{"role": role, "content": text} for role, text in said]
+            turns = [("user", first), ("assistant", ""), ("tool", "blue"), ("assistant", "it is blue")]
+            row["messages"] = [{"role": role, "content": text} for role, text in turns]
             row["tools"], row["tool_calls"] = json.dumps(TOOLS), [None, json.dumps([CALLED]), None, None]
             row["reasoning"] = [None, "I look up", None, "so"] if thoughts else None
         pl.DataFrame(rows, schema=table.schema).write_parquet(f"data/fixed/{split}.parquet")

@@ -87,8 +87,8 @@ def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str,
         asked_before.add(name)
         if left[0] < 0:
             return 404  # stops the run
-        said = completion(f"own {len(body['messages'])} {body['seed']}", body["model"])
-        return 400 if odd == 0 else said | {"usage": {"completion_tokens": 99}} if odd == 1 else said
+        answer = completion(f"own {len(body['messages'])} {body['seed']}", body["model"])
+        return 400 if odd == 0 else answer | {"usage": {"completion_tokens": 99}} if odd == 1 else answer
 
     with Fake(reply) as fake:
         use(
@@ -214,7 +214,7 @@ def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.Monke
     engine_that_falls(project, monkeypatch, "{10, 40}")
     plan = replicas.plan_replicas
     monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 2)
-    monkeypatch.setattr(replicas, "plan_replicas", lambda *told: plan(*told[:3], "cuda", *told[4:]))
+    monkeypatch.setattr(replicas, "plan_replicas", lambda *arguments: plan(*arguments[:3], "cuda", *arguments[4:]))
     sample_target.main()
     assert_same(result(project), whole)
     assert report(project)["server_restarts"] == 2

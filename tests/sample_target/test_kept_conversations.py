@@ -93,9 +93,9 @@ def test_rows_that_the_chat_template_refuses_are_dropped_and_the_first_is_named(
     sample_target.main()
     assert report(project)["dropped"]["refused_by_template"] == 2
     assert answers(project, "train").height == 10
-    told = capsys.readouterr().out
-    assert f"train: 2 rows dropped as refused_by_template, the first: row {rows[1]['id']}.0" in told
-    assert "refuses messages of the roles tool, user" in told and "role tool not known; leave them out" in told
+    output = capsys.readouterr().out
+    assert f"train: 2 rows dropped as refused_by_template, the first: row {rows[1]['id']}.0" in output
+    assert "refuses messages of the roles tool, user" in output and "role tool not known; leave them out" in output
 
 
 def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path) -> None:
@@ -104,16 +104,20 @@ def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path
     sample_target.main()
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
     fixed = pl.read_parquet("data/fixed/train.parquet").to_dicts()
-    said = {
+    expected = {
         f"{row['id']}.{n}": text
         for row in fixed
         for n, text in enumerate(m["content"] for m in row["messages"] if m["role"] == "assistant")
     }
     rows = answers(project, "train").to_dicts()
     assert len(rows) == 6
-    for row, asked in zip(rows, before["train"].to_dicts(), strict=True):
-        assert tokenizer.decode(row["answer_ids"]) == f"{said[row['id']]}<|im_end|>"
-        assert (row["id"], row["prompt_ids"], row["finish_reason"]) == (asked["id"], asked["prompt_ids"], "stop")
+    for row, sampled_before in zip(rows, before["train"].to_dicts(), strict=True):
+        assert tokenizer.decode(row["answer_ids"]) == f"{expected[row['id']]}<|im_end|>"
+        assert (row["id"], row["prompt_ids"], row["finish_reason"]) == (
+            sampled_before["id"],
+            sampled_before["prompt_ids"],
+            "stop",
+        )
     assert answers(project, "eval").equals(before["eval"])
     found = report(project)
     assert found["token_ids"] == {"template": 6, "exact": 6}

@@ -38,7 +38,7 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
     known. So the standard library's client asks first, of two servers: where neither answers it, there is no server to
     test ours with, and the reason shown holds its log. One that doesn't start, or isn't healthy, is an error as ever.
     """
-    folder, said = str(sampled / "artifacts/target"), ""
+    folder, problems = str(sampled / "artifacts/target"), ""
     for _ in range(2):
         port = free_port.find_free_port()
         line = server.build_server_command("transformers", folder, port, "float32", "cpu", False)
@@ -46,8 +46,10 @@ def transformers_serve(sampled: Path) -> Iterator[server.ServerProcess]:
             if not (problem := unanswered(running)):
                 yield running
                 return
-            said = f"{problem}; ended: {running.get_exit_status()}; its log:\n{server.read_log_tail(running.log, 40)}"
-    pytest.skip(f"`transformers serve` answers nobody on this machine: {said}")
+            problems = (
+                f"{problem}; ended: {running.get_exit_status()}; its log:\n{server.read_log_tail(running.log, 40)}"
+            )
+    pytest.skip(f"`transformers serve` answers nobody on this machine: {problems}")
 
 
 def model_of(running: server.ServerProcess) -> str:
@@ -114,8 +116,8 @@ def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str
     own = {row["id"]: row for row in answers(project, "eval").to_dicts()}
     use(project, "server", real)
     sample_target.main()
-    said = answers(project, "eval").to_dicts()
-    assert said and all(row == own[row["id"]] for row in said)
+    rows = answers(project, "eval").to_dicts()
+    assert rows and all(row == own[row["id"]] for row in rows)
     found = report(project)
     assert set(found["token_ids"]) == {"text, as many"}
     assert set(found["dropped"]) <= {"truncated", "token_ids_unknown", "empty"}

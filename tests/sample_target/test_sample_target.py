@@ -208,10 +208,10 @@ def test_cut_answers_are_one_warning_and_missing_questions_are_counted(
     assert warning.split()[1] == str(sum(found["truncated"].values()))
     assert f"to all {num_train} questions of the data, 1000 were wanted" in shown and "questions not asked" in shown
     assert found["missing"] == {"train": 1000 - num_train, "eval": 0, "eval_t": 0}
-    told = stage_summaries.summarise_stage("sample_target")
+    summary = stage_summaries.summarise_stage("sample_target")
     assert (
-        f"{1000 - num_train:,} fewer than sample_target.train_rows: the data has no more" in told
-        and "eval_rows" not in told
+        f"{1000 - num_train:,} fewer than sample_target.train_rows: the data has no more" in summary
+        and "eval_rows" not in summary
     )
 
 

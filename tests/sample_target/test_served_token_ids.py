@@ -70,8 +70,8 @@ def test_ids_that_cannot_be_the_texts_are_dropped(
         use(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1})
         sample_target.main()
     assert report(project)["dropped"] == {"token_ids_unknown": 1}
-    told = capsys.readouterr().out
-    assert "train: 1 rows dropped as token_ids_unknown, the first: row weather-" in told and says in told
+    output = capsys.readouterr().out
+    assert "train: 1 rows dropped as token_ids_unknown, the first: row weather-" in output and says in output
 
 
 def test_sglangs_prompt_is_compared_by_its_ids(project: Path) -> None:
@@ -91,9 +91,9 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
         with pytest.raises(
             ValueError,
             match=r"none of the first 32 answers are known.*The first: row \S+ \(weather_toon.jsonl, row \d+\)",
-        ) as told:
+        ) as error:
             sample_target.main()
-        assert "the server counted 99 tokens" in str(told.value) and len(fake.bodies) < 40
+        assert "the server counted 99 tokens" in str(error.value) and len(fake.bodies) < 40
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
         use(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
         sample_target.main()

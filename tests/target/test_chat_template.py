@@ -21,7 +21,7 @@ TALK = [
 
 def answers(family: str) -> list[str]:
     """What the target would have said to each question of TALK, written by hand: the format after its header."""
-    said = [m["content"] for m in TALK if m["role"] == "assistant"]
+    answers = [m["content"] for m in TALK if m["role"] == "assistant"]
     before, after = {
         "qwen3": ("<think>\n\n</think>\n\n", "<|im_end|>"),
         "llama3": ("", "<|eot_id|>"),
@@ -29,7 +29,7 @@ def answers(family: str) -> list[str]:
         "hunyuan": ("", "<｜hy_place▁holder▁no▁2｜>"),
         "harmony": ("<|channel|>final<|message|>", "<|return|>"),
     }.get(family, ("", "<|im_end|>"))
-    return [before + text + after for text in said]
+    return [before + text + after for text in answers]
 
 
 @every_family
@@ -37,10 +37,10 @@ def test_a_row_is_what_the_server_is_prompted_with_and_what_the_target_says(fami
     tok, eos = tokenizer(family)
     rows = chat_template.encode_turns(tok, TALK, eos)
     assert [a for _, a in rows] == [tok.encode(a, add_special_tokens=False) for a in answers(family)]
-    for turn, (asked, said) in zip((2, 4, 6), rows, strict=True):
+    for turn, (asked, answer_ids) in zip((2, 4, 6), rows, strict=True):
         assert asked == chat_template.encode_prompt(tok, TALK[:turn])  # found piecewise, and yet as if in one
-        chat_template.check_loss_mask("a", asked, said, eos)
-        assert said[-1] in eos and not set(said[:-1]) & set(eos)
+        chat_template.check_loss_mask("a", asked, answer_ids, eos)
+        assert answer_ids[-1] in eos and not set(answer_ids[:-1]) & set(eos)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_no_token_spans_prompt_and_answer(family: str, text: str) -> None:
     """Bug of masks found by offsets: a line break of the answer that merges with the header's is masked away."""
     tok, eos = tokenizer(family)
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
-    ((asked, said),) = chat_template.encode_turns(tok, talk, eos)
+    ((asked, answer_ids),) = chat_template.encode_turns(tok, talk, eos)
     assert asked == chat_template.encode_prompt(tok, talk[:1])
     expected = text.lstrip("\n") if family == "qwen3" else text
-    assert tok.decode(said[:-1]).endswith(expected)
+    assert tok.decode(answer_ids[:-1]).endswith(expected)
 
 
 def test_qwen3_history_is_without_thoughts_and_the_answer_is_with_them() -> None:
@@ -76,8 +76,8 @@ def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
     """Their own end token is not the answer's. Bug: under the name that exports use, the template left them out."""
     tok, eos = tokenizer("harmony")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
-    ((_, said),) = chat_template.encode_turns(tok, talk, eos)
-    assert tok.decode(said) == (
+    ((_, answer_ids),) = chat_template.encode_turns(tok, talk, eos)
+    assert tok.decode(answer_ids) == (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
     )
 
@@ -85,9 +85,9 @@ def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
 def test_thinking_off_is_in_the_prompt() -> None:
     tok, eos = tokenizer("qwen3")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ((asked, said),) = chat_template.encode_turns(tok, talk, eos, thinking=False)
+    ((asked, answer_ids),) = chat_template.encode_turns(tok, talk, eos, thinking=False)
     assert tok.decode(asked).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert tok.decode(said) == "b<|im_end|>"
+    assert tok.decode(answer_ids) == "b<|im_end|>"
     thought = [talk[0], {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
     with pytest.raises(ValueError, match=r"message 1: the template prompts with .* set sample_target\.thinking"):
         chat_template.encode_turns(tok, thought, eos, thinking=False)
@@ -96,11 +96,11 @@ def test_thinking_off_is_in_the_prompt() -> None:
 def test_images_are_in_the_prompt_only() -> None:
     tok, eos = tokenizer("qwen3-vl")
     parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
-    ((asked, said),) = chat_template.encode_turns(
+    ((asked, answer_ids),) = chat_template.encode_turns(
         tok, [{"role": "user", "content": parts}, {"role": "assistant", "content": "rain"}], eos
     )
     assert "<|image_pad|>" in tok.decode(asked)
-    assert tok.decode(said) == "rain<|im_end|>"
+    assert tok.decode(answer_ids) == "rain<|im_end|>"
 
 
 def test_several_answers_in_a_row_are_told_apart() -> None:
@@ -132,9 +132,9 @@ def test_masks_that_teach_nothing_everything_or_never_to_end_name_the_row() -> N
     with pytest.raises(ValueError, match=r"row w\.0: its answer ends in token 5, expected one of the target's \("):
         chat_template.check_loss_mask("w.0", [1], [5], eos)
     tok.chat_template = tok.chat_template.replace("<|im_end|>\n{% endfor %}", "\n{% endfor %}")
-    ((asked, said),) = chat_template.encode_turns(tok, TALK[1:3], eos)
+    ((asked, answer_ids),) = chat_template.encode_turns(tok, TALK[1:3], eos)
     with pytest.raises(ValueError, match="would not learn to end"):
-        chat_template.check_loss_mask("w.0", asked, said, eos)
+        chat_template.check_loss_mask("w.0", asked, answer_ids, eos)
 
 
 @every_family

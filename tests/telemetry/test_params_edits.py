@@ -29,9 +29,11 @@ def of_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_edited_and_added_keys_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: `dvc repro` recorded a result with values that were edited while the stage was at work, without a word."""
     run_and_edit(AFTER)
-    told = capsys.readouterr().err
-    assert "edited while train_draft@e003 was at work (train_draft.learning_rate, train_draft.checkpoints.e009)" in told
-    assert "run: dvc repro -f -s train_draft@e003" in told
+    output = capsys.readouterr().err
+    assert (
+        "edited while train_draft@e003 was at work (train_draft.learning_rate, train_draft.checkpoints.e009)" in output
+    )
+    assert "run: dvc repro -f -s train_draft@e003" in output
 
 
 def test_another_comment_or_order_is_no_edit(capsys: pytest.CaptureFixture[str]) -> None:
