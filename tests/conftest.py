@@ -133,7 +133,7 @@ def run_graph(project: Path, *stages: str, **more: str) -> subprocess.CompletedP
     return dvc(project, "repro", *stages, module="pipeline.checked_dvc", **more)
 
 
-def gone(pid: int, within_s: float = 60.0) -> bool:
+def has_ended(pid: int, within_s: float = 60.0) -> bool:
     """Whether the process ends in time. A zombie has ended: where process 1 reaps nobody, as in many containers, it stays
     one for good if its parent went before it (bug of a test that took it for alive, seen in CI only).
     """

@@ -12,7 +12,7 @@ from stages import benchmark, extract_hiddens, fix_data, init_draft, prepare_pro
 from stages.data import conversations, workload_prompts
 from stages.results import torch_records
 from tests.conftest import edit_params
-from tests.talking import WORKLOADS, said
+from tests.talking import WORKLOADS, read_questions
 
 CELL = ("e003", "t3_2_6")
 CHECKPOINTS = {  # e003 is talking_project's, of random weights
@@ -44,7 +44,7 @@ def make_trained(project: Path) -> None:
 
 def write_rows(path: Path, count: int, first: int = 0) -> None:
     path.parent.mkdir(exist_ok=True)
-    texts = said()
+    texts = read_questions()
     rows = [{"prompt": f"{n}: {texts[n][:40]}", "answer": texts[n + 1][:60]} for n in range(first, first + count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -35,7 +35,7 @@ def make(project: Path) -> None:
         "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
         "benchmark": {"workloads": WORKLOADS, "torch_workloads": list(WORKLOADS), "checkpoints": ["e003"], "trees": TREES},
     })  # fmt: skip
-    tokenizer = text_targets.build_tokenizer(iter(said()))
+    tokenizer = text_targets.build_tokenizer(iter(read_questions()))
     tokenizer.save_pretrained(project / "tiny")
     model = text_targets.build_model(tokenizer, 0)
     del model.model.layers[LAYERS:]
@@ -50,14 +50,14 @@ def make(project: Path) -> None:
             schema.load_params(), made, torch.ones(made.vocab_size, dtype=torch.int64)
         )
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
-        rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(said()[:EVAL_ROWS])]
+        rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(read_questions()[:EVAL_ROWS])]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
         conversations.write_table(
             Path("data/sampled/eval") / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
         )
 
 
-def said() -> list[str]:
+def read_questions() -> list[str]:
     """Texts of the samples."""
     files = [str(ROOT / f"data/prompt_sets/{name}.jsonl") for name in SETS]
     problems = [

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def overfit_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project of a tiny random target, its own greedy answers, their hidden states, and an e000 that has
     overfitted a row, so that no test has to train again; it is the working directory.
     """
@@ -85,26 +85,28 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured_before(learned: Path) -> None:
+def nothing_measured_before(overfit_project: Path) -> None:
     """The stage keeps its measurement by inputs and code, and doesn't see what a test patches."""
-    shutil.rmtree(learned / ".scratch", ignore_errors=True)
+    shutil.rmtree(overfit_project / ".scratch", ignore_errors=True)
 
 
-def test_an_overfitted_row_is_accepted_by_the_engine(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_overfitted_row_is_accepted_by_the_engine(overfit_project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_overfit.main()
     report = json.loads(REPORT.read_text())
     assert report["tau"] > 4 and report["perfect_tau"] > 4.5
     assert f"{report['tau']:.2f} by the trainer's own forward" in capsys.readouterr().out
 
 
-def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(
+    overfit_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: with a target of random weights perfect guesses reach 1.06, of which 6.0 / 8 is below any tau: nothing could fail."""
     measurement = check_overfit.OverfitMeasurement("r.0", 1.064, 2.41, 1.042, [14.35, 13.27])
     monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: measurement)
-    edit_params(learned, {"check_overfit": {"min_tau": 1.2}})
+    edit_params(overfit_project, {"check_overfit": {"min_tau": 1.2}})
     check_overfit.main()
     assert json.loads(REPORT.read_text())["required_tau"] == pytest.approx(1 + 0.2 * 0.064 / 4, abs=1e-3)
-    edit_params(learned, {"check_overfit": {"min_tau": 3.5}})
+    edit_params(overfit_project, {"check_overfit": {"min_tau": 3.5}})
     with pytest.raises(
         ValueError,
         match=r"trainer's own forward commits 2\.41 .*per verify cycle, .*min_tau 3\.5\. .*perfect guesses reach 1\.06 on it",
@@ -121,24 +123,24 @@ def test_a_row_of_improbable_tokens_is_judged_by_the_trainer(learned: Path, monk
 
 
 def test_a_threshold_of_one_is_said_to_demand_nothing(
-    learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overfit_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: a row that was not learned at all was called learned, at a threshold that every draft reaches."""
     unlearned = check_overfit.OverfitMeasurement("r.0", 4.8, 1.31, 1.02, [14.35, 13.27])
     monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: unlearned)
-    edit_params(learned, {"check_overfit": {"min_tau": 1.0}})
+    edit_params(overfit_project, {"check_overfit": {"min_tau": 1.0}})
     check_overfit.main()
     output = capsys.readouterr().out
     assert "after 1 steps on one row 1.02 tokens per verify cycle of 4.80, 1.31 by the trainer's own" in output
     assert "1.00 required (check_overfit.min_tau is 1.0, so nothing is: " in output and "learned" not in output
     summary = stage_summaries.summarise_stage("check_overfit@e000")
     assert summary.startswith("tau 1.02 of 4.80 on one row after 1 steps; nothing required") and "min_tau" in summary
-    edit_params(learned, {"check_overfit": {"min_tau": 1.01}})
+    edit_params(overfit_project, {"check_overfit": {"min_tau": 1.01}})
     check_overfit.main()
     assert "; 1.01 required\n" in capsys.readouterr().out
     summary = stage_summaries.summarise_stage("check_overfit@e000")
     assert summary == "tau 1.02 of 4.80 on one row after 1 steps, at least 1.01 required"
-    edit_params(learned, {"check_overfit": {"min_tau": 3.5}})  # for the other tests
+    edit_params(overfit_project, {"check_overfit": {"min_tau": 3.5}})  # for the other tests
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_the_drafted_part_of_the_threshold_is_scaled(min_tau: float, perfect_tau
 prefill = TargetRunner.prefill
 
 
-def swapped(*given: Any) -> PrefillOutput:
+def prefill_with_swapped_layers(*given: Any) -> PrefillOutput:
     output = prefill(*given)
     assert output.features is not None
     return output._replace(features=torch.cat(output.features.chunk(3, dim=-1)[::-1], dim=-1))
@@ -166,11 +168,11 @@ rope = Eagle3Draft.compute_rope
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(TargetRunner, "prefill", swapped), (Eagle3Draft, "to_target", off_by_one)],
+    [(TargetRunner, "prefill", prefill_with_swapped_layers), (Eagle3Draft, "to_target", off_by_one)],
     ids=["features", "d2t"],
 )
 def test_inputs_that_differ_in_the_engine_only_fail_the_gate(
-    learned: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object
+    overfit_project: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object
 ) -> None:
     """Bug: the gate decoded with the trainer's own forward, so a draft passed whose features stood in another order at
     serving, or whose map of tokens was wrong there.
@@ -182,14 +184,14 @@ def test_inputs_that_differ_in_the_engine_only_fail_the_gate(
         check_overfit.main()
 
 
-def test_other_rope_in_the_engine_fails_the_gate(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rope_in_the_engine_fails_the_gate(overfit_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bug, by the angles: the engine's are off by a factor, the trainer's are not."""
-    learned, turned_rope = forced_decode.measure_chain_tau, lambda draft, positions: rope(draft, positions * 3)
+    measure, turned_rope = forced_decode.measure_chain_tau, lambda draft, positions: rope(draft, positions * 3)
 
     def decode(*given, **more) -> float:
         with monkeypatch.context() as patch:
             patch.setattr(Eagle3Draft, "compute_rope", turned_rope)
-            return learned(*given, **more)
+            return measure(*given, **more)
 
     monkeypatch.setattr(forced_decode, "measure_chain_tau", decode)
     with pytest.raises(ValueError, match=r"By the trainer's own forward it is [45]"):
@@ -197,7 +199,7 @@ def test_other_rope_in_the_engine_fails_the_gate(learned: Path, monkeypatch: pyt
 
 
 def test_a_target_that_the_engine_does_not_decode_is_measured_by_the_trainer(
-    learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overfit_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A target whose window is smaller than the row is not decoded, and the gate still decides."""
     monkeypatch.setattr(
@@ -209,7 +211,9 @@ def test_a_target_that_the_engine_does_not_decode_is_measured_by_the_trainer(
     )
 
 
-def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_diverges_in_its_last_step_writes_nothing(
+    overfit_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bug: each step's loss is of the weights before it, so what the last step of an epoch made NaN was written, to .scratch
     too, where every later run took it up again.
     """
@@ -231,7 +235,7 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(learned: Path, m
     (kept,) = Path(".scratch").glob("train_draft-e003-*")
     assert json.loads((kept / "state/progress.json").read_text())["epoch"] == 2
     monkeypatch.undo()
-    monkeypatch.chdir(learned)
+    monkeypatch.chdir(overfit_project)
     train_draft.main("e003")
     assert checkpoint.read_progress(checkpoint.locate_checkpoint("e003"), "train_draft@e003")["epoch"] == 3
 
@@ -260,17 +264,17 @@ class Tokenizer:
 
 
 @pytest.fixture
-def with_blocks(learned: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def with_blocks(overfit_project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The project with segments of block drafts, whose steps are enough to learn a row; e000 has learned one before."""
-    before = (learned / "params.yaml").read_text()
+    before = (overfit_project / "params.yaml").read_text()
     monkeypatch.setattr(block_initialisation.chat_template, "load_tokenizer", lambda *_: Tokenizer())
-    edit_params(learned, {
+    edit_params(overfit_project, {
         "train_draft": {"checkpoints": SEGMENTS}, "check_overfit": {"steps": 300, "learning_rate": 0.01, "min_tau": 3.5},
         "replay_trees": {"checkpoints": ["e003"]}, "benchmark": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},
         "benchmark_served": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},
     })  # fmt: skip
-    yield learned
-    (learned / "params.yaml").write_text(before)
+    yield overfit_project
+    (overfit_project / "params.yaml").write_text(before)
 
 
 def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(

@@ -35,7 +35,7 @@ LONGEST = 230
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project up to its sampled rows: some 5,000 tokens, 512 bytes each in float32, so several shards of a MiB."""
     project = tmp_path_factory.mktemp("extract")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
@@ -72,13 +72,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(made: Path, tmp_path: Path) -> Path:
+def project(sampled_project: Path, tmp_path: Path) -> Path:
     """A copy to change; the target and the rows are links."""
     for name in ("artifacts", "tiny"):
-        (tmp_path / name).symlink_to(made / name)
+        (tmp_path / name).symlink_to(sampled_project / name)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/sampled").symlink_to(made / "data/sampled")
-    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
+    (tmp_path / "data/sampled").symlink_to(sampled_project / "data/sampled")
+    (tmp_path / "params.yaml").write_text((sampled_project / "params.yaml").read_text())
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -130,7 +130,7 @@ def test_longer_rows_are_cut_to_the_tokens_that_fit(project: Path) -> None:
         assert row.finish_reason == ("length" if name in cut else whole[name].finish_reason)
 
 
-def run_apart(project: Path, **changes: Any) -> str:
+def run_in_process(project: Path, **changes: Any) -> str:
     """The stage in a process of its own, as unfinished work is known by all code that is loaded."""
     edit_params(project, {"extract_hiddens": changes})
     process = start(project)
@@ -152,10 +152,10 @@ def files(project: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def once(made: Path) -> dict[str, bytes]:
+def undisturbed_files(sampled_project: Path) -> dict[str, bytes]:
     """What one process makes, undisturbed."""
-    run(made)
-    return files(made)
+    run(sampled_project)
+    return files(sampled_project)
 
 
 def sampled(project: Path, split: str) -> list[dict[str, Any]]:
@@ -165,12 +165,14 @@ def sampled(project: Path, split: str) -> list[dict[str, Any]]:
 # --- the right numbers ----------------------------------------------------------------------------------------------
 
 
-def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
+def test_rows_are_those_of_transformers_alone(sampled_project: Path, undisturbed_files: dict[str, bytes]) -> None:
     """Each row by itself, in transformers' own words; all that fit, each once, the longest first."""
-    model = AutoModelForCausalLM.from_pretrained(made / "tiny", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(sampled_project / "tiny", dtype=torch.float32).eval()
     for split in ("train", "eval"):
-        rows = list(reader.read_rows(made / "data/hiddens" / split))
-        expected = {r["id"]: r for r in sampled(made, split) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200}
+        rows = list(reader.read_rows(sampled_project / "data/hiddens" / split))
+        expected = {
+            r["id"]: r for r in sampled(sampled_project, split) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200
+        }
         assert sorted(r.id for r in rows) == sorted(expected) and len(expected) < ROWS[split] + (split == "eval")
         assert [len(r.ids) for r in rows] == sorted((len(r.ids) for r in rows), reverse=True)
         for row in rows:
@@ -184,8 +186,8 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
                 row.features, torch.cat([states[i][0] for i in (2, 3, 4)], -1), rtol=1e-5, atol=1e-5
             )
             torch.testing.assert_close(row.last, states[-1][0], rtol=1e-5, atol=1e-5)
-    assert list(reader.read_rows(made / "data/hiddens/eval_t")) == []
-    assert len([name for name in once if name.startswith("train/shard")]) >= 2
+    assert list(reader.read_rows(sampled_project / "data/hiddens/eval_t")) == []
+    assert len([name for name in undisturbed_files if name.startswith("train/shard")]) >= 2
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("float32", 4 * H * 4), ("bfloat16", 4 * H * 2), ("fp8", 4 * H + 16)])
@@ -200,11 +202,11 @@ def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: in
     assert format.count_token_bytes(3, H, format.DTYPES[dtype]) == token + 4 + 1 / 8
 
 
-def test_fp8_is_float32_rounded_once(project: Path, once: dict[str, bytes], made: Path) -> None:
+def test_fp8_is_float32_rounded_once(project: Path, undisturbed_files: dict[str, bytes], sampled_project: Path) -> None:
     run(project, dtype="fp8")
     for row, exact in zip(
         sorted(reader.read_rows(project / "data/hiddens/train"), key=lambda r: r.id),
-        sorted(reader.read_rows(made / "data/hiddens/train"), key=lambda r: r.id),
+        sorted(reader.read_rows(sampled_project / "data/hiddens/train"), key=lambda r: r.id),
         strict=True,
     ):
         for part in range(3):
@@ -219,9 +221,13 @@ def within_fp8(mine: torch.Tensor, true: torch.Tensor) -> None:
 
 
 @pytest.mark.long  # the compiler takes a minute and a half on two cores
-def test_compiled_blocks_say_the_same(project: Path, made: Path, once: dict[str, bytes]) -> None:
+def test_compiled_blocks_say_the_same(
+    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes]
+) -> None:
     run(project, compile=True)
-    for mine, plain in zip(*(reader.read_rows(p / "data/hiddens/eval") for p in (project, made)), strict=True):
+    for mine, plain in zip(
+        *(reader.read_rows(p / "data/hiddens/eval") for p in (project, sampled_project)), strict=True
+    ):
         torch.testing.assert_close(mine.features, plain.features, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.last, plain.last, rtol=1e-4, atol=1e-5)
 
@@ -246,13 +252,13 @@ def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.Mo
 # --- the same bytes -------------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_processes_makes_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
+def test_any_number_of_processes_makes_the_same_bytes(project: Path, undisturbed_files: dict[str, bytes]) -> None:
     """Three; the next test has two."""
-    run_apart(project, processes=3)
-    assert files(project) == once
+    run_in_process(project, processes=3)
+    assert files(project) == undisturbed_files
 
 
-def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
+def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, undisturbed_files: dict[str, bytes]) -> None:
     """As torchrun or srun would start them, one late."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20_000, 40_000))}
     first = start(project, RANK="0", LOCAL_RANK="0", **shared)
@@ -261,10 +267,10 @@ def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, once: dict
     for process in (first, second):
         output = process.communicate(timeout=300)[0]
         assert process.returncode == 0, output
-    assert files(project) == once
+    assert files(project) == undisturbed_files
 
 
-def killed(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
+def kill_after(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
     """Whether it was killed, with all of its processes, a random moment after `when` came true."""
     process = start(project)
     while process.poll() is None and not when():
@@ -277,18 +283,18 @@ def killed(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
     return alive
 
 
-def kill_and_go_on(project: Path, seed: int, processes: int, once: dict[str, bytes]) -> None:
+def kill_and_resume(project: Path, seed: int, processes: int, undisturbed_files: dict[str, bytes]) -> None:
     rng = random.Random(seed)
     edit_params(project, {"extract_hiddens": {"processes": processes}})
     folder = project / "data/hiddens"
     before = 0
     for _ in range(2):
         most = before + rng.randrange(1, 6)
-        killed(project, rng, lambda most=most: count_begun(folder) >= most)  # type: ignore[misc]
+        kill_after(project, rng, lambda most=most: count_begun(folder) >= most)  # type: ignore[misc]
         before = len(shards_of(folder))
     done = len([*folder.rglob("shard-*.json")])
-    output = run_apart(project)
-    assert files(project) == once
+    output = run_in_process(project)
+    assert files(project) == undisturbed_files
     if done and processes == 1:
         assert f"resumed: {done} of " in output
 
@@ -305,8 +311,8 @@ def shards_of(folder: Path) -> list[Path]:
     return list(folder.rglob("shard-*.safetensors"))
 
 
-def test_what_was_killed_goes_on_to_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
-    kill_and_go_on(project, 0, 1, once)
+def test_what_was_killed_goes_on_to_the_same_bytes(project: Path, undisturbed_files: dict[str, bytes]) -> None:
+    kill_and_resume(project, 0, 1, undisturbed_files)
 
 
 def test_no_process_outlives_the_stage(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,25 +331,31 @@ def test_no_process_outlives_the_stage(project: Path, monkeypatch: pytest.Monkey
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_what_was_killed_anywhere_goes_on(project: Path, seed: int, processes: int, once: dict[str, bytes]) -> None:
-    kill_and_go_on(project, seed, processes, once)
+def test_what_was_killed_anywhere_goes_on(
+    project: Path, seed: int, processes: int, undisturbed_files: dict[str, bytes]
+) -> None:
+    kill_and_resume(project, seed, processes, undisturbed_files)
 
 
-def test_unfinished_shards_of_other_parameters_are_not_taken_up(project: Path, once: dict[str, bytes]) -> None:
+def test_unfinished_shards_of_other_parameters_are_not_taken_up(
+    project: Path, undisturbed_files: dict[str, bytes]
+) -> None:
     """They are of another batch size, whose sums may round otherwise; and they go when the work is done."""
     edit_params(project, {"extract_hiddens": {"batch_tokens": 400}})
     folder = project / "data/hiddens"
-    assert killed(project, random.Random(0), lambda: bool([*folder.rglob("shard-*.json")]))
-    assert "resumed" not in run_apart(project, batch_tokens=512)
-    assert files(project) == once
+    assert kill_after(project, random.Random(0), lambda: bool([*folder.rglob("shard-*.json")]))
+    assert "resumed" not in run_in_process(project, batch_tokens=512)
+    assert files(project) == undisturbed_files
 
 
 # --- made elsewhere -------------------------------------------------------------------------------------------------
 
 
-def test_our_own_folder_is_imported_to_the_bit(project: Path, made: Path, once: dict[str, bytes]) -> None:
-    run(project, **{"import": str(made / "data/hiddens")})
-    assert files(project) == once
+def test_our_own_folder_is_imported_to_the_bit(
+    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes]
+) -> None:
+    run(project, **{"import": str(sampled_project / "data/hiddens")})
+    assert files(project) == undisturbed_files
 
 
 def specforge(project: Path, folder: Path, dtype: torch.dtype = torch.float32, save: Callable = save_file) -> None:
@@ -361,15 +373,19 @@ def specforge(project: Path, folder: Path, dtype: torch.dtype = torch.float32, s
             save(record, folder / f"{split}-{number}.{suffix}")
 
 
-def test_specforges_records_are_imported(project: Path, made: Path, once: dict[str, bytes], tmp_path: Path) -> None:
-    specforge(made, tmp_path / "given")
+def test_specforges_records_are_imported(
+    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes], tmp_path: Path
+) -> None:
+    specforge(sampled_project, tmp_path / "given")
     run(project, **{"import": str(tmp_path / "given")})
-    assert files(project) == once
+    assert files(project) == undisturbed_files
 
 
-def test_what_is_imported_is_stored_as_asked(project: Path, made: Path, once: dict[str, bytes], tmp_path: Path) -> None:
+def test_what_is_imported_is_stored_as_asked(
+    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes], tmp_path: Path
+) -> None:
     """float32 records to fp8 are what extraction in fp8 writes."""
-    run(project, dtype="fp8", **{"import": str(made / "data/hiddens")})
+    run(project, dtype="fp8", **{"import": str(sampled_project / "data/hiddens")})
     imported = files(project)
     run(project, dtype="fp8", **{"import": None})
     assert files(project) == imported
@@ -386,9 +402,9 @@ def test_layers_that_a_newer_segment_reads_are_refused_before_the_work(project: 
 
 
 def test_pickles_are_refused_with_the_way_out(
-    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
+    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    specforge(made, tmp_path / "given", save=torch.save)
+    specforge(sampled_project, tmp_path / "given", save=torch.save)
     message = refused(project, **{"import": str(tmp_path / "given")})
     assert "pickles, which run code when they are read; convert each" in message and "save_file" in message
 
@@ -411,9 +427,14 @@ def one_record(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     ids=["NaN", "another width", "another length", "other ids", "no features"],
 )
 def test_wrong_records_are_refused_by_name(
-    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path, change: Callable, message: str
+    project: Path,
+    sampled_project: Path,
+    undisturbed_files: dict[str, bytes],
+    tmp_path: Path,
+    change: Callable,
+    message: str,
 ) -> None:
-    specforge(made, tmp_path / "given")
+    specforge(sampled_project, tmp_path / "given")
     path, record = one_record(tmp_path / "given")
     save_file({k: v.contiguous() for k, v in change(record).items()}, path)
     output = refused(project, **{"import": str(tmp_path / "given")})
@@ -421,9 +442,9 @@ def test_wrong_records_are_refused_by_name(
 
 
 def test_an_altered_import_of_ours_is_refused(
-    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
+    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    for name, data in once.items():
+    for name, data in undisturbed_files.items():
         (tmp_path / "given" / name).parent.mkdir(parents=True, exist_ok=True)
         spoilt = bytearray(data)
         if name == "train/shard-00000.safetensors":

@@ -19,7 +19,7 @@ from stages.params.tree_shape import TreeShape
 from stages.serving import engine_flags
 from tests import flag_runs
 from tests.conftest import ROOT, edit_params
-from tests.talking import said
+from tests.talking import read_questions
 from tests.test_flags import DOCUMENTED
 
 # Flag -> the test that shows its effect: of this file, or FILE::TEST.
@@ -106,8 +106,8 @@ def test_data_path_and_format(trained: Path) -> None:
     assert sum(map(len, flag_runs.fix(raw="raw"))) == before + 6
     one = flag_runs.fix(raw="raw/more.jsonl")
     assert sum(map(len, one)) == 10
-    turns = [{"from": "human", "value": said()[1]}, {"from": "gpt", "value": said()[2]}]
-    rows = [{"conversations": [turns[0] | {"value": f"{n} {said()[1]}"}, turns[1]]} for n in range(12)]
+    turns = [{"from": "human", "value": read_questions()[1]}, {"from": "gpt", "value": read_questions()[2]}]
+    rows = [{"conversations": [turns[0] | {"value": f"{n} {read_questions()[1]}"}, turns[1]]} for n in range(12)]
     Path("raw/shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert sum(map(len, flag_runs.fix(raw="raw/shared.jsonl", format="sharegpt"))) == 12
     with pytest.raises(ValueError, match="sharegpt"):

@@ -52,24 +52,27 @@ def build_engine(small_run: Path, model, name: str) -> Engine:
     return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
 
 
-def said(steps) -> list[int]:
+def join_tokens(steps) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
 @pytest.fixture(scope="module")
-def plain(engines, prompts) -> list[list[int]]:
+def plain_answers(engines, prompts) -> list[list[int]]:
     """What plain decoding says to each prompt. No draft has a part in it."""
-    return [said(engines["e003"].decode_plain(prompt, ROOM)) for prompt in prompts]
+    return [join_tokens(engines["e003"].decode_plain(prompt, ROOM)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def plain_drawn(engines, prompts) -> list[list[int]]:
+def plain_sampled_answers(engines, prompts) -> list[list[int]]:
     """Likewise, drawn: each answer by the seed of its number."""
-    return [said(engines["e003"].decode_plain(p, ROOM, sampling=DRAWN._replace(seed=n))) for n, p in enumerate(prompts)]
+    return [
+        join_tokens(engines["e003"].decode_plain(p, ROOM, sampling=DRAWN._replace(seed=n)))
+        for n, p in enumerate(prompts)
+    ]
 
 
 @pytest.fixture(scope="module")
-def decoded(engines, prompts) -> Callable[[str, tuple[int, int, int]], list[list[DecodeStep]]]:
+def speculative_steps(engines, prompts) -> Callable[[str, tuple[int, int, int]], list[list[DecodeStep]]]:
     """The steps of each prompt's answer by a draft and a tree, decoded when they are first asked for."""
 
     @functools.cache
@@ -79,10 +82,10 @@ def decoded(engines, prompts) -> Callable[[str, tuple[int, int, int]], list[list
     return decode
 
 
-def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, prompts, plain) -> None:
+def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, prompts, plain_answers) -> None:
     made = manifest.read_manifest(small_run / "artifacts/target")
     reference = AutoModelForCausalLM.from_pretrained(small_run / "artifacts/target").eval()
-    for prompt, answer in zip(prompts, plain, strict=True):
+    for prompt, answer in zip(prompts, plain_answers, strict=True):
         out = reference.generate(
             torch.tensor([prompt]),
             max_new_tokens=ROOM,
@@ -99,21 +102,23 @@ def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, promp
     [*(("e003", tree) for tree in TREES), ("e000", (5, 1, 6)), ("e000", (8, 2, 16))],
     ids=lambda t: t if isinstance(t, str) else "t{}_{}_{}".format(*t),
 )
-def test_every_tree_says_what_plain_decoding_says(decoded, plain, name: str, tree) -> None:
-    for steps, answer in zip(decoded(name, tree), plain, strict=True):
-        assert said(steps) == answer
+def test_every_tree_says_what_plain_decoding_says(speculative_steps, plain_answers, name: str, tree) -> None:
+    for steps, answer in zip(speculative_steps(name, tree), plain_answers, strict=True):
+        assert join_tokens(steps) == answer
         for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
             assert 0 <= step.num_accepted <= tree[0]
             assert len(step.tokens) == step.num_accepted + 1 or step is steps[-1]
 
 
 @pytest.mark.parametrize("tree", [(5, 1, 6), (8, 3, 16)], ids=lambda t: "t{}_{}_{}".format(*t))
-def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(engines, prompts, plain_drawn, tree) -> None:
+def test_drawn_answers_are_those_of_plain_decoding_from_the_same_seed(
+    engines, prompts, plain_sampled_answers, tree
+) -> None:
     accepted = 0
-    for seed, (prompt, answer) in enumerate(zip(prompts, plain_drawn, strict=True)):
+    for seed, (prompt, answer) in enumerate(zip(prompts, plain_sampled_answers, strict=True)):
         drawn = DRAWN._replace(seed=seed)
         steps = list(engines["e003"].decode_speculative(prompt, ROOM, TreeShape(*tree), sampling=drawn))
-        assert said(steps) == answer
+        assert join_tokens(steps) == answer
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
 
@@ -146,21 +151,24 @@ def methods(small_run: Path, model) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle2", "medusa", "lookahead", "ngram"])
-def test_every_method_says_what_plain_decoding_says(engines, prompts, plain, plain_drawn, methods, name: str) -> None:
+def test_every_method_says_what_plain_decoding_says(
+    engines, prompts, plain_answers, plain_sampled_answers, methods, name: str
+) -> None:
     both, accepted = engines["e000"], 0
     for seed, prompt in enumerate(prompts):
         steps = list(both.decode_with_method(prompt, ROOM, methods[name]))
-        assert said(steps) == plain[seed]
+        assert join_tokens(steps) == plain_answers[seed]
         accepted += sum(step.num_accepted for step in steps)
         drawn = both.decode_with_method(prompt, ROOM, methods[name], sampling=DRAWN._replace(seed=seed))
-        assert said(drawn) == plain_drawn[seed]
+        assert join_tokens(drawn) == plain_sampled_answers[seed]
     assert accepted > 0, "nothing is accepted, so nothing is tested"
 
 
-def test_a_trained_draft_is_accepted_more_than_a_random_one(decoded, prompts) -> None:
+def test_a_trained_draft_is_accepted_more_than_a_random_one(speculative_steps, prompts) -> None:
     """Otherwise the lossless tests above could pass with trees that never accept anything."""
     accepted = {
-        name: sum(s.num_accepted for steps in decoded(name, (8, 2, 16)) for s in steps) for name in ("e000", "e003")
+        name: sum(s.num_accepted for steps in speculative_steps(name, (8, 2, 16)) for s in steps)
+        for name in ("e000", "e003")
     }
     assert accepted["e003"] > max(8 * len(prompts), 2 * accepted["e000"])
 
@@ -170,8 +178,8 @@ def test_the_length_limit_holds_inside_a_cycle(engines, prompts, room: int) -> N
     both = engines["e003"]
     for prompt in prompts:
         steps = list(both.decode_speculative(prompt, room, TreeShape(8, 2, 16)))
-        assert said(steps) == said(both.decode_plain(prompt, room))
-        assert len(said(steps)) <= room
+        assert join_tokens(steps) == join_tokens(both.decode_plain(prompt, room))
+        assert len(join_tokens(steps)) <= room
 
 
 def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path, model) -> None:

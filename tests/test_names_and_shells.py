@@ -54,7 +54,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(project: Path) -> Path:
+def recording_python(project: Path) -> Path:
     """A program called python, first on the PATH, which only notes its arguments: stages take seconds to import torch."""
     folder = project / "first"
     folder.mkdir()

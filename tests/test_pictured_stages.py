@@ -41,8 +41,8 @@ from tests.opened.declared import undeclared
 from tests.opened.watch import opening
 from tests.serving.engine_double import FORK_VARIABLE
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
-from tests.target.test_target_forward import H, saved
-from tests.test_extract_hiddens import files, refused, run, run_apart
+from tests.target.test_target_forward import H, save_random_model
+from tests.test_extract_hiddens import files, refused, run, run_in_process
 
 ROOM = 12
 GIVEN = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
@@ -94,7 +94,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("pictured")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     edit_params(project, SMALL)
-    saved(project / "tiny", "qwen3 vl", False)
+    save_random_model(project / "tiny", "qwen3 vl", False)
     sizes = {"shortest_edge": 64, "longest_edge": 64 * 64}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(project / "tiny")
     with chdir(project):
@@ -223,7 +223,7 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
 
 @pytest.mark.long
 def test_two_processes_make_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
-    run_apart(project, processes=2)
+    run_in_process(project, processes=2)
     assert files(project) == once
 
 

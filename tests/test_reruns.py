@@ -41,7 +41,7 @@ from tests.reruns_table import BASE, PUBLISHED, RERUNS, Row, adds, sets
 REPO = Path(__file__).resolve().parents[1]
 
 
-def matching(patterns: str, names: set[str]) -> set[str]:
+def match_stages(patterns: str, names: set[str]) -> set[str]:
     """The names that `patterns` means; a pattern that means none is a mistake of the table."""
     chosen: set[str] = set()
     for pattern in patterns.split():
@@ -81,7 +81,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Path:
+def finished_project(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Path:
     """A project in which every stage has run once."""
     root = tmp_path_factory.mktemp("reruns") / "finished"
     (root / ".dvc").mkdir(parents=True)
@@ -118,11 +118,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Pa
 
 
 def test_a_published_draft_is_benchmarked_without_sampling_for_training_or_training(
-    finished: Path, tmp_path: Path, recorder: Recorder
+    finished_project: Path, tmp_path: Path, recorder: Recorder
 ) -> None:
     """Its cell needs the target, the eval split's prompts and the draft: no hidden states, no draft of ours."""
     root = tmp_path / "project"
-    shutil.copytree(finished, root)
+    shutil.copytree(finished_project, root)
     sets(import_draft={"checkpoints": PUBLISHED}, benchmark={"checkpoints": adds("theirs")})(root)
     with opened(root) as repo:
         cell = next(s for s in repo.index.stages if "-theirs-" in s.addressing)
@@ -137,26 +137,30 @@ def test_a_published_draft_is_benchmarked_without_sampling_for_training_or_train
 
 @pytest.mark.parametrize("row", RERUNS, ids=lambda row: row.edit)
 def test_an_edit_wakes_its_stages_and_undoing_it_brings_the_rest_back(
-    row: Row, finished: Path, tmp_path: Path, recorder: Recorder
+    row: Row, finished_project: Path, tmp_path: Path, recorder: Recorder
 ) -> None:
     root = tmp_path / "project"
-    shutil.copytree(finished, root)
+    shutil.copytree(finished_project, root)
     row.by(root)
     ran = recorder.repro(root)
-    assert ran == matching(row.runs, recorder.names)
+    assert ran == match_stages(row.runs, recorder.names)
     if row.back is None:
         return
-    for file in ("params.yaml", "README.md", *(path.relative_to(finished) for path in finished.glob("stages/**/*.py"))):
-        if not (root / file).exists() or not filecmp.cmp(finished / file, root / file):
-            shutil.copy(finished / file, root / file)
+    for file in (
+        "params.yaml",
+        "README.md",
+        *(path.relative_to(finished_project) for path in finished_project.glob("stages/**/*.py")),
+    ):
+        if not (root / file).exists() or not filecmp.cmp(finished_project / file, root / file):
+            shutil.copy(finished_project / file, root / file)
     ran = recorder.repro(root)
-    assert ran == matching(row.back, recorder.names)
+    assert ran == match_stages(row.back, recorder.names)
 
 
-def pushed(finished: Path, tmp_path: Path) -> Path:
+def pushed_project(finished_project: Path, tmp_path: Path) -> Path:
     """A copy of a finished project that has a remote, and all in it that may be there."""
     root = tmp_path / "published"
-    shutil.copytree(finished, root)
+    shutil.copytree(finished_project, root)
     local = f"[core]\n    remote = shared\n['remote \"shared\"']\n    url = {tmp_path / 'remote'}\n"
     (root / ".dvc" / "config.local").write_text(local)
     with opened(root) as repo:
@@ -164,7 +168,7 @@ def pushed(finished: Path, tmp_path: Path) -> Path:
     return root
 
 
-def cloned(root: Path, to: Path) -> Path:
+def clone_project(root: Path, to: Path) -> Path:
     """What git has of it: neither DVC's cache nor what the stages made."""
     made = shutil.ignore_patterns("cache", "tmp", "artifacts", "fixed", "sampled", "hiddens", "drafts", "results")
     code = str(root / "stages")  # where a folder is called results, too
@@ -175,9 +179,9 @@ def cloned(root: Path, to: Path) -> Path:
 SHARED = {"pull": True, "allow_missing": True}  # dvc repro --pull --allow-missing
 
 
-def test_a_clone_runs_only_what_was_edited(finished: Path, tmp_path: Path, recorder: Recorder) -> None:
+def test_a_clone_runs_only_what_was_edited(finished_project: Path, tmp_path: Path, recorder: Recorder) -> None:
     """On what its author has published, without the hidden states of training."""
-    clone = cloned(pushed(finished, tmp_path), tmp_path / "clone")
+    clone = clone_project(pushed_project(finished_project, tmp_path), tmp_path / "clone")
     assert recorder.repro(clone, **SHARED) == set()
     assert not (clone / "results").exists()  # nor is anything fetched for it
     with opened(clone) as repo:
@@ -186,7 +190,7 @@ def test_a_clone_runs_only_what_was_edited(finished: Path, tmp_path: Path, recor
     sets(benchmark={"trees": adds("t8_2_16")}, replay_trees={"topk": adds(7)})(clone)
     runs = "benchmark@*-t8_2_16 replay_trees@* report"
     ran = recorder.repro(clone, **SHARED)
-    assert ran == matching(runs, recorder.names)
+    assert ran == match_stages(runs, recorder.names)
     assert not list(clone.glob("data/hiddens/train/*"))
     sets(train_draft={"learning_rate": lambda old: old / 2})(clone)
     with pytest.raises(ReproductionError) as failed:
@@ -194,4 +198,4 @@ def test_a_clone_runs_only_what_was_edited(finished: Path, tmp_path: Path, recor
     assert "data/hiddens/train" in str(failed.value.__cause__)
     runs = "extract_hiddens train_draft@* replay_trees@* benchmark@* benchmark_served@* report"
     ran = recorder.repro(clone)
-    assert ran == matching(runs, recorder.names)
+    assert ran == match_stages(runs, recorder.names)

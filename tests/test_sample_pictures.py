@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from stages import fix_data, prepare_target, sample_target
 from stages.target import loading
 from tests.conftest import ROOT, copy_project, edit_params
-from tests.sample_target.sampled_project import answers, report, use
+from tests.sample_target.sampled_project import answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion
 from tests.target.multimodal_targets import save
 
@@ -26,7 +26,7 @@ ROWS = {"train_rows": 12, "eval_rows": 4, "max_new_tokens": 6, "shard_size": 5, 
 
 
 @pytest.fixture(scope="session")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose random target sees maps, and its answers by the transformers backend. Copy it to change it."""
     project = copy_project(tmp_path_factory.mktemp("seen"))
     with (ROOT / "data/raw/weather_maps.jsonl").open() as file:
@@ -50,13 +50,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(seen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(seen, tmp_path / "project", ignore=shutil.ignore_patterns(".git", ".dvc"))
+def project(sampled_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(sampled_project, tmp_path / "project", ignore=shutil.ignore_patterns(".git", ".dvc"))
     monkeypatch.chdir(tmp_path / "project")
     return tmp_path / "project"
 
 
-def fixed(split: str) -> dict[str, dict[str, Any]]:
+def read_fixed_rows(split: str) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in pl.read_parquet(f"data/fixed/{split}.parquet").to_dicts()}
 
 
@@ -64,7 +64,7 @@ def test_rows_name_their_pictures_and_hold_a_token_for_each_embedding(project: P
     """Of a later turn, the pictures of earlier turns too. A map has an embedding for each tile of 32 pixels."""
     tokenizer, several = AutoTokenizer.from_pretrained("tiny"), 0
     for split, source in (("train", "train"), ("eval", "eval"), ("eval_t", "eval")):
-        data = fixed(source)
+        data = read_fixed_rows(source)
         rows = answers(project, split).to_dicts()
         assert len(rows) == (12 if split == "train" else 4)
         for row in rows:
@@ -127,7 +127,7 @@ def test_a_server_is_shown_the_pictures_and_prompted_as_we_say(project: Path, sa
         return completion("hi", body["model"], **more)
 
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, temperature=0.0)
+        set_backend(project, "server", {"base_urls": [fake.url]}, temperature=0.0)
         sample_target.main()
     for split, before in own.items():
         columns = ["id", "prompt_ids", "images"]
@@ -160,7 +160,7 @@ def tiles(messages: list[dict[str, Any]]) -> list[int]:
 
 def test_a_server_that_cuts_pictures_otherwise_stops_the_run(project: Path) -> None:
     with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 7})) as fake:
-        use(project, "server", {"base_urls": [fake.url]})
+        set_backend(project, "server", {"base_urls": [fake.url]})
         with pytest.raises(
             ValueError, match=r"was prompted with 7 tokens.*this row has images, which the server may cut"
         ):
@@ -169,9 +169,9 @@ def test_a_server_that_cuts_pictures_otherwise_stops_the_run(project: Path) -> N
 
 def test_keep_prompts_as_the_target_would_be(project: Path) -> None:
     before = {split: answers(project, split) for split in ("train", "eval")}
-    use(project, "keep")
+    set_backend(project, "keep")
     sample_target.main()
-    data, tokenizer = fixed("train"), AutoTokenizer.from_pretrained("tiny")
+    data, tokenizer = read_fixed_rows("train"), AutoTokenizer.from_pretrained("tiny")
     rows = answers(project, "train")
     columns = ["id", "prompt_ids", "images", "source_row"]
     assert rows.select(columns).equals(before["train"].select(columns))
@@ -190,7 +190,7 @@ def test_what_can_not_be_shown_is_dropped_and_counted(
 
     Bug: broken pictures were counted, and none was named.
     """
-    use(project, backend, **ROWS | {"train_rows": None, "eval_rows": 1})
+    set_backend(project, backend, **ROWS | {"train_rows": None, "eval_rows": 1})
     table = pl.read_parquet("data/fixed/train.parquet")
     rows = table.to_dicts()
     two = [row for row in rows if len(row["images"]) == 2]
@@ -204,7 +204,7 @@ def test_what_can_not_be_shown_is_dropped_and_counted(
     pl.DataFrame(chosen, schema=table.schema).write_parquet("data/fixed/train.parquet")
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
         if backend == "server":
-            use(project, backend, {"base_urls": [fake.url]})
+            set_backend(project, backend, {"base_urls": [fake.url]})
         sample_target.main()
     found = report(project)
     assert found["dropped"] == {"image_in_answer": 1, "image_unreadable": 2, "picture_token_in_text": 1}
@@ -221,7 +221,7 @@ def test_later_turns_are_asked_after_the_targets_own_answers_and_all_pictures(pr
     others = pl.read_parquet("data/fixed/eval.parquet")
     others.filter(pl.col("images").list.len() == 1).write_parquet("data/fixed/eval.parquet")
     with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=None)
+        set_backend(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=None)
         sample_target.main()
     bodies = fake.bodies  # of train and, meanwhile, of eval
     second = next(body for body in bodies if len(tiles(body["messages"])) == 2)
@@ -262,7 +262,7 @@ def test_rows_that_differ_in_their_picture_only_have_answers_of_their_own(projec
     Image.new("RGB", size, (250, 20, 20)).save("data/fixed/images/red.png")
     other = {**row, "id": "other", "images": ["data/fixed/images/red.png"]}
     pl.DataFrame([row, other], schema=table.schema).write_parquet("data/fixed/train.parquet")
-    use(project, "transformers", temperature=0.0, batch_size=1, train_rows=None)
+    set_backend(project, "transformers", temperature=0.0, batch_size=1, train_rows=None)
     sample_target.main()
     first, second = answers(project, "train").to_dicts()
     assert first["prompt_ids"] == second["prompt_ids"] and first["answer_ids"] != second["answer_ids"]

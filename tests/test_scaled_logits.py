@@ -30,7 +30,7 @@ from stages.target import head_check, loading, manifest
 from stages.training import ttt
 from tests.conftest import edit_params
 from tests.draft.slow_draft import CONFIG, scatter
-from tests.engine.test_sampling import warped
+from tests.engine.test_sampling import warp_logits
 from tests.target.pinned_targets import LLAMA, pinned
 from tests.training.test_ttt import make_row
 
@@ -121,7 +121,7 @@ def draw(model: PreTrainedModel, prompt: list[int], count: int, seed: int) -> li
     ids, uniforms = list(prompt), sampling.draw_uniforms(seed, count)
     for number in range(count):
         logits: Tensor = model(torch.tensor([ids])).logits[:, -1]
-        ids.append(int(sampling.draw_tokens(warped(logits, HOT, 0.9, None), uniforms[number : number + 1])))
+        ids.append(int(sampling.draw_tokens(warp_logits(logits, HOT, 0.9, None), uniforms[number : number + 1])))
     return ids[len(prompt) :]
 
 

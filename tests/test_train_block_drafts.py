@@ -56,7 +56,7 @@ RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safe
 
 
 @pytest.fixture(scope="module")
-def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with every checkpoint of CHECKPOINTS, on a tiny random target; we stand in it."""
     project = tmp_path_factory.mktemp("blocks")
     for name in ("artifacts", "tiny"):
@@ -98,10 +98,10 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def copy(taught: Path, tmp_path: Path) -> Iterator[Path]:
+def copy(trained_project: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of the project, to be in and to train in."""
     project = tmp_path / "copy"
-    shutil.copytree(taught, project, symlinks=True)
+    shutil.copytree(trained_project, project, symlinks=True)
     with chdir(project):
         yield project
 
@@ -115,7 +115,7 @@ def read_files(name: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_segments_are_one_run_to_the_bit_and_the_loss_falls(taught: Path, method: str) -> None:
+def test_segments_are_one_run_to_the_bit_and_the_loss_falls(trained_project: Path, method: str) -> None:
     assert read_files(f"{method}20") == read_files(f"{method}_straight") != read_files(f"{method}1")
     log = read_log(f"{method}_straight")
     losses = [entry["loss"] for entry in log]
@@ -126,7 +126,7 @@ def test_segments_are_one_run_to_the_bit_and_the_loss_falls(taught: Path, method
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_checkpoint_is_what_engines_load(taught: Path, method: str) -> None:
+def test_the_checkpoint_is_what_engines_load(trained_project: Path, method: str) -> None:
     config, tensors = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(f"{method}20"), "a test")
     found, keys = block_checkpoint.parse_block_config(config), METHODS[method]
     root = json.loads(Path("drafts/e000/draft/config.json").read_text())
@@ -143,7 +143,7 @@ def test_the_checkpoint_is_what_engines_load(taught: Path, method: str) -> None:
     assert config["dtype"] == "float32" and tensors["norm.weight"].std() > 0
 
 
-def test_new_convolutions_change_nothing(taught: Path) -> None:
+def test_new_convolutions_change_nothing(trained_project: Path) -> None:
     config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dflash220"), "a test")
     draft = block_initialisation.initialise_block_draft(block_checkpoint.parse_block_config(config), 1)
     rows = torch.randn(1, 8, draft.config.hidden_size)
@@ -152,7 +152,7 @@ def test_new_convolutions_change_nothing(taught: Path) -> None:
             assert all(torch.equal(convolution(rows, rows.sin(), side), rows) for side in (0, 1))
 
 
-def test_new_weights_are_normal_and_norms_one(taught: Path) -> None:
+def test_new_weights_are_normal_and_norms_one(trained_project: Path) -> None:
     config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark20"), "a test")
     parsed = block_checkpoint.parse_block_config(config)
     one, same, other = (block_initialisation.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
@@ -186,7 +186,9 @@ def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesRe
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(taught: Path, method: str, monkeypatch: Any) -> None:
+def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
+    trained_project: Path, method: str, monkeypatch: Any
+) -> None:
     """From stored rows through the loader and the trainer, whose optimizer is stopped before it updates."""
     trainer, hidden_states = build_trainer(f"{method}20", "float64")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 0)[:1]
@@ -224,7 +226,7 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(taught: Path, met
         assert (found - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
-def test_anchors_are_of_a_packs_index_whoever_builds_it(taught: Path) -> None:
+def test_anchors_are_of_a_packs_index_whoever_builds_it(trained_project: Path) -> None:
     trainer, hidden_states = build_trainer("dflash20", "float32")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
     alone, *shared = (

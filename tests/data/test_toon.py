@@ -46,7 +46,7 @@ SKIES = ["sunny", "cloudy", "fog", "rain", "storm", "snow"]
 HEADER = "days[3]{date,low,high,rain,sky}:"
 
 
-def truth(forecast: weather.WeatherForecast) -> dict[str, Any]:
+def build_document(forecast: weather.WeatherForecast) -> dict[str, Any]:
     document = dataclasses.asdict(forecast)
     return document | {"days": list(document["days"])}
 
@@ -58,7 +58,7 @@ def judge(
     return toon.repair_toon(text, surrounding, schema, "Forecast." if days is None else f"A forecast of {days} days.")
 
 
-def agreed(text: str) -> Any:
+def decode_with_both(text: str) -> Any:
     """Return the decoded `text`; both decoders must agree."""
     first, second = toon_format.loads(text), toons.loads(text)
     assert first == second, f"toon_format reads {first}, toons {second}, of {text!r}"
@@ -147,12 +147,12 @@ def test_malformation_table(text: str, verdict: str) -> None:
     if verdict.startswith("dropped"):
         assert result.text == text
     else:
-        assert agreed(result.text) == truth(FORECAST)
+        assert decode_with_both(result.text) == build_document(FORECAST)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_json_is_encoded_again(indent: int | None) -> None:
-    text = json.dumps(truth(FORECAST), indent=indent)
+    text = json.dumps(build_document(FORECAST), indent=indent)
     assert judge(f"```json\n{text}\n```", 3, "strip") == JudgedAnswer(TEXT, "repaired:fence,json")
     assert judge(f"```json\n{text}\n```", 3, "keep") == JudgedAnswer(f"```toon\n{TEXT}\n```", "repaired:json")
     twice = text.replace('"unit": "C"', '"unit": "F", "unit": "C"')  # json.loads would take the last and say nothing
@@ -249,7 +249,7 @@ def check_never_another_forecast(
     At most one loss per answer: two can hide each other (one cell lost, one added). For the same reason a single corruption
     where the horizon is unknown. Every example is corrupted, and every accepted one is decoded by the second decoder too.
     """
-    text = toon_format.dumps(truth(forecast))
+    text = toon_format.dumps(build_document(forecast))
     rng = random.Random(seed)
     for name in names if known else names[:1]:
         text = CORRUPTIONS[name](rng, text)
@@ -262,7 +262,7 @@ def check_never_another_forecast(
     if result.verdict == "clean":
         assert result.text == text
     table = judge(result.text, horizon, "strip").text
-    assert agreed(table) == truth(forecast), f"{names}: {text!r} became {result.text!r}"
+    assert decode_with_both(table) == build_document(forecast), f"{names}: {text!r} became {result.text!r}"
 
 
 cases = given(
@@ -294,7 +294,7 @@ def test_corruptions_that_keep_the_data_are_repaired(name: str) -> None:
         text = CORRUPTIONS[name](random.Random(seed), TEXT)
         result = judge(text, 3, "strip")
         assert text != TEXT and result.verdict.startswith("repaired:"), (text, result)
-        assert agreed(result.text) == truth(FORECAST)
+        assert decode_with_both(result.text) == build_document(FORECAST)
 
 
 @pytest.mark.parametrize("horizon", [3, None])
@@ -320,7 +320,7 @@ def test_any_text_gets_a_verdict(lines: list[str], keep: bool) -> None:
     kind, _, detail = result.verdict.partition(":")
     assert (kind, detail == "") in {("clean", True), ("repaired", False), ("dropped", False)}
     if kind != "dropped":
-        agreed(judge(result.text, None, "strip").text)
+        decode_with_both(judge(result.text, None, "strip").text)
 
 
 # --- questions, and our own encoder ----------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
         forecast = weather.WeatherForecast(
             place, unit, weather._make_days(rng, place, unit, first, rng.randrange(1, 7))
         )
-        assert weather.format_toon(forecast) == toon_format.dumps(truth(forecast))
+        assert weather.format_toon(forecast) == toon_format.dumps(build_document(forecast))
 
 
 def test_the_schema_knows_every_sky() -> None:

@@ -21,10 +21,10 @@ from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, multimodal
 from stages.target.manifest import TargetManifest
-from tests.engine.test_decode import Played, Posted, draft, drawn
+from tests.engine.test_decode import FakeCudaGraphs, FakeReadback, draft, sample_by_transformers
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
 from tests.target.test_multimodal_forward import random_draft
-from tests.target.test_target_forward import manifest_of, saved
+from tests.target.test_target_forward import manifest_of, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,26 +41,26 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(params=["called", "played", "in blocks"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
     if request.param != "called":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     if request.param == "played":
         monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
     return request.param
 
 
 @pytest.fixture
-def engine(way: str, model: PreTrainedModel) -> Engine:
+def engine(execution: str, model: PreTrainedModel) -> Engine:
     made = Engine(model, [END], [1, 2, 3], draft())
-    assert (made.target.fused_decoder is not None) == (way == "in blocks")
-    if way == "played":
+    assert (made.target.fused_decoder is not None) == (execution == "in blocks")
+    if execution == "played":
         made.drafter.fused_draft = None
     return made
 
 
-def asks(count: int = 9, **more: Any) -> list[DecodeRequest]:
+def make_requests(count: int = 9, **more: Any) -> list[DecodeRequest]:
     """Ragged prompts and length limits; some answers are over with their first token."""
     draws = random.Random(5)
     lengths, limits = [1, 2, 30, 7, 110, 4, 4, 11, 50], [MOST, MOST, 12, 1, MOST, 2, MOST, 11, MOST]
@@ -77,7 +77,7 @@ def steps(updates: Any, count: int) -> list[list[DecodeStep]]:
     return found
 
 
-def alone(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[DecodeStep]:
+def decode_alone(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[DecodeStep]:
     prompt, most, pictures, how = ask
     return list(
         engine.decode_plain(prompt, most, pictures, how)
@@ -86,22 +86,22 @@ def alone(engine: Engine, ask: DecodeRequest, tree: TreeShape | None) -> list[De
     )
 
 
-def said(found: list[list[DecodeStep]]) -> list[list[int]]:
+def join_answers(found: list[list[DecodeStep]]) -> list[list[int]]:
     return [[token for step in some for token in step.tokens] for some in found]
 
 
-def searched(model: PreTrainedModel, ask: DecodeRequest, end: int = END) -> list[int]:
+def search_greedily(model: PreTrainedModel, ask: DecodeRequest, end: int = END) -> list[int]:
     """transformers' own greedy search; asked once, since it takes longer than all else here."""
     key = id(model), tuple(ask.prompt), ask.max_new_tokens, end
     if key not in SEARCHED:
-        SEARCHED[key] = model, _searched(model, ask, end)
+        SEARCHED[key] = model, _search_by_transformers(model, ask, end)
     return SEARCHED[key][1]
 
 
 SEARCHED: dict[Any, tuple[PreTrainedModel, list[int]]] = {}  # with the model, lest another gets its id
 
 
-def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]:
+def _search_by_transformers(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]:
     ids = torch.tensor([ask.prompt])
     given: dict[str, Tensor] = {}
     if multimodal.is_multimodal(model):
@@ -118,20 +118,20 @@ def _searched(model: PreTrainedModel, ask: DecodeRequest, end: int) -> list[int]
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_together_as_alone(engine: Engine, model: PreTrainedModel, tree: TreeShape | None) -> None:
     """Step by step, for fewer slots than prompts and more; ends inside a cycle, at an end token, at a first token."""
-    one = [alone(engine, ask, tree) for ask in asks()]
-    assert said(one) == [searched(model, ask) for ask in asks()]
+    one = [decode_alone(engine, ask, tree) for ask in make_requests()]
+    assert join_answers(one) == [search_greedily(model, ask) for ask in make_requests()]
     # One slot for all differs from alone in its queue only, and a slot for each is the same to every tree.
     for slots in (1, 3, 20) if tree is None else (3, 20) if tree == TREES[-1] else (3,):
-        assert steps(engine.decode_batch(asks(), slots, tree), 9) == one
+        assert steps(engine.decode_batch(make_requests(), slots, tree), 9) == one
     assert tree is None or sum(step.num_accepted for some in one for step in some) > 5
 
 
 def test_a_slot_is_taken_again_when_its_answer_ends(engine: Engine, model: PreTrainedModel) -> None:
     """In order; three are under way as long as any wait, and never more."""
     for tree in (None, TreeShape(3, 3, 8)):
-        left = [len(searched(model, ask)) for ask in asks()]
+        left = [len(search_greedily(model, ask)) for ask in make_requests()]
         begun: list[int] = []
-        for some in engine.decode_batch(asks(), 3, tree):
+        for some in engine.decode_batch(make_requests(), 3, tree):
             begun += [number for number, step in some if step is None]
             under_way = [number for number in begun if left[number]]
             assert len(under_way) <= 3 and (len(begun) == 9 or under_way)
@@ -146,13 +146,15 @@ def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedMo
     for temperature, top_p, top_k in [(0.7, 0.9, 5), (6.0, 1.0, None)]:
         some = [
             ask._replace(max_new_tokens=MOST, sampling=SamplingParams(temperature, top_p, top_k, seed))
-            for seed, ask in enumerate(asks(5))
+            for seed, ask in enumerate(make_requests(5))
         ]
-        expected = [drawn(model, ask.prompt, ask.sampling)[:MOST] for ask in some if ask.sampling]
+        expected = [sample_by_transformers(model, ask.prompt, ask.sampling)[:MOST] for ask in some if ask.sampling]
         for tree in (None, TreeShape(5, 4, 16)):
-            assert said(steps(engine.decode_batch(some, 3, tree), 5)) == expected
-            assert said(steps(engine.decode_batch(asks(5), 3, tree), 5)) == [searched(model, ask) for ask in asks(5)]
-    mixed = [some[0], asks(1)[0]]
+            assert join_answers(steps(engine.decode_batch(some, 3, tree), 5)) == expected
+            assert join_answers(steps(engine.decode_batch(make_requests(5), 3, tree), 5)) == [
+                search_greedily(model, ask) for ask in make_requests(5)
+            ]
+    mixed = [some[0], make_requests(1)[0]]
     with pytest.raises(
         ValueError, match=r"share temperature, top-p, top-k and how drafts are sampled; decode others apart"
     ):
@@ -162,42 +164,44 @@ def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedMo
 def test_every_token_in_turn_as_the_end(engine: Engine, model: PreTrainedModel) -> None:
     for end in (0, 10):
         engine.end_tokens = {end}
-        expected = [searched(model, ask, end) for ask in asks()]
+        expected = [search_greedily(model, ask, end) for ask in make_requests()]
         for tree in (None, TreeShape(5, 4, 16)):
-            assert said(steps(engine.decode_batch(asks(), 4, tree), 9)) == expected
+            assert join_answers(steps(engine.decode_batch(make_requests(), 4, tree), 9)) == expected
 
 
 @pytest.mark.parametrize(
     "options", [{"sliding_window": 6}, {"fc_norm": True, "norm_output": True, "qk_norm": True}], ids=str
 )
-def test_every_option_of_a_draft(way: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
+def test_every_option_of_a_draft(execution: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
     engine = Engine(model, [END], [1, 2, 3], draft(**options))
-    assert steps(engine.decode_batch(asks(6), 4, TreeShape(5, 3, 12)), 6) == [
-        alone(engine, ask, TreeShape(5, 3, 12)) for ask in asks(6)
+    assert steps(engine.decode_batch(make_requests(6), 4, TreeShape(5, 3, 12)), 6) == [
+        decode_alone(engine, ask, TreeShape(5, 3, 12)) for ask in make_requests(6)
     ]
 
 
 @pytest.fixture(scope="module")
-def with_experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, TargetManifest]:
+def moe_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, TargetManifest]:
     folder = tmp_path_factory.mktemp("moe")
-    saved(folder, "qwen3 moe", False)
+    save_random_model(folder, "qwen3 moe", False)
     return loading.load_target(str(folder), "float32", "cpu"), manifest_of(folder)
 
 
-def test_experts_route_each_token_as_alone(way: str, with_experts: tuple[PreTrainedModel, TargetManifest]) -> None:
-    model, made = with_experts
+def test_experts_route_each_token_as_alone(execution: str, moe_target: tuple[PreTrainedModel, TargetManifest]) -> None:
+    model, made = moe_target
     engine = Engine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)
     some = [DecodeRequest([draws.randrange(7, 80) for _ in range(length)], 16) for length in (3, 17, 9, 30)]
     for tree in (None, WIDE):
         together = steps(engine.decode_batch(some, 3, tree), 4)
-        assert tree is None or together == [alone(engine, ask, tree) for ask in some]  # plainly a step is a token
-        assert said(together) == [searched(model, ask, 5) for ask in some]
+        assert tree is None or together == [
+            decode_alone(engine, ask, tree) for ask in some
+        ]  # plainly a step is a token
+        assert join_answers(together) == [search_greedily(model, ask, 5) for ask in some]
     assert sum(step.num_accepted for one in together for step in one) > 2
 
 
 @pytest.fixture(scope="module", params=["qwen3 vl", "qwen2.5 vl"])
-def with_pictures(
+def multimodal_target(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, TargetManifest]:
     """The same for every way, so that transformers' own search is asked once."""
@@ -206,16 +210,18 @@ def with_pictures(
 
 
 def test_pictures_of_one_are_not_seen_by_another(
-    way: str, with_pictures: tuple[PreTrainedModel, TargetManifest]
+    execution: str, multimodal_target: tuple[PreTrainedModel, TargetManifest]
 ) -> None:
     """Each prompt has its own pictures, or none, and its own way of counting positions."""
-    model, made = with_pictures
+    model, made = multimodal_target
     engine = Engine(model, [5], TAPPED, random_draft(made).requires_grad_(False))
     some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
         together = steps(engine.decode_batch(some, 3, tree), 4)
-        assert tree is None or together == [alone(engine, ask, tree) for ask in some]  # plainly a step is a token
-        assert said(together) == [searched(model, ask, 5) for ask in some]
+        assert tree is None or together == [
+            decode_alone(engine, ask, tree) for ask in some
+        ]  # plainly a step is a token
+        assert join_answers(together) == [search_greedily(model, ask, 5) for ask in some]
     assert sum(step.num_accepted for one in together for step in one) > 2
 
 
@@ -223,22 +229,22 @@ def test_what_cannot_be_decoded_is_told_before_the_first_token(
     engine: Engine, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last of the prompts, too; a tree; a cache of 3 slots of 256 rows, 1,280 bytes each as in test_decode."""
-    long = [*asks(3), DecodeRequest([1] * 500, 20)]
+    long = [*make_requests(3), DecodeRequest([1] * 500, 20)]
     with pytest.raises(ValueError, match=r"may take 520 tokens, the target holds 512 \(max_position_embeddings\)"):
         next(engine.decode_batch(long, 2, None))
     with pytest.raises(ValueError, match=r"t3_2_99 has 98 nodes under the root, expected at most"):
-        next(engine.decode_batch(asks(), 2, TreeShape(3, 2, 99)))
+        next(engine.decode_batch(make_requests(), 2, TreeShape(3, 2, 99)))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1280 - 1)
     with pytest.raises(ValueError, match=r"keys and values of 768 tokens take [\d.]+ [KM]iB"):
-        next(engine.decode_batch(asks(), 3, TreeShape(3, 3, 8)))
+        next(engine.decode_batch(make_requests(), 3, TreeShape(3, 3, 8)))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1280)
-    assert next(engine.decode_batch(asks(), 3, TreeShape(3, 3, 8))) == [(0, None), (1, None), (2, None)]
+    assert next(engine.decode_batch(make_requests(), 3, TreeShape(3, 3, 8))) == [(0, None), (1, None), (2, None)]
 
 
 def test_room_is_kept_for_as_many_again(engine: Engine) -> None:
     kept = []
     for slots, tree in ((3, TreeShape(5, 4, 16)), (3, None), (2, None)):
-        list(engine.decode_batch(asks(), slots, tree))
+        list(engine.decode_batch(make_requests(), slots, tree))
         kept.append(engine.slots.idle[-1])
     assert kept[0] is kept[1] is not kept[2]
     engine.slots.reserve_length(300)
@@ -253,7 +259,7 @@ def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
     gc.disable()
     try:
         for decode in (
-            lambda slots: engine.decode_batch(asks(), slots, TreeShape(5, 4, 16)),
+            lambda slots: engine.decode_batch(make_requests(), slots, TreeShape(5, 4, 16)),
             lambda _: engine.decode_plain([1, 2], 4),
         ):
             list(decode(2))
@@ -268,12 +274,12 @@ def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
 def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     engine = Engine(model, [END], [1, 2, 3], draft())
     wide, narrow = TreeShape(5, 4, 16), TreeShape(3, 3, 8)
     for tree in (wide, None, wide, narrow):
-        list(engine.decode_batch(asks(), 3, tree))
+        list(engine.decode_batch(make_requests(), 3, tree))
     methods = engine.get_tree_method(wide), None, engine.get_tree_method(narrow)
     expected = {(method, None, False) for method in methods}
     assert set(engine.slots.idle[-1].graphs.recorded) == expected
@@ -291,12 +297,12 @@ def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
     for seen in (6, 10):
         slot_indices = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
         cache = slots.bind(starts + slot_indices, seen)
-        alone = [store.bind(row, seen) for store, row in zip(apart, slot_indices, strict=True)]
+        single_caches = [store.bind(row, seen) for store, row in zip(apart, slot_indices, strict=True)]
         for number, both in enumerate(shapes):
             new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
             found = cache.layers[number].update(*new)
             for slot in range(3):
-                expected = alone[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
+                expected = single_caches[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
                 assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(found, expected, strict=True))
         target_rows = torch.stack([torch.randperm(10, generator=draws)[:4] for _ in range(3)])
         slots.move_rows((starts + slot_indices).flatten(), (starts + target_rows).flatten())
@@ -331,14 +337,16 @@ def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPa
 
 def test_passes_leave_the_attention_as_it_was(engine: Engine) -> None:
     before = engine.decoder.config._attn_implementation
-    updates = engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8))
+    updates = engine.decode_batch(make_requests(3), 2, TreeShape(3, 3, 8))
     next(updates)
     updates.close()
-    list(engine.decode_batch(asks(3), 2, TreeShape(3, 3, 8)))
+    list(engine.decode_batch(make_requests(3), 2, TreeShape(3, 3, 8)))
     assert engine.decoder.config._attn_implementation == before == "sdpa"
 
 
-def test_a_draft_is_not_needed_to_decode_plainly(way: str, model: PreTrainedModel) -> None:
+def test_a_draft_is_not_needed_to_decode_plainly(execution: str, model: PreTrainedModel) -> None:
     engine = Engine(model, [END], [])
-    assert said(steps(engine.decode_batch(asks(), 4, None), 9)) == [searched(model, ask) for ask in asks()]
+    assert join_answers(steps(engine.decode_batch(make_requests(), 4, None), 9)) == [
+        search_greedily(model, ask) for ask in make_requests()
+    ]
     assert isinstance(draft(), Eagle3Draft)

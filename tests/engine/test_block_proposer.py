@@ -25,8 +25,8 @@ from stages.replay.block_replay import AnswerPlaces, compute_place_states, repla
 from stages.trees.block_expansion import expand_block
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
-from tests.engine.test_batch_decode import asks, searched, steps
-from tests.engine.test_decode import Played, Posted, drawn
+from tests.engine.test_batch_decode import make_requests, search_greedily, steps
+from tests.engine.test_decode import FakeCudaGraphs, FakeReadback, sample_by_transformers
 from tests.target.multimodal_documents import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def target() -> PreTrainedModel:
     return test_decode.model.__wrapped__()
 
 
-def read(ids: list[int]) -> tuple[Tensor, Tensor]:
+def run_target(ids: list[int]) -> tuple[Tensor, Tensor]:
     """Features [T, K*H] and transformers' logits [T, V]."""
     with torch.inference_mode():
         out = target()(torch.tensor([ids]), output_hidden_states=True)
@@ -67,7 +67,7 @@ def make(method: str, seed: int = 1, **options: Any) -> BlockDraft:
 
 @cache
 def draft(kind: str, method: str) -> BlockDraft:
-    """With random weights, or trained on the target's answers to the prompts of `asks` for some steps."""
+    """With random weights, or trained on the target's answers to the prompts of `make_requests` for some steps."""
     made = make(method)
     if kind == "random":
         return made
@@ -83,8 +83,8 @@ def draft(kind: str, method: str) -> BlockDraft:
 
 @cache
 def packed_answers() -> "Pack":
-    """The prompts of `asks` and the target's answers; drafts of all methods read the same of them."""
-    return Pack([(ask.prompt, searched(target(), ask)) for ask in asks()])
+    """The prompts of `make_requests` and the target's answers; drafts of all methods read the same of them."""
+    return Pack([(ask.prompt, search_greedily(target(), ask)) for ask in make_requests()])
 
 
 class Pack:
@@ -95,7 +95,7 @@ class Pack:
         lengths = torch.tensor([len(row) for row in whole])
         self.ids = torch.tensor([token for row in whole for token in row])
         self.positions = torch.cat([torch.arange(len(row)) for row in whole])
-        self.features = torch.cat([read(row)[0] for row in whole]).clone()
+        self.features = torch.cat([run_target(row)[0] for row in whole]).clone()
         self.documents = torch.arange(len(rows)).repeat_interleave(lengths)
         ends = lengths.cumsum(0)
         starts = ends - torch.tensor([len(answer) for _, answer in rows])
@@ -116,11 +116,11 @@ class Pack:
 
 
 @pytest.fixture(params=["called", "played", "in blocks"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU, as a GPU plays what it recorded of transformers' own modules, and there in few kernels."""
     if request.param != "called":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     if request.param == "played":
         monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
     return request.param
@@ -136,21 +136,21 @@ def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape) -> list[DecodeSt
 
 
 def decode_asks(engine: Engine, tree: TreeShape, *by: str) -> list[list[DecodeStep]]:
-    """Return the steps of each of `asks`, decoded alone, once for a tree and an engine; `by` names the engine."""
+    """Return the steps of each of `make_requests`, decoded alone, once for a tree and an engine; `by` names the engine."""
     if (key := (tree, *by)) not in DECODED:
-        DECODED[key] = [decode(engine, ask, tree) for ask in asks()]
+        DECODED[key] = [decode(engine, ask, tree) for ask in make_requests()]
     return DECODED[key]
 
 
 DECODED: dict[tuple[TreeShape | str, ...], list[list[DecodeStep]]] = {}
 
 
-def are_all_trees_run(way: str, kind: str) -> bool:
+def are_all_trees_run(execution: str, kind: str) -> bool:
     """Otherwise the widest chain and trees of every form are enough.
 
     What runs is the same for random drafts, and, with transformers' own modules played, the same but for the target's.
     """
-    return kind == "trained" and way != "played"
+    return kind == "trained" and execution != "played"
 
 
 def join(found: list[DecodeStep]) -> list[int]:
@@ -159,15 +159,18 @@ def join(found: list[DecodeStep]) -> list[int]:
 
 @every_method
 @every_draft
-def test_answers_are_those_of_greedy_search(way: str, kind: str, method: str) -> None:
+def test_answers_are_those_of_greedy_search(execution: str, kind: str, method: str) -> None:
     """Prompts of one token and more; answers that end at their first token, inside a block, by END and by length."""
-    engine, in_all_trees = build_engine(draft(kind, method)), are_all_trees_run(way, kind)
+    engine, in_all_trees = build_engine(draft(kind, method)), are_all_trees_run(execution, kind)
     accepted = dict.fromkeys(TREES, 0)
     for tree in TREES if in_all_trees else TREES[2::2]:
-        alone = decode_asks(engine, tree, way, kind, method)
-        assert [join(found) for found in alone] == [searched(target(), ask) for ask in asks()], tree
+        alone = decode_asks(engine, tree, execution, kind, method)
+        assert [join(found) for found in alone] == [search_greedily(target(), ask) for ask in make_requests()], tree
         num_slots = {TREES[2]: 2, TREES[4]: 4}.get(tree, 3)
-        assert steps(engine.decode_batch(asks(), num_slots, tree), len(asks())) == alone, (tree, num_slots)
+        assert steps(engine.decode_batch(make_requests(), num_slots, tree), len(make_requests())) == alone, (
+            tree,
+            num_slots,
+        )
         accepted[tree] = sum(step.num_accepted for found in alone for step in found)
     assert max(accepted.values()) > 0, "drafts are never right: the comparison says little"
     if in_all_trees:
@@ -176,12 +179,12 @@ def test_answers_are_those_of_greedy_search(way: str, kind: str, method: str) ->
 
 @every_method
 @every_draft
-def test_accept_lengths_are_those_of_replay(way: str, kind: str, method: str) -> None:
+def test_accept_lengths_are_those_of_replay(execution: str, kind: str, method: str) -> None:
     engine, total = build_engine(draft(kind, method)), 0
     for tree, cycles, accepted in replay_answers(kind, method):
-        if not are_all_trees_run(way, kind) and tree not in [*TREES[2::2], CUT, WIDE]:
+        if not are_all_trees_run(execution, kind) and tree not in [*TREES[2::2], CUT, WIDE]:
             continue
-        live = [found[1:] for found in decode_asks(engine, tree, way, kind, method)]
+        live = [found[1:] for found in decode_asks(engine, tree, execution, kind, method)]
         counted = [(len(of_one), sum(step.num_accepted for step in of_one)) for of_one in live]
         assert counted == list(zip(cycles, accepted, strict=True)), tree
         total += sum(accepted)
@@ -190,7 +193,7 @@ def test_accept_lengths_are_those_of_replay(way: str, kind: str, method: str) ->
 
 @cache
 def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], list[int]]]:
-    """(tree, cycles, accepted drafts) of `asks` by replay."""
+    """(tree, cycles, accepted drafts) of `make_requests` by replay."""
     made, pack, head = draft(kind, method), packed_answers(), target().get_output_embeddings().weight
     chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
     grown = [CUT, *TREES[3:], WIDE]
@@ -203,12 +206,12 @@ def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], l
 
 
 @every_method
-def test_sampled_answers_are_those_of_plain_decoding(way: str, method: str) -> None:
+def test_sampled_answers_are_those_of_plain_decoding(execution: str, method: str) -> None:
     """Tokens are drawn from the target alone, so one seed gives one answer, as transformers' own logits give it."""
     engine = build_engine(draft("trained", method))
     hows = [SamplingParams(0.8, 1.0, None, seed) for seed in range(3)]
     rows = [DecodeRequest(prompt, ROOM, None, how) for how in hows for prompt in test_decode.prompts()]
-    expected = [drawn(target(), ask.prompt, ask.sampling) for ask in rows]
+    expected = [sample_by_transformers(target(), ask.prompt, ask.sampling) for ask in rows]
     assert len(set(map(tuple, expected))) > 6
     alone = {tree: [decode(engine, ask, tree) for ask in rows] for tree in (TREES[2], TREES[4])}
     for tree, found in alone.items():
@@ -250,8 +253,8 @@ def test_a_captured_proposal_reads_nothing_on_the_host(
     monkeypatch: pytest.MonkeyPatch, method: str, tree: TreeShape
 ) -> None:
     """A CUDA graph can't wait for values, nor for shapes that depend on them."""
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     real, noted = BlockProposer.propose, NotedOperators()
 
     def propose(self: BlockProposer, *given: Any) -> Any:
@@ -259,7 +262,7 @@ def test_a_captured_proposal_reads_nothing_on_the_host(
             return real(self, *given)
 
     monkeypatch.setattr(BlockProposer, "propose", propose)
-    steps(build_engine(draft("random", method)).decode_batch(asks(), 3, tree), len(asks()))
+    steps(build_engine(draft("random", method)).decode_batch(make_requests(), 3, tree), len(make_requests()))
     assert {"index_put_", "mm"} <= noted.names, noted.names
     assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
 

@@ -33,7 +33,7 @@ VOCAB, ROOM, END = 12, 24, 7
 TREES = [(1, 1, 2), (4, 1, 5), (3, 3, 8), (5, 4, 16), (2, 3, 13)]
 
 
-class Played:
+class FakeCudaGraphs:
     """Stands in for CUDA graphs: fixed shapes, and a pass that leaves no trace when it is recorded."""
 
     def __init__(self, device: torch.device, captures: bool = True):
@@ -49,7 +49,7 @@ class Played:
         self.recorded[key]()
 
 
-class Posted(AsyncReadback):
+class FakeReadback(AsyncReadback):
     """Stands in for copies to the host that a GPU makes by itself."""
 
     def __init__(self, device: torch.device):
@@ -86,8 +86,8 @@ def draft(**options: Any) -> Eagle3Draft:
 def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """As on a CPU, as on a GPU with transformers' own modules, and there in few kernels."""
     if request.param != "called":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
         blocks = (
             FusedDecoder.build_if_supported(model, KVCache(probe_kv_shapes(model), 8, model.dtype, model.device))
             if request.param == "in blocks"
@@ -109,7 +109,7 @@ def prompts() -> list[list[int]]:
 ASKED: dict[tuple[int, ...], list[int]] = {}
 
 
-def theirs(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
+def search_greedily(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
     """transformers' own greedy search; asked once, since it takes longer than all else here."""
     if (asked := (room, *prompt)) not in ASKED:
         ids = torch.tensor([prompt])
@@ -125,18 +125,18 @@ def theirs(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
     return ASKED[asked]
 
 
-def drawn(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
+def sample_by_transformers(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
     """An answer token by token, from transformers' forward over the whole text; asked once."""
     key = id(model), how, tuple(prompt)
     if key not in DRAWN:
-        DRAWN[key] = model, _draw(model, prompt, how)
+        DRAWN[key] = model, _sample_by_transformers(model, prompt, how)
     return DRAWN[key][1]
 
 
 DRAWN: dict[Any, tuple[Any, list[int]]] = {}  # with the model, lest another gets its id
 
 
-def _draw(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
+def _sample_by_transformers(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
     ids = list(prompt)
     for number in draw_uniforms(how.seed, ROOM):
         logits = model(torch.tensor([ids])).logits[:, -1]
@@ -146,13 +146,13 @@ def _draw(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:
     return ids[len(prompt) :]
 
 
-def said(steps: Any) -> list[int]:
+def join_tokens(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
 def test_plain_decoding_is_transformers_own(engine: Engine, model: Any) -> None:
     for prompt in prompts():
-        assert said(engine.decode_plain(prompt, ROOM)) == theirs(model, prompt)
+        assert join_tokens(engine.decode_plain(prompt, ROOM)) == search_greedily(model, prompt)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda t: "t{}_{}_{}".format(*t))
@@ -160,7 +160,7 @@ def test_trees_say_what_transformers_says(engine: Engine, model: Any, tree: tupl
     accepted = 0
     for prompt in prompts():
         steps = list(engine.decode_speculative(prompt, ROOM, TreeShape(*tree)))
-        assert said(steps) == theirs(model, prompt)
+        assert join_tokens(steps) == search_greedily(model, prompt)
         assert all(len(step.tokens) == step.num_accepted + 1 for step in steps[1:-1])
         accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted or tree == (1, 1, 2)  # otherwise this could pass with trees that never accept anything
@@ -193,33 +193,39 @@ def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, 
     ):
         how = SamplingParams(temperature, top_p, top_k, seed)
         for prompt in prompts():
-            expected = drawn(model, prompt, how)
-            assert said(engine.decode_plain(prompt, ROOM, sampling=how)) == expected
+            expected = sample_by_transformers(model, prompt, how)
+            assert join_tokens(engine.decode_plain(prompt, ROOM, sampling=how)) == expected
             steps = list(engine.decode_speculative(prompt, ROOM, TreeShape(5, 4, 16), sampling=how))
-            assert said(steps) == expected
+            assert join_tokens(steps) == expected
             accepted += sum(step.num_accepted for step in steps[1:])
-            assert said(engine.decode_speculative(prompt, 7, TreeShape(5, 4, 16))) == theirs(model, prompt, 7)
+            assert join_tokens(engine.decode_speculative(prompt, 7, TreeShape(5, 4, 16))) == search_greedily(
+                model, prompt, 7
+            )
     assert accepted > 5
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7])
 def test_the_length_limit_holds_inside_a_cycle(engine: Engine, model: Any, room: int) -> None:
     for prompt in prompts():
-        assert said(engine.decode_speculative(prompt, room, TreeShape(5, 4, 16))) == theirs(model, prompt, room)
-        assert said(engine.decode_plain(prompt, room)) == theirs(model, prompt, room)
+        assert join_tokens(engine.decode_speculative(prompt, room, TreeShape(5, 4, 16))) == search_greedily(
+            model, prompt, room
+        )
+        assert join_tokens(engine.decode_plain(prompt, room)) == search_greedily(model, prompt, room)
 
 
 def test_an_end_token_ends_both_though_it_is_found_late(engine: Engine, model: Any) -> None:
     """Several tokens in turn as the one that ends: what is decoded past it is dropped, and the next prompt starts clean."""
-    whole = {tuple(prompt): said(Engine(model, [-1], [1, 2, 3]).decode_plain(prompt, ROOM)) for prompt in prompts()}
+    whole = {
+        tuple(prompt): join_tokens(Engine(model, [-1], [1, 2, 3]).decode_plain(prompt, ROOM)) for prompt in prompts()
+    }
     shortened = 0
     for end in range(0, VOCAB, 4):
         engine.end_tokens = {end}
         for prompt, answer in whole.items():
             cut = answer[: answer.index(end) + 1] if end in answer else answer
             shortened += cut != answer
-            assert said(engine.decode_plain(list(prompt), ROOM)) == cut
-            assert said(engine.decode_speculative(list(prompt), ROOM, TreeShape(5, 4, 16))) == cut
+            assert join_tokens(engine.decode_plain(list(prompt), ROOM)) == cut
+            assert join_tokens(engine.decode_speculative(list(prompt), ROOM, TreeShape(5, 4, 16))) == cut
     assert shortened > 3
 
 
@@ -230,7 +236,7 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
         for way in ("called", "played", "blocks"):
             with monkeypatch.context() as patch:
                 if way != "called":
-                    patch.setattr(slot_pool, "CudaGraphRunner", Played)
+                    patch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
                 if way == "played":
                     patch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
                 engine = Engine(model, [END], [1, 2, 3], draft(**options))
@@ -244,7 +250,7 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
 
 def test_letters_of_two_sizes_and_two_on_their_way() -> None:
     """Bug: boxes were made for the first size that was sent, so a GPU's plain step broke the cycle after it."""
-    readback, fetches = Posted(torch.device("cpu")), []
+    readback, fetches = FakeReadback(torch.device("cpu")), []
     for n in range(7):
         fetches += [(readback.start(torch.arange(n, n + size)), list(range(n, n + size))) for size in (2, 5)]
         if n:  # two of each size are sent, and the older is read
@@ -264,15 +270,17 @@ def test_decodings_of_one_engine_do_not_meet(engine: Engine, model: Any) -> None
     for pair in zip_longest(*both):
         for step, said_before in zip(pair, found, strict=True):
             said_before.extend(step.tokens if step else [])
-    assert found == (theirs(model, [1, 2, 3]), theirs(model, [4, 5]))
+    assert found == (search_greedily(model, [1, 2, 3]), search_greedily(model, [4, 5]))
     assert len(engine.slots.idle) == 2
-    assert said(engine.decode_plain([1, 2, 3], ROOM)) == found[0] and len(engine.slots.idle) == 2
+    assert join_tokens(engine.decode_plain([1, 2, 3], ROOM)) == found[0] and len(engine.slots.idle) == 2
 
 
 def test_more_room_is_taken_when_it_is_needed(engine: Engine, model: Any) -> None:
     for length in (3, 300, 5):
         prompt = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        assert said(engine.decode_speculative(prompt, 12, TreeShape(3, 3, 8))) == theirs(model, prompt, 12)
+        assert join_tokens(engine.decode_speculative(prompt, 12, TreeShape(3, 3, 8))) == search_greedily(
+            model, prompt, 12
+        )
 
 
 def test_too_little_memory_is_told_before_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from stages.params.byte_size import GIB, format_bytes
 from stages.params.tree_shape import TreeShape
 from stages.target import loading
 from tests.engine.test_decode import draft
-from tests.target.test_target_forward import saved
+from tests.target.test_target_forward import save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +49,7 @@ def test_no_card_holds_more_than_its_share_and_a_block() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    saved(tmp_path, "qwen3", False)
+    save_random_model(tmp_path, "qwen3", False)
     return loading.load_target(str(tmp_path), "float32", "cpu")
 
 

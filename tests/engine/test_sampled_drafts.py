@@ -24,8 +24,8 @@ from stages.target.hooks import capture_residual_streams
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import CONFIG, small_target
 from tests.engine.test_block_proposer import NotedOperators
-from tests.engine.test_decode import Played, Posted
-from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, refused, said, together, warped
+from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
+from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, decode_together, is_rejected, join_tokens, warp_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,7 +36,7 @@ every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"]
 
 
 @cache
-def draft_of(method: str) -> BlockDraft:
+def make_draft(method: str) -> BlockDraft:
     """A random draft, whose distributions differ from the target's, and at each slot after each token."""
     sizes = {"vocab_size": V, "mask_token_id": 6, "block_size": NUM_DRAFTS + (method != "dspark")}
     return random_block_draft(3, 0.3, torch.float32, **METHOD_OPTIONS[method], **sizes, feature_layers=tuple(FEATURES))[
@@ -45,11 +45,11 @@ def draft_of(method: str) -> BlockDraft:
 
 
 @cache
-def engine_of(method: str) -> Engine:
-    return Engine(small_target(V, 1), [], FEATURES, draft_of(method))
+def make_engine(method: str) -> Engine:
+    return Engine(small_target(V, 1), [], FEATURES, make_draft(method))
 
 
-def sampled(how: str, seed: int) -> SamplingParams:
+def make_sampling(how: str, seed: int) -> SamplingParams:
     return SamplingParams(*HOW[how], seed, samples_drafts=True)
 
 
@@ -90,71 +90,75 @@ def test_a_draft_of_no_chance_is_never_accepted_and_equal_distributions_always()
 # The engine against a slow cycle
 
 
-def read(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
+def run_target(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(), capture_residual_streams(engine.model, FEATURES) as caught:
         logits = engine.model(torch.tensor([ids])).logits[0]
     return torch.cat(caught, -1)[0], logits
 
 
-def fall(chances: Tensor, number: float) -> int:
+def pick_token(chances: Tensor, number: float) -> int:
     """The token that a number points at."""
     ends = chances.double().cumsum(0)
     return next(token for token, end in enumerate((ends / ends[-1]).tolist()) if number < end)
 
 
-def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams, width: int) -> list[tuple[list[int], int]]:
+def run_cycles_slowly(
+    engine: Engine, prompt: list[int], count: int, how: SamplingParams, width: int
+) -> list[tuple[list[int], int]]:
     """Cycles (tokens, accepted) by one anchor, slot and token at a time, from the answer's own numbers."""
     draft, embedding, head = engine.draft, engine.embedding, engine.lm_head
     numbers = sampling.draw_uniforms(how.seed, count + width).tolist()
     drawing, coins = sampling.draw_draft_uniforms(how.seed, count + width).T.tolist()
     shape = how.temperature, how.top_p, how.top_k
-    answer = [fall(warped(read(engine, prompt)[1][-1:], *shape)[0], numbers[0])]
+    answer = [pick_token(warp_logits(run_target(engine, prompt)[1][-1:], *shape)[0], numbers[0])]
     cycles = [(list(answer), 0)]
     while len(answer) < count:
         row, at = [*prompt, *answer], len(answer)
-        states = block_states(draft, embedding, row, read(engine, row)[0], len(row) - 1)
+        states = block_states(draft, embedding, row, run_target(engine, row)[0], len(row) - 1)
         drafts, laws, previous = [], [], [row[-1]]
         for slot in range(width):
             padded = [*previous, *[0] * (draft.config.num_drafts - len(previous))]
             laws.append((draft_logits(draft, states, head, padded)[slot] / how.temperature).softmax(0))
-            drafts.append(fall(laws[-1], drawing[at + slot]))
+            drafts.append(pick_token(laws[-1], drawing[at + slot]))
             previous.append(drafts[-1])
-        target = warped(read(engine, [*row, *drafts])[1][len(row) - 1 :], *shape)
+        target = warp_logits(run_target(engine, [*row, *drafts])[1][len(row) - 1 :], *shape)
         taken = 0
         while taken < width and coins[at + taken] < target[taken, drafts[taken]] / laws[taken][drafts[taken]]:
             taken += 1
         left = target[taken] if taken == width else (target[taken] - laws[taken]).clamp(min=0)
-        tokens = [*drafts[:taken], fall(left, numbers[at + taken])][: count - len(answer)]
+        tokens = [*drafts[:taken], pick_token(left, numbers[at + taken])][: count - len(answer)]
         answer += tokens
         cycles.append((tokens, min(taken, len(tokens))))
     return cycles
 
 
 @pytest.fixture(params=["called", "played"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU, and as a GPU plays what it recorded."""
     if request.param == "played":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     return request.param
 
 
 def ragged_requests(how: str) -> list[DecodeRequest]:
-    return [DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, sampled(how, seed)) for seed in range(5)]
+    return [
+        DecodeRequest(PROMPT[: 1 + seed % 4], 6 + 3 * (seed % 5), None, make_sampling(how, seed)) for seed in range(5)
+    ]
 
 
 @cache
 def slow_cycles(method: str, how: str, tree: TreeShape) -> list[list[tuple[list[int], int]]]:
     """The slow cycles of `ragged_requests`, which are the same whichever way the engine runs."""
-    engine = engine_of(method)
-    return [slow(engine, *ask[:2], ask.sampling, tree.num_steps) for ask in ragged_requests(how)]
+    engine = make_engine(method)
+    return [run_cycles_slowly(engine, *ask[:2], ask.sampling, tree.num_steps) for ask in ragged_requests(how)]
 
 
 @every_method
 @pytest.mark.parametrize("how", ["cool", "both"])
-def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, method: str, how: str) -> None:
+def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(execution: str, method: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
-    engine = engine_of.__wrapped__(method)
+    engine = make_engine.__wrapped__(method)
     asked = ragged_requests(how)
     for tree in (CHAIN, SHORT):
         expected = slow_cycles(method, how, tree)
@@ -173,31 +177,37 @@ def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(way: str, method:
 
 @every_method
 def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_it(method: str) -> None:
-    engine = engine_of(method)
-    answers = [said(decode(engine, sampled("hot", seed))) for seed in (4, 4, 5)]
+    engine = make_engine(method)
+    answers = [join_tokens(decode(engine, make_sampling("hot", seed))) for seed in (4, 4, 5)]
     assert answers[0] == answers[1] != answers[2]
-    assert said(decode(engine, sampled("hot", 4), 11)) == answers[0][:11]
+    assert join_tokens(decode(engine, make_sampling("hot", 4), 11)) == answers[0][:11]
     plain = [
-        said(engine.decode_plain(PROMPT, 20, sampling=how))
-        for how in (sampled("hot", 4), SamplingParams(*HOW["hot"], 4))
+        join_tokens(engine.decode_plain(PROMPT, 20, sampling=how))
+        for how in (make_sampling("hot", 4), SamplingParams(*HOW["hot"], 4))
     ]
     assert plain[0] == plain[1]
 
 
 def test_greedy_and_sampled_drafts_of_one_engine_do_not_mix() -> None:
     """Methods are kept by temperature, and so are captured passes: each call gives what a fresh engine gives."""
-    engine = engine_of.__wrapped__("dspark")
-    hows = [sampled("hot", 1), SamplingParams(*HOW["hot"], 1), sampled("cool", 1), None, sampled("hot", 1)]
+    engine = make_engine.__wrapped__("dspark")
+    hows = [
+        make_sampling("hot", 1),
+        SamplingParams(*HOW["hot"], 1),
+        make_sampling("cool", 1),
+        None,
+        make_sampling("hot", 1),
+    ]
     found = [decode(engine, how) for how in hows]
-    assert found == [decode(engine_of.__wrapped__("dspark"), how) for how in hows]
+    assert found == [decode(make_engine.__wrapped__("dspark"), how) for how in hows]
     assert found[0] == found[4] and found[0] != found[1] and found[0] != found[2]
 
 
 @every_method
 def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Neither drafting nor verification: a CUDA graph can't wait for values."""
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     noted = NotedOperators()
     for owner, name in ((BlockProposer, "propose"), (Engine, "_sample_nodes")):
         real = getattr(owner, name)
@@ -207,8 +217,10 @@ def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPat
                 return real(*given)
 
         monkeypatch.setattr(owner, name, watched)
-    together(
-        engine_of.__wrapped__(method), [DecodeRequest(PROMPT, 8, None, sampled("both", s)) for s in range(3)], CHAIN
+    decode_together(
+        make_engine.__wrapped__(method),
+        [DecodeRequest(PROMPT, 8, None, make_sampling("both", s)) for s in range(3)],
+        CHAIN,
     )
     assert {"searchsorted", "clamp"} <= noted.names, noted.names
     assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
@@ -220,7 +232,7 @@ def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPat
 @every_method
 @pytest.mark.parametrize(("how", "tree"), [("cool", (3, 1, 4)), ("both", (1, 1, 2))])
 def test_answers_have_the_targets_own_chances(method: str, how: str, tree) -> None:
-    assert not refused(engine_of(method), HOW[how], tree, RUNS, samples_drafts=True)
+    assert not is_rejected(make_engine(method), HOW[how], tree, RUNS, samples_drafts=True)
 
 
 def accept_all(target: Tensor, draft: Tensor, drafts: Tensor, coins: Tensor) -> Tensor:
@@ -251,18 +263,18 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_spoiled_rule_is_refused(monkeypatch: pytest.MonkeyPatch, method: str, mutant: str) -> None:
     monkeypatch.setattr(*MUTANTS[mutant])
-    assert refused(engine_of(method), HOW["cool"], (3, 1, 4), RUNS, samples_drafts=True)
+    assert is_rejected(make_engine(method), HOW["cool"], (3, 1, 4), RUNS, samples_drafts=True)
 
 
 # What is refused
 
 
 def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
-    how = sampled("hot", 1)
+    how = make_sampling("hot", 1)
     with pytest.raises(
         ValueError, match=r"t3_2_6: topk is 2 and drafts are to be sampled .* expected a chain.* take t3_1_4"
     ):
-        decode(engine_of("dspark"), how, tree=TreeShape(3, 2, 6))
+        decode(make_engine("dspark"), how, tree=TreeShape(3, 2, 6))
     draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=V)).requires_grad_(False)
     engine = Engine(small_target(V, 1), [], FEATURES, draft)
     with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
@@ -271,14 +283,14 @@ def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
 
 
 def test_greedy_and_sampled_drafts_are_not_decoded_together() -> None:
-    asked = [DecodeRequest(PROMPT, 5, None, how) for how in (sampled("hot", 1), SamplingParams(*HOW["hot"], 2))]
+    asked = [DecodeRequest(PROMPT, 5, None, how) for how in (make_sampling("hot", 1), SamplingParams(*HOW["hot"], 2))]
     with pytest.raises(
         ValueError, match="share temperature, top-p, top-k and how drafts are sampled; decode others apart"
     ):
-        together(engine_of("dflash"), asked, CHAIN)
+        decode_together(make_engine("dflash"), asked, CHAIN)
 
 
 def test_memory_counts_the_distributions() -> None:
-    engine = engine_of("dflash")
+    engine = make_engine("dflash")
     greedy, drawn = (estimate_memory(engine, 20, 64, CHAIN, True, samples) for samples in (False, True))
     assert drawn.activations > greedy.activations and drawn.cache == greedy.cache

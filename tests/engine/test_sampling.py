@@ -55,7 +55,7 @@ def engine() -> Engine:
     return Engine(model, [], FEATURES, draft.requires_grad_(False))
 
 
-def warped(logits: Tensor, temperature: float, top_p: float, top_k: int | None) -> Tensor:
+def warp_logits(logits: Tensor, temperature: float, top_p: float, top_k: int | None) -> Tensor:
     """transformers' own way from logits to probabilities."""
     steps: list[Any] = [logits_process.TemperatureLogitsWarper(temperature)]
     steps += [logits_process.TopKLogitsWarper(top_k)] if top_k else []
@@ -65,7 +65,7 @@ def warped(logits: Tensor, temperature: float, top_p: float, top_k: int | None) 
     return logits.softmax(-1)
 
 
-def said(steps) -> list[int]:
+def join_tokens(steps) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
@@ -78,7 +78,7 @@ def said(steps) -> list[int]:
 def test_probabilities_are_transformers(temperature: float, top_p: float, top_k: int | None) -> None:
     logits = 3 * torch.randn(40, 200, generator=torch.Generator().manual_seed(5))
     ours = compute_probabilities(logits, temperature, top_p, top_k)
-    torch.testing.assert_close(ours, warped(logits, temperature, top_p, top_k), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours, warp_logits(logits, temperature, top_p, top_k), atol=1e-6, rtol=1e-5)
     assert ours.dtype == torch.float32 and torch.all(ours.sum(-1) - 1 < 1e-5)
 
 
@@ -127,12 +127,12 @@ def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
 # What is said
 
 
-def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams) -> list[int]:
+def sample_slowly(engine: Engine, prompt: list[int], count: int, how: SamplingParams) -> list[int]:
     """Token by token: transformers' forward over the whole text, its warpers, and the token a number falls to."""
     ids = list(prompt)
     for number in sampling.draw_uniforms(how.seed, count).tolist():
         logits = engine.model(torch.tensor([ids])).logits[:, -1]
-        chances = warped(logits, how.temperature, how.top_p, how.top_k)[0].double()
+        chances = warp_logits(logits, how.temperature, how.top_p, how.top_k)[0].double()
         reached = itertools.accumulate((chances / chances.sum()).tolist())
         ids.append(next(token for token, end in enumerate(reached) if number < end))
     return ids[len(prompt) :]
@@ -142,13 +142,13 @@ def slow(engine: Engine, prompt: list[int], count: int, how: SamplingParams) -> 
 def test_plain_decoding_draws_what_the_numbers_say(engine: Engine, how: str) -> None:
     for seed in range(3):
         drawn = SamplingParams(*HOW[how], seed)
-        assert said(engine.decode_plain(PROMPT, 20, sampling=drawn)) == slow(engine, PROMPT, 20, drawn)
-    assert said(engine.decode_plain(PROMPT, 20, sampling=SamplingParams(1.0, 1.0, 1, 0))) == said(
+        assert join_tokens(engine.decode_plain(PROMPT, 20, sampling=drawn)) == sample_slowly(engine, PROMPT, 20, drawn)
+    assert join_tokens(engine.decode_plain(PROMPT, 20, sampling=SamplingParams(1.0, 1.0, 1, 0))) == join_tokens(
         engine.decode_plain(PROMPT, 20)
     )
 
 
-def together(engine: Engine, requests: list[DecodeRequest], tree: TreeShape | None) -> list[list[DecodeStep]]:
+def decode_together(engine: Engine, requests: list[DecodeRequest], tree: TreeShape | None) -> list[list[DecodeStep]]:
     """The steps of each answer; tests/engine/test_batch_decode.py holds them against those of each alone."""
     found: list[list[DecodeStep]] = [[] for _ in requests]
     for updates in engine.decode_batch(requests, SLOTS, tree):
@@ -167,18 +167,20 @@ def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Eng
     for seed in range(2):
         drawn = SamplingParams(*HOW[how], seed)
         steps = list(engine.decode_speculative(PROMPT, 30, TreeShape(*tree), sampling=drawn))
-        assert said(steps) == said(engine.decode_plain(PROMPT, 30, sampling=drawn))
+        assert join_tokens(steps) == join_tokens(engine.decode_plain(PROMPT, 30, sampling=drawn))
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
 
 
 def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -> None:
     answers = [
-        said(engine.decode_speculative(PROMPT, 30, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, s)))
+        join_tokens(
+            engine.decode_speculative(PROMPT, 30, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, s))
+        )
         for s in (4, 4, 5)
     ]
     assert answers[0] == answers[1] != answers[2]
-    shorter = said(
+    shorter = join_tokens(
         engine.decode_speculative(PROMPT, 11, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, 4))
     )
     assert shorter == answers[0][:11]
@@ -190,18 +192,18 @@ FALSE_ALARM = 1e-6  # of all choices of seeds, fewer than one in a million would
 RUNS, LENGTH = 400, 3  # as many as refuse each spoiled way below
 
 
-def exact(engine: Engine, how: tuple[float, float, int | None]) -> dict[tuple[int, ...], float]:
+def compute_exact_chances(engine: Engine, how: tuple[float, float, int | None]) -> dict[tuple[int, ...], float]:
     """The chance of every beginning of an answer, up to LENGTH tokens, by transformers."""
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(LENGTH):
         before = list(itertools.product(range(V), repeat=length))
         logits = engine.model(torch.tensor([[*PROMPT, *b] for b in before])).logits[:, -1]
-        for path, chances in zip(before, warped(logits, *how).double().tolist(), strict=True):
+        for path, chances in zip(before, warp_logits(logits, *how).double().tolist(), strict=True):
             known |= {(*path, token): known[path] * chance for token, chance in enumerate(chances)}
     return known
 
 
-def tail(count: int, runs: int, chance: float) -> float:
+def compute_tail_chance(count: int, runs: int, chance: float) -> float:
     """How likely a binomial count is at least as far out, to its own side: exact, since it is summed."""
     if chance <= 0 or chance >= 1:
         return 1.0 if count == round(chance * runs) else 0.0
@@ -234,7 +236,7 @@ def prefill_once(engine: Engine) -> Iterator[None]:
         yield
 
 
-def refused(
+def is_rejected(
     engine: Engine, how: tuple[float, float, int | None], tree, runs: int, samples_drafts: bool = False
 ) -> bool:
     """Whether the first LENGTH tokens can't be the target's: some beginning came too often or too seldom.
@@ -242,33 +244,33 @@ def refused(
     Each beginning's count is binomial, two sides of each are looked at, and the bound is shared out among them all: so it
     refuses what is right with a chance below FALSE_ALARM (union bound), however the counts hang together.
     """
-    known = exact(engine, how)
+    known = compute_exact_chances(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
     asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed, samples_drafts)) for seed in range(runs)]
     with prefill_once(engine):
-        answers = [said(steps) for steps in together(engine, asked, TreeShape(*tree))]
+        answers = [join_tokens(steps) for steps in decode_together(engine, asked, TreeShape(*tree))]
     for answer in answers:
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
-    return any(tail(counts[path], runs, chance) < least for path, chance in known.items() if path)
+    return any(compute_tail_chance(counts[path], runs, chance) < least for path, chance in known.items() if path)
 
 
 @pytest.mark.parametrize(("how", "tree"), [("hot", (2, 2, 7)), ("both", (3, 3, 12))])
 def test_speculative_answers_have_the_targets_own_chances(engine: Engine, how: str, tree) -> None:
-    assert not refused(engine, HOW[how], tree, RUNS)
+    assert not is_rejected(engine, HOW[how], tree, RUNS)
 
 
-def greedily(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
+def verify_greedily(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
     """Verifies as at temperature 0."""
     return logits.argmax(-1) if len(logits) > 1 else CHOOSE(self, logits, indices)
 
 
-def too_hot(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
+def sample_without_temperature(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
     """Forgets the temperature."""
     return sampling.draw_tokens(logits.softmax(-1), self._uniforms[indices])
 
 
-def second_try(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
+def resample_from_target(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> Tensor:
     """What is rejected is drawn from the whole distribution again, not from the residual: drafts come too often.
 
     The children's tokens aren't known here, so: tokens 0, 2, 3, which the draft guesses most, are tried twice.
@@ -282,16 +284,16 @@ def second_try(self: sampling.TokenSampler, logits: Tensor, indices: Tensor) -> 
 CHOOSE = sampling.TokenSampler.sample
 
 
-@pytest.mark.parametrize("spoiled", [greedily, too_hot, second_try])
+@pytest.mark.parametrize("spoiled", [verify_greedily, sample_without_temperature, resample_from_target])
 def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled) -> None:
     monkeypatch.setattr(sampling.TokenSampler, "sample", spoiled)
-    assert refused(engine, HOW["cool"], (2, 2, 7), RUNS)
+    assert is_rejected(engine, HOW["cool"], (2, 2, 7), RUNS)
 
 
 def test_drawing_every_token_by_one_number_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone has the right chance, only together they haven't."""
     monkeypatch.setattr(decode, "draw_uniforms", lambda seed, count: sampling.draw_uniforms(seed, 1).expand(count))
-    assert refused(engine, HOW["cool"], (2, 2, 7), RUNS)
+    assert is_rejected(engine, HOW["cool"], (2, 2, 7), RUNS)
 
 
 def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +303,7 @@ def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest
         return torch.tensor([[0, 1, 0]]).expand(len(choices), -1), torch.full((len(choices),), 2)
 
     monkeypatch.setattr(decode.acceptance, "find_accepted_path", first_guess)
-    assert refused(engine, HOW["hot"], (2, 2, 7), RUNS)
+    assert is_rejected(engine, HOW["hot"], (2, 2, 7), RUNS)
 
 
 # Replay above temperature 0
@@ -310,7 +312,9 @@ SHAPES = {1: [(1, 2), (4, 5)], 2: [(3, 6), (4, 8)], 3: [(3, 12)]}
 ANSWER = 24
 
 
-def replayed(engine: Engine, prompts: list[list[int]], answers: list[list[int]], topk: int) -> tuple[Tensor, Tensor]:
+def count_replayed(
+    engine: Engine, prompts: list[list[int]], answers: list[list[int]], topk: int
+) -> tuple[Tensor, Tensor]:
     """accepted, cycles [prompts, trees] by replay, from hidden states of transformers' forward over each whole text."""
     texts = torch.tensor([p + a for p, a in zip(prompts, answers, strict=True)])
     with capture_residual_streams(engine.model, FEATURES) as caught:
@@ -322,14 +326,14 @@ def replayed(engine: Engine, prompts: list[list[int]], answers: list[list[int]],
     return replay_answers(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
 
 
-def prompts_of(seed: int, count: int) -> list[list[int]]:
+def draw_prompts(seed: int, count: int) -> list[list[int]]:
     return torch.randint(0, V, (count, 5), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
+def count_decoded(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
     """accepted, cycles [prompts] of the engine."""
     asked = [DecodeRequest(p, ANSWER, None, SamplingParams(*how, s)) for p, s in zip(prompts, seeds, strict=True)]
-    runs = [steps[1:] for steps in together(engine, asked, TreeShape(*tree))]
+    runs = [steps[1:] for steps in decode_together(engine, asked, TreeShape(*tree))]
     return np.array([sum(s.num_accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
 
 
@@ -337,12 +341,12 @@ def live(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> t
 @pytest.mark.parametrize("how", ["cool", "both"])
 def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
     """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
-    prompts = prompts_of(2, 8)
+    prompts = draw_prompts(2, 8)
     asked = [DecodeRequest(p, ANSWER, None, SamplingParams(*HOW[how], s)) for s, p in enumerate(prompts)]
-    answers = [said(steps) for steps in together(engine, asked, None)]
-    accepted, cycles = replayed(engine, prompts, answers, topk)
+    answers = [join_tokens(steps) for steps in decode_together(engine, asked, None)]
+    accepted, cycles = count_replayed(engine, prompts, answers, topk)
     for g, (steps, tokens) in enumerate(SHAPES[topk]):
-        found = live(engine, prompts, range(8), (steps, topk, tokens), HOW[how])
+        found = count_decoded(engine, prompts, range(8), (steps, topk, tokens), HOW[how])
         assert accepted[:, g].tolist() == found[0].tolist() and cycles[:, g].tolist() == found[1].tolist()
     assert accepted.sum() > 10
 
@@ -350,7 +354,7 @@ def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engin
 PROMPTS, EACH = 150, 6  # and trajectories of each, for replay
 
 
-def trajectories(
+def draw_answers(
     engine: Engine, prompts: list[list[int]], how: tuple[float, float, int | None] | None
 ) -> list[list[int]]:
     """An answer to each prompt, drawn by torch from transformers' chances; greedy without `how`."""
@@ -360,13 +364,13 @@ def trajectories(
         drawn = (
             logits.argmax(-1)[:, None]
             if how is None
-            else torch.multinomial(warped(logits, *how), 1, generator=generator)
+            else torch.multinomial(warp_logits(logits, *how), 1, generator=generator)
         )
         ids = torch.cat([ids, drawn], dim=1)
     return ids[:, len(prompts[0]) :].tolist()
 
 
-def spread(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
+def estimate_tau(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
     """tau and its standard error, from the interval that is reported."""
     found = interval.compute_tau_interval(accepted, cycles, 3)
     return accept_length.compute_tau(accepted, cycles), found.half / interval.compute_t_quantile(len(cycles) - 1)
@@ -377,11 +381,11 @@ def test_replays_interval_covers_live_runs_of_other_seeds(engine: Engine) -> Non
     """Trajectories that torch drew against live runs of 150 other seeds: the two intervals of tau leave them no further
     apart than 4.9 standard errors, which comes by chance once in a million. Replay of greedy answers is further off.
     """
-    how, prompts = (2.0, 1.0, None), prompts_of(3, PROMPTS)
-    tau, error = spread(*live(engine, prompts, range(PROMPTS), (3, 3, 12), how))
+    how, prompts = (2.0, 1.0, None), draw_prompts(3, PROMPTS)
+    tau, error = estimate_tau(*count_decoded(engine, prompts, range(PROMPTS), (3, 3, 12), how))
     apart = {}
     for name, drawn in (("sampled", how), ("greedy", None)):
-        counts = replayed(engine, prompts * EACH, trajectories(engine, prompts * EACH, drawn), 3)
-        mine, wide = spread(*(n.numpy()[:, 0].reshape(EACH, PROMPTS).sum(0) for n in counts))
+        counts = count_replayed(engine, prompts * EACH, draw_answers(engine, prompts * EACH, drawn), 3)
+        mine, wide = estimate_tau(*(n.numpy()[:, 0].reshape(EACH, PROMPTS).sum(0) for n in counts))
         apart[name] = abs(mine - tau) / math.hypot(error, wide)
     assert apart["sampled"] < 4.9 < apart["greedy"], apart

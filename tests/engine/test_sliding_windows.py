@@ -18,8 +18,8 @@ from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target import generation, head_check, hooks, packed_forward, tree_mask_check
 from tests.draft.slow_draft import scatter
-from tests.engine.test_decode import Played, Posted
-from tests.engine.test_sampling import said, warped
+from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
+from tests.engine.test_sampling import join_tokens, warp_logits
 from tests.target.pinned_targets import LLAMA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,11 +90,11 @@ def test_answers_are_transformers_own(name: str) -> None:
     """Bug: the torch engine refused such lengths, so no graph could run with Gemma 3 and answers of 512 tokens."""
     engine, expected = build_engine(name), [generate(name, prompt) for prompt in PROMPTS]
     unlimited = Engine(build(name, 200), [], [])
-    assert [said(unlimited.decode_plain(prompt, ROOM)) for prompt in PROMPTS] != expected or name == "Phimoe"
+    assert [join_tokens(unlimited.decode_plain(prompt, ROOM)) for prompt in PROMPTS] != expected or name == "Phimoe"
     for prompt, answer in zip(PROMPTS, expected, strict=True):
-        assert said(engine.decode_plain(prompt, ROOM)) == answer
+        assert join_tokens(engine.decode_plain(prompt, ROOM)) == answer
         for tree in ((5, 3, 12), (8, 1, 9)):
-            assert said(engine.decode_speculative(prompt, ROOM, TreeShape(*tree))) == answer
+            assert join_tokens(engine.decode_speculative(prompt, ROOM, TreeShape(*tree))) == answer
     for shape in (None, TreeShape(3, 2, 6)):
         answers: list[list[int]] = [[] for _ in PROMPTS]
         for updates in engine.decode_batch([DecodeRequest(prompt, ROOM, None, None) for prompt in PROMPTS], 2, shape):
@@ -108,8 +108,8 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As on a GPU: the fused kernels, which know no window, run within it alone, though both lengths share slots."""
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
     engine = Engine(build(name), [], TAPPED, build_engine(name).draft)
     assert (engine.target.fused_decoder is not None) == (name != "Gemma3Text")
     short = [ids[:4] for ids in PROMPTS]
@@ -120,7 +120,7 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
                 engine.decode_speculative(prompt, room, tree) if tree else engine.decode_plain(prompt, room)
                 for prompt in prompts
             ]
-            assert [said(steps) for steps in alone] == expected
+            assert [join_tokens(steps) for steps in alone] == expected
             answers: list[list[int]] = [[] for _ in prompts]
             asked = [DecodeRequest(prompt, room, None, None) for prompt in prompts]
             for updates in engine.decode_batch(asked, 2, tree):
@@ -137,14 +137,14 @@ def test_drawn_answers_and_margins_are_transformers_own(name: str) -> None:
     for seed in range(3):
         ids, uniforms = list(prompt), sampling.draw_uniforms(seed, ROOM)
         for number in range(ROOM):
-            chances = warped(model(torch.tensor([ids])).logits[:, -1], 0.7, 0.9, None)
+            chances = warp_logits(model(torch.tensor([ids])).logits[:, -1], 0.7, 0.9, None)
             ids.append(int(sampling.draw_tokens(chances, uniforms[number : number + 1])))
         how = SamplingParams(0.7, 0.9, None, seed)
         for steps in (
             engine.decode_plain(prompt, ROOM, sampling=how),
             engine.decode_speculative(prompt, ROOM, TreeShape(3, 2, 6), sampling=how),
         ):
-            assert said(steps) == ids[len(prompt) :]
+            assert join_tokens(steps) == ids[len(prompt) :]
     first, second = model(torch.tensor([ids])).logits[0, -1].topk(2).values.tolist()
     assert engine.measure_margin(ids[:20], ids[20:]) == pytest.approx(first - second, rel=1e-3)
 

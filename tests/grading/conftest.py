@@ -6,5 +6,5 @@ from stages.grading import grade
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grade, "TIMEOUT_S", 3.0)

@@ -16,9 +16,9 @@ needs_sandbox = pytest.mark.skipif(
 )
 
 
-def right(kind: str, answer: str) -> str:
+def make_reference(kind: str, answer: str) -> str:
     return json.dumps({"kind": kind, "answer": answer})
 
 
-def reference(problem: dict[str, Any]) -> str:
+def make_humaneval_reference(problem: dict[str, Any]) -> str:
     return json.dumps({"kind": "humaneval", **{k: problem[k] for k in ("prompt", "test", "entry_point")}})

@@ -9,7 +9,7 @@ from stages.data import prompt_sets
 from stages.grading import grade, sandbox
 from stages.grading.grade_summary import GradeSummary
 from tests.conftest import ROOT
-from tests.grading.programs import PROBLEMS, needs_sandbox, reference, right
+from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference, needs_sandbox
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from tests.grading.programs import PROBLEMS, needs_sandbox, reference, right
     ],
 )
 def test_gsm8k(answer: str, is_right: bool) -> None:
-    assert grade.grade_answer(right("gsm8k", "1,200"), answer) == is_right
+    assert grade.grade_answer(make_reference("gsm8k", "1,200"), answer) == is_right
 
 
 SAME = [
@@ -51,24 +51,24 @@ OTHERS = [
 @pytest.mark.parametrize(("written", "meant"), SAME)
 def test_one_value_written_in_two_ways(written: str, meant: str) -> None:
     for one, other in ((written, meant), (meant, written)):
-        assert grade.grade_answer(right("math500", other), rf"So it is $\boxed{{{one}}}$.")
+        assert grade.grade_answer(make_reference("math500", other), rf"So it is $\boxed{{{one}}}$.")
 
 
 @pytest.mark.parametrize(("written", "meant"), OTHERS)
 def test_two_values(written: str, meant: str) -> None:
-    assert not grade.grade_answer(right("math500", meant), rf"\boxed{{{written}}}")
+    assert not grade.grade_answer(make_reference("math500", meant), rf"\boxed{{{written}}}")
 
 
 def test_what_is_not_in_a_box_is_not_an_answer() -> None:
-    assert not grade.grade_answer(right("math500", "5"), "It is 5.")
-    assert not grade.grade_answer(right("math500", "5"), r"\boxed{5} at first, but then \boxed{6}")
+    assert not grade.grade_answer(make_reference("math500", "5"), "It is 5.")
+    assert not grade.grade_answer(make_reference("math500", "5"), r"\boxed{5} at first, but then \boxed{6}")
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem["entry_point"])
 @needs_sandbox
 def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -> None:
     whole = problem["prompt"] + problem["canonical_solution"]
-    asked = reference(problem)
+    asked = make_humaneval_reference(problem)
     assert grade.grade_answer(asked, problem["canonical_solution"])  # a bare completion
     assert grade.grade_answer(asked, f"Here it is:\n```python\n{whole}```\nIt runs in linear time.")
     assert grade.grade_answer(asked, f"Use it so:\n```python\n{whole}\nprint(1)\n```\nand then\n```bash\nls\n```")
@@ -78,7 +78,7 @@ def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -
 
 @needs_sandbox
 def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
-    asked = reference(PROBLEMS[0])
+    asked = make_humaneval_reference(PROBLEMS[0])
     bad, good = (
         f"```\ndef double_all(numbers):\n    return {body}\n```\n" for body in ("[]", "[2 * n for n in numbers]")
     )
@@ -89,21 +89,21 @@ def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
 @needs_sandbox
 def test_a_bare_completion_ends_where_its_body_does() -> None:
     program = "    return [2 * n for n in numbers]\n\nprint(double_all([1]))\nI hope this helps!"
-    assert grade.grade_answer(reference(PROBLEMS[0]), program)
+    assert grade.grade_answer(make_humaneval_reference(PROBLEMS[0]), program)
 
 
 @needs_sandbox
 def test_helpers_before_the_function_are_there() -> None:
     problem = next(p for p in PROBLEMS if p["entry_point"] == "decode_pairs")
     assert grade.grade_answer(
-        reference(problem), "```python\ndef decode_pairs(text):\n    return encode_pairs(text)\n```"
+        make_humaneval_reference(problem), "```python\ndef decode_pairs(text):\n    return encode_pairs(text)\n```"
     )
 
 
 def test_quality_is_counted_and_says_how() -> None:
-    found = grade.summarise_grades([right("gsm8k", "1")] * 4, [True, False, True, True])
+    found = grade.summarise_grades([make_reference("gsm8k", "1")] * 4, [True, False, True, True])
     assert found == GradeSummary(4, 3, 0.75, "gsm8k: exact match of the last number")
-    how = grade.summarise_grades([reference(PROBLEMS[0])], [False]).how
+    how = grade.summarise_grades([make_humaneval_reference(PROBLEMS[0])], [False]).how
     assert how.startswith("humaneval: pass@1; run with ")
 
 

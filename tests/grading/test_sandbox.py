@@ -16,7 +16,7 @@ import pytest
 
 from stages.grading import grade, sandbox
 from tests.conftest import ROOT
-from tests.grading.programs import PROBLEMS, needs_sandbox, reference, right
+from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference, needs_sandbox
 
 WAYS_OUT = {
     "leaves before its tests": "import sys\nsys.exit(0)",
@@ -147,7 +147,7 @@ LEGACY = {  # calls that only x86_64 has, by number: libc's functions of these n
 
 
 @pytest.fixture
-def witness(tmp_path: Path) -> Iterator[Path]:
+def outside_file(tmp_path: Path) -> Iterator[Path]:
     """A file outside the program's folder, of which nothing must change: contents, names, mode, owner, times, attributes."""
     path = tmp_path / "mine"
     path.write_text("untouched")
@@ -175,7 +175,7 @@ def witness(tmp_path: Path) -> Iterator[Path]:
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
-def reaching(statements: str, mine: Path) -> str:
+def build_attack(statements: str, mine: Path) -> str:
     """A program that passes where `statements` are refused, and fails where they are carried out."""
     whole = statements.format(pid=os.getpid(), **NUMBERS.get(platform.machine(), {})).replace("\n", "\n    ")
     caught = "except (PermissionError, RuntimeError):\n    pass\nexcept OSError as error:\n    assert error.errno == 38"
@@ -184,28 +184,33 @@ def reaching(statements: str, mine: Path) -> str:
 
 @needs_sandbox
 @pytest.mark.parametrize("text", REACHES.values(), ids=REACHES)
-def test_what_a_program_must_not_do_fails(text: str, witness: Path) -> None:
+def test_what_a_program_must_not_do_fails(text: str, outside_file: Path) -> None:
     """fchmod, fchown, fsetxattr and utimensat of others' files passed, and what openat2, ioctl and fcntl do to them."""
-    found = grade.run_program(reaching(text, witness))
+    found = grade.run_program(build_attack(text, outside_file))
     assert found.passed, f"it was not refused, {found.how}"
 
 
 @needs_sandbox
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86_64 has these system calls")
 @pytest.mark.parametrize("text", LEGACY.values(), ids=LEGACY)
-def test_what_a_program_must_not_do_fails_by_old_calls_too(text: str, witness: Path) -> None:
-    found = grade.run_program(reaching(text, witness))
+def test_what_a_program_must_not_do_fails_by_old_calls_too(text: str, outside_file: Path) -> None:
+    found = grade.run_program(build_attack(text, outside_file))
     assert found.passed, f"it was not refused, {found.how}"
 
 
 @needs_sandbox
 @pytest.mark.parametrize("name", [name for name in REACHES if name.startswith("empties")])
 @pytest.mark.parametrize("abi", [0, 1, 2])
-def test_truncation_is_refused_by_seccomp_where_landlock_does_not_know_it(abi: int, name: str, witness: Path) -> None:
+def test_truncation_is_refused_by_seccomp_where_landlock_does_not_know_it(
+    abi: int, name: str, outside_file: Path
+) -> None:
     """Below Landlock's ABI 3 truncate(2) and O_TRUNC emptied files."""
     enter = f"from stages.grading import sandbox\nsandbox.read_landlock_abi = lambda: {abi}\nassert sandbox.enter_sandbox()[1]\n"
     done = subprocess.run(
-        [sys.executable, "-c", enter + reaching(REACHES[name], witness)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", enter + build_attack(REACHES[name], outside_file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -213,7 +218,7 @@ def test_truncation_is_refused_by_seccomp_where_landlock_does_not_know_it(abi: i
 @pytest.mark.parametrize("name", ["changes a mode (fchmod)", "changes times (utimensat)", "forks", "kills"])
 def test_it_is_the_sandbox_that_keeps_it_from_that(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    [found] = run_on_kernel_without("landlock", "seccomp", programs=[reaching(REACHES[name], tmp_path / "mine")])
+    [found] = run_on_kernel_without("landlock", "seccomp", programs=[build_attack(REACHES[name], tmp_path / "mine")])
     assert found["how"] == "status 1", "a test of the sandbox that passes without one tests nothing"
 
 
@@ -297,21 +302,21 @@ def test_grading_programs_is_refused_before_anything_is_decoded(
 ) -> None:
     monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: abi)
     monkeypatch.setattr(sandbox, "has_seccomp", lambda: seccomp)
-    asked = [reference(PROBLEMS[0])]
+    asked = [make_humaneval_reference(PROBLEMS[0])]
     with pytest.raises(ValueError, match=rf"benchmark.workloads.he.grade is true, .* found {missing} on "):
         grade.check_sandbox(asked, "he", False)
     grade.check_sandbox(asked, "he", True)
-    grade.check_sandbox([right("gsm8k", "1")], "he", False)  # runs nothing
+    grade.check_sandbox([make_reference("gsm8k", "1")], "he", False)  # runs nothing
 
 
 @pytest.mark.parametrize("abi", [3, 4, 5, 7, 99])
 def test_a_kernel_with_both_is_not_refused(monkeypatch: pytest.MonkeyPatch, abi: int) -> None:
     monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: abi)
     monkeypatch.setattr(sandbox, "has_seccomp", lambda: True)
-    grade.check_sandbox([reference(PROBLEMS[0])], "he", False)
+    grade.check_sandbox([make_humaneval_reference(PROBLEMS[0])], "he", False)
 
 
-def headers() -> list[tuple[Path, int]]:
+def find_kernel_headers() -> list[tuple[Path, int]]:
     """(the kernel's header of call numbers, the index of its machine in the guard's tables), of those that are here."""
     found = [(path, 0) for path in Path("/usr/include").glob("*/asm/unistd_64.h") if "x86_64" in str(path)]
     return [*found, *((path, 1) for path in [Path("/usr/include/asm-generic/unistd.h")] if path.exists())]
@@ -319,9 +324,9 @@ def headers() -> list[tuple[Path, int]]:
 
 def test_the_numbers_of_system_calls_are_the_kernels() -> None:
     """aarch64's list held xattr calls' numbers one off, and lacked fchmod, fchown and utimensat."""
-    if not headers():
+    if not find_kernel_headers():
         pytest.skip("the kernel's headers (linux-libc-dev) are not installed")
-    for header, index in headers():
+    for header, index in find_kernel_headers():
         known = {m[1]: int(m[2]) for m in re.finditer(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", header.read_text())}
         newest = max(number for number in known.values() if number < 1000)
         for name, numbers in sandbox.DENIED.items():
@@ -350,25 +355,25 @@ def test_children_that_left_its_group_are_killed_with_it() -> None:
         "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
         "            time.sleep(987.25)\n        os._exit(0)\nwhile True:\n    pass"
     )
-    before = guards()
+    before = find_sandbox_processes()
     [found] = run_on_kernel_without("seccomp", programs=[text])
     assert found["how"] == "no time left"
-    assert guards() <= before
+    assert find_sandbox_processes() <= before
 
 
 @needs_sandbox
 def test_a_guard_that_gets_no_time_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell of an hour's decoding must not be lost with it."""
     monkeypatch.setattr(grade, "SLACK_S", -2.9)
-    before = guards()
+    before = find_sandbox_processes()
     assert grade.run_program("import time\ntime.sleep(9.5)") == grade.ProgramResult(False, "no time left")
     ends = time.monotonic() + 5  # its child is killed by its end, and dies when the machine gets round to it
-    while not guards() <= before and time.monotonic() < ends:
+    while not find_sandbox_processes() <= before and time.monotonic() < ends:
         time.sleep(0.01)
-    assert guards() <= before
+    assert find_sandbox_processes() <= before
 
 
-def guards() -> set[int]:
+def find_sandbox_processes() -> set[int]:
     """Processes of the sandbox: what a program forks has its command line."""
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):

@@ -34,7 +34,7 @@ def made_up(lengths: tuple[int, ...] = LENGTHS) -> list[HiddenStatesRow]:
 PICTURES = (2, 0, 5, 9, 3, 0)  # tokens that stand for pieces of pictures, of the rows of LENGTHS
 
 
-def seen(pieces: tuple[int, ...] = PICTURES) -> list[HiddenStatesRow]:
+def make_pictured_rows(pieces: tuple[int, ...] = PICTURES) -> list[HiddenStatesRow]:
     """The same rows of a target that sees; one of pictures only, some without any."""
     g = torch.Generator().manual_seed(1)
     rows = []
@@ -70,7 +70,7 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def refused(folder: Path) -> str:
+def read_refusal(folder: Path) -> str:
     """The one message of a refused read; it says which stage to run."""
     with pytest.raises(BrokenArtifactError, match=r"run: dvc repro (-f -s )?extract_hiddens") as error:
         list(reader.read_rows(folder))

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from stages.hidden_states import reader, writer
-from tests.hidden_states.made_up_rows import assert_same, made_up, refused, shards
+from tests.hidden_states.made_up_rows import assert_same, made_up, read_refusal, shards
 
 
 def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
         if byte == len(whole) - 1:  # tokens 0 to 4 have the mask's bits 7 to 3: a lower one means nothing
             assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
-            assert str(place) in refused(tmp_path), f"byte {byte}"
+            assert str(place) in read_refusal(tmp_path), f"byte {byte}"
 
 
 def test_the_row_with_the_flipped_bit_is_named(written: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_row_with_the_flipped_bit_is_named(written: Path) -> None:
         first = shard.get_tensor("features")[0, 0].numpy().tobytes()
     spoilt[spoilt.index(first)] ^= 1
     place.write_bytes(spoilt)
-    assert f"{place}: row z.0 does not match its checksum" in refused(written)
+    assert f"{place}: row z.0 does not match its checksum" in read_refusal(written)
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, -1], ids=["nothing", "half a length", "half a header", "a byte short"])
@@ -45,13 +45,14 @@ def test_a_cut_shard_is_refused(written: Path, left: int) -> None:
     place = shards(written)[1]
     place.write_bytes(place.read_bytes()[:left])
     assert re.search(
-        r"shard-00001\.safetensors is missing or cut \(.+\); run: dvc repro -f -s extract_hiddens$", refused(written)
+        r"shard-00001\.safetensors is missing or cut \(.+\); run: dvc repro -f -s extract_hiddens$",
+        read_refusal(written),
     )
 
 
 def test_a_missing_shard_is_refused(written: Path) -> None:
     shards(written)[1].unlink()
-    assert "shard-00001.safetensors is missing or cut" in refused(written)
+    assert "shard-00001.safetensors is missing or cut" in read_refusal(written)
 
 
 def test_swapped_shards_are_refused(written: Path) -> None:
@@ -59,7 +60,7 @@ def test_swapped_shards_are_refused(written: Path) -> None:
     whole = first.read_bytes()
     shutil.copy(second, first)
     second.write_bytes(whole)
-    assert "shard-00000.safetensors: row" in refused(written)
+    assert "shard-00000.safetensors: row" in read_refusal(written)
 
 
 def test_rows_of_whole_shards_come_before_the_broken_one_stops_the_read(written: Path) -> None:
@@ -131,7 +132,7 @@ def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> Non
         pl.col("length") - 1,
     ):
         whole.with_columns(change).write_parquet(place)
-        assert "does not match its checksum" in refused(written)
+        assert "does not match its checksum" in read_refusal(written)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -142,7 +143,7 @@ def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: f
     getattr(rows[3], where)[4, 2] = number
     writer.write_rows(tmp_path, rows, dtype, 10**9)
     assert pl.read_parquet(tmp_path / "index.parquet")["finite"].to_list() == [True, True, True, False, True, True]
-    message = refused(tmp_path)
+    message = read_refusal(tmp_path)
     assert "row w.3 holds NaN or infinity, expected finite hidden states; set extract_hiddens.dtype" in message
 
 
@@ -151,4 +152,4 @@ def test_a_number_too_large_for_float16_is_infinity_on_disk_and_refused(tmp_path
     rows = made_up()
     rows[1].features[0, 0] = 70_000.0  # float16 ends at 65 504
     writer.write_rows(tmp_path, rows, torch.float16, 10**9)
-    assert "row y.1 holds NaN or infinity" in refused(tmp_path)
+    assert "row y.1 holds NaN or infinity" in read_refusal(tmp_path)

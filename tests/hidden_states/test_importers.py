@@ -11,19 +11,19 @@ from stages.hidden_states import format, importers, writer
 from tests.hidden_states.made_up_rows import H, made_up, shards
 
 
-def flip(folder: Path) -> None:
+def flip_byte(folder: Path) -> None:
     place = shards(folder)[0]
     spoilt = bytearray(place.read_bytes())
     spoilt[-100] ^= 1
     place.write_bytes(spoilt)
 
 
-def cut(folder: Path) -> None:
+def cut_shard(folder: Path) -> None:
     place = shards(folder)[0]
     place.write_bytes(place.read_bytes()[:-9])
 
 
-def lose(folder: Path) -> None:
+def remove_shard(folder: Path) -> None:
     shards(folder)[0].unlink()
 
 
@@ -31,7 +31,7 @@ def spoil_index(folder: Path) -> None:
     (folder / "index.parquet").write_bytes(b"PAR1 no more")
 
 
-@pytest.mark.parametrize("spoil", [flip, cut, lose, spoil_index])
+@pytest.mark.parametrize("spoil", [flip_byte, cut_shard, remove_shard, spoil_index])
 def test_a_broken_import_is_not_said_to_be_removed(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     """Bug: a flipped bit in the user's own folder said `delete FOLDER and run: dvc repro extract_hiddens`."""
     rows = made_up()

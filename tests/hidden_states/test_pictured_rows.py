@@ -11,14 +11,23 @@ from safetensors.torch import load_file
 
 from stages.hidden_states import format, reader, writer
 from stages.hidden_states.reader import HiddenStatesReader
-from tests.hidden_states.made_up_rows import LENGTHS, PICTURES, H, assert_same, made_up, refused, seen, shards
+from tests.hidden_states.made_up_rows import (
+    LENGTHS,
+    PICTURES,
+    H,
+    assert_same,
+    made_up,
+    make_pictured_rows,
+    read_refusal,
+    shards,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, format.FP8])
 @pytest.mark.parametrize("shard_bytes", [1, 1_500, 10**9])
 def test_rows_with_pictures_come_back(tmp_path: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     """By both readers: in order, and at random."""
-    rows = seen()
+    rows = make_pictured_rows()
     assert writer.write_rows(tmp_path, iter(rows), dtype, shard_bytes) == len(rows)
 
     def cast(numbers: torch.Tensor | None, parts: int = 1) -> torch.Tensor:
@@ -45,7 +54,7 @@ def test_rows_with_pictures_come_back(tmp_path: Path, dtype: torch.dtype, shard_
 
 def test_safetensors_reads_shards_with_pictures(tmp_path: Path) -> None:
     """Pieces lie end to end, in the order of the tokens that stand for them; text's shards hold nothing of the kind."""
-    rows = seen()
+    rows = make_pictured_rows()
     writer.write_rows(tmp_path, rows, format.FP8, 10**9)
     tokens, pieces = sum(LENGTHS), sum(PICTURES)
     found = load_file(shards(tmp_path)[0])
@@ -68,7 +77,7 @@ def test_safetensors_reads_shards_with_pictures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "itemsize", "scale"), [(torch.float32, 4, 0), (torch.float8_e4m3fn, 1, 4)])
 def test_pictures_take_what_is_said(tmp_path: Path, dtype: torch.dtype, itemsize: int, scale: int) -> None:
     """Three int32 and a bit a token more, H numbers a piece."""
-    writer.write_rows(tmp_path, seen(), dtype, 10**9)
+    writer.write_rows(tmp_path, make_pictured_rows(), dtype, 10**9)
     tokens, pieces = sum(LENGTHS), sum(PICTURES)
     by_hand = tokens * (4 * H * itemsize + 4 * scale + 4 + 12) + 2 * -(-tokens // 8) + pieces * (H * itemsize + scale)
     assert by_hand <= shards(tmp_path)[0].stat().st_size <= by_hand + 960  # the header names seven tensors, or ten
@@ -79,7 +88,7 @@ def test_pictures_take_what_is_said(tmp_path: Path, dtype: torch.dtype, itemsize
 
 
 def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:
-    rows = [replace(seen()[0]), replace(seen()[2])]
+    rows = [replace(make_pictured_rows()[0]), replace(make_pictured_rows()[2])]
     writer.write_rows(tmp_path, rows, torch.float32, 10**9)
     place = shards(tmp_path)[0]
     whole = place.read_bytes()
@@ -93,21 +102,21 @@ def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:
         if byte in unused:
             assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
-            assert str(place) in refused(tmp_path), f"byte {byte}"
+            assert str(place) in read_refusal(tmp_path), f"byte {byte}"
 
 
 @pytest.mark.parametrize("column", ["visual_offset", "visual_length"])
 @pytest.mark.parametrize("by", [1, -1, 100])
 def test_an_index_that_misplaces_pictures_is_refused(tmp_path: Path, column: str, by: int) -> None:
-    writer.write_rows(tmp_path, seen(), torch.float32, 10**9)
+    writer.write_rows(tmp_path, make_pictured_rows(), torch.float32, 10**9)
     place = tmp_path / "index.parquet"
     pl.read_parquet(place).with_columns(pl.col(column) + by).write_parquet(place)
-    assert "does not match its checksum" in refused(tmp_path)
+    assert "does not match its checksum" in read_refusal(tmp_path)
 
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, sees: bool) -> None:
-    writer.write_rows(tmp_path, seen() if sees else made_up(), torch.float32, 10**9)
+    writer.write_rows(tmp_path, make_pictured_rows() if sees else made_up(), torch.float32, 10**9)
     place = tmp_path / "index.parquet"
     index = pl.read_parquet(place)
     if sees:
@@ -115,13 +124,13 @@ def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, sees: b
     else:
         index = index.with_columns(visual_offset=pl.lit(0, pl.Int64), visual_length=pl.lit(0, pl.Int64))
     index.write_parquet(place)
-    assert "does not match its checksum" in refused(tmp_path)
+    assert "does not match its checksum" in read_refusal(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_picture_with_nan_is_refused_by_its_row(tmp_path: Path, dtype: torch.dtype) -> None:
-    rows = seen()
+    rows = make_pictured_rows()
     assert rows[3].image_embeddings is not None
     rows[3].image_embeddings[8, 1] = float("nan")
     writer.write_rows(tmp_path, rows, dtype, 10**9)
-    assert "row w.3 holds NaN or infinity" in refused(tmp_path)
+    assert "row w.3 holds NaN or infinity" in read_refusal(tmp_path)

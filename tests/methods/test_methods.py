@@ -25,7 +25,17 @@ from stages.methods.medusa_proposer import MedusaMethod
 from stages.methods.prompt_lookup import PromptLookupMethod
 from stages.methods.static_tree import StaticTree, select_best_branches
 from stages.params.tree_shape import TreeShape
-from tests.engine.test_decode import END, ROOM, VOCAB, Played, Posted, drawn, prompts, said, theirs
+from tests.engine.test_decode import (
+    END,
+    ROOM,
+    VOCAB,
+    FakeCudaGraphs,
+    FakeReadback,
+    join_tokens,
+    prompts,
+    sample_by_transformers,
+    search_greedily,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,8 +92,8 @@ every_method = pytest.mark.parametrize("name", METHODS)
 def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """As on a CPU, and with the fixed shapes of a GPU."""
     if request.param == "played":
-        monkeypatch.setattr(slot_pool, "CudaGraphRunner", Played)
-        monkeypatch.setattr(slot_pool, "AsyncReadback", Posted)
+        monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
+        monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
         monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
     return Engine(model, [END], [1, 2, 3])
 
@@ -93,7 +103,7 @@ def test_greedy_answers_are_transformers_own(engine: Engine, model: Any, name: s
     method, accepted = METHODS[name](model), 0
     for prompt in [*prompts(), *prompts()]:  # the second time in a room that was used
         steps = list(engine.decode_with_method(prompt, ROOM, method))
-        assert said(steps) == theirs(model, prompt)
+        assert join_tokens(steps) == search_greedily(model, prompt)
         assert all(len(step.tokens) == step.num_accepted + 1 for step in steps[1:-1])
         accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted > 5, "nothing is accepted, so nothing is tested"
@@ -105,7 +115,7 @@ def test_drawn_answers_are_those_of_plain_decoding_by_hand(engine: Engine, model
     for seed, prompt in enumerate([*prompts(), *prompts()]):
         how = SamplingParams(0.8, 0.95, 6, seed)
         steps = list(engine.decode_with_method(prompt, ROOM, method, sampling=how))
-        assert said(steps) == drawn(model, prompt, how)
+        assert join_tokens(steps) == sample_by_transformers(model, prompt, how)
         accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted > 5
 
@@ -115,7 +125,7 @@ def test_drawn_answers_are_those_of_plain_decoding_by_hand(engine: Engine, model
 def test_the_length_limit_holds(engine: Engine, model: Any, name: str, room: int) -> None:
     method = METHODS[name](model)
     for prompt in prompts():
-        assert said(engine.decode_with_method(prompt, room, method)) == theirs(model, prompt, room)
+        assert join_tokens(engine.decode_with_method(prompt, room, method)) == search_greedily(model, prompt, room)
 
 
 # --- what is proposed, by slow ways ---------------------------------------------------------------------------------
@@ -163,7 +173,7 @@ def texts(model: Any, method: Any) -> list[tuple[list[int], set[tuple[int, ...]]
     engine, found = Engine(model, [END], [1, 2, 3]), []
     for prompt in prompts():
         noted = Noted(method)
-        whole = prompt + said(engine.decode_with_method(prompt, ROOM, noted))
+        whole = prompt + join_tokens(engine.decode_with_method(prompt, ROOM, noted))
         found += [(whole[: length + 1], tree) for length, tree in noted.seen]
     return found
 
@@ -190,7 +200,7 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
     method, kept = LookaheadMethod(4, 4, 3, CPU), 0
     prompt = prompts()[2]
     engine, noted = Engine(model, [], [1, 2, 3]), Noted(method)
-    text = prompt + said(engine.decode_with_method(prompt, ROOM, noted))
+    text = prompt + join_tokens(engine.decode_with_method(prompt, ROOM, noted))
     pool: dict[int, list[tuple[int, ...]]] = {}
     proposer = engine.slots.idle[0].proposers[noted]
     first = method.build_proposer(8)

@@ -24,7 +24,7 @@ from stages.training import ttt
 from tests.engine.test_decode import END, prompts
 from tests.engine.test_decode import ROOM as LONG
 from tests.target.multimodal_documents import TAPPED, documents, load
-from tests.target.test_multimodal_forward import ROOM, described, row, said
+from tests.target.test_multimodal_forward import ROOM, described, join_tokens, row
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,7 +61,7 @@ def test_a_target_with_experts() -> None:
     for method in methods(model.model.embed_tokens.weight, model.lm_head.weight, shape).values():
         for prompt, answer in zip(prompts(), expected, strict=True):
             steps = list(engine.decode_with_method(prompt, LONG, method))
-            assert said(steps) == answer
+            assert join_tokens(steps) == answer
             accepted += sum(step.num_accepted for step in steps[1:])
     assert accepted > 10
 
@@ -82,7 +82,7 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
     names = {f for f in DraftConfig.__dataclass_fields__ if hasattr(made, f)}
     config = DraftConfig(**{n: getattr(made, n) for n in names}, draft_vocab_size=made.vocab_size)
     engine = Engine(model, [5], TAPPED)
-    answers = [said(engine.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in documents()]
+    answers = [join_tokens(engine.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in documents()]
     rows = [row(model, ids, shown, answer) for (ids, shown), answer in zip(documents(), answers, strict=True)]
 
     eagle = EagleDraft.initialise(config, head, seed=1)
@@ -100,7 +100,7 @@ def test_a_target_that_sees(tmp_path: Path, name: str) -> None:
 
     for method in methods(embedding, head, config, eagle).values():
         for (ids, shown), answer in zip(documents(), answers, strict=True):
-            assert said(engine.decode_with_method(ids.tolist(), ROOM, method, shown)) == answer
+            assert join_tokens(engine.decode_with_method(ids.tolist(), ROOM, method, shown)) == answer
 
     chain, accepted = EagleMethod(eagle, embedding, StaticTree.from_paths([(0,), (0, 0), (0, 0, 0)], CPU), "sglang"), 0
     for (ids, shown), one in zip(documents(), rows, strict=True):

@@ -19,7 +19,7 @@ MEASURED = "".join(re.findall(r"\[e009\] .*\n  trees", REAL))  # benchmark.check
 SECOND = "e009: {from: e003, epochs: 6}"
 
 
-def edited(*changes: tuple[str, str]) -> None:
+def edit_params_text(*changes: tuple[str, str]) -> None:
     """Change params.yaml as a user does, in its text."""
     text = REAL
     for old, new in changes:
@@ -46,7 +46,7 @@ def set_values(edits: dict[tuple[str, ...], Any]) -> None:
     Path("params.yaml").write_text(json.dumps(whole, sort_keys=True))  # JSON is YAML, and written in no time
 
 
-def refusal() -> str:
+def read_refusal() -> str:
     """The one message; fails where the file is accepted."""
     with pytest.raises(ValueError, match=r"^params\.yaml") as error:
         schema.load_params()
@@ -55,21 +55,21 @@ def refusal() -> str:
     return str(error.value)
 
 
-def problems() -> list[str]:
+def list_problems() -> list[str]:
     """Every problem the message names, a line each."""
-    head, *lines = refusal().split("\n")
+    head, *lines = read_refusal().split("\n")
     assert head == f"params.yaml has {len(lines)} problem(s) to correct:"
     assert all(line.startswith("  ") for line in lines)
     return [line.strip() for line in lines]
 
 
-def leaves(section: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def iterate_leaves(section: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in section.items():
         if isinstance(value, dict):
-            yield from leaves(value, (*above, key))
+            yield from iterate_leaves(value, (*above, key))
         else:
             yield (*above, key), value
 
 
-LEAVES = dict(leaves(READ))
+LEAVES = dict(iterate_leaves(READ))
 NUMBERS = {key_path: value for key_path, value in LEAVES.items() if type(value) in (int, float)}

@@ -7,7 +7,7 @@ import pytest
 from stages.params import schema
 from stages.params.cell_trees import describe_left_out
 from tests.conftest import EAGLE3
-from tests.params.params_edits import problems, set_values
+from tests.params.params_edits import list_problems, set_values
 
 BLOCKS: dict[str, Any] = {
     "dflash": {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 8, "anchors": 8},
@@ -61,10 +61,10 @@ def test_a_tree_deeper_than_a_block_is_left_out_for_that_draft_alone() -> None:
 def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> None:
     """Bug: the message named the first of several drafts."""
     name_cells((ALL, ["t8_2_16", "t6_1_7"]))
-    (line,) = problems()
+    (line,) = list_problems()
     assert "benchmark.trees has t8_2_16, t6_1_7, of which none runs with dspark; expected one" in line
     name_cells((ALL, ["t8_2_16"]))
-    (line,) = problems()
+    (line,) = list_problems()
     for takes in (
         "dflash num_steps of at most 7,", "dspark num_steps of at most 5,",
         "dflash2 num_steps of at most 7 and topk of at most 3;",
@@ -75,7 +75,7 @@ def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> N
 
 def test_a_tree_of_no_block_draft_is_refused() -> None:
     name_cells(([*BLOCKS], ["t8_2_16", "t3_1_4"]))
-    (line,) = problems()
+    (line,) = list_problems()
     assert "benchmark.trees: t8_2_16 can't run with any of benchmark.checkpoints, which take dflash num_steps" in line
 
 
@@ -88,7 +88,7 @@ def test_a_served_tree_that_no_engine_runs_with_a_block_draft_is_told_before_the
     }  # fmt: skip
     assert left_out("benchmark") == set()
     name_cells(fine, (["dflash"], ["t3_2_6", "t3_1_4"]))
-    (line,) = problems()
+    (line,) = list_problems()
     assert "benchmark_served.trees has t3_2_6, t3_1_4, of which none runs with dflash; expected" in line
     assert "which take dflash t7_1_8 alone; add one, or take the checkpoint out" in line
     name_cells(fine, (["dflash"], ["t3_2_6"]), workloads=[])  # nothing is served
@@ -100,7 +100,7 @@ def test_a_served_tree_of_eagle3_that_an_engine_lacks_is_left_out() -> None:
     name_cells((["e009"], ["t3_1_4"]), (["e009"], ["t8_2_8", "t8_2_16"]))
     assert left_out("benchmark_served") == {("e009", "t8_2_8")}
     name_cells((["e009"], ["t3_1_4"]), (["e009"], ["t8_2_16"]), engine="vllm")
-    (line,) = problems()
+    (line,) = list_problems()
     assert "of which none runs with e009; expected one for each" in line and "take e009 chains;" in line
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stages.params import schema
-from tests.params.params_edits import MEASURED, READ, SECOND, edited, problems
+from tests.params.params_edits import MEASURED, READ, SECOND, edit_params_text, list_problems
 
 PUBLISHED = "{model: AngelSlim/Qwen3-8B_eagle3, revision: null, rope_theta: null}"
 NO_NAME = "expected a name (a letter, then letters, digits and _), found"
@@ -57,8 +57,8 @@ BAD_CHECKPOINTS = [
 
 @pytest.mark.parametrize(("old", "new", "start"), BAD_CHECKPOINTS, ids=[row[1] for row in BAD_CHECKPOINTS])
 def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, start: str) -> None:
-    edited((old, new))
-    (line,) = problems()
+    edit_params_text((old, new))
+    (line,) = list_problems()
     assert line.startswith(start), line
 
 
@@ -67,14 +67,18 @@ def test_a_checkpoint_is_offered_neither_itself_nor_what_starts_from_it() -> Non
     segments = (
         "first: {from: firsts, epochs: 6}\n    firsta: {from: first, epochs: 1}\n    firstb: {from: firsta, epochs: 1}"
     )
-    edited((SECOND, segments))
-    assert problems()[0] == "train_draft: checkpoints.first.from is 'firsts', expected one of e000, e003; correct it"
-    edited((SECOND, segments.replace("from: first,", "from: fisrt,").replace("from: firsts", "from: e000")))
-    assert "firsta.from is 'fisrt' (did you mean first?), expected one of e000, e003, first; correct" in problems()[0]
+    edit_params_text((SECOND, segments))
+    assert (
+        list_problems()[0] == "train_draft: checkpoints.first.from is 'firsts', expected one of e000, e003; correct it"
+    )
+    edit_params_text((SECOND, segments.replace("from: first,", "from: fisrt,").replace("from: firsts", "from: e000")))
+    assert (
+        "firsta.from is 'fisrt' (did you mean first?), expected one of e000, e003, first; correct" in list_problems()[0]
+    )
 
 
 def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
-    edited(
+    edit_params_text(
         (SECOND, "e012: {from: e009, epochs: 3}\n    e009: {from: e003, epochs: 6}\n    other: {from: e003, epochs: 1}")
     )
     assert list(schema.load_params().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
@@ -89,7 +93,7 @@ MORE, SPARK2 = BLOCKS.split("\n")[2].strip(), BLOCKS.split("\n")[4].strip()
 
 
 def test_segments_of_a_block_draft_may_differ_in_what_is_learned() -> None:
-    edited((SECOND, BLOCKS))
+    edit_params_text((SECOND, BLOCKS))
     found = schema.load_params().train_draft.checkpoints
     assert [(found[n].non_eagle3_method, found[n].is_only_compared) for n in ("more", "spark2")] == [
         ("dflash", False), ("dspark", False),
@@ -111,25 +115,25 @@ def test_segments_of_a_block_draft_may_differ_in_what_is_learned() -> None:
     ],
 )  # fmt: skip
 def test_segments_of_a_chain_are_of_one_block_draft(segment: str, old: str, new: str, start: str) -> None:
-    edited((SECOND, BLOCKS.replace(segment, segment.replace(old, new))))
-    assert [line for line in problems() if line.startswith(f"train_draft: {start}")], problems()
+    edit_params_text((SECOND, BLOCKS.replace(segment, segment.replace(old, new))))
+    assert [line for line in list_problems() if line.startswith(f"train_draft: {start}")], list_problems()
 
 
 def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
-    edited(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
-    (line,) = problems()
+    edit_params_text(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
+    (line,) = list_problems()
     assert line.startswith("init_draft: qk_norm is true and sliding_window is 64, expected one of the two")
 
 
 def test_a_published_draft_may_be_replayed_and_measured() -> None:
     imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
-    edited(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
+    edit_params_text(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
     p = schema.load_params()
     assert p.get_making_stage("theirs") == "import_draft@theirs" and p.get_making_stage("e003") == "train_draft@e003"
 
 
 def test_the_reachable_min_tau_is_accepted() -> None:
-    edited(("min_tau: 6.0", "min_tau: 8"))
+    edit_params_text(("min_tau: 6.0", "min_tau: 8"))
     assert schema.load_params().check_overfit.min_tau == 8
 
 

@@ -12,7 +12,7 @@ import pytest
 from stages.params import checks, gpus, schema
 from stages.params.draft_sections import BlockSegment
 from tests.conftest import ROOT
-from tests.params.params_edits import edited, refusal, set_value, set_values
+from tests.params.params_edits import edit_params_text, read_refusal, set_value, set_values
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,20 @@ def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -
 
 def test_a_misspelt_target_folder_is_told_from_a_hugging_face_id_by_what_is_watched() -> None:
     Path("models/my_target").mkdir(parents=True)
-    edited(("model: builtin/weather-tiny ", "model: models/my_traget "), ("watch: data/nothing ", "watch: models "))
+    edit_params_text(
+        ("model: builtin/weather-tiny ", "model: models/my_traget "), ("watch: data/nothing ", "watch: models ")
+    )
     with pytest.raises(ValueError, match=r"models/my_traget, .* found none there \(did you mean models/my_target\?\)"):
         checks.check_target(schema.load_params())
-    edited(("model: builtin/weather-tiny ", "model: models/my_traget "))
+    edit_params_text(("model: builtin/weather-tiny ", "model: models/my_traget "))
     checks.check_target(schema.load_params())  # may be an id
-    edited(("model: builtin/weather-tiny ", "model: models/my_target "), ("watch: data/nothing ", "watch: models "))
+    edit_params_text(
+        ("model: builtin/weather-tiny ", "model: models/my_target "), ("watch: data/nothing ", "watch: models ")
+    )
     checks.check_target(schema.load_params())
-    edited(("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models "))
+    edit_params_text(
+        ("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models ")
+    )
     checks.check_target(schema.load_params())
 
 
@@ -158,21 +164,23 @@ def test_a_missing_raw_file_is_named_before_any_work() -> None:
 
 
 def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
-    edited(("eval_file: null", "eval_file: test.jsonl"))
+    edit_params_text(("eval_file: null", "eval_file: test.jsonl"))
     Path("data/raw").mkdir(parents=True)
     raw, test = Path("data/raw/weather_toon.jsonl"), Path("data/raw/test.jsonl")
     raw.touch()
     test.touch()  # beside the raw file, where DVC would not see it change
     with pytest.raises(ValueError, match=r"fix_data\.eval_file is test\.jsonl, expected a file in the folder"):
         checks.check_raw_exists(schema.load_params())
-    edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl"))
+    edit_params_text(
+        ("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", "eval_file: test.jsonl")
+    )
     p = schema.load_params()
     checks.check_raw_exists(p)
     assert p.fix_data.eval_path() == test
-    edited(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", f"eval_file: {test}"))
+    edit_params_text(("raw: data/raw/weather_toon.jsonl", "raw: data/raw"), ("eval_file: null", f"eval_file: {test}"))
     with pytest.raises(ValueError, match=r"expected its path in fix_data\.raw; write test\.jsonl"):
         checks.check_raw_exists(schema.load_params())
-    edited(("eval_file: null", "eval_file: weather_toon.jsonl"))
+    edit_params_text(("eval_file: null", "eval_file: weather_toon.jsonl"))
     p = schema.load_params()
     checks.check_raw_exists(p)
     assert p.fix_data.eval_path() == raw
@@ -241,7 +249,7 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
         ValueError, match=r"^params\.yaml: init_draft\.draft_vocab_size is 320, but .* has 319 tokens; use at most 319"
     ):
         checks.check_draft_vocab(p, 319)
-    edited(("draft_vocab_size: 320", "draft_vocab_size: null"))
+    edit_params_text(("draft_vocab_size: 320", "draft_vocab_size: null"))
     checks.check_draft_vocab(schema.load_params(), 1)
 
 
@@ -283,7 +291,7 @@ def test_the_command_says_what_it_checked(home: Path) -> None:
 def test_the_command_refuses_with_the_message_and_no_traceback(home: Path) -> None:
     done = command(home)  # the raw file is not there
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("aerie: params.yaml: fix_data.raw is")
-    edited(("num_threads:", "num_thread:"))
+    edit_params_text(("num_threads:", "num_thread:"))
     done = command(home)
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr == f"aerie: {refusal()}\n"
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr == f"aerie: {read_refusal()}\n"
     assert "target.num_thread: unknown key" in done.stderr and "Traceback" not in done.stderr

@@ -3,7 +3,7 @@
 import pytest
 
 from stages.params import schema
-from tests.params.params_edits import MEASURED, SECOND, edited, problems
+from tests.params.params_edits import MEASURED, SECOND, edit_params_text, list_problems
 
 RIVALS = """e009: {from: e003, epochs: 6}
     ours: {from: e000, epochs: 2, method: eagle}
@@ -24,7 +24,9 @@ EMPTY = "  with_draft: {}   ", "  without_draft: {}  "
 
 def with_methods(*edits: tuple[str, str], rivals: str = RIVALS, free: str = FREE, **rows: str) -> None:
     drafted = "{" + ", ".join(f"{name}: {row}" for name, row in {**TABLE, **rows}.items()) + "}"
-    edited((SECOND, rivals), (EMPTY[0], f"  with_draft: {drafted} "), (EMPTY[1], f"  without_draft: {free} "), *edits)
+    edit_params_text(
+        (SECOND, rivals), (EMPTY[0], f"  with_draft: {drafted} "), (EMPTY[1], f"  without_draft: {free} "), *edits
+    )
 
 
 def test_every_method_can_be_named() -> None:
@@ -43,7 +45,7 @@ def test_every_method_can_be_named() -> None:
 
 
 def test_a_segment_may_say_that_it_is_eagle_3s() -> None:
-    edited((SECOND, "e009: {from: e003, epochs: 6, method: eagle3}"))
+    edit_params_text((SECOND, "e009: {from: e003, epochs: 6, method: eagle3}"))
     assert schema.load_params().train_draft.checkpoints["e009"].non_eagle3_method is None
 
 
@@ -66,7 +68,7 @@ BAD_RIVALS = [
 @pytest.mark.parametrize(("old", "new", "start"), BAD_RIVALS, ids=[row[1] for row in BAD_RIVALS])
 def test_segments_of_methods_that_can_not_be_trained(old: str, new: str, start: str) -> None:
     with_methods(rivals=RIVALS.replace(old, new))
-    assert any(line.startswith(start) for line in problems()), problems()
+    assert any(line.startswith(start) for line in list_problems()), list_problems()
 
 
 BAD_ROWS = [
@@ -96,7 +98,7 @@ BAD_ROWS = [
 def test_a_sweep_is_no_workload_of_methods() -> None:
     """Bug: benchmark_methods took a workload of several answer lengths, and ended by an AssertionError."""
     with_methods(("max_new_tokens: 200       # toy; 8B: 512", "max_new_tokens: [100, 200]  # toy; 8B: 512"))
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(
         "benchmark_methods.workload is 'eval', whose max_new_tokens is a sweep, [100, 200]; expected one"
     )
@@ -107,20 +109,20 @@ def test_a_window_below_the_steps_of_a_row_of_methods() -> None:
     with_methods(
         ("sliding_window: null ", "sliding_window: 11 "), three="{method: eagle3, checkpoint: e009, tree: t12_2_8}"
     )
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith("init_draft.sliding_window is 11, expected at least the most steps asked for, 12")
 
 
 @pytest.mark.parametrize(("rows", "start"), BAD_ROWS, ids=[row[1] for row in BAD_ROWS])
 def test_rows_of_methods_that_can_not_be_measured(rows: dict[str, str], start: str) -> None:
     with_methods(**rows)
-    assert any(line.startswith(start) for line in problems()), problems()
+    assert any(line.startswith(start) for line in list_problems()), list_problems()
 
 
 def test_rows_without_a_draft_are_checked_too() -> None:
     wrong = NGRAM.replace("longest: 3, shortest: 1", "longest: 1, shortest: 2"), AHEAD.replace("level: 4", "level: 1")
     with_methods(free="{{ngram: {}, a: {}}}".format(*wrong))
-    assert problems() == [
+    assert list_problems() == [
         "benchmark_methods.without_draft.ngram: shortest is 2, expected at most longest, 1; lower it",
         "benchmark_methods.without_draft.a.level: expected greater than or equal to 2, found 1",
     ]
@@ -128,7 +130,7 @@ def test_rows_without_a_draft_are_checked_too() -> None:
 
 def test_the_table_of_methods_asks_what_the_torch_engine_decodes() -> None:
     with_methods(("  workload: eval   ", "  workload: chat   "))
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(
         "benchmark_methods.workload is 'chat', expected one of benchmark.torch_workloads, eval; correct it"
     )
@@ -146,7 +148,7 @@ def test_eagle_and_medusa_checkpoints_are_not_replayed_timed_or_benchmarked_with
     old: str, new: str, key: str
 ) -> None:
     with_methods((old, new))
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(
         f"{key}: 'heads' is of medusa, expected checkpoints of EAGLE-3 or block drafts; name it in benchmark_methods"
     )
@@ -171,8 +173,8 @@ KNOWN = "unknown key (did you mean method?); known keys are from, epochs, method
 )
 def test_a_misspelt_method_of_a_segment_is_one_problem(segment: str, line: str) -> None:
     """Bug: each key of the method meant was a problem too, as no key of the method that it was taken for."""
-    edited((SECOND, f"{SECOND}\n    x: {{from: e000, epochs: 1, {segment}}}"))
-    assert problems() == [f"train_draft.checkpoints.x{line}"]
+    edit_params_text((SECOND, f"{SECOND}\n    x: {{from: e000, epochs: 1, {segment}}}"))
+    assert list_problems() == [f"train_draft.checkpoints.x{line}"]
 
 
 @pytest.mark.parametrize(
@@ -187,5 +189,5 @@ def test_a_misspelt_method_of_a_segment_is_one_problem(segment: str, line: str) 
     ],
 )  # fmt: skip
 def test_a_misspelt_method_of_a_row_is_one_problem(table: str, row: str, line: str) -> None:
-    edited((f"  {table}: {{}}", f"  {table}: {{x: {row}}}"))
-    assert problems() == [f"benchmark_methods.{table}.x{line}"]
+    edit_params_text((f"  {table}: {{}}", f"  {table}: {{x: {row}}}"))
+    assert list_problems() == [f"benchmark_methods.{table}.x{line}"]

@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 from stages.params import schema
 from stages.params.error_messages import OLD_KEYS
 from stages.params.spelling import suggest_name
-from tests.params.params_edits import LEAVES, READ, REAL, edited, problems, set_value
+from tests.params.params_edits import LEAVES, READ, REAL, edit_params_text, list_problems, set_value
 
 every_key = pytest.mark.parametrize("key_path", LEAVES, ids=".".join)
 
@@ -18,7 +18,7 @@ every_key = pytest.mark.parametrize("key_path", LEAVES, ids=".".join)
 def test_a_missing_key_is_named(key_path: tuple[str, ...]) -> None:
     set_value(key_path, ...)
     message = f"{'.'.join(key_path)}: missing; the code holds no defaults, so write it"
-    (line,) = problems()
+    (line,) = list_problems()
     if key_path[:2] in NAMED_BY_USER:
         assert (
             line.startswith(message) and f"; {'.'.join(key_path[:-1])} has the keys " in line and key_path[-1] in line
@@ -30,13 +30,13 @@ def test_a_missing_key_is_named(key_path: tuple[str, ...]) -> None:
 def test_a_missing_key_of_what_the_user_has_named_is_not_looked_for_in_the_last_commit() -> None:
     """Bug: "git show HEAD:params.yaml has one", of a draft that no commit has."""
     set_value(("import_draft", "checkpoints"), {"theirs": {"model": "someone/draft", "revision": None}})
-    (line,) = problems()
+    (line,) = list_problems()
     assert line == (
         "import_draft.checkpoints.theirs.rope_theta: missing; the code holds no defaults, so write it (null is allowed); "
         "import_draft.checkpoints.theirs has the keys model, revision, rope_theta"
     )
     set_value(("benchmark_methods", "with_draft"), {"mine": {"method": "eagle", "checkpoint": "e009"}})
-    line, _ = problems()
+    line, _ = list_problems()
     assert (
         line.startswith("benchmark_methods.with_draft.mine.depth: missing; ") and "mine has the keys method, " in line
     )
@@ -45,7 +45,7 @@ def test_a_missing_key_of_what_the_user_has_named_is_not_looked_for_in_the_last_
 def test_a_workload_that_lacks_nearly_all_keys_is_one_line_that_says_where_they_are() -> None:
     """Bug: nineteen lines, each of which sent its reader to a file that has no such workload."""
     set_value(("benchmark", "workloads", "mine"), {"prompts": "eval"})
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith("benchmark.workloads.mine lacks ") and "num_prompts" in line
     assert line.endswith("give that an anchor (eval: &eval), and write mine: {<<: *eval, ...} with what differs")
 
@@ -67,7 +67,9 @@ def test_an_unknown_key_is_named_with_the_known_ones(section: tuple[str, ...]) -
         inside = inside[part]
     optional = ["method"] if section[:-1] == ("train_draft", "checkpoints") else []
     key, known = ".".join([*section, "zebra"]), ", ".join([*inside, *optional])
-    assert problems() == [f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"]
+    assert list_problems() == [
+        f"{key}: unknown key; known keys are {known}. Correct the spelling, or leave the key out"
+    ]
 
 
 def test_a_misspelt_key_is_one_line_with_the_missing_one() -> None:
@@ -75,13 +77,13 @@ def test_a_misspelt_key_is_one_line_with_the_missing_one() -> None:
 
     Of a misspelt section DVC would drop the stage without a word.
     """
-    edited(
+    edit_params_text(
         ("train_draft:", "trian_draft:"),
         ("min_tau:", "min_tua:"),
         ("concurrency: 1 ", "colour: green\n      concurency: 1 "),
         ("device: cpu", "# device: cpu"),
     )
-    found = problems()
+    found = list_problems()
     assert [line for line in found if "rename" in line] == [
         "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?); rename it",
         "benchmark.workloads.eval.concurency: unknown key, and concurrency is missing (did you mean concurrency?); rename it",
@@ -94,8 +96,8 @@ def test_a_misspelt_key_is_one_line_with_the_missing_one() -> None:
 
 
 def test_two_misspellings_of_one_key_are_not_both_renamed() -> None:
-    edited(("  min_tau: 6.0", "  min_tua: 6.0\n  min_atu: 6.0"))
-    assert [line.split(";")[0] for line in problems()] == [
+    edit_params_text(("  min_tau: 6.0", "  min_tua: 6.0\n  min_atu: 6.0"))
+    assert [line.split(";")[0] for line in list_problems()] == [
         "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)",
         "check_overfit.min_atu: unknown key (did you mean min_tau?)",
     ]
@@ -112,25 +114,27 @@ def test_the_nearest_name_is_suggested_and_none_with_another_number(found: str, 
 
 def test_a_misspelt_key_gets_the_nearest_known_one() -> None:
     set_value(("train_draft", "lerning_rate"), 0.1)
-    assert problems()[0].startswith(
+    assert list_problems()[0].startswith(
         "train_draft.lerning_rate: unknown key (did you mean learning_rate?); known keys are"
     )
 
 
 def test_a_key_that_is_no_text_is_refused_at_the_top_too() -> None:
     Path("params.yaml").write_text(REAL + "\n5: x\n")
-    assert problems()[0].startswith("5: expected a name (a letter, then letters, digits and _), found 5; YAML reads")
+    assert list_problems()[0].startswith(
+        "5: expected a name (a letter, then letters, digits and _), found 5; YAML reads"
+    )
 
 
 def test_a_list_for_a_text_gets_no_advice_on_numbers() -> None:
     """Bug: it was told of 8_2_16, which YAML reads as a number."""
     Path("params.yaml").write_text(REAL.replace("raw: data/raw/weather_toon.jsonl", "raw: [a.jsonl]", 1))
-    assert problems() == ["fix_data.raw: expected text, found ['a.jsonl']"]
+    assert list_problems() == ["fix_data.raw: expected text, found ['a.jsonl']"]
 
 
 def test_every_problem_is_told_at_once() -> None:
-    edited(("seed: 7", "seed: -7"), ("dtype: float32 ", "dtype: float8 "), ("max_chars:", "max_char:"))
-    assert [line.split(":")[0] for line in problems()] == [
+    edit_params_text(("seed: 7", "seed: -7"), ("dtype: float32 ", "dtype: float8 "), ("max_chars:", "max_char:"))
+    assert [line.split(":")[0] for line in list_problems()] == [
         "target.dtype", "prepare_target.seed", "fix_data.max_char",
     ]  # fmt: skip
 

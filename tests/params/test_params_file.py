@@ -10,7 +10,7 @@ import pytest
 from stages.params import schema
 from stages.params.yaml_text import parse_yaml
 from tests.conftest import ROOT
-from tests.params.params_edits import LEAVES, NUMBERS, READ, REAL, edited, refusal
+from tests.params.params_edits import LEAVES, NUMBERS, READ, REAL, edit_params_text, read_refusal
 
 
 def test_the_committed_file_loads_as_it_is_written() -> None:
@@ -39,7 +39,7 @@ def test_too_deep_nesting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(text)
     message = "params.yaml is not valid YAML: line 1: expected at most 32 levels of nesting, found more; correct it"
-    assert refusal() == message
+    assert read_refusal() == message
     Path("recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match="expected at most 32 levels"):
         schema.read_recipe(Path("recipe.yaml"))
@@ -53,12 +53,12 @@ def line_of(text: str) -> int:
 def test_a_key_given_twice_is_refused_with_its_line(key: str) -> None:
     """Most parsers take the last one in silence."""
     indent = re.search(rf"^( *){re.escape(key)}", REAL, re.MULTILINE)[1]  # type: ignore[index]
-    edited((key, f"{key}\n{indent}{key}"))
+    edit_params_text((key, f"{key}\n{indent}{key}"))
     where = line_of(indent + key) + 1
-    assert refusal().startswith(
+    assert read_refusal().startswith(
         f'params.yaml is not valid YAML: line {where}: found duplicate key "{key.split(":")[0]}"'
     )
-    assert "http" not in refusal() and "\n" not in refusal()
+    assert "http" not in read_refusal() and "\n" not in read_refusal()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_key_given_twice_is_refused_with_its_line(key: str) -> None:
 )
 def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> None:
     Path("params.yaml").write_bytes(content)
-    message = refusal()
+    message = read_refusal()
     assert re.match(rf"params\.yaml is not valid YAML: ({says})", message), message
     assert message.endswith("; correct it") and "\n" not in message
 
@@ -84,15 +84,16 @@ def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> 
 def test_a_file_that_is_no_mapping_is_told_the_sections(text: str, found: str) -> None:
     Path("params.yaml").write_text(text)
     assert re.fullmatch(
-        rf"params\.yaml: expected the sections target, prepare_target, .*, report, schedule; found {found}", refusal()
+        rf"params\.yaml: expected the sections target, prepare_target, .*, report, schedule; found {found}",
+        read_refusal(),
     )
 
 
 def test_a_missing_file_says_where_to_run() -> None:
     Path("params.yaml").unlink()
-    assert refusal() == "params.yaml not found; run from the project's root, the folder of dvc.yaml"
+    assert read_refusal() == "params.yaml not found; run from the project's root, the folder of dvc.yaml"
     Path("params.yaml").mkdir()
-    assert "not found" in refusal()
+    assert "not found" in read_refusal()
 
 
 PAGES = [ROOT / "params.yaml", *sorted((ROOT / "docs").glob("*.md"))]
@@ -108,9 +109,9 @@ def test_the_examples_of_urls_can_be_written_into_params_yaml() -> None:
 
 
 def test_a_url_in_brackets_without_quotes_is_told_to_be_quoted() -> None:
-    edited(("base_urls: []  ", "base_urls: [http://gpu1:8000]  "))
+    edit_params_text(("base_urls: []  ", "base_urls: [http://gpu1:8000]  "))
     where = line_of("    base_urls: []")
-    assert refusal() == (
+    assert read_refusal() == (
         f"params.yaml is not valid YAML: line {where}: found unexpected ':'; put text with a colon in quotes, as "
         '["http://gpu1:8000"]'
     )

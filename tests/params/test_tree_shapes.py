@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stages.params import schema
 from stages.params.tree_shape import TreeShape, count_candidates
-from tests.params.params_edits import edited, problems
+from tests.params.params_edits import edit_params_text, list_problems
 
 
 def test_the_committed_trees_can_all_be_built_and_replayed() -> None:
@@ -55,24 +55,24 @@ BAD_TREES = [
 @pytest.mark.parametrize(("tree", "message"), BAD_TREES, ids=[row[0] for row in BAD_TREES])
 def test_a_tree_that_can_not_be_is_told_what_to_write(tree: str, message: str) -> None:
     """Bug: t08_2_16 and digits of other scripts were read as t8_2_16: a cell then bore another name than its tree."""
-    edited(("t8_2_16,", f"{tree},"))
-    (line,) = problems()
+    edit_params_text(("t8_2_16,", f"{tree},"))
+    (line,) = list_problems()
     assert re.match(message, line)
 
 
 def test_the_largest_tree_can_be_built() -> None:
-    edited(("t8_2_16,", "t8_2_31,"))
+    edit_params_text(("t8_2_16,", "t8_2_31,"))
     assert "t8_2_31" in schema.load_params().benchmark.trees
 
 
 def test_a_grid_without_one_tree_is_refused() -> None:
     """Bug: it was accepted, and replay_trees then wrote an empty table."""
-    edited(
+    edit_params_text(
         ("num_steps: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]", "num_steps: [1]"),
         ("topk: [1, 2, 3, 4]", "topk: [2]"),
         ("[4, 6,", "[6,"),
     )
-    (line,) = problems()
+    (line,) = list_problems()
     assert (
         line.startswith("replay_trees: no tree of num_steps [1], topk [2] and num_draft_tokens [6, ")
         and "write smaller num_draft_tokens" in line

@@ -8,7 +8,16 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.params import schema, server_urls
-from tests.params.params_edits import LEAVES, MEASURED, NUMBERS, REAL, edited, problems, refusal, set_value
+from tests.params.params_edits import (
+    LEAVES,
+    MEASURED,
+    NUMBERS,
+    REAL,
+    edit_params_text,
+    list_problems,
+    read_refusal,
+    set_value,
+)
 
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
@@ -26,7 +35,7 @@ MAPPINGS = {UNTIL, ("fix_data", "columns")}  # null or a mapping
 @pytest.mark.parametrize("key_path", [key_path for key_path in LEAVES if key_path not in MAPPINGS], ids=".".join)
 def test_a_mapping_is_no_value_of_any_other_key(key_path: tuple[str, ...]) -> None:
     set_value(key_path, {"a": 1})
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(".".join(key_path) + ": expected ") and "found {'a': 1}" in line
 
 
@@ -42,7 +51,7 @@ def test_a_mapping_is_no_value_of_any_other_key(key_path: tuple[str, ...]) -> No
 )
 def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any, found: str) -> None:
     set_value(UNTIL, value)
-    assert any(line.startswith(".".join(UNTIL) + found) for line in problems()), problems()
+    assert any(line.startswith(".".join(UNTIL) + found) for line in list_problems()), list_problems()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any
 )
 def test_columns_are_one_map_or_one_for_each_file(columns: Any, line: str) -> None:
     set_value(("fix_data", "columns"), columns)
-    (found,) = problems()
+    (found,) = list_problems()
     assert found.startswith(f"fix_data.columns{line}")
 
 
@@ -80,7 +89,9 @@ def set_values(values: dict[tuple[str, ...], Any]) -> None:
 
 def test_the_budget_is_no_less_than_the_fewest_repeats() -> None:
     set_values({UNTIL: {"half_width": 0.05, "most_repeats": 4}, (*UNTIL[:-1], "repeats"): 5})
-    assert problems() == ["benchmark.workloads.eval: until.most_repeats is 4, expected at least repeats, 5, the fewest"]
+    assert list_problems() == [
+        "benchmark.workloads.eval: until.most_repeats is 4, expected at least repeats, 5, the fewest"
+    ]
 
 
 def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
@@ -89,7 +100,7 @@ def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
     assert schema.load_params().benchmark.workloads["eval"].fewest_repeats == 3
     until[("benchmark_served", "workloads")] = ["eval"]
     set_values(until)
-    assert "expected benchmark_served.interleave: true" in refusal()
+    assert "expected benchmark_served.interleave: true" in read_refusal()
     set_values(until | {("benchmark_served", "interleave"): True})
     schema.load_params()
 
@@ -117,7 +128,7 @@ def test_a_number_is_a_number(key_path: tuple[str, ...], value: Any) -> None:
     ):
         schema.load_params()  # a list is a sweep
         return
-    (line,) = problems()
+    (line,) = list_problems()
     if value == [1] and key_path[-1] == "num_prompts":  # of a server's workload
         assert line.startswith("benchmark: torch_workloads: workload eval has a list of num_prompts, expected one")
         return
@@ -130,7 +141,7 @@ def test_a_number_is_a_number(key_path: tuple[str, ...], value: Any) -> None:
 @every_number
 def test_nothing_is_negative(key_path: tuple[str, ...]) -> None:
     set_value(key_path, -1)
-    (line,) = problems()
+    (line,) = list_problems()
     assert re.fullmatch(rf"{re.escape('.'.join(key_path))}: expected greater than (or equal to )?[01], found -1", line)
 
 
@@ -140,11 +151,13 @@ def test_zero_is_refused_but_where_it_means_something(key_path: tuple[str, ...])
     if ".".join(key_path) in ZERO or key_path[-1] == "gpus":
         schema.load_params()
     elif key_path == ("sample_target", "train_rows"):  # which means something where nothing is trained
-        assert problems()[0].startswith("sample_target.train_rows is 0 and init_draft.checkpoints [e000]")
+        assert list_problems()[0].startswith("sample_target.train_rows is 0 and init_draft.checkpoints [e000]")
     elif key_path[-1] == "length_range":  # which means something of random lengths only
-        assert problems()[0].startswith("benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1")
+        assert list_problems()[0].startswith(
+            "benchmark.workloads.eval: length_range is 0.0 with prompts: eval, expected 1"
+        )
     else:
-        (line,) = problems()
+        (line,) = list_problems()
         assert re.fullmatch(
             rf"{re.escape('.'.join(key_path))}: expected greater than (or equal to )?[01], found 0", line
         )
@@ -154,8 +167,8 @@ def test_zero_is_refused_but_where_it_means_something(key_path: tuple[str, ...])
 def test_no_number_is_infinite(number: str) -> None:
     """Bug: a learning rate of .inf was greater than 0 and so accepted."""
     for key in ("learning_rate: 0.03", "grad_clip: 0.5", "temperature: 0.7", "min_tau: 6.0"):
-        edited((key, f"{key.split(':')[0]}: {number}"))
-        (line,) = problems()
+        edit_params_text((key, f"{key.split(':')[0]}: {number}"))
+        (line,) = list_problems()
         assert "expected a finite number, found " in line
 
 
@@ -180,7 +193,7 @@ def test_no_number_is_infinite(number: str) -> None:
 )
 def test_a_mixture_that_is_none_is_named(mixture: list[Any], line: str) -> None:
     set_value(("sample_target", "temperature"), mixture)
-    (found,) = problems()
+    (found,) = list_problems()
     assert found.startswith(line)
 
 
@@ -248,19 +261,19 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize(("old", "new", "line"), BAD_VALUES, ids=[row[1] for row in BAD_VALUES])
 def test_what_was_expected_and_found(old: str, new: str, line: str) -> None:
-    edited((old, new))
-    assert problems() == [line]
+    edit_params_text((old, new))
+    assert list_problems() == [line]
 
 
 def test_text_that_yaml_reads_as_a_number_is_told_so() -> None:
-    edited(("model: builtin/weather-tiny", "model: 5"))
-    (line,) = problems()
+    edit_params_text(("model: builtin/weather-tiny", "model: 5"))
+    (line,) = list_problems()
     assert line.startswith("target.model: expected text, found 5; ") and "put text in quotes" in line
 
 
 def test_an_exponent_without_a_point_is_a_number() -> None:
     """PyYAML, by YAML 1.1, reads text; DVC and we read YAML 1.2."""
-    edited(("learning_rate: 0.03", "learning_rate: 3e-2"))
+    edit_params_text(("learning_rate: 0.03", "learning_rate: 3e-2"))
     assert schema.load_params().prepare_target.learning_rate == 0.03
 
 
@@ -277,8 +290,8 @@ def test_an_exponent_without_a_point_is_a_number() -> None:
     ],
 )
 def test_keys_of_fix_data_that_disagree(old: str, new: str, message: str) -> None:
-    edited((old, new))
-    assert problems()[0].startswith(message)
+    edit_params_text((old, new))
+    assert list_problems()[0].startswith(message)
 
 
 def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
@@ -286,7 +299,7 @@ def test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell() -> None:
     set_value(("sample_target", "server", "base_urls"), ["http://gpu1:8000", "http://gpu2:6000-6007"])
     assert schema.load_params().sample_target.server.base_urls[1] == "http://gpu2:6000-6007"
     set_value(("benchmark_served", "server", "base_urls"), {"baseline": "http://gpu2:6000-6007"})
-    assert "benchmark_served.server.base_urls.baseline: expected text matching" in refusal()
+    assert "benchmark_served.server.base_urls.baseline: expected text matching" in read_refusal()
 
 
 def test_a_range_of_ports_is_a_server_each() -> None:
@@ -307,7 +320,7 @@ def test_a_range_of_ports_is_a_server_each() -> None:
 def test_wrong_ports_and_servers_named_twice_are_found_when_params_are_read(urls: list[str], message: str) -> None:
     """Bug: sample_target found them when it had loaded the target's tokenizer, and `aerie stale` said nothing."""
     set_value(("sample_target", "server", "base_urls"), urls)
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(f"sample_target.server.base_urls: {message}")
 
 
@@ -326,5 +339,5 @@ def test_wrong_ports_and_a_server_of_two_configurations_are_found_when_params_ar
 ) -> None:
     """Bug: only the running cell found them, the second of them after the first was measured."""
     set_value(("benchmark_served", "server", "base_urls"), urls)
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(f"benchmark_served.server.base_urls{message}")

@@ -9,7 +9,7 @@ from ruamel.yaml import YAML
 
 from stages.params import schema
 from tests.conftest import ROOT
-from tests.params.params_edits import REAL, edited, problems, set_value, set_values
+from tests.params.params_edits import REAL, edit_params_text, list_problems, set_value, set_values
 
 
 def workload(**changes: Any) -> dict[str, Any]:
@@ -36,13 +36,13 @@ BAD_WORKLOADS = [
 @pytest.mark.parametrize(("changes", "start"), BAD_WORKLOADS, ids=[row[1][24:60] for row in BAD_WORKLOADS])
 def test_a_workload_that_can_not_be_asked(changes: dict[str, Any], start: str) -> None:
     set_value(("benchmark", "workloads", "chat"), workload(**changes))
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(start), line
 
 
 def test_the_torch_engine_waits_for_no_arrivals() -> None:
     set_value(("benchmark", "workloads", "eval"), workload(request_rate=8.0))
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith("benchmark: torch_workloads: workload eval has request_rate 8.0 (expected inf)")
 
 
@@ -60,15 +60,15 @@ def test_one_prompt_at_a_time_has_cells_of_its_own(changes: dict[str, Any], alon
 
 def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     two = ("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ")
-    edited(*two, ("device: cpu ", "device: cuda "))
+    edit_params_text(*two, ("device: cpu ", "device: cuda "))
     assert schema.load_params().benchmark.processes == 3
-    edited(*two)
-    (line,) = problems()
+    edit_params_text(*two)
+    (line,) = list_problems()
     assert line.startswith(
         "benchmark.num_gpus_per_model is 2 with target.device cpu, expected 1: a target is divided over GPUs only"
     )
-    edited(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
-    (line,) = problems()
+    edit_params_text(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
+    (line,) = list_problems()
     assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4, the GPUs")
 
 
@@ -87,10 +87,10 @@ def test_prompts_may_be_a_number_for_each_concurrency() -> None:
     assert (sweep.limit_prompts(1), sweep.limit_prompts(4), sweep.most_prompts) == (3, 20, 20)
     key_path = ("benchmark", "workloads", "sweep")
     set_values({key_path: workload(**changes), ("benchmark", "torch_workloads"): ["sweep"]})
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith("benchmark: torch_workloads: workload sweep has a list of num_prompts, expected one number")
     set_value(key_path, workload(**{**changes, "concurrency": 4}))
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith(
         "benchmark.workloads.sweep: num_prompts is [3, 20] with concurrency 4, expected a number for"
     )
@@ -148,7 +148,7 @@ BAD_SETS = [
 @pytest.mark.parametrize(("name", "changes", "says"), BAD_SETS, ids=[row[2][:40] for row in BAD_SETS])
 def test_a_prompt_set_that_can_not_be_read(name: str, changes: dict[str, Any], says: str) -> None:
     set_value(("prepare_prompts", "sets", name), {**FILE, **changes})
-    (line,) = problems()
+    (line,) = list_problems()
     assert line.startswith("prepare_prompts") and says in line
 
 

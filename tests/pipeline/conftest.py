@@ -55,14 +55,14 @@ class Project:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def script(self, stage: str, before: str = "") -> None:
+    def write_stage(self, stage: str, before: str = "") -> None:
         """Let `stage` run the lines `before`, then copy its input to its output."""
         lines = ["import os, shutil, signal, sys, time", before, f"print('this is {stage}')"]
         (self.root / f"{stage}.py").write_text("\n".join([*lines, "shutil.copy({!r}, {!r})".format(*COPIES[stage])]))
 
-    def sleeper(self, stage: str, first: str = "") -> None:
+    def write_sleeping_stage(self, stage: str, first: str = "") -> None:
         """Let `stage` say its process id and sleep."""
-        self.script(stage, f"{first}\nprint('asleep', os.getpid(), flush=True)\ntime.sleep(600)")
+        self.write_stage(stage, f"{first}\nprint('asleep', os.getpid(), flush=True)\ntime.sleep(600)")
 
     def git(self, *words: str) -> None:
         who = ["-c", "user.name=aerie", "-c", "user.email=aerie@example.org"]
@@ -85,11 +85,11 @@ def make_project(root: Path) -> Project:
     (root / "raw.csv").write_text("tree,tau\nt5_1_6,2.512345678901\n")
     project = Project(root)
     for stage in COPIES:
-        project.script(stage)
+        project.write_stage(stage)
     return project
 
 
-def by_dvc(*words: str) -> str:
+def run_dvc_cli(*words: str) -> str:
     """Run DVC's own command line, in this process: a start of it takes a second."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
@@ -126,7 +126,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run stages.reproduce in this process: importing torch takes seconds."""
 
     def run(what: str, *words: str) -> str:
@@ -145,12 +145,12 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DVC_SITE_CACHE_DIR", str(folder / "site"))
         patch.chdir(made.root)
-        by_dvc("repro")
+        run_dvc_cli("repro")
     return made.root
 
 
 @pytest.fixture
-def finished(project: Project, made_once: Path) -> Project:
+def finished_run(project: Project, made_once: Path) -> Project:
     """The current directory, where all stages have run."""
     shutil.copytree(made_once, project.root, dirs_exist_ok=True)
     return project

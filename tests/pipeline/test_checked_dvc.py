@@ -9,7 +9,7 @@ import pytest
 from pipeline import dvc_graph
 from pipeline.dvc_graph import Outcome
 from pipeline.remote import dvc_remote
-from tests.pipeline.conftest import REPO, Project, by_dvc, give_params
+from tests.pipeline.conftest import REPO, Project, give_params, run_dvc_cli
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def linked(project: Project) -> Project:
         script = project.root / f"{name}.py"
         script.write_text(f"{script.read_text().replace('shutil.copy', 'made = shutil.copy')}\n"
                           f"with open(made, 'a') as file:\n    file.write('made by {name}\\n')\n")  # fmt: skip
-    by_dvc("repro")
+    run_dvc_cli("repro")
     return project
 
 
@@ -73,7 +73,7 @@ def test_a_file_of_a_folder_is_named_and_the_others_are_left_alone(linked: Proje
     text = (linked.root / "dvc.yaml").read_text()
     folder = "  folder: {cmd: mkdir made && echo 1 > made/one && echo 2 > made/two, deps: [raw.csv], outs: [made]}\n"
     (linked.root / "dvc.yaml").write_text(text + folder)
-    by_dvc("repro")
+    run_dvc_cli("repro")
     write_in_place(linked.root / "made/two")
     printed: list[str] = []
     assert dvc_graph.reproduce_stage("folder", printed.append) == Outcome.RAN
@@ -101,6 +101,6 @@ def test_whole_copies_are_hashed_once_and_then_known_by_size_and_time(linked: Pr
     read: list[str] = []
     plain = hashing.file_md5
     monkeypatch.setattr(hashing, "file_md5", lambda path, *a, **k: read.append(path) or plain(path, *a, **k))
-    linked.script("last", "# edited")  # so that DVC is asked at all
+    linked.write_stage("last", "# edited")  # so that DVC is asked at all
     dvc_graph.explain_stale()
     assert [path for path in read if "cache" in path] == []

@@ -154,7 +154,7 @@ def test_parameters_that_are_not_valid_and_an_unknown_recipe_are_problems(home: 
     assert found["params.yaml"].ok is False and "fix_date" in found["params.yaml"].found and found["disk"].ok
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_process")
 def test_the_estimate_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows then count as long as extract_hiddens.max_length lets them be."""
     monkeypatch.chdir(ROOT)

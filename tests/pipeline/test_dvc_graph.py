@@ -15,15 +15,15 @@ import pytest
 from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
 from pipeline.resources import try_lock
-from tests.conftest import gone
-from tests.pipeline.conftest import by_dvc
+from tests.conftest import has_ended
+from tests.pipeline.conftest import run_dvc_cli
 
 
 def run_all() -> dict[str, Outcome]:
     return {name: dvc_graph.reproduce_stage(name, lambda line: None) for name in dvc_graph.list_stages()}
 
 
-class Watched:
+class StageThread:
     """A stage at work on another thread, as Prefect may run it; its log, and how it ended."""
 
     def __init__(self, stage: str) -> None:
@@ -38,7 +38,7 @@ class Watched:
         except BaseException as problem:
             self.problem = problem
 
-    def sleeping(self) -> psutil.Process:
+    def find_sleeping_command(self) -> psutil.Process:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if printed := [line for line in self.lines if line.startswith("asleep")]:
@@ -76,7 +76,7 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
 
 
 def test_a_stage_that_prints_another_outcome_does_not_change_the_outcome(project):
-    project.script("first", """print("Stage 'first' didn't change, skipping")""")
+    project.write_stage("first", """print("Stage 'first' didn't change, skipping")""")
     assert dvc_graph.reproduce_stage("first", print) == Outcome.RAN
 
 
@@ -85,7 +85,7 @@ def test_lines_arrive_while_the_stage_is_at_work(project):
     waits = (
         "end = time.time() + 60\nwhile not os.path.exists('go'):\n    assert time.time() < end\n    time.sleep(0.02)"
     )
-    project.script("first", f"print('ready')\n{waits}")
+    project.write_stage("first", f"print('ready')\n{waits}")
     lines = []
 
     def answer(line: str) -> None:
@@ -99,7 +99,7 @@ def test_lines_arrive_while_the_stage_is_at_work(project):
 
 def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(project):
     """Nine of fourteen lines of a stage's log were about git, autostage and `dvc push`."""
-    project.script("first", "print('')")
+    project.write_stage("first", "print('')")
     (project.root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
     subprocess.run(["git", "init", "-q"], check=True)
     lines: list[str] = []
@@ -115,17 +115,17 @@ def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(pr
 
 def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
     dvc_graph.reproduce_stage("first", print)
-    project.script("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
+    project.write_stage("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
     with pytest.raises(processes.StageError, match="stage middle failed") as failure:
         dvc_graph.reproduce_stage("middle", print)
     assert "out of cheese" in str(failure.value) and "\n42\n" not in str(failure.value)
     assert project.locked() == {"first"}
-    project.script("middle")
+    project.write_stage("middle")
     assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RAN}
 
 
 def test_after_a_failure_stages_that_do_not_need_it_still_run_if_asked(project, capfd):
-    project.script("first", "sys.exit('out of cheese')")
+    project.write_stage("first", "sys.exit('out of cheese')")
     other = "  other:\n    cmd: cp raw.csv other.csv\n    deps: [raw.csv]\n    outs: [other.csv]\n"
     (project.root / "dvc.yaml").write_text((project.root / "dvc.yaml").read_text() + other)
     with pytest.raises(processes.StageError, match="first failed, see above"):
@@ -141,24 +141,24 @@ def test_after_a_failure_stages_that_do_not_need_it_still_run_if_asked(project, 
 def test_end_children_ends_the_command_and_dvc_leaves_a_valid_lock(project, monkeypatch, first):
     monkeypatch.setattr(processes, "COMMAND_GRACE_S", 0.5)
     dvc_graph.reproduce_stage("first", print)
-    project.sleeper("middle", first)
-    watched = Watched("middle")
-    command = watched.sleeping()
+    project.write_sleeping_stage("middle", first)
+    watched = StageThread("middle")
+    command = watched.find_sleeping_command()
     started = time.monotonic()
     processes.end_children()
     assert time.monotonic() - started < 60  # the command would sleep for ten minutes
     watched.thread.join(60)
-    assert gone(command.pid)
+    assert has_ended(command.pid)
     assert "stage middle failed" in str(watched.problem)
     assert project.locked() == {"first"}
-    project.script("middle")
+    project.write_stage("middle")
     assert run_all()["middle"] == Outcome.RAN
     processes.end_children()  # nothing to end, nothing to say
 
 
 def test_a_stage_ends_when_its_reader_fails(project):
     """Else it would work on beside the next run, on the same files."""
-    project.sleeper("first")
+    project.write_sleeping_stage("first")
     commands = []
 
     def stumble(line: str) -> None:
@@ -168,18 +168,18 @@ def test_a_stage_ends_when_its_reader_fails(project):
 
     with pytest.raises(ConnectionError):
         dvc_graph.reproduce_stage("first", stumble)
-    assert commands and gone(commands[0].pid)
+    assert commands and has_ended(commands[0].pid)
 
 
 def test_a_stage_ends_when_its_dvc_is_killed_outright(project):
     """Bug: the reader of its output waited for the stage's end, which held the pipe open."""
-    project.sleeper("first")
-    watched = Watched("first")
-    command = watched.sleeping()
+    project.write_sleeping_stage("first")
+    watched = StageThread("first")
+    command = watched.find_sleeping_command()
     (dvc,) = [one for one in psutil.Process().children() if processes.DVC_MODULE in one.cmdline()]
     dvc.kill()
     watched.thread.join(60)
-    assert gone(command.pid, 0) and "stage first failed (dvc exited with -9)" in str(watched.problem)
+    assert has_ended(command.pid, 0) and "stage first failed (dvc exited with -9)" in str(watched.problem)
 
 
 def test_why_names_the_parameter_the_file_and_what_is_gone(project):
@@ -187,11 +187,11 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
     text = (project.root / "dvc.yaml").read_text()
     (project.root / "dvc.yaml").write_text(text.replace("last.py]", "last.py]\n    params: [report.title]"))
     assert dvc_graph.explain_stale() == {name: ["new"] for name in ("first", "middle", "last")}
-    by_dvc("repro")
+    run_dvc_cli("repro")
     assert dvc_graph.explain_stale() == {}
     (project.root / "params.yaml").write_text("report: {title: two}\n")
     (project.root / "middle.csv").unlink()
-    project.script("first", "# edited")
+    project.write_stage("first", "# edited")
     assert dvc_graph.explain_stale() == {
         "first": ["first.py modified"],
         "middle": ["middle.csv missing"],
@@ -202,9 +202,9 @@ def test_why_names_the_parameter_the_file_and_what_is_gone(project):
 
 def test_what_another_process_works_on_may_be_stale(project):
     """DVC's refusal to look there ended the whole run."""
-    project.sleeper("first")
-    watched = Watched("first")
-    watched.sleeping()
+    project.write_sleeping_stage("first")
+    watched = StageThread("first")
+    watched.find_sleeping_command()
     try:
         found = dvc_graph.explain_stale()
         assert set(found) == {"first", "middle", "last"} and "another process is at work" in found["last"][0]
@@ -214,8 +214,8 @@ def test_what_another_process_works_on_may_be_stale(project):
 
 
 @pytest.mark.parametrize("cut", ["", "schema: '2.0'\nstages:\n  first:\n    cmd: 'pyth"])
-def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(finished, cut: str):
-    project, lock = finished, finished.root / "dvc.lock"
+def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_again(finished_run, cut: str):
+    project, lock = finished_run, finished_run.root / "dvc.lock"
     assert dvc_graph.repair_lock() is None
     lock.write_text(cut)
     assert "no commit has it; removed" in str(dvc_graph.repair_lock())
@@ -230,7 +230,7 @@ def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_
 
 def test_only_a_transient_failure_is_marked_so(project):
     for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
-        project.script("first", f"sys.exit({words!r})")
+        project.write_stage("first", f"sys.exit({words!r})")
         with pytest.raises(processes.StageError) as failure:
             dvc_graph.reproduce_stage("first", print)
         assert failure.value.transient == transient
@@ -259,22 +259,22 @@ with processes.guard_run([held.fileno()]):
 
 def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then(project):
     """Bug: the stage lived on, and the next run worked beside it on the same files."""
-    project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    project.write_sleeping_stage("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.Popen([sys.executable, "-c", RUNNER], env=env, stdout=subprocess.PIPE, text=True)
     assert run.stdout
     command = int(next(line for line in run.stdout if line.startswith("asleep")).split()[1])
     run.kill()
     run.wait()
-    assert try_lock(Path("held.lock")) is None and not gone(
+    assert try_lock(Path("held.lock")) is None and not has_ended(
         command, 0
     )  # it ignores SIGTERM: five seconds are its grace
-    assert gone(command, 60)
+    assert has_ended(command, 60)
     deadline = time.monotonic() + 60
     while not try_lock(Path("held.lock")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    project.script("first")
+    project.write_stage("first")
     assert run_all()["first"] == Outcome.RAN
 
 
@@ -288,16 +288,16 @@ def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(pr
         "  report: {cmd: cat cells/1.csv cells/2.csv > report.csv, deps: [cells, last.py], outs: [report.csv]}\n"
     )
     (project.root / "cells").mkdir()
-    by_dvc("repro")
-    by_dvc("remote", "add", "--default", "shared", str(project.root.parent / "remote"))
-    by_dvc("push")
+    run_dvc_cli("repro")
+    run_dvc_cli("remote", "add", "--default", "shared", str(project.root.parent / "remote"))
+    run_dvc_cli("push")
     whole = (project.root / "report.csv").read_text()
     for name in ("cells/1.csv", "cells/2.csv", "alone.csv", "report.csv"):
         (project.root / name).unlink()
     shutil.rmtree(project.root / "cells")
     shutil.rmtree(project.root / ".dvc/cache")
-    project.script("last", "# edited, so that report runs")
+    project.write_stage("last", "# edited, so that report runs")
     assert sorted(dvc_graph.pull_inputs("report")) == ["cells/1.csv", "cells/2.csv"]
     assert not (project.root / "alone.csv").exists() and dvc_graph.pull_inputs("report") == []
-    by_dvc("repro", "--pull", "--allow-missing")
+    run_dvc_cli("repro", "--pull", "--allow-missing")
     assert (project.root / "report.csv").read_text() == whole and not (project.root / "alone.csv").exists()

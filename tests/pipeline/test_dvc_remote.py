@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from pipeline import dvc_graph, workspaces
 from pipeline.remote import dvc_remote, prefect_worker
 from stages.runtime import free_port
-from tests.pipeline.conftest import IGNORED, Project, by_dvc, give_params
+from tests.pipeline.conftest import IGNORED, Project, give_params, run_dvc_cli
 
 KEYS = {"AWS_ACCESS_KEY_ID": "ours", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -69,7 +69,7 @@ def head(request: pytest.FixtureRequest, project: Project, monkeypatch: pytest.M
     project.git("init", "-q")
     project.commit()
     subprocess.run(["git", "clone", "-q", ".", "../clone"], check=True)
-    by_dvc("repro", "first")
+    run_dvc_cli("repro", "first")
     return project
 
 
@@ -90,7 +90,7 @@ def make_there(order: dvc_remote.StageOrder, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stage_made_in_a_clone_is_in_dvc_lock_as_if_made_here(
     head: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head.script("middle", "# not committed")
+    head.write_stage("middle", "# not committed")
     graph_file = head.root / "dvc.yaml"  # as hidden states are: too large for every `dvc push`, and needed all the same
     graph_file.write_text(graph_file.read_text().replace("outs: [first.csv]", "outs: [{first.csv: {push: false}}]"))
     shutil.copytree(head.root, tmp_path / "serial")
@@ -115,7 +115,7 @@ def test_what_changed_meanwhile_is_not_taken_for_the_result(head: Project, monke
     order = dvc_remote.offer_stage("middle")
     assert order
     make_there(order, monkeypatch)
-    head.script("middle", "# edited")
+    head.write_stage("middle", "# edited")
     with pytest.raises(ValueError, match="what a worker made of middle is not on the remote, or not of what lies here"):
         dvc_remote.collect_stage("middle")
 

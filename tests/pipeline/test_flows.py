@@ -20,7 +20,7 @@ import pytest
 
 from pipeline import password, processes, serve
 from stages.runtime import free_port
-from tests.conftest import gone
+from tests.conftest import has_ended
 
 REPO = Path(__file__).resolve().parents[2]
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -210,7 +210,7 @@ def test_cancelling_in_the_pages_ends_the_stage(server: Server) -> None:
     command = server.sleeping(run)
     server.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     assert server.ended(run)["type"] == "CANCELLED"
-    assert gone(command.pid)
+    assert has_ended(command.pid)
     assert "first" in server.project.locked()
 
 
@@ -287,7 +287,7 @@ def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(
     while processes.DVC_MODULE in flow.cmdline():
         flow = flow.parent()
     flow.kill()
-    assert gone(command.pid, 30)
+    assert has_ended(command.pid, 30)
     server.project.script("middle")
     (server.project.root / "dvc.lock").write_text("")
     run = server.run()
@@ -320,7 +320,7 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     command = server.sleeping(run)
     server.process.kill()
     server.process.wait()
-    assert gone(command.pid, 120)
+    assert has_ended(command.pid, 120)
     assert server.ended(run)["type"] == "CRASHED"
     lost = server.run()
     server.ask(f"flow_runs/{lost}/set_state", {"state": {"type": "RUNNING"}, "force": True})
@@ -336,7 +336,7 @@ def test_the_end_of_make_ui_ends_the_stage_at_work_and_the_server(server: Server
     command = server.sleeping(server.run())
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(120) == 0
-    assert gone(command.pid)
+    assert has_ended(command.pid)
     with pytest.raises(urllib.error.URLError, match="refused"):
         server.ask("health")
 

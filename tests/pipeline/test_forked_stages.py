@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.conftest import gone
+from tests.conftest import has_ended
 from tests.pipeline.conftest import GRAPH, REPO, Project, give_params
 from tests.pipeline.test_run import RUN, read_until
 
@@ -45,7 +45,7 @@ def test_a_forked_stage_ends_with_its_run(started: subprocess.Popen[str], number
     assert psutil.Process(stage).environ()["AERIE_RUN"]  # by which the guard finds it
     started.send_signal(number)
     assert started.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
-    assert gone(stage) and gone(server)
+    assert has_ended(stage) and has_ended(server)
 
 
 def test_a_forked_stage_that_fails_fails_the_run(started: subprocess.Popen[str]) -> None:

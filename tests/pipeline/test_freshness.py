@@ -16,11 +16,11 @@ from pipeline import cli, dvc_graph, freshness, workspaces
 from pipeline.commands import NOTHING_STALE, describe_outdated, list_stale, run_graph
 from stages.telemetry import fork_server
 from tests.conftest import ROOT
-from tests.pipeline.conftest import Project, by_dvc, give_params, make_project
+from tests.pipeline.conftest import Project, give_params, make_project, run_dvc_cli
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project that has run; the last stage reads a parameter, the first a folder, where byte code may lie."""
     folder = tmp_path_factory.mktemp("fresh")
     project = make_project(folder / "project")
@@ -34,16 +34,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DVC_SITE_CACHE_DIR", str(folder / "site"))
         patch.chdir(project.root)
-        by_dvc("repro")
+        run_dvc_cli("repro")
     return project.root
 
 
 @pytest.fixture
-def done(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def fresh_project(finished_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A copy of it, all up to date, and known to be."""
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
     project = Project(tmp_path / "project")
-    shutil.copytree(made, project.root)
+    shutil.copytree(finished_project, project.root)
     monkeypatch.chdir(project.root)
     assert dvc_graph.explain_stale() == {}
     return project
@@ -57,11 +57,11 @@ def edit_title() -> None:
 
 def stale_by_dvc() -> set[str]:
     """Return the stages that DVC's own command line finds changed."""
-    return set(json.loads(by_dvc("status", "--json")))
+    return set(json.loads(run_dvc_cli("status", "--json")))
 
 
-def test_without_a_change_dvc_is_not_imported(done: Project) -> None:
-    (done.root / "more/__pycache__/one.pyc").write_text("written by an import")
+def test_without_a_change_dvc_is_not_imported(fresh_project: Project) -> None:
+    (fresh_project.root / "more/__pycache__/one.pyc").write_text("written by an import")
     code = (
         "import sys; from pipeline import dvc_graph as g; print(g.explain_stale(), list(g.list_stages()), g.repair_lock()); "
         "sys.exit('dvc' in sys.modules)"
@@ -88,21 +88,21 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_after_any_change_dvc_is_asked(done: Project, change: str) -> None:
+def test_after_any_change_dvc_is_asked(fresh_project: Project, change: str) -> None:
     CHANGES[change]()
     stale = dvc_graph.explain_stale()
     assert stale and set(stale) == stale_by_dvc()
-    by_dvc("repro")
+    run_dvc_cli("repro")
     assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and stale_by_dvc() == set()
 
 
-def test_a_change_without_effect_for_dvc_is_asked_about_once(done: Project) -> None:
+def test_a_change_without_effect_for_dvc_is_asked_about_once(fresh_project: Project) -> None:
     os.utime("raw.csv")
     assert freshness.read_fresh_stages() is None
     assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages()
 
 
-def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_while_dvc_looks_is_seen_afterwards(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorded digest is that of the files before DVC was asked."""
     from dvc.repo import Repo
 
@@ -121,7 +121,7 @@ def test_a_change_while_dvc_looks_is_seen_afterwards(done: Project, monkeypatch:
 
 
 def test_the_record_is_of_one_version_of_dvc_and_a_broken_one_is_ignored(
-    done: Project, monkeypatch: pytest.MonkeyPatch
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert freshness.read_fresh_stages()
     monkeypatch.setattr(freshness, "version", lambda name: "0.0")
@@ -130,7 +130,7 @@ def test_the_record_is_of_one_version_of_dvc_and_a_broken_one_is_ignored(
     assert freshness.read_fresh_stages() is None and dvc_graph.explain_stale() == {}
 
 
-def test_results_of_an_earlier_state_are_told(done: Project) -> None:
+def test_results_of_an_earlier_state_are_told(fresh_project: Project) -> None:
     """Bug: `aerie launch` and `aerie table` printed results of another target without a word."""
     assert list(describe_outdated()) == []
     edit_title()
@@ -145,7 +145,7 @@ def test_results_of_an_earlier_state_are_told(done: Project) -> None:
     assert line.endswith(f"a run is at work here (process {os.getpid()}); ask again when it has ended")
 
 
-def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> None:
+def test_stale_says_what_and_why_and_fails_where_something_is(fresh_project: Project) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
 
     def asked() -> tuple[int, str]:
@@ -160,15 +160,15 @@ def test_stale_says_what_and_why_and_fails_where_something_is(done: Project) -> 
         "stale: middle (middle.csv missing)\nstale: last (middle.csv missing; params.yaml: report.title modified)\n",
     )
     shutil.rmtree(".dvc/cache")
-    for made in ("first.csv", "results/benchmark.csv"):
-        Path(made).unlink()
+    for output in ("first.csv", "results/benchmark.csv"):
+        Path(output).unlink()
     assert asked() == (1, "stale: first, middle, last (its results are not here)\n")
     Path("dvc.lock").unlink()
     assert asked() == (1, "stale: first, middle, last (new)\n")
 
 
 def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
-    done: Project, monkeypatch: pytest.MonkeyPatch
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new clone's first lines were 20,000 letters of files."""
     changes = [f"{n}.py modified" for n in range(5)]
@@ -183,63 +183,63 @@ FULL = (
 )
 
 
-def limited(limit: str, folder: Path, *words: str, **more: str) -> tuple[int, str]:
+def run_limited(limit: str, folder: Path, *words: str, **more: str) -> tuple[int, str]:
     """Run aerie on the project, on a file system of that limit -> status and what it said; `more` is its environment."""
     command = f"{limit} exec {sys.executable} -m pipeline {' '.join(words)}"
-    done = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", command, str(folder)],
         capture_output=True, text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "DVC_SITE_CACHE_DIR": os.environ["DVC_SITE_CACHE_DIR"], **more},
     )  # fmt: skip
-    if "mount:" in done.stderr or "unshare:" in done.stderr:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    return done.returncode, done.stdout + done.stderr
+    if "mount:" in completed.stderr or "unshare:" in completed.stderr:
+        pytest.skip(f"no file system can be mounted here: {completed.stderr.strip()}")
+    return completed.returncode, completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("words", [["stale"], ["run"], ["use", "ours"]])
-def test_a_disk_that_is_read_only_or_full_is_one_line(done: Project, tmp_path: Path, words: list[str]) -> None:
+def test_a_disk_that_is_read_only_or_full_is_one_line(fresh_project: Project, tmp_path: Path, words: list[str]) -> None:
     """Bug: a traceback."""
-    (done.root / "recipes").mkdir()
-    (done.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
+    (fresh_project.root / "recipes").mkdir()
+    (fresh_project.root / "recipes/ours.yaml").write_text("report: {title: ours}\n")
     edit_title()  # so that DVC is asked
     (tmp_path / "full").mkdir()
     for limit, message in (
         (READ_ONLY, r".+: Read-only file system; mount its"),
         (FULL, "the disk is full, or its quota used: "),
     ):
-        status, line = limited(limit, tmp_path / "full", *words)
+        status, line = run_limited(limit, tmp_path / "full", *words)
         assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {message}", line), line
 
 
 @pytest.mark.parametrize("words", [["stale"], ["run"], ["doctor"]])
 def test_a_cache_of_hashes_that_is_read_only_is_one_line(
-    done: Project, tmp_path: Path, words: list[str], request: pytest.FixtureRequest
+    fresh_project: Project, tmp_path: Path, words: list[str], request: pytest.FixtureRequest
 ) -> None:
     """Bug: a traceback of sqlite's, where the whole disk is read-only, or only the folder of DVC's hashes."""
     edit_title()
     site = f"mount --bind {tmp_path}/site {tmp_path}/site && mount -o remount,ro,bind {tmp_path}/site && "
     # doctor's estimate is a fork; it does not ask DVC.
     forks = {fork_server.ADDRESS_VARIABLE: request.getfixturevalue("torch_server")} if words == ["doctor"] else {}
-    status, output = limited(site, tmp_path, *words, **forks)
+    status, output = run_limited(site, tmp_path, *words, **forks)
     assert status == 1 and "Traceback" not in output, output
     lines = [line for line in output.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
     assert len(lines) == 1 and "DVC_SITE_CACHE_DIR names another folder" in lines[0], output
     assert words == ["doctor"] or output.splitlines() == lines
 
 
-def test_a_table_on_a_read_only_disk_is_printed_with_a_note(done: Project, tmp_path: Path) -> None:
+def test_a_table_on_a_read_only_disk_is_printed_with_a_note(fresh_project: Project, tmp_path: Path) -> None:
     """Bug: below the table stood an error, and the status was 1, since DVC could take no lock to say what is stale."""
     edit_title()
-    (done.root / "results/report").mkdir(parents=True)
-    (done.root / "results/report/table.txt").write_text("a table\n")
-    status, output = limited(READ_ONLY, tmp_path, "table")
+    (fresh_project.root / "results/report").mkdir(parents=True)
+    (fresh_project.root / "results/report/table.txt").write_text("a table\n")
+    status, output = run_limited(READ_ONLY, tmp_path, "table")
     assert (status, output.splitlines()[0]) == (0, "a table"), output
     assert re.match(
         "note: it is not known whether this is of params.yaml as it is now: .*Read-only", output.splitlines()[1]
     )
 
 
-def test_what_is_known_to_be_fresh_needs_no_memo(done: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_to_be_fresh_needs_no_memo(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: `aerie stale` ended where it could not write down what it had found."""
     shutil.rmtree(".scratch")
     Path(".scratch").touch()
@@ -254,7 +254,9 @@ def test_what_is_known_to_be_fresh_needs_no_memo(done: Project, monkeypatch: pyt
         ("raw: raw.csv", "raw: row.csv", "fix_data.raw is row.csv, which does not exist"),
     ],
 )
-def test_stale_refuses_wrong_parameters_as_a_run_does(done: Project, right: str, wrong: str, message: str) -> None:
+def test_stale_refuses_wrong_parameters_as_a_run_does(
+    fresh_project: Project, right: str, wrong: str, message: str
+) -> None:
     """Bug: a misspelt key or tree passed; DVC tracks values and knows of no schema."""
     valid = Path("params.yaml").read_text()
     assert right in valid and list(list_stale()) == ["nothing is stale"]

@@ -13,7 +13,7 @@ from pipeline.dvc_graph import StageError
 from stages.params import schema
 from stages.params.section import PARAMS_FILE
 from stages.params.started_params import COPY_VARIABLE
-from tests.pipeline.conftest import REPO, Project, by_dvc, give_params
+from tests.pipeline.conftest import REPO, Project, give_params, run_dvc_cli
 
 GRAPH = """
 stages:
@@ -116,7 +116,7 @@ def test_a_stage_that_fails_is_recorded_as_never_begun(edited: Project) -> None:
         dvc_graph.reproduce_stage("first", print)
     Path("first.py").write_text(script)
     Path("edited").touch()
-    by_dvc("repro")
+    run_dvc_cli("repro")
     assert dvc_graph.explain_stale() == {}
 
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from pipeline import processes
-from tests.conftest import gone
+from tests.conftest import has_ended
 
 MARK = "a mark of this test"
 PARENT = """
@@ -39,7 +39,7 @@ def test_marked_processes_are_ended_and_no_others(left: tuple[subprocess.Popen[s
     processes.end_marked("another mark")
     assert psutil.pid_exists(child) and parent.poll() is None
     processes.end_marked(MARK)
-    assert gone(parent.pid, 5) and gone(child, 5)
+    assert has_ended(parent.pid, 5) and has_ended(child, 5)
 
 
 def test_a_child_whose_parent_ends_meanwhile_is_ended(
@@ -58,4 +58,4 @@ def test_a_child_whose_parent_ends_meanwhile_is_ended(
 
     monkeypatch.setattr(processes, "_end_together", end_late)
     processes.end_marked(MARK)
-    assert gone(child, 5)
+    assert has_ended(child, 5)

@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import flows, password, start_worker
-from tests.conftest import gone
+from tests.conftest import has_ended
 from tests.pipeline.conftest import IGNORED, Project, give_params
 from tests.pipeline.test_flows import Server, wait_for
 
@@ -56,7 +56,7 @@ if not (beside / "awake").exists():
 """
 
 
-class Wide(Server):
+class WorkerProject(Server):
     """A server, a project whose cells are sent, a remote, and workers with clones of the project."""
 
     def __init__(self, root: Path, tables: Path) -> None:
@@ -76,13 +76,13 @@ class Wide(Server):
         edit(project, runner="workers", remote_stages=["cell"])
         (project.root / "cells").mkdir()
         for n in range(1, CELLS + 1):
-            self.cell(project, n)
+            self.write_cell(project, n)
         project.git("init", "-q")
         project.commit()
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         super().__init__(project, str(root / "prefect"), tables)
 
-    def cell(self, project: Project, n: int, before: str = "") -> None:
+    def write_cell(self, project: Project, n: int, before: str = "") -> None:
         (project.root / f"cells/{n}.py").write_text(CELL.format(before=before))
 
     def start_worker(self, name: str) -> None:
@@ -106,33 +106,33 @@ class Wide(Server):
             self.workers[name] = subprocess.Popen(
                 [*command, "--limit", "1"], cwd=clone, env=env, stdout=log, stderr=subprocess.STDOUT
             )
-        wait_for(lambda: name in self.online())
+        wait_for(lambda: name in self.list_online_workers())
 
-    def two_workers(self) -> None:
+    def ensure_two_workers(self) -> None:
         """Those of them that aren't there yet: a test may be run alone."""
         for name in {"one", "two"} - self.workers.keys():
             self.start_worker(name)
 
-    def online(self) -> set[str]:
+    def list_online_workers(self) -> set[str]:
         found = self.ask("work_pools/aerie-stages/workers/filter", {})
         return {worker["name"] for worker in found if worker["status"] == "ONLINE"}
 
-    def sent(self, run: str) -> list[dict[str, Any]]:
+    def list_sent_runs(self, run: str) -> list[dict[str, Any]]:
         """The runs of workers for that run."""
         asked = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}}
         return self.ask("flow_runs/filter", asked)
 
-    def sleeping(self, run: str) -> psutil.Process:
+    def find_sleeping_command(self, run: str) -> psutil.Process:
         """The command of cell 2, which sleeps after `sleeps`."""
         path = self.root / "asleep"
         wait_for(lambda: path.exists() and path.read_text())
         return psutil.Process(int(path.read_text()))
 
-    def sleeps(self) -> None:
-        self.two_workers()
+    def start_sleeping_cell(self) -> None:
+        self.ensure_two_workers()
         for name in ("asleep", "awake"):
             (self.root / name).unlink(missing_ok=True)
-        self.cell(self.project, 2, SLEEPS.format(printed=str(self.root)) + f"# {os.urandom(4).hex()}")
+        self.write_cell(self.project, 2, SLEEPS.format(printed=str(self.root)) + f"# {os.urandom(4).hex()}")
 
     def flow(self) -> psutil.Process:
         """Return the process of the running flow."""
@@ -169,8 +169,8 @@ def test_a_worker_in_a_shells_background_can_be_ended(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="module")
-def wide(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
-    started = Wide(tmp_path_factory.mktemp("wide"), prefect_tables)
+def worker_project(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProject]:
+    started = WorkerProject(tmp_path_factory.mktemp("wide"), prefect_tables)
     try:
         wait_for(started.up, 600)
         yield started
@@ -181,118 +181,120 @@ def wide(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             process.wait(60)
 
 
-def test_without_a_worker_the_run_says_what_to_start(wide: Wide) -> None:
-    state = wide.ended(wide.run())
+def test_without_a_worker_the_run_says_what_to_start(worker_project: WorkerProject) -> None:
+    state = worker_project.ended(worker_project.run())
     assert state["type"] == "FAILED" and "no worker of the pool aerie-stages is online; start one" in state["message"]
 
 
-def test_cells_of_two_workers_leave_the_lock_file_of_a_run_in_a_row(wide: Wide) -> None:
-    wide.two_workers()
-    serial, begun = wide.root / "serial", wide.root / "begun"
+def test_cells_of_two_workers_leave_the_lock_file_of_a_run_in_a_row(worker_project: WorkerProject) -> None:
+    worker_project.ensure_two_workers()
+    serial, begun = worker_project.root / "serial", worker_project.root / "begun"
     begun.mkdir()
     for n in range(1, CELLS + 1):
-        wide.cell(wide.project, n, MEETS.format(folder=str(begun)))
+        worker_project.write_cell(worker_project.project, n, MEETS.format(folder=str(begun)))
         (begun / str(n)).touch()
-    wide.project.commit()
-    shutil.copytree(wide.project.root, serial)
+    worker_project.project.commit()
+    shutil.copytree(worker_project.project.root, serial)
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=serial, check=True)
     for file in begun.iterdir():
         file.unlink()
-    run = wide.run()
-    state = wide.ended(run)
-    assert state["message"] == f"{CELLS + 3} stages: {CELLS + 3} ran", wide.messages(run)
-    assert wide.lock() == YAML(typ="safe").load(serial / "dvc.lock")
-    assert (wide.project.root / "last.csv").read_bytes() == (serial / "last.csv").read_bytes()
-    assert {tuple(sent["tags"]) for sent in wide.sent(run)} == {("one",), ("two",)}
-    assert wide.ended(wide.run())["message"] == f"{CELLS + 3} stages: {CELLS + 3} unchanged"
+    run = worker_project.run()
+    state = worker_project.ended(run)
+    assert state["message"] == f"{CELLS + 3} stages: {CELLS + 3} ran", worker_project.messages(run)
+    assert worker_project.lock() == YAML(typ="safe").load(serial / "dvc.lock")
+    assert (worker_project.project.root / "last.csv").read_bytes() == (serial / "last.csv").read_bytes()
+    assert {tuple(sent["tags"]) for sent in worker_project.list_sent_runs(run)} == {("one",), ("two",)}
+    assert worker_project.ended(worker_project.run())["message"] == f"{CELLS + 3} stages: {CELLS + 3} unchanged"
 
 
-def test_a_worker_has_fetched_what_its_cells_need_and_nothing_else(wide: Wide) -> None:
-    outs = {out["path"]: out["md5"] for stage in wide.lock()["stages"].values() for out in stage["outs"]}
+def test_a_worker_has_fetched_what_its_cells_need_and_nothing_else(worker_project: WorkerProject) -> None:
+    outs = {out["path"]: out["md5"] for stage in worker_project.lock()["stages"].values() for out in stage["outs"]}
     for name in ("one", "two"):
-        cache = wide.root / name / ".dvc/cache/files/md5"
+        cache = worker_project.root / name / ".dvc/cache/files/md5"
         has = {path for path, md5 in outs.items() if (cache / md5[:2] / md5[2:]).exists()}
         assert has - {f"results/cells/{n}.csv" for n in range(1, CELLS + 1)} == {"first.csv"}
-        assert not list((wide.root / name / ".scratch/sent").glob("cell@*/*"))
+        assert not list((worker_project.root / name / ".scratch/sent").glob("cell@*/*"))
 
 
-def test_a_stage_that_ran_on_any_host_does_not_run_again(wide: Wide) -> None:
+def test_a_stage_that_ran_on_any_host_does_not_run_again(worker_project: WorkerProject) -> None:
     """Here all is gone, as in a new clone; the remote has it."""
-    wide.project.git("stash", "-q", "-u")
-    shutil.rmtree(wide.project.root / ".dvc/cache")
-    shutil.rmtree(wide.project.root / "results")
-    (wide.project.root / "dvc.lock").unlink(missing_ok=True)
-    run = wide.run()
-    assert wide.ended(run)["type"] == "COMPLETED", wide.messages(run)
-    assert wide.sent(run) == []
-    assert (wide.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
+    worker_project.project.git("stash", "-q", "-u")
+    shutil.rmtree(worker_project.project.root / ".dvc/cache")
+    shutil.rmtree(worker_project.project.root / "results")
+    (worker_project.project.root / "dvc.lock").unlink(missing_ok=True)
+    run = worker_project.run()
+    assert worker_project.ended(run)["type"] == "COMPLETED", worker_project.messages(run)
+    assert worker_project.list_sent_runs(run) == []
+    assert (worker_project.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
 
 
-def test_a_failure_on_a_worker_is_reported_here_and_other_stages_run(wide: Wide) -> None:
-    wide.cell(wide.project, 1, "time.sleep(1)")
-    wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
-    run = wide.run()
-    state = wide.ended(run)
+def test_a_failure_on_a_worker_is_reported_here_and_other_stages_run(worker_project: WorkerProject) -> None:
+    worker_project.write_cell(worker_project.project, 1, "time.sleep(1)")
+    worker_project.write_cell(worker_project.project, 2, "sys.exit('aerie: out of cheese')")
+    run = worker_project.run()
+    state = worker_project.ended(run)
     assert state["message"].startswith("cell@2 failed: ") and f"; {CELLS + 3} stages: " in state["message"]
     assert "1 ran" in state["message"] and state["message"].endswith("1 failed, 1 not run")
-    printed = wait_for(lambda: [line for line in wide.messages(run) if "out of cheese" in line])
+    printed = wait_for(lambda: [line for line in worker_project.messages(run) if "out of cheese" in line])
     assert any("cell@2, made by " in line for line in printed)
-    assert len(wide.sent(run)) == 2
+    assert len(worker_project.list_sent_runs(run)) == 2
 
 
-def test_cancelling_ends_the_stages_on_workers(wide: Wide) -> None:
-    wide.sleeps()
-    run = wide.run()
-    command = wide.sleeping(run)
-    wide.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    assert gone(command.pid, 30)
-    assert wide.ended(run)["type"] == "CANCELLED"
-    wait_for(lambda: {sent["state_type"] for sent in wide.sent(run)} <= {"COMPLETED", "CANCELLED"})
-
-
-@pytest.mark.long
-def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(wide: Wide) -> None:
-    wide.sleeps()
-    run = wide.run()
-    command = wide.sleeping(run)
-    wide.flow().kill()
-    assert gone(command.pid, 30)
-    assert wide.ended(run)["type"] == "CRASHED"
-    (wide.root / "awake").touch()
-    assert wide.ended(wide.run())["type"] == "COMPLETED"
+def test_cancelling_ends_the_stages_on_workers(worker_project: WorkerProject) -> None:
+    worker_project.start_sleeping_cell()
+    run = worker_project.run()
+    command = worker_project.find_sleeping_command(run)
+    worker_project.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    assert has_ended(command.pid, 30)
+    assert worker_project.ended(run)["type"] == "CANCELLED"
+    wait_for(lambda: {sent["state_type"] for sent in worker_project.list_sent_runs(run)} <= {"COMPLETED", "CANCELLED"})
 
 
 @pytest.mark.long
-def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(wide: Wide) -> None:
+def test_a_run_killed_outright_leaves_nothing_at_work_on_workers_and_the_next_one_recovers(
+    worker_project: WorkerProject,
+) -> None:
+    worker_project.start_sleeping_cell()
+    run = worker_project.run()
+    command = worker_project.find_sleeping_command(run)
+    worker_project.flow().kill()
+    assert has_ended(command.pid, 30)
+    assert worker_project.ended(run)["type"] == "CRASHED"
+    (worker_project.root / "awake").touch()
+    assert worker_project.ended(worker_project.run())["type"] == "COMPLETED"
+
+
+@pytest.mark.long
+def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(worker_project: WorkerProject) -> None:
     """The run that a killed worker had begun lived on, and the stage with it."""
-    wide.sleeps()
-    run = wide.run()
-    command = wide.sleeping(run)
-    (name,) = [name for name in wide.workers if str(wide.root / name) in command.cwd()]
-    (wide.root / "awake").touch()
-    wide.workers[name].kill()
-    assert gone(command.pid, 30)
-    state = wide.ended(run)
-    assert state["type"] == "COMPLETED", wide.messages(run)
-    assert [line for line in wide.messages(run) if "that may pass: attempt 2 of 3" in line]
-    wide.workers.pop(name).wait()
-    wide.start_worker(name)
+    worker_project.start_sleeping_cell()
+    run = worker_project.run()
+    command = worker_project.find_sleeping_command(run)
+    (name,) = [name for name in worker_project.workers if str(worker_project.root / name) in command.cwd()]
+    (worker_project.root / "awake").touch()
+    worker_project.workers[name].kill()
+    assert has_ended(command.pid, 30)
+    state = worker_project.ended(run)
+    assert state["type"] == "COMPLETED", worker_project.messages(run)
+    assert [line for line in worker_project.messages(run) if "that may pass: attempt 2 of 3" in line]
+    worker_project.workers.pop(name).wait()
+    worker_project.start_worker(name)
 
 
 @pytest.mark.long
-def test_a_lost_host_is_detected_and_another_runs_its_stage(wide: Wide) -> None:
+def test_a_lost_host_is_detected_and_another_runs_its_stage(worker_project: WorkerProject) -> None:
     """Nothing was left there to say so: the run of the lost worker says it runs for ever."""
-    wide.sleeps()
-    run = wide.run()
-    command = wide.sleeping(run)
-    (name,) = [name for name in wide.workers if str(wide.root / name) in command.cwd()]
-    (wide.root / "awake").touch()
-    started_in = str(wide.root / name)
+    worker_project.start_sleeping_cell()
+    run = worker_project.run()
+    command = worker_project.find_sleeping_command(run)
+    (name,) = [name for name in worker_project.workers if str(worker_project.root / name) in command.cwd()]
+    (worker_project.root / "awake").touch()
+    started_in = str(worker_project.root / name)
     lost = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("PWD") == started_in]
     for process in lost:
         process.send_signal(signal.SIGSTOP)  # none may see another end, as when a machine goes down
     for process in lost:
         process.kill()
-    assert wide.ended(run)["type"] == "COMPLETED", wide.messages(run)
-    assert [line for line in wide.messages(run) if f"nothing is heard of {name}" in line]
-    wide.workers.pop(name).wait()
+    assert worker_project.ended(run)["type"] == "COMPLETED", worker_project.messages(run)
+    assert [line for line in worker_project.messages(run) if f"nothing is heard of {name}" in line]
+    worker_project.workers.pop(name).wait()

@@ -10,9 +10,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages.runtime.free_port import find_free_port
-from tests.conftest import gone
+from tests.conftest import has_ended
 from tests.pipeline.test_flows import wait_for
-from tests.pipeline.test_prefect_workers import CELLS, Wide, edit
+from tests.pipeline.test_prefect_workers import CELLS, WorkerProject, edit
 
 pytest.importorskip("prefect_ray", reason="pip install -e '.[ray]' to test a Ray cluster")
 pytest.importorskip("ray", reason="pip install -e '.[ray]' to test a Ray cluster")
@@ -20,9 +20,9 @@ NODES = ("one", "two")
 
 
 @pytest.fixture(scope="module")
-def wide(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
+def wide(prefect_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProject]:
     root = tmp_path_factory.mktemp("rayed")
-    started = Wide(root, prefect_tables)
+    started = WorkerProject(root, prefect_tables)
     address = f"127.0.0.1:{find_free_port()}"
     edit(started.project, runner="ray", ray_address=address)
     started.project.commit()
@@ -58,7 +58,7 @@ def start_node(root: Path, name: str, address: str) -> "subprocess.Popen[bytes]"
         return subprocess.Popen(command, env=env, cwd=root, stdout=log, stderr=subprocess.STDOUT)
 
 
-def test_cells_are_made_on_both_nodes_and_dvc_lock_is_whole(wide: Wide) -> None:
+def test_cells_are_made_on_both_nodes_and_dvc_lock_is_whole(wide: WorkerProject) -> None:
     run = wide.run()
     state = wide.ended(run)
     assert state["message"] == f"{CELLS + 3} stages: {CELLS + 3} ran", wide.messages(run)
@@ -69,29 +69,29 @@ def test_cells_are_made_on_both_nodes_and_dvc_lock_is_whole(wide: Wide) -> None:
     assert wide.ended(wide.run())["message"] == f"{CELLS + 3} stages: {CELLS + 3} unchanged"
 
 
-def test_a_failure_on_the_cluster_is_reported_here(wide: Wide) -> None:
-    wide.cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
+def test_a_failure_on_the_cluster_is_reported_here(wide: WorkerProject) -> None:
+    wide.write_cell(wide.project, 2, "sys.exit('aerie: out of cheese')")
     run = wide.run()
     assert wide.ended(run)["message"].startswith("cell@2 failed: ")
     assert wait_for(lambda: [line for line in wide.messages(run) if "made on Ray" in line and "out of cheese" in line])
 
 
-def test_cancelling_ends_the_stages_on_the_cluster(wide: Wide) -> None:
-    wide.sleeps()
+def test_cancelling_ends_the_stages_on_the_cluster(wide: WorkerProject) -> None:
+    wide.start_sleeping_cell()
     run = wide.run()
-    command = wide.sleeping(run)
+    command = wide.find_sleeping_command(run)
     wide.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    assert gone(command.pid, 30)
+    assert has_ended(command.pid, 30)
     assert wide.ended(run)["type"] == "CANCELLED"
     (wide.root / "awake").touch()
     assert wide.ended(wide.run())["type"] == "COMPLETED"
 
 
-def test_a_run_killed_outright_leaves_nothing_at_work_there(wide: Wide) -> None:
-    wide.sleeps()
+def test_a_run_killed_outright_leaves_nothing_at_work_there(wide: WorkerProject) -> None:
+    wide.start_sleeping_cell()
     run = wide.run()
-    command = wide.sleeping(run)
+    command = wide.find_sleeping_command(run)
     wide.flow().kill()
-    assert gone(command.pid, 30)
+    assert has_ended(command.pid, 30)
     (wide.root / "awake").touch()
     assert wide.ended(wide.run())["type"] == "COMPLETED"

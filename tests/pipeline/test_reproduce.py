@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def equipped(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def equipped_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with SGLang and a GPU of 80 GiB."""
     (home / "serving-env/sglang/bin").mkdir(parents=True)
     (home / "serving-env/sglang/bin/sglang").touch()
@@ -42,7 +42,7 @@ def equipped(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def dvc_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whether DVC was run, and how. A stage fails."""
     done: list[str] = []
 
@@ -55,8 +55,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.usefixtures("here")
-def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_a_dry_run_changes_and_runs_nothing(
+    home: Path, dvc_runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
     run_command_line(["reproduce", "qwen3-coder-30b-a3b", "--dry-run"])
     printed = capsys.readouterr().out.splitlines()
@@ -74,12 +76,12 @@ def test_a_dry_run_changes_and_runs_nothing(home: Path, ran: list[str], capsys: 
     assert any(line.startswith("KV cache: 98,304 bytes a token") for line in printed)
     assert any(line.startswith("together: ") and "GPU-hours" in line for line in printed)
     after = {file: file.read_bytes() for file in home.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
-    assert after == before and ran == []
+    assert after == before and dvc_runs == []
 
 
-@pytest.mark.usefixtures("here", "equipped")
+@pytest.mark.usefixtures("in_process", "equipped_machine")
 def test_it_applies_the_recipe_runs_all_stages_it_can_and_compares_results(
-    home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+    home: Path, dvc_runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a failure DVC goes on with other stages (test_dvc_graph.py); the table is of what is there, and the exit tells."""
     (home / "data/raw").mkdir(parents=True)
@@ -87,15 +89,15 @@ def test_it_applies_the_recipe_runs_all_stages_it_can_and_compares_results(
     with pytest.raises(SystemExit, match=r"60 of 60 stages failed: .*sample_target, .*; see above, fix it, run again"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     printed = capsys.readouterr().out
-    assert ran == ["keep going"]
+    assert dvc_runs == ["keep going"]
     assert YAML(typ="safe").load((home / "params.yaml").read_text())["target"]["model"] == "Qwen/Qwen3-VL-2B-Instruct"
     table = (home / "results/reproduce/qwen3-vl-2b-weather.md").read_text()
     assert table in printed and "79 published numbers" in table and "79 not run" in table
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_process")
 def test_what_is_not_here_is_named_with_the_command_that_gets_it_before_anything_changes(
-    home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+    home: Path, dvc_runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: nine of eleven recipes stopped for files, one at a time, and said that the recipe knew where they come from."""
     before = (home / "params.yaml").read_bytes()
@@ -114,16 +116,16 @@ def test_what_is_not_here_is_named_with_the_command_that_gets_it_before_anything
     lines = str(refused.value).splitlines()
     assert lines[0] == "aerie: recipe angelslim-qwen3-1.7b needs 7 things that are not here, and nothing was changed:"
     assert all(line.strip().startswith(need) for line, need in zip(lines[1:], needs, strict=True))
-    assert ran == [] and (home / "params.yaml").read_bytes() == before
+    assert dvc_runs == [] and (home / "params.yaml").read_bytes() == before
     capsys.readouterr()
     run_command_line(["reproduce", "angelslim-qwen3-1.7b", "--dry-run"])
     printed = capsys.readouterr().out
     assert all(f"PROBLEM  {need}" in printed for need in needs) and "ok       disk: " in printed
 
 
-@pytest.mark.usefixtures("here", "equipped")
+@pytest.mark.usefixtures("in_process", "equipped_machine")
 def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
-    home: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
+    home: Path, dvc_runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "data/raw").mkdir(parents=True)
     (home / "data/raw/weather_maps.jsonl").touch()
@@ -136,12 +138,12 @@ def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
     monkeypatch.setattr(preflight.resources, "list_gpu_memory", lambda: [resources.Gpu("T4", 4 * 2**30)])
     with pytest.raises(SystemExit, match=r"GPU memory: 3\.96 GiB of weights on 1 GPU; spread a copy over more GPUs"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
-    assert ran == []
+    assert dvc_runs == []
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_process")
 def test_comparing_needs_no_gpu_and_leaves_params_alone(
-    home: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+    home: Path, dvc_runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (home / "params.yaml").read_bytes()
     run_command_line(["reproduce", "angelslim-hunyuan-7b", "--compare"])
@@ -149,7 +151,7 @@ def test_comparing_needs_no_gpu_and_leaves_params_alone(
         "16 published numbers: 0 within, 0 outside, 0 consistent, 0 not comparable, 16 not run."
         in capsys.readouterr().out
     )
-    assert (home / "params.yaml").read_bytes() == before and ran == []
+    assert (home / "params.yaml").read_bytes() == before and dvc_runs == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import dvc_graph, rerun
 from pipeline.processes import StageError
-from tests.pipeline.conftest import by_dvc
+from tests.pipeline.conftest import run_dvc_cli
 
 CELL = "results/cells/eval-e003-t5_1_6.json"
 OTHER = "results/cells/eval-e003-t5_2_8.json"
@@ -30,7 +30,7 @@ def measured(project: SimpleNamespace) -> Path:
     root: Path = project.root
     (root / "dvc.yaml").write_text(GRAPH)
     (root / "results/cells").mkdir(parents=True)
-    by_dvc("repro")
+    run_dvc_cli("repro")
     assert dvc_graph.explain_stale() == {}
     return root
 

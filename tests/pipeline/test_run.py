@@ -22,7 +22,7 @@ from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
 from stages.params import schema
 from stages.telemetry import unfinished
-from tests.conftest import EVAL, gone
+from tests.conftest import EVAL, has_ended
 from tests.pipeline.conftest import REPO, Project, give_params
 
 RUN = [sys.executable, "-m", "pipeline", "run"]
@@ -36,7 +36,7 @@ def project(project: Project) -> Project:
 
 
 @pytest.fixture
-def committed(project: Project, finished: Project) -> Project:
+def committed(project: Project, finished_run: Project) -> Project:
     """All stages have run, and git has what they left."""
     (project.root / ".gitignore").write_text("/.scratch/\n/.dvc/tmp\n/.dvc/cache\n")
     project.git("init", "-q")
@@ -98,8 +98,8 @@ def test_make_run_starts_stages_by_this_command_alone() -> None:
 
 
 def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project: Project) -> None:
-    project.script("middle", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
-    project.script("last", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
+    project.write_stage("middle", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
+    project.write_stage("last", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
     done = run()
     assert done.returncode == 0 and re.search(r"^last +\d+\.\d s$", done.stdout, re.MULTILINE)
     assert done.stdout.startswith("stale: first, middle, last (new)\n")
@@ -113,7 +113,7 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
 
 def test_a_truncated_dvc_lock_is_repaired_and_the_run_continues(committed: Project) -> None:
     """Bug: `make run` met a dvc.lock that a kill had cut with a traceback, where the flow takes the last commit's."""
-    committed.script("last", "# edited")
+    committed.write_stage("last", "# edited")
     lock_file = committed.root / "dvc.lock"
     text = lock_file.read_text()
     lock_file.write_text(text[: text.rindex("md5: ") + 2])  # in the midst of a key
@@ -137,12 +137,12 @@ def test_a_stage_does_not_outlive_a_dvc_that_is_killed_outright(
     project: Project, started: list[subprocess.Popen[str]]
 ) -> None:
     """Bug: after `kill -9` of dvc the stage worked on, and the next `make run` worked beside it on the same files."""
-    project.sleeper("first")
+    project.write_sleeping_stage("first")
     one = start(started)
     stage = find_sleeper("first")
     find_dvc(one).kill()
-    assert one.wait(60) == 1 and gone(stage, 0)
-    project.script("first")
+    assert one.wait(60) == 1 and has_ended(stage, 0)
+    project.write_stage("first")
     assert run().returncode == 0
 
 
@@ -150,16 +150,16 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
     project: Project, started: list[subprocess.Popen[str]]
 ) -> None:
     """Bug: `make run` had no guard; its lock must be free only when what it has left is gone."""
-    project.sleeper("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    project.write_sleeping_stage("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     one = start(started)
     stage = find_sleeper("first")
     one.kill()
     one.wait()
-    project.script("first")
-    assert try_lock(workspaces.LOCK_PATH) is None and not gone(stage, 0)
+    project.write_stage("first")
+    assert try_lock(workspaces.LOCK_PATH) is None and not has_ended(stage, 0)
     second = start(started)
     assert "another run is at work here" in read_until(second, "at work")
-    assert gone(stage)
+    assert has_ended(stage)
     rest = second.stdout.read() if second.stdout else ""
     assert second.wait(60) == 0 and re.search(r"^last +\d+\.\d s$", rest, re.MULTILINE)
 
@@ -172,40 +172,40 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes
     notes.mkdir(parents=True)
     (notes / "last").write_text("after epoch 9")  # of an earlier run
     os.utime(notes / "last", (1, 1))
-    project.sleeper("middle", f"open('{notes}/middle', 'w').write('after epoch 4')")
+    project.write_sleeping_stage("middle", f"open('{notes}/middle', 'w').write('after epoch 4')")
     one = start(started)
     stage = find_sleeper("middle")
     one.send_signal(number)
     rest = one.stdout.read() if one.stdout else ""
-    assert one.wait(60) == 128 + number and "Traceback" not in rest and gone(stage, 0)
+    assert one.wait(60) == 128 + number and "Traceback" not in rest and has_ended(stage, 0)
     if number == signal.SIGINT:
         assert rest.splitlines()[-1] == (
             "aerie: stopped; what has finished is kept, `aerie run` goes on after epoch 4 of middle"
         )
-    project.script("middle")
+    project.write_stage("middle")
     done = run()
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
 
 
 def test_a_verbose_run_interrupted_ends_its_stage_too(project: Project, started: list[subprocess.Popen[str]]) -> None:
-    project.sleeper("first")
+    project.write_sleeping_stage("first")
     one = start(started, "--verbose")
     stage = int(read_until(one, "asleep").split()[1])
     one.send_signal(signal.SIGINT)
     rest = one.stdout.read() if one.stdout else ""
-    assert one.wait(60) == 130 and "Traceback" not in rest and gone(stage, 0)
+    assert one.wait(60) == 130 and "Traceback" not in rest and has_ended(stage, 0)
     assert not locate_log("first").exists()
 
 
 def test_a_verbose_run_prints_no_advice_of_dvc(committed: Project) -> None:
     """Bug: after each stage five lines of DVC's about git, and about an empty folder."""
-    committed.script("middle", "print('new')")
+    committed.write_stage("middle", "print('new')")
     done = run("--verbose")
     assert done.returncode == 0 and "this is middle" in done.stdout and done.stderr == ""
     assert not [word for word in ("git add", "dvc push", "autostage", "To track", "is empty") if word in done.stdout]
 
 
-def test_on_a_terminal_dvc_draws_no_bars(project: Project, finished: Project) -> None:
+def test_on_a_terminal_dvc_draws_no_bars(project: Project, finished_run: Project) -> None:
     """Bug: `aerie stale` on a terminal wrote DVC's "Collecting files and computing hashes in ..." 1,670 times."""
     (project.root / "raw.csv").write_text("changed")
     reads, writes = pty.openpty()
@@ -233,29 +233,29 @@ def test_what_is_stale_is_not_told_while_a_run_is_at_work(
     project: Project, started: list[subprocess.Popen[str]]
 ) -> None:
     """Bug: every stage was listed as stale, with DVC's message on its lock."""
-    project.sleeper("first")
+    project.write_sleeping_stage("first")
     by_aerie = start(started)
     find_sleeper("first")
     with pytest.raises(ValueError, match=rf"^a run is at work here \(process {by_aerie.pid}\); ask again when"):
         list(commands.list_stale())
     by_aerie.send_signal(signal.SIGTERM)
     by_aerie.wait(60)
-    by_dvc = subprocess.Popen([sys.executable, "-m", "dvc", "repro"], stdout=subprocess.PIPE, text=True)
-    sleeper = int(read_until(by_dvc, "asleep").split()[1])
+    dvc_process = subprocess.Popen([sys.executable, "-m", "dvc", "repro"], stdout=subprocess.PIPE, text=True)
+    sleeper = int(read_until(dvc_process, "asleep").split()[1])
     try:
         with pytest.raises(
-            ValueError, match=rf"^a command of DVC is at work here \(process {by_dvc.pid}\); ask again when"
+            ValueError, match=rf"^a command of DVC is at work here \(process {dvc_process.pid}\); ask again when"
         ):
             list(commands.list_stale())
     finally:
-        by_dvc.terminate()
+        dvc_process.terminate()
         os.kill(sleeper, signal.SIGTERM)
-        by_dvc.communicate(timeout=60)
+        dvc_process.communicate(timeout=60)
 
 
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
     """Bug: DVC's error about a broken dvc.yaml came as a traceback."""
-    project.script("middle", "sys.exit('out of cheese')")
+    project.write_stage("middle", "sys.exit('out of cheese')")
     done = run()
     assert done.returncode == 1 and "out of cheese" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("aerie: middle failed, see above and logs/middle.log;")
@@ -266,7 +266,7 @@ def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Pr
     assert done.returncode == 1 and done.stderr.startswith("aerie: ") and "Traceback" not in done.stderr
 
 
-def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project, finished: Project) -> None:
+def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project, finished_run: Project) -> None:
     """Also where nothing is stale: the key may be one that no stage is watched for."""
     assert run().stdout == "nothing is stale\n"
     text = Path("params.yaml").read_text()
@@ -280,7 +280,7 @@ def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project, 
 
 def test_the_table_and_what_next_come_last(project: Project) -> None:
     write = f"os.makedirs('results/report', exist_ok=True)\nopen({str(commands.TABLE_FILE)!r}, 'w').write('tau 2.5\\n')"
-    project.script("last", write)
+    project.write_stage("last", write)
     lines = run().stdout.splitlines()
     assert lines[-9:] == ["", "tau 2.5", "", *commands.list_next_steps("raw.csv", "builtin/weather-tiny")]
     again = run()
@@ -353,7 +353,7 @@ def test_what_next_knows_the_data_of_the_repository() -> None:
     assert (REPO / "recipes/weather-tiny-vl.yaml").is_file() and "\nui:" in (REPO / "Makefile").read_text()
 
 
-def test_with_nothing_to_do_neither_dvc_nor_pydantic_is_imported(project: Project, finished: Project) -> None:
+def test_with_nothing_to_do_neither_dvc_nor_pydantic_is_imported(project: Project, finished_run: Project) -> None:
     """`make run` with nothing stale started Python three times, and took 4.2 s on a slow machine; right after a run more."""
     assert run().returncode == 0
     code = "import sys; from pipeline import commands; print(*commands.run_graph(), sep='; '); print(*sys.modules)"
@@ -378,7 +378,7 @@ held.__enter__()
 
 def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Project) -> None:
     """Bug: after `kill -9` of a plain `dvc repro` the stage worked on, and the next run took up the same scratch folder."""
-    project.script("first", f"{SCRATCH}\nPath = __import__('pathlib').Path\nPath('asleep').write_text(str(os.getpid()))\n"
+    project.write_stage("first", f"{SCRATCH}\nPath = __import__('pathlib').Path\nPath('asleep').write_text(str(os.getpid()))\n"
                             "while not os.path.exists('go'): time.sleep(0.02)")  # fmt: skip
     lines = (project.root / "first.py").read_text().splitlines()
     refused = "import sys\ntry:\n    {}\nexcept ValueError as error:\n    sys.exit(f'aerie: {{error}}')"
@@ -397,8 +397,8 @@ def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Proj
     try:
         done = run()
         assert done.returncode == 1 and f"process {stage} works on the same stage" in done.stderr
-        assert not gone(stage, 0)
+        assert not has_ended(stage, 0)
     finally:
         Path("go").touch()
-    assert gone(stage)
+    assert has_ended(stage)
     assert run().returncode == 0

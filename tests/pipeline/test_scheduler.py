@@ -18,7 +18,7 @@ ANY, ALONE = StageResources(gpus=0, exclusive=False), StageResources(gpus=0, exc
 GPU, ALL = StageResources(gpus=1, exclusive=False), StageResources(gpus="all", exclusive=False)
 
 
-class Watch:
+class StageRecorder:
     """Stages that record their start and end; with `together`, each waits until that many of its kind are running."""
 
     def __init__(self, stale: set[str], fails: frozenset[str] = frozenset(), together: int = 1) -> None:
@@ -61,7 +61,7 @@ class Watch:
 
 def test_four_cells_are_at_work_at_once_and_no_more(tmp_path: Path) -> None:
     cells = [f"cell{n}" for n in range(8)]
-    watch = Watch({"first", *cells}, together=4)
+    watch = StageRecorder({"first", *cells}, together=4)
     watch.run(
         {"first": [], **{cell: ["first"] for cell in cells}},
         dict.fromkeys(["first", *cells], ANY),
@@ -77,7 +77,7 @@ def test_four_cells_are_at_work_at_once_and_no_more(tmp_path: Path) -> None:
 def test_an_exclusive_stage_runs_alone(tmp_path: Path) -> None:
     """Also where it could begin before the others: they go first, and then it has the machine to itself."""
     names = ["timed1", "other1", "timed2", "other2"]
-    watch = Watch(set(names))
+    watch = StageRecorder(set(names))
     wants = {name: ALONE if name.startswith("timed") else ANY for name in names}
     watch.run({name: [] for name in names}, wants, ResourcePool(4, [], tmp_path))
     for name in ("timed1", "timed2"):
@@ -88,14 +88,14 @@ def test_an_exclusive_stage_runs_alone(tmp_path: Path) -> None:
 def test_remote_stages_take_no_resources_of_this_machine(tmp_path: Path) -> None:
     """All at once with a timed one here, though there is one slot; five wait for each other."""
     away = frozenset(f"cell{n}" for n in range(4))
-    watch = Watch({*away, "cell-here"}, together=5)
+    watch = StageRecorder({*away, "cell-here"}, together=5)
     wants = {**dict.fromkeys(away, ALONE), "cell-here": ALONE}
     watch.run({name: [] for name in wants}, wants, ResourcePool(1, [], tmp_path), away)
     assert watch.gpus["cell0"] is None and len(watch.events) == 10
 
 
 def test_no_gpu_is_given_twice_and_a_stage_sees_its_own(tmp_path: Path) -> None:
-    watch = Watch({"cell1", "cell2", "whole", "none"}, together=2)
+    watch = StageRecorder({"cell1", "cell2", "whole", "none"}, together=2)
     wants = {"cell1": GPU, "cell2": GPU, "whole": ALL, "none": ANY}
     watch.run({name: [] for name in wants}, wants, ResourcePool(4, ["4", "6"], tmp_path))
     assert sorted([watch.gpus["cell1"], watch.gpus["cell2"]]) == [["4"], ["6"]]
@@ -133,13 +133,13 @@ def test_a_run_that_waits_for_the_machine_keeps_others_from_beginning(tmp_path: 
 
 
 def test_stages_below_a_failed_one_get_no_reasons_and_the_others_run(tmp_path: Path) -> None:
-    watch = Watch({"a", "b", "c"}, fails=frozenset("ac"))  # c: as Prefect says of a stage that is not ready
+    watch = StageRecorder({"a", "b", "c"}, fails=frozenset("ac"))  # c: as Prefect says of a stage that is not ready
     watch.run({"a": [], "b": [], "c": ["a"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert "b ends" in watch.events and "c begins" not in watch.events
 
 
 def test_stages_below_an_unchanged_one_are_not_explained_again(tmp_path: Path) -> None:
-    watch = Watch({"b"})
+    watch = StageRecorder({"b"})
     watch.run({"a": [], "b": ["a"], "c": ["b"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert watch.asked == [["c"]] and watch.events == ["b begins", "b ends"]
 

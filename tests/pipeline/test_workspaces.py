@@ -13,12 +13,12 @@ from pipeline import dvc_graph, promotion, recipes, workspaces
 from pipeline.forms import Sweep
 from pipeline.resources import try_lock
 from stages.params.schema import load_params
-from tests.pipeline.conftest import by_dvc, give_params
+from tests.pipeline.conftest import give_params, run_dvc_cli
 
 
 @pytest.fixture
-def in_git(finished):
-    project = finished
+def in_git(finished_run):
+    project = finished_run
     (project.root / ".gitignore").write_text("/.scratch/\n/.dvc/tmp\n/.dvc/cache\nconfig.local\n*.csv\n!raw.csv\n")
     (project.root / "params.yaml").write_text("a: 1\n")
     project.git("init", "-q")
@@ -27,7 +27,7 @@ def in_git(finished):
 
 
 def test_a_new_workspace_has_the_files_here_and_no_stale_stage(in_git, monkeypatch) -> None:
-    in_git.script("last", "# edited")
+    in_git.write_stage("last", "# edited")
     (in_git.root / "new.py").write_text("new\n")
     (in_git.root / "raw.csv").unlink()
     (in_git.root / "raw.csv").write_text("tree,tau\nt5_1_6,2.512345678901\n")
@@ -125,7 +125,7 @@ def in_git_with_trees(in_git) -> Any:
     graph = in_git.root / "dvc.yaml"
     graph.write_text(graph.read_text().replace("last.py]", "last.py]\n    params: [benchmark.trees]"))
     in_git.commit()
-    by_dvc("repro")  # changes dvc.lock, as a fresh user's first run does
+    run_dvc_cli("repro")  # changes dvc.lock, as a fresh user's first run does
     return in_git
 
 
@@ -135,7 +135,7 @@ def sweep(name: str, trees: list[str]) -> None:
         sections = Sweep(trees=trees).build_sections(load_params())
         promotion.note_added(Path.cwd(), sections)
         recipes.write_sections(sections)
-        by_dvc("repro")
+        run_dvc_cli("repro")
 
 
 def test_promoted_sweeps_join_the_rows_that_were_there(in_git_with_trees) -> None:
@@ -153,8 +153,8 @@ def test_promoted_sweeps_join_the_rows_that_were_there(in_git_with_trees) -> Non
 
 
 def test_a_file_edited_since_a_run_began_is_an_obstacle_and_one_edited_before_is_none(in_git_with_trees) -> None:
-    in_git_with_trees.script("middle", "# edited")
+    in_git_with_trees.write_stage("middle", "# edited")
     sweep("one", ["t4_2_8"])
     assert promotion.find_obstacle("one") is None
-    in_git_with_trees.script("middle", "# edited again")
+    in_git_with_trees.write_stage("middle", "# edited again")
     assert str(promotion.find_obstacle("one")).endswith("commit or stash them:\n M middle.py")

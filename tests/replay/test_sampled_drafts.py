@@ -20,7 +20,7 @@ from stages.replay.block_replay import AnswerPlaces, compute_place_states
 from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import scatter, small_target
-from tests.engine.test_sampling import warped
+from tests.engine.test_sampling import warp_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,7 +114,7 @@ class Enumeration:
         self.target, self.decode = cache(self._target), cache(self._decode)
 
     def _target(self, row: tuple[int, ...]) -> list[float]:
-        return warped(self.pair.read(list(row))[2][-1:], *self.how)[0].double().tolist()
+        return warp_logits(self.pair.read(list(row))[2][-1:], *self.how)[0].double().tolist()
 
     def answers(self) -> Outcomes:
         found: Outcomes = {}

@@ -27,7 +27,7 @@ def plain_s(batch: int) -> float:
     return costs.PLAIN_S * (1 + 0.02 * batch)
 
 
-def drafted(tree: str, caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
+def make_speculative_row(tree: str, caps: tuple[int, ...] = CAPS, **keys: Any) -> Row:
     tau = TAUS[tree]
     points = [
         point(TOKENS, cap, costs.seconds(TreeShape.parse(tree), cap) / tau, tau, tree, requests=max(8, cap), seed=cap, repeats=2)
@@ -45,7 +45,7 @@ def lines(*cells: Row) -> list[served_table.ServedTableLine]:
     return join(cells, REPLAYS, {"eval"})
 
 
-def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
+def compute_median_seconds(rows: list[Row], count: str, less: int = 0) -> float:
     """The median over repeats of seconds between first and last token, by what was counted."""
     found = []
     for repeat in sorted({r["repeat"] for r in rows}):
@@ -55,7 +55,12 @@ def by_hand(rows: list[Row], count: str, less: int = 0) -> float:
 
 
 def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -> None:
-    chain, tree, other, plain = drafted("t5_1_6"), drafted("t8_2_16"), drafted("t5_4_16"), baseline()
+    chain, tree, other, plain = (
+        make_speculative_row("t5_1_6"),
+        make_speculative_row("t8_2_16"),
+        make_speculative_row("t5_4_16"),
+        baseline(),
+    )
     (found,), why = cost_served.derive_costs(lines(plain, chain, tree, other))
     assert why == [] and (found.engine, found.workload, found.max_new_tokens) == ("sglang", "eval", TOKENS)
     assert (found.target, found.hardware, found.versions) == (None, chain["hardware"], {"sglang": "0.5.17"})
@@ -63,9 +68,11 @@ def test_a_cycle_is_decoding_by_cycles_and_a_step_is_the_baselines_by_tokens() -
         for taken in cell["points"]:
             shape = cell["num_steps"], cell["topk"], cell["num_draft_tokens"], taken["concurrency"]
             (row,) = (r for r in found.grid if (r.num_steps, r.topk, r.num_draft_tokens, r.batch) == shape)
-            assert row.cycle_s == pytest.approx(by_hand(taken["requests"], "cycles")) and row.samples == 2
+            assert (
+                row.cycle_s == pytest.approx(compute_median_seconds(taken["requests"], "cycles")) and row.samples == 2
+            )
     for taken, row in zip(plain["points"], found.plain, strict=True):
-        assert row.step_s == pytest.approx(by_hand(taken["requests"], "output_tokens", 1))
+        assert row.step_s == pytest.approx(compute_median_seconds(taken["requests"], "output_tokens", 1))
         assert row.batch == taken["concurrency"] and 0 < row.error < 0.1
 
 
@@ -94,7 +101,7 @@ def test_a_repeat_on_a_busy_machine_changes_no_cost_and_no_measurement() -> None
 
 
 def test_a_fit_of_served_cells_predicts_a_tree_that_was_not_served() -> None:
-    (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
+    (found,), _ = cost_served.derive_costs(lines(baseline(), *map(make_speculative_row, TREES)))
     fit = found.fit
     for name in ("t6_2_16", "t7_1_8", "t8_3_24"):
         tree = TreeShape.parse(name)
@@ -110,7 +117,7 @@ def test_a_fit_of_served_cells_predicts_a_tree_that_was_not_served() -> None:
 
 def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
     """A plain step costs hardly more for 32 than for one, a cycle's many rows do."""
-    (found,), _ = cost_served.derive_costs(lines(baseline(), *map(drafted, TREES)))
+    (found,), _ = cost_served.derive_costs(lines(baseline(), *map(make_speculative_row, TREES)))
     rows = prediction.predict_speedups(found, "e009", 0.0, REPLAYS["e009"])
     expected = {
         r.concurrency: r.enable
@@ -125,7 +132,7 @@ def test_at_a_high_concurrency_speculation_is_not_proposed() -> None:
 
 def test_an_engine_that_counts_over_all_requests_gives_the_same_cycle() -> None:
     """vLLM: no request knows its cycles, the load does."""
-    per_request, counted = drafted("t5_1_6"), drafted("t5_1_6")
+    per_request, counted = make_speculative_row("t5_1_6"), make_speculative_row("t5_1_6")
     for taken in counted["points"]:
         taken["requests"] = [r | {"cycles": None, "accepted": None} for r in taken["requests"]]
     for one, other in zip(per_request["points"], counted["points"], strict=True):
@@ -135,7 +142,7 @@ def test_an_engine_that_counts_over_all_requests_gives_the_same_cycle() -> None:
 
 
 def test_what_failed_is_in_no_cost() -> None:
-    taken = drafted("t5_1_6")["points"][0]
+    taken = make_speculative_row("t5_1_6")["points"][0]
     clean = cost_served.compute_cycle_seconds(LoadPoint(**taken))
     lost = {"failed": "timeout", "ttft_s": None, "e2e_s": None, "tpot_s": None, "cycles": None}
     with_lost = taken | {"requests": [*taken["requests"], taken["requests"][0] | lost]}
@@ -153,21 +160,23 @@ def test_what_failed_is_in_no_cost() -> None:
     ],
 )
 def test_cells_that_were_not_compared_are_in_no_cost(keys: Row) -> None:
-    cells = [drafted(tree) | keys for tree in TREES]
+    cells = [make_speculative_row(tree) | keys for tree in TREES]
     if not keys.get("points", True):
         cells = [made_up("eval", "e009", tree) for tree in TREES]
     assert cost_served.derive_costs(lines(baseline(), *cells)) == ([], [])
 
 
 def test_loads_at_a_rate_are_in_no_cost() -> None:
-    cells = [baseline(), *map(drafted, TREES)]
+    cells = [baseline(), *map(make_speculative_row, TREES)]
     for cell in cells:
         cell["points"] = [taken | {"request_rate": 4.0} for taken in cell["points"]]
     assert cost_served.derive_costs(lines(*cells)) == ([], [])
 
 
 def test_too_few_points_say_so() -> None:
-    made, why = cost_served.derive_costs(lines(baseline((1,)), drafted("t5_1_6", (1,)), drafted("t8_2_16", (1,))))
+    made, why = cost_served.derive_costs(
+        lines(baseline((1,)), make_speculative_row("t5_1_6", (1,)), make_speculative_row("t8_2_16", (1,)))
+    )
     assert made == [] and why[0].startswith("eval, e009, 120 tokens: a timing grid has 2 points, expected at least 3")
 
 
@@ -175,7 +184,7 @@ def test_too_few_points_say_so() -> None:
 
 
 def test_a_served_point_is_judged_by_the_other_points() -> None:
-    every = lines(baseline(), *map(drafted, TREES))
+    every = lines(baseline(), *map(make_speculative_row, TREES))
     made, _ = cost_served.derive_costs(every)
     rows = prediction_check.compare_served_lines(made, every, REPLAYS)
     assert len(rows) == len(TREES) * len(CAPS)
@@ -203,7 +212,7 @@ def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
     } | keys  # fmt: skip
 
 
-def compared(cell: Row, **keys: Any) -> tuple[list[prediction_check.ComparedPrediction], list[str]]:
+def compare_cell(cell: Row, **keys: Any) -> tuple[list[prediction_check.ComparedPrediction], list[str]]:
     timed = costs.made_up(**keys)
     guesses = prediction.predict_speedups(timed, "e009", 0.0, REPLAYS["e009"])
     prompts = [MethodPromptRow.model_construct(**row) for row in cell["prompts"]]
@@ -215,7 +224,7 @@ def compared(cell: Row, **keys: Any) -> tuple[list[prediction_check.ComparedPred
 
 def test_a_served_line_that_no_simulated_grid_predicts_says_which_condition_it_fails() -> None:
     """Bug: benchmarks/serving_costs.py gave one reason, "outside the grids, or not replayed", for both."""
-    cells = [baseline(), *(drafted(tree) for tree in ("t5_1_6", "t8_2_16", "t10_2_32"))]
+    cells = [baseline(), *(make_speculative_row(tree) for tree in ("t5_1_6", "t8_2_16", "t10_2_32"))]
     every = {(line.row.tree, line.row.concurrency): line for line in lines(*cells) if line.row.checkpoint}
     shapes = [TreeShape.parse(tree) for tree in ("t3_1_4", "t8_1_9", "t5_2_8", "t8_2_16")]
     plain = [{"batch": cap, "step_s": plain_s(cap), "error": 0.005, "samples": 10} for cap in (1, 8)]
@@ -239,7 +248,7 @@ def test_a_served_line_that_no_simulated_grid_predicts_says_which_condition_it_f
 
 def test_a_torch_cell_is_measured_without_its_prefill() -> None:
     cycle = costs.seconds(TreeShape.parse("t8_2_16"))
-    ((row,), why) = compared(torch_cell("t8_2_16", 4.0, cycle))
+    ((row,), why) = compare_cell(torch_cell("t8_2_16", 4.0, cycle))
     assert why == [] and row.agrees
     found = row.measured
     assert found.C == pytest.approx(cycle / costs.PLAIN_S) == row.predicted.C
@@ -249,18 +258,18 @@ def test_a_torch_cell_is_measured_without_its_prefill() -> None:
 
 @pytest.mark.parametrize(("tau", "slow", "apart"), [(4.0, 1.5, "C"), (2.5, 1.1, "tau"), (4.0, 1.02, None)])
 def test_where_they_disagree_it_says_by_which_of_the_two(tau: float, slow: float, apart: str | None) -> None:
-    ((row,), _) = compared(torch_cell("t8_2_16", tau, slow * costs.seconds(TreeShape.parse("t8_2_16"))))
+    ((row,), _) = compare_cell(torch_cell("t8_2_16", tau, slow * costs.seconds(TreeShape.parse("t8_2_16"))))
     assert row.apart == apart and row.agrees is (apart is None)
     log = math.log(row.predicted.speedup / row.measured.speedup)
     assert log == pytest.approx(math.log(slow * 4.0 / tau), abs=0.02)
 
 
 def test_cells_of_another_machine_are_not_compared() -> None:
-    rows, (why,) = compared(torch_cell("t8_2_16", 4.0, 0.01, hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
+    rows, (why,) = compare_cell(torch_cell("t8_2_16", 4.0, 0.01, hardware=costs.HARDWARE | {"cpu": "Another CPU"}))
     assert rows == [] and "cpu (Made-up CPU, 2 cores against Another CPU)" in why and "time_trees@e000" in why
 
 
 def test_a_cell_that_decoded_nothing_is_not_compared() -> None:
     cell = torch_cell("t8_2_16", 4.0, 0.01)
     cell["prompts"] = [row | {"cycles": 0, "output_tokens": 1} for row in cell["prompts"]]
-    assert compared(cell) == ([], [])
+    assert compare_cell(cell) == ([], [])

@@ -27,18 +27,18 @@ def join(*cells: Row, of_eval: bool = True) -> list[served_table.ServedTableLine
     return served_cells.join(cells, REPLAYS, {"eval"} if of_eval else ())
 
 
-def drafted(*points: Row, **keys: Any) -> Row:
+def make_speculative_cell(*points: Row, **keys: Any) -> Row:
     return made_up("eval", "e009", "t5_1_6", list(points), **keys)
 
 
-def only(lines: list[served_table.ServedTableLine]) -> served_table.ServedRow:
+def get_speculative_row(lines: list[served_table.ServedTableLine]) -> served_table.ServedRow:
     (row,) = (line.row for line in lines if line.row["decoding"] == served_table.SPECULATIVE)
     return row
 
 
 def test_speedup_is_output_throughput_over_the_baselines_repeat_by_repeat() -> None:
     slow, fast = point(64, 4, 0.02, repeats=3, seed=1), point(64, 4, 0.01, tau=2.9, repeats=3, seed=2)
-    row = only(join(made_up("eval", points=[slow]), drafted(fast)))
+    row = get_speculative_row(join(made_up("eval", points=[slow]), make_speculative_cell(fast)))
     by_hand = []
     for repeat in range(3):
         rate = []
@@ -54,7 +54,9 @@ def test_speedup_is_output_throughput_over_the_baselines_repeat_by_repeat() -> N
 
 
 def test_one_repeat_has_a_speedup_and_no_interval() -> None:
-    row = only(join(made_up("eval", points=[point(64, 4, 0.02)]), drafted(point(64, 4, 0.01, tau=2.9))))
+    row = get_speculative_row(
+        join(made_up("eval", points=[point(64, 4, 0.02)]), make_speculative_cell(point(64, 4, 0.01, tau=2.9)))
+    )
     assert row["speedup"] > 1.5 and row["speedup_low"] is None and row["speedup_high"] is None
 
 
@@ -62,7 +64,9 @@ def test_points_are_joined_by_answer_length_and_concurrency() -> None:
     baseline = made_up(
         "eval", points=[point(64, 1, 0.01), point(64, 4, 0.03), point(128, 4, 0.05), point(64, None, 0.09)]
     )
-    cell_ = drafted(point(128, 4, 0.01, tau=2.9), point(64, None, 0.01, tau=2.9), point(64, 1, 0.01, tau=2.9))
+    cell_ = make_speculative_cell(
+        point(128, 4, 0.01, tau=2.9), point(64, None, 0.01, tau=2.9), point(64, 1, 0.01, tau=2.9)
+    )
     rows = [line.row for line in join(baseline, cell_) if line.row["decoding"] == served_table.SPECULATIVE]
     for row, other in zip(rows, [baseline["points"][i] for i in (2, 3, 0)], strict=True):
         assert row["baseline_output_throughput"] == other["loads"][0]["output_throughput"]
@@ -88,7 +92,9 @@ def test_points_are_joined_by_answer_length_and_concurrency() -> None:
 )
 def test_what_does_not_compare_has_no_speedup_but_the_reason(baseline: Row, cell_: Row, why: str) -> None:
     first = made_up("eval", points=[point(64, 4, 0.02, accuracy=0.5)])
-    row = only(join(first | baseline, drafted(point(64, 4, 0.01, tau=2.9, accuracy=0.4), **cell_)))
+    row = get_speculative_row(
+        join(first | baseline, make_speculative_cell(point(64, 4, 0.01, tau=2.9, accuracy=0.4), **cell_))
+    )
     assert why in row["remark"]
     joined_keys = (
         "speedup",
@@ -108,9 +114,13 @@ def test_a_server_that_answered_nothing_divides_nothing() -> None:
     silent["loads"] = [
         load | empty | dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "e2e_s"), None) for load in silent["loads"]
     ]
-    row = only(join(made_up("eval", points=[silent]), drafted(point(64, 4, 0.01, tau=2.9))))
+    row = get_speculative_row(
+        join(made_up("eval", points=[silent]), make_speculative_cell(point(64, 4, 0.01, tau=2.9)))
+    )
     assert row["remark"] == "not compared: the baseline answered nothing"
-    row = only(join(made_up("eval", points=[point(64, 4, 0.01)]), drafted(silent | {"acceptance": None})))
+    row = get_speculative_row(
+        join(made_up("eval", points=[point(64, 4, 0.01)]), make_speculative_cell(silent | {"acceptance": None}))
+    )
     assert row["remark"] == "not compared: this cell answered nothing"
     assert row["ttft_mean_s"] is None and row["tau"] is None and row["completed"] == 0
 
@@ -118,8 +128,8 @@ def test_a_server_that_answered_nothing_divides_nothing() -> None:
 def test_a_cell_measured_in_turns_is_held_against_its_own_baseline() -> None:
     elsewhere = made_up("eval", points=[point(64, 4, 0.5)], fingerprint=FINGERPRINT | {"gpu": "another"})
     own = point(64, 4, 0.02, repeats=2, seed=5)
-    lines = join(elsewhere, drafted(point(64, 4, 0.01, tau=2.9, repeats=2), baseline_points=[own]))
-    row = only(lines)
+    lines = join(elsewhere, make_speculative_cell(point(64, 4, 0.01, tau=2.9, repeats=2), baseline_points=[own]))
+    row = get_speculative_row(lines)
     assert row["remark"] is None and 1.5 < row["speedup"] < 2.5
     assert row["baseline_output_throughput"] == fmean(load["output_throughput"] for load in own["loads"])
     plain = [line.row for line in lines if line.row["decoding"] == served_table.PLAIN]
@@ -130,11 +140,22 @@ def test_a_cell_measured_in_turns_is_held_against_its_own_baseline() -> None:
 def test_identical_share_counts_answers_by_their_digests() -> None:
     ours = point(64, 4, 0.01, tau=2.9, repeats=2, parted=3)  # 3 of 8 in each repeat
     theirs = point(64, 4, 0.02, repeats=2)
-    assert only(join(made_up("eval", points=[theirs]), drafted(ours)))["identical_share"] == 10 / 16
+    assert (
+        get_speculative_row(join(made_up("eval", points=[theirs]), make_speculative_cell(ours)))["identical_share"]
+        == 10 / 16
+    )
     ours["requests"][0] |= {"failed": "timeout", "answer": None}  # a parted one: in no share
     theirs["requests"][15] |= {"failed": "timeout", "answer": None}  # the same of the other side
-    assert only(join(made_up("eval", points=[theirs]), drafted(ours)))["identical_share"] == 9 / 14
-    assert only(join(made_up("eval", points=[theirs]), drafted(ours, temperature=1.0)))["identical_share"] is None
+    assert (
+        get_speculative_row(join(made_up("eval", points=[theirs]), make_speculative_cell(ours)))["identical_share"]
+        == 9 / 14
+    )
+    assert (
+        get_speculative_row(join(made_up("eval", points=[theirs]), make_speculative_cell(ours, temperature=1.0)))[
+            "identical_share"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,10 +163,20 @@ def test_identical_share_counts_answers_by_their_digests() -> None:
 )  # fmt: skip
 def test_tau_of_the_eval_split_more_than_a_tenth_away_is_off(tau: float, agrees: str) -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02)])
-    row = only(join(baseline, drafted(point(64, 4, 0.01, tau=tau))))
+    row = get_speculative_row(join(baseline, make_speculative_cell(point(64, 4, 0.01, tau=tau))))
     assert (row["replay_tau"], row["replay_ratio"], row["replay_agrees"]) == (3.0, pytest.approx(tau / 3), agrees)
-    assert only(join(baseline, drafted(point(64, 4, 0.01, tau=tau)), of_eval=False))["replay_agrees"] is None
-    assert only(join(baseline, drafted(point(64, 4, 0.01, tau=tau), temperature=0.7)))["replay_agrees"] is None
+    assert (
+        get_speculative_row(join(baseline, make_speculative_cell(point(64, 4, 0.01, tau=tau)), of_eval=False))[
+            "replay_agrees"
+        ]
+        is None
+    )
+    assert (
+        get_speculative_row(join(baseline, make_speculative_cell(point(64, 4, 0.01, tau=tau), temperature=0.7)))[
+            "replay_agrees"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,14 +191,16 @@ def test_tau_of_the_eval_split_more_than_a_tenth_away_is_off(tau: float, agrees:
 )  # fmt: skip
 def test_a_cell_stands_beside_the_replay_of_answers_that_were_drawn_as_its_own(how: Row, tau: float | None) -> None:
     """At temperature 0 nothing is drawn, so top-p and top-k say nothing there."""
-    row = only(join(made_up("eval", points=[point(64, 4, 0.02)]), drafted(point(64, 4, 0.01, tau=2.6), **how)))
+    row = get_speculative_row(
+        join(made_up("eval", points=[point(64, 4, 0.02)]), make_speculative_cell(point(64, 4, 0.01, tau=2.6), **how))
+    )
     assert row["replay_tau"] == tau and row["draft_sampling"] == how.get("draft_sampling", "greedy")
     assert row["replay_ratio"] == (None if tau is None else pytest.approx(2.6 / tau))
 
 
 def test_answers_cut_short_by_a_sweep_are_not_held_against_the_replay() -> None:
     """Ten tokens are the beginning of an answer, and a third of them lie in a cycle that is cut."""
-    cell_ = drafted(point(10, 4, 0.01, tau=2.0), point(200, 4, 0.01, tau=2.0))
+    cell_ = make_speculative_cell(point(10, 4, 0.01, tau=2.0), point(200, 4, 0.01, tau=2.0))
     found = join(made_up("eval", points=[point(10, 4, 0.02), point(200, 4, 0.02)]), cell_)
     judged = {line.row["max_new_tokens"]: line.row["replay_agrees"] for line in found if line.row["tau"]}
     assert judged == {10: None, 200: "no"}
@@ -175,22 +208,28 @@ def test_answers_cut_short_by_a_sweep_are_not_held_against_the_replay() -> None:
 
 def test_what_the_engine_cannot_run_is_a_line_with_its_reason_and_its_replayed_tau() -> None:
     lines = join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_2_16"))
-    row = only(lines)
+    row = get_speculative_row(lines)
     assert (row["status"], row["replay_tau"], row["tau"]) == (served_records.UNSUPPORTED, 4.0, None)
     assert row["remark"] == "unsupported: topk above 1 isn't built there"
     assert (
-        only(join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_3_16")))["replay_tau"]
+        get_speculative_row(join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_3_16")))[
+            "replay_tau"
+        ]
         is None
     )
 
 
 def test_figures_of_repeats_are_their_means() -> None:
     found = point(64, 4, 0.01, tau=2.9, repeats=3)
-    row = only(join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), drafted(found)))
+    row = get_speculative_row(
+        join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), make_speculative_cell(found))
+    )
     for name, (kind, figure) in served_table.LATENCY_COLUMNS.items():
         assert row[name] == pytest.approx(fmean(load[kind][figure] for load in found["loads"])), name
     found["loads"][1]["ttft_s"] = None  # nothing came in that one
-    row = only(join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), drafted(found)))
+    row = get_speculative_row(
+        join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), make_speculative_cell(found))
+    )
     assert row["ttft_mean_s"] == pytest.approx(fmean(found["loads"][i]["ttft_s"]["mean"] for i in (0, 2)))
 
 
@@ -198,7 +237,7 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     points = [point(64, 4, 0.01, tau=2.9, repeats=2), point(64, None, 0.01, tau=2.8, repeats=2)]
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
-    lines = join(baseline, drafted(*points), made_up("eval", "e009", "t8_2_16"))
+    lines = join(baseline, make_speculative_cell(*points), made_up("eval", "e009", "t8_2_16"))
     ServedRow.write_table(line.row for line in lines)
     read = ServedRow.read_table()
     assert read == [line.row for line in lines]
@@ -216,7 +255,7 @@ def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.Mon
     torch_records.CELLS_FOLDER.mkdir(parents=True)
     served_records.write_served_cell(made_up("eval", points=[point(64, 4, 0.02)]))
     served_records.write_served_cell(made_up("eval", "e009", "t8_2_16"))
-    served_records.write_served_cell(drafted(point(64, 4, 0.01, tau=2.9)))
+    served_records.write_served_cell(make_speculative_cell(point(64, 4, 0.01, tau=2.9)))
     found = served_table.read_served_cells(["eval"], ["e009"], ["t5_1_6", "t8_2_16"])
     assert [(c.checkpoint, c.tree) for c in found] == [(None, None), ("e009", "t5_1_6"), ("e009", "t8_2_16")]
     assert served_table.read_served_cells([], ["e009"], ["t5_1_6"]) == []

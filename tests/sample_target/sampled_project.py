@@ -31,7 +31,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["stages.sample_target"])
 
 
-def use(project: Path, backend: str, server_: dict[str, Any] | None = None, **settings: Any) -> None:
+def set_backend(project: Path, backend: str, server_: dict[str, Any] | None = None, **settings: Any) -> None:
     edit_params(project, {"sample_target": {"backend": backend, "server": SERVER | (server_ or {}), **settings}})
 
 
@@ -45,20 +45,20 @@ def report(project: Path) -> dict[str, Any]:
     return found
 
 
-def begun() -> Any:
+def start_stage() -> Any:
     """The stage as a process of its own, to be killed."""
     stage = FORKS.Process(target=sample_target.main)
     stage.start()
     return stage
 
 
-def finished() -> None:
-    stage = begun()
+def run_stage() -> None:
+    stage = start_stage()
     stage.join(300)
     assert stage.exitcode == 0
 
 
-def result(project: Path) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]:
+def read_result(project: Path) -> tuple[dict[str, pl.DataFrame], dict[str, Any]]:
     """The rows of each split, checked for being one each, and what the report counts, but for how it came about."""
     rows = {split: answers(project, split) for split in SPLITS}
     for split, table in rows.items():
@@ -76,17 +76,17 @@ def assert_same(found: tuple[dict[str, pl.DataFrame], dict[str, Any]], whole: An
     assert found[1] == whole[1]
 
 
-def killed_at_random(project: Path, kills: int, seed: int) -> None:
+def run_with_random_kills(project: Path, kills: int, seed: int) -> None:
     """As often as said, at any moment from its start to its end; whenever a run comes through, another begins."""
     warm = FORKS.Process(target=time.sleep, args=(0,))
     warm.start()
     warm.join()
     rng, begin = random.Random(seed), time.monotonic()
-    finished()
-    took, whole = time.monotonic() - begin, result(project)
+    run_stage()
+    took, whole = time.monotonic() - begin, read_result(project)
     shutil.rmtree("data/sampled")
     while kills:
-        stage = begun()
+        stage = start_stage()
         stage.join(rng.uniform(0, 0.8) * took)
         if stage.exitcode is None:
             stage.kill()
@@ -94,10 +94,10 @@ def killed_at_random(project: Path, kills: int, seed: int) -> None:
             kills -= 1
             continue
         assert stage.exitcode == 0
-        assert_same(result(project), whole)
+        assert_same(read_result(project), whole)
         shutil.rmtree("data/sampled")
-    finished()
-    assert_same(result(project), whole)
+    run_stage()
+    assert_same(read_result(project), whole)
 
 
 def conversations_of(project: Path, count: int, turns: int, **changes: Any) -> None:

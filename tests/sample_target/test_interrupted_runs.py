@@ -20,21 +20,21 @@ from tests.conftest import ROOT
 from tests.sample_target.sampled_project import (
     SERVER,
     assert_same,
-    begun,
     conversations_of,
-    finished,
-    killed_at_random,
+    read_result,
     report,
-    result,
-    use,
+    run_stage,
+    run_with_random_kills,
+    set_backend,
+    start_stage,
 )
 from tests.serving.misbehaving_server import Fake, completion, echo
 
 
 @pytest.mark.long
 def test_killed_at_50_random_points_in_this_process(project: Path) -> None:
-    use(project, "transformers", train_rows=60, eval_rows=10, shard_size=8, batch_size=3)
-    killed_at_random(project, 50, seed=5)
+    set_backend(project, "transformers", train_rows=60, eval_rows=10, shard_size=8, batch_size=3)
+    run_with_random_kills(project, 50, seed=5)
 
 
 def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
@@ -46,16 +46,16 @@ def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
         return completion(f"place: {body['seed']}", body["model"])
 
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, train_rows=120, eval_rows=20, shard_size=16)
-        finished()
-        whole, asked = result(project), len(fake.bodies)
+        set_backend(project, "server", {"base_urls": [fake.url]}, train_rows=120, eval_rows=20, shard_size=16)
+        run_stage()
+        whole, asked = read_result(project), len(fake.bodies)
         assert asked == 160
         shutil.rmtree("data/sampled")
         fake.bodies.clear()
         at = 0
         for _ in range(3):
             at += rng.randrange(15, 45)
-            stage = begun()
+            stage = start_stage()
             while len(fake.bodies) < at:
                 assert stage.exitcode is None
                 time.sleep(0.002)
@@ -65,8 +65,8 @@ def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
         kept = sum(len(f.read_text().split("\n")) - 1 for f in scratch_folder.glob("train/journals/*.jsonl"))
         published = len(list(scratch_folder.glob("train/parts/*.parquet")))
         assert published >= 1 and kept + 16 * published <= len(fake.bodies)  # a published shard's journal is gone
-        finished()
-    assert_same(result(project), whole)
+        run_stage()
+    assert_same(read_result(project), whole)
     again = len(fake.bodies) - asked
     assert 0 <= again <= 3 * SERVER["concurrency"]  # only what was under way is asked twice
 
@@ -91,11 +91,11 @@ def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str,
         return 400 if odd == 0 else answer | {"usage": {"completion_tokens": 99}} if odd == 1 else answer
 
     with Fake(reply) as fake:
-        use(
+        set_backend(
             project, "server", {"base_urls": [fake.url], "concurrency": 3}, history=history, train_rows=28, shard_size=2
         )
         sample_target.main()
-        whole, asked = result(project), len(fake.bodies)
+        whole, asked = read_result(project), len(fake.bodies)
         assert whole[1]["dropped"]["refused"] and whole[1]["dropped"]["token_ids_unknown"]
         assert (whole[1]["dropped"].get("earlier_turn_incomplete", 0) > 0) == (history == "target")
         shutil.rmtree("data/sampled")
@@ -111,7 +111,7 @@ def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str,
                     raise
                 stopped += 1
         assert stopped >= 2
-    assert_same(result(project), whole)
+    assert_same(read_result(project), whole)
     assert len(fake.bodies) - asked < stopped * 12, (len(fake.bodies), asked, stopped)  # under way, and of no use
 
 
@@ -122,9 +122,9 @@ def test_several_servers_on_several_hosts_one_of_which_dies(project: Path, monke
     settings = {"train_rows": 300, "eval_rows": 20, "shard_size": 50}
     alone = Fake(echo)
     with alone:
-        use(project, "server", {"base_urls": [alone.url]}, **settings)
+        set_backend(project, "server", {"base_urls": [alone.url]}, **settings)
         sample_target.main()
-    whole = result(project)
+    whole = read_result(project)
     hosts = [Fake(echo, delay_s=0.01, host=f"127.0.0.{n}") for n in (2, 3, 4)]
     reply = hosts[1].reply
     dying = threading.Event()
@@ -146,14 +146,14 @@ def test_several_servers_on_several_hosts_one_of_which_dies(project: Path, monke
     death = threading.Thread(target=end)
     death.start()
     try:
-        use(project, "server", {"base_urls": [host.url for host in hosts], "concurrency": 24}, **settings)
+        set_backend(project, "server", {"base_urls": [host.url for host in hosts], "concurrency": 24}, **settings)
         sample_target.main()
     finally:
         dying.set()
         death.join()
         hosts[0].__exit__()
         hosts[2].__exit__()
-    assert_same(result(project), whole)
+    assert_same(read_result(project), whole)
     served = [len(host.bodies) for host in hosts]
     assert served[1] >= 30 and min(served[0], served[2]) > 80
     assert report(project)["asked_again"]["connection"] >= 1
@@ -195,7 +195,7 @@ def test_a_server_that_falls_is_started_again(
 ) -> None:
     """A long run must not be lost to one crash of the engine."""
     engine_that_falls(project, monkeypatch, "{10, 40}")
-    use(project, "server", {"launch": "sglang"}, train_rows=60)
+    set_backend(project, "server", {"launch": "sglang"}, train_rows=60)
     sample_target.main()
     assert "ended with status 9; starting it again (2 of 3)" in capsys.readouterr().out
     found = report(project)
@@ -208,15 +208,15 @@ def test_a_server_that_falls_is_started_again(
 def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two GPUs has a server. Answers are those of one server, each once, though one of the two falls twice."""
     engine_that_falls(project, monkeypatch, "{}")
-    use(project, "server", {"launch": "sglang"}, train_rows=60)
+    set_backend(project, "server", {"launch": "sglang"}, train_rows=60)
     sample_target.main()
-    whole = result(project)
+    whole = read_result(project)
     engine_that_falls(project, monkeypatch, "{10, 40}")
     plan = replicas.plan_replicas
     monkeypatch.setattr(replicas, "list_visible_gpus", lambda: [GpuMemory("H200", 0.0, 139.0)] * 2)
     monkeypatch.setattr(replicas, "plan_replicas", lambda *arguments: plan(*arguments[:3], "cuda", *arguments[4:]))
     sample_target.main()
-    assert_same(result(project), whole)
+    assert_same(read_result(project), whole)
     assert report(project)["server_restarts"] == 2
     logs = [Path(f".scratch/sglang_server_{number}.log").read_text() for number in (0, 1)]
     assert sum(log.count("illegal memory access") for log in logs) == 2
@@ -226,7 +226,7 @@ def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.Monke
 @pytest.mark.long
 def test_a_server_that_falls_again_and_again_stops_the_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_that_falls(project, monkeypatch, "range(10, 10**6)")
-    use(project, "server", {"launch": "sglang", "concurrency": 1}, train_rows=60)
+    set_backend(project, "server", {"launch": "sglang", "concurrency": 1}, train_rows=60)
     # Where the machine is so busy that a fall costs a request two attempts, these end first; the log is shown either way.
     ends = r"(?s)(status 9, after 3 restarts; its|no answer in 6 attempts.*The last lines of its) log, .*illegal memory access"
     with pytest.raises(ValueError, match=ends):

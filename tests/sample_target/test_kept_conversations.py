@@ -17,7 +17,7 @@ from tests.sample_target.sampled_project import (
     answers,
     conversations_of,
     report,
-    use,
+    set_backend,
     with_tools,
 )
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -42,7 +42,7 @@ def test_tools_calls_and_thoughts_reach_the_server_and_the_prompt(project: Path)
 
     models = {"data": [{"id": "tiny", "owned_by": "vllm"}]}
     with Fake(reply, models=models) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny"}, train_rows=None, eval_rows=None)
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"}, train_rows=None, eval_rows=None)
         sample_target.main()
     assert all(body["tools"] == TOOLS and body["tool_choice"] == "none" for body in fake.bodies)
     second = next(b["messages"] for b in fake.bodies if len(b["messages"]) == 3)
@@ -50,7 +50,7 @@ def test_tools_calls_and_thoughts_reach_the_server_and_the_prompt(project: Path)
     assert second[2] == {"role": "tool", "content": "blue", "tool_call_id": "abc"}
     text = tokenizer.decode(answers(project, "train")["prompt_ids"][1])
     assert json.dumps(TOOLS[0])[:20] in text and '(I look up)<sky at="Oslo" b=[1, 2]>' in text
-    use(project, "keep", {"base_urls": [fake.url], "model": "tiny"}, train_rows=2, eval_rows=1)
+    set_backend(project, "keep", {"base_urls": [fake.url], "model": "tiny"}, train_rows=2, eval_rows=1)
     with Fake(reply, models=models, port=fake.port):
         sample_target.main()
     kept = [tokenizer.decode(ids) for ids in answers(project, "train")["answer_ids"]]
@@ -64,7 +64,7 @@ def test_rows_whose_tools_can_t_be_read_are_dropped(project: Path) -> None:
     table.with_columns(bad).write_parquet("data/fixed/train.parquet")
     for backend in ("transformers", "keep", "server"):
         with Fake(echo) as fake:
-            use(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=24)
+            set_backend(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=24)
             sample_target.main()
         assert report(project)["dropped"]["malformed_tools"] == 2
         assert answers(project, "train").height == 6
@@ -89,7 +89,7 @@ def test_rows_that_the_chat_template_refuses_are_dropped_and_the_first_is_named(
         "{% for m in messages if m.role == 'tool' %}{{ raise_exception('role tool not known') }}{% endfor %}" + own
     )
     path.write_text(json.dumps(target | {"chat_template": refusing}))
-    use(project, backend, train_rows=12, max_new_tokens=4)
+    set_backend(project, backend, train_rows=12, max_new_tokens=4)
     sample_target.main()
     assert report(project)["dropped"]["refused_by_template"] == 2
     assert answers(project, "train").height == 10
@@ -100,7 +100,7 @@ def test_rows_that_the_chat_template_refuses_are_dropped_and_the_first_is_named(
 
 def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path) -> None:
     before = {split: answers(project, split) for split in SPLITS}
-    use(project, "keep")
+    set_backend(project, "keep")
     sample_target.main()
     tokenizer = AutoTokenizer.from_pretrained("artifacts/target")
     fixed = pl.read_parquet("data/fixed/train.parquet").to_dicts()
@@ -129,7 +129,7 @@ def test_keep_names_the_row_whose_mask_is_wrong(project: Path) -> None:
     schema = pl.read_parquet("data/fixed/train.parquet").schema
     rows[1]["messages"][-1]["content"] = ""
     pl.DataFrame(rows, schema=schema).write_parquet("data/fixed/train.parquet")
-    use(project, "keep")
+    set_backend(project, "keep")
     with pytest.raises(
         ValueError, match=rf"row {rows[1]['id']}\.0 \(weather_toon\.jsonl, row \d+\): its mask is all zero"
     ):

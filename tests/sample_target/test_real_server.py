@@ -21,10 +21,10 @@ from tests.sample_target.sampled_project import (
     SPLITS,
     answers,
     assert_same,
-    killed_at_random,
+    read_result,
     report,
-    result,
-    use,
+    run_with_random_kills,
+    set_backend,
     with_tools,
 )
 from tests.serving.faulty_proxy import Proxy
@@ -114,7 +114,7 @@ def test_the_load_generator_reads_the_stream_of_a_real_server(real: dict[str, An
 def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str, Any]) -> None:
     """At temperature 0, where its ids can be told; and above, the same at any concurrency, since each row has its seed."""
     own = {row["id"]: row for row in answers(project, "eval").to_dicts()}
-    use(project, "server", real)
+    set_backend(project, "server", real)
     sample_target.main()
     rows = answers(project, "eval").to_dicts()
     assert rows and all(row == own[row["id"]] for row in rows)
@@ -122,7 +122,7 @@ def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str
     assert set(found["token_ids"]) == {"text, as many"}
     assert set(found["dropped"]) <= {"truncated", "token_ids_unknown", "empty"}
     first = {split: answers(project, split) for split in SPLITS}
-    use(project, "server", {**real, "concurrency": 1})
+    set_backend(project, "server", {**real, "concurrency": 1})
     sample_target.main()
     for split in SPLITS:
         assert answers(project, split).equals(first[split])
@@ -131,22 +131,22 @@ def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str
 
 
 def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, Any]) -> None:
-    use(project, "server", real, train_rows=18, eval_rows=3, max_new_tokens=4)
-    killed_at_random(project, 5, seed=1)
+    set_backend(project, "server", real, train_rows=18, eval_rows=3, max_new_tokens=4)
+    run_with_random_kills(project, 5, seed=1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_at_50_random_points_before_a_real_server(project: Path, real: dict[str, Any], seed: int) -> None:
-    use(project, "server", real, train_rows=60, eval_rows=10, max_new_tokens=8, shard_size=7)
-    killed_at_random(project, 50, seed)
+    set_backend(project, "server", real, train_rows=60, eval_rows=10, max_new_tokens=8, shard_size=7)
+    run_with_random_kills(project, 50, seed)
 
 
 def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str, Any]) -> None:
     """10% of all answers are errors, 5% reset in the middle, 2% never come."""
-    use(project, "server", real, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
+    set_backend(project, "server", real, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
     sample_target.main()
-    whole = result(project)
+    whole = read_result(project)
     rng = random.Random(17)
     drawn = [rng.random() for _ in range(1000)]
 
@@ -156,9 +156,9 @@ def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str,
 
     with Proxy(real["base_urls"][0], fault) as proxy:
         broken = {**real, "base_urls": [proxy.url], "timeout_s": 4.0}
-        use(project, "server", broken, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
+        set_backend(project, "server", broken, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
         sample_target.main()
-    assert_same(result(project), whole)
+    assert_same(read_result(project), whole)
     assert proxy.faults["500"] >= 5 and proxy.faults["reset"] >= 3 and proxy.faults["hang"] >= 1
     again = Counter(report(project)["asked_again"])
     assert again["http 500"] == proxy.faults["500"] and again["timeout"] == proxy.faults["hang"]
@@ -169,9 +169,9 @@ def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str,
 def test_a_real_server_that_is_killed_is_started_again(project: Path) -> None:
     import psutil
 
-    use(project, "server", {"launch": "transformers"}, train_rows=60, max_new_tokens=8)
+    set_backend(project, "server", {"launch": "transformers"}, train_rows=60, max_new_tokens=8)
     sample_target.main()
-    whole = result(project)
+    whole = read_result(project)
     killed: list[int] = []
     over = threading.Event()
 
@@ -191,7 +191,7 @@ def test_a_real_server_that_is_killed_is_started_again(project: Path) -> None:
     killer.join()
     assert killed, "it was over before"
     assert report(project)["server_restarts"] == 1
-    assert_same(result(project), whole)
+    assert_same(read_result(project), whole)
 
 
 def test_a_real_server_renders_tools_as_we_do(project: Path, real: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ def test_a_real_server_renders_tools_as_we_do(project: Path, real: dict[str, Any
     with_tools(thoughts=False)
     own = {}
     for backend in ("transformers", "server"):
-        use(project, backend, real, train_rows=6, eval_rows=1, temperature=0.0, max_new_tokens=6)
+        set_backend(project, backend, real, train_rows=6, eval_rows=1, temperature=0.0, max_new_tokens=6)
         sample_target.main()
         own[backend] = {row["id"]: row for row in answers(project, "train").to_dicts()}
     assert len(own["transformers"]) == 6
@@ -209,6 +209,6 @@ def test_a_real_server_renders_tools_as_we_do(project: Path, real: dict[str, Any
 def test_a_server_that_leaves_thoughts_out_is_told(project: Path, real: dict[str, Any]) -> None:
     """`transformers serve` takes no thoughts into a history; where the template shows them, that is another prompt."""
     with_tools(thoughts=True)
-    use(project, "server", real)
+    set_backend(project, "server", real)
     with pytest.raises(ValueError, match="this row has tools, calls or thoughts, which not every server renders"):
         sample_target.main()

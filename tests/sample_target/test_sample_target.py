@@ -16,7 +16,7 @@ from stages import sample_target
 from stages.params.data_sections import SampleTarget, SamplingServer
 from stages.target import generation
 from tests.conftest import ROOT
-from tests.sample_target.sampled_project import SPLITS, TEMPLATE, answers, report, use
+from tests.sample_target.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion, echo
 
 FILE = r"\(weather_toon\.jsonl, row \d+\)"
@@ -25,7 +25,7 @@ FILE = r"\(weather_toon\.jsonl, row \d+\)"
 def test_another_template_in_the_server_stops_the_run(project: Path) -> None:
     """Bug: here and below the messages named a row without its file, as fix_data's do."""
     with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3, "completion_tokens": 2})) as fake:
-        use(project, "server", {"base_urls": [fake.url], "attempts": 1})
+        set_backend(project, "server", {"base_urls": [fake.url], "attempts": 1})
         with pytest.raises(
             ValueError, match=rf"row \S+\.0 {FILE}: the server was prompted with 3 tokens, .* give \d+; let the server"
         ):
@@ -34,7 +34,7 @@ def test_another_template_in_the_server_stops_the_run(project: Path) -> None:
 
 def test_a_row_that_no_server_answers_is_named_with_its_file(project: Path) -> None:
     with Fake(lambda b, n: 503) as fake:
-        use(project, "server", {"base_urls": [fake.url], "attempts": 1})
+        set_backend(project, "server", {"base_urls": [fake.url], "attempts": 1})
         with pytest.raises(ValueError, match=rf"^sample_target: row \S+\.\d {FILE}: no answer in 1 attempts"):
             sample_target.main()
 
@@ -44,7 +44,7 @@ def test_ids_that_cannot_be_told_are_dropped_and_counted(project: Path) -> None:
         return completion("hi", body["model"], usage={"completion_tokens": 99} if number % 3 == 0 else {})
 
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 1})
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1})
         sample_target.main()
     found = report(project)
     assert found["dropped"]["token_ids_unknown"] == 4 == found["rows_in"] - found["rows_out"]
@@ -52,11 +52,11 @@ def test_ids_that_cannot_be_told_are_dropped_and_counted(project: Path) -> None:
 
 def test_a_refused_row_is_dropped_and_refusing_servers_stop_the_run(project: Path) -> None:
     with Fake(lambda b, n: 400 if n == 1 else completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]})
+        set_backend(project, "server", {"base_urls": [fake.url]})
         sample_target.main()
     assert report(project)["dropped"]["refused"] == 1
     with Fake(lambda *_: 400) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, train_rows=20)
+        set_backend(project, "server", {"base_urls": [fake.url]}, train_rows=20)
         with pytest.raises(ValueError, match="the servers refused the first 8 rows"):
             sample_target.main()
 
@@ -66,7 +66,7 @@ def test_later_turns_are_asked_after_the_targets_own_answers(project: Path) -> N
     rows = pl.read_parquet("data/fixed/train.parquet").head(1).with_columns(pl.Series("messages", [talk]))
     rows.write_parquet("data/fixed/train.parquet")
     with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, history="target")
+        set_backend(project, "server", {"base_urls": [fake.url]}, history="target")
         sample_target.main()
     bodies = [b for b in fake.bodies if b["messages"][0]["content"] == "user 0"]  # of train; eval is asked meanwhile
     histories = [[m["content"] for m in b["messages"]] for b in bodies]
@@ -82,7 +82,7 @@ def test_servers_get_the_next_split_while_the_last_answers_of_one_are_awaited(pr
     """Bug: servers ran empty at the end of each split, for as long as its longest answer took."""
     wait_s = 2.0
     with Fake(delay_s=lambda body: wait_s * (body is fake.bodies[0])) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, temperature=0.7)
+        set_backend(project, "server", {"base_urls": [fake.url]}, temperature=0.7)
         sample_target.main()
     temperatures = [body["temperature"] for body in fake.bodies]
     assert temperatures[0] == 0.7  # of train, still unanswered when eval is asked
@@ -98,7 +98,7 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
         {"temperature": 1.0, "weight": 1.0},
     ]
     with Fake(echo) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, temperature=mixture, train_rows=400, shard_size=64)
+        set_backend(project, "server", {"base_urls": [fake.url]}, temperature=mixture, train_rows=400, shard_size=64)
         sample_target.main()
         asked = {b["seed"]: b["temperature"] for b in fake.bodies[:400]}
         rows = answers(project, "train")
@@ -108,7 +108,7 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
         assert abs(shares[0.0] - 200) < 40 and abs(shares[0.5] - 100) < 35  # four standard deviations
         assert report(project)["temperatures"] == {"0": shares[0.0], "0.5": shares[0.5], "1": shares[1.0]}
         assert set(answers(project, "eval_t")["temperature"]) == {0.5}  # the heaviest above 0, the first of equals
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, train_rows=100, shard_size=7)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, train_rows=100, shard_size=7)
         sample_target.main()
         some = answers(project, "train")  # a part of the four hundred
         assert len(some) == 100 and some.equals(rows.filter(pl.col("id").is_in(some["id"].to_list())))
@@ -116,11 +116,11 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
 
 def test_a_mixture_in_this_process(project: Path) -> None:
     mixture = [{"temperature": 0.0, "weight": 1.0}, {"temperature": 0.9, "weight": 1.0}]
-    use(project, "transformers", temperature=mixture, train_rows=20, batch_size=4, max_new_tokens=6)
+    set_backend(project, "transformers", temperature=mixture, train_rows=20, batch_size=4, max_new_tokens=6)
     sample_target.main()
     rows = answers(project, "train")
     assert set(rows["temperature"].cast(pl.Float64).round(3)) == {0.0, 0.9}
-    use(project, "transformers", temperature=0.0, train_rows=20, batch_size=4, max_new_tokens=6)
+    set_backend(project, "transformers", temperature=0.0, train_rows=20, batch_size=4, max_new_tokens=6)
     sample_target.main()
     cold = answers(project, "train")
     assert rows["id"].to_list() == cold["id"].to_list()
@@ -134,7 +134,7 @@ def test_a_second_eval_set_that_is_not_asked_for_is_in_no_report(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: `eval_t: 0 answers at temperature 0, ... questions not asked`, and the page had such a line for each file."""
-    use(project, "transformers", temperature=0.0, train_rows=6, max_new_tokens=2)
+    set_backend(project, "transformers", temperature=0.0, train_rows=6, max_new_tokens=2)
     sample_target.main()
     assert "eval_t" not in capsys.readouterr().out
     found = report(project)
@@ -161,7 +161,7 @@ def test_a_prompt_that_is_empty_names_its_row(project: Path, backend: str) -> No
     )
     first = answers(project, "train")["id"][0]  # of the rows that are asked
     with Fake(echo) as fake:
-        use(project, backend, {"base_urls": [fake.url], "concurrency": 1})
+        set_backend(project, backend, {"base_urls": [fake.url], "concurrency": 1})
         with pytest.raises(ValueError, match=rf"row {re.escape(first)} {FILE}: its mask is all one"):
             sample_target.main()
 
@@ -173,10 +173,10 @@ def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_ru
         return completion("hi" if number else "", body["model"])
 
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 1})
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1})
         sample_target.main()
     assert report(project)["dropped"] == {"empty": 1}
-    use(project, "transformers", max_new_tokens=4)
+    set_backend(project, "transformers", max_new_tokens=4)
     plain, ends = generation.generate_answers, []
 
     def answers_without_end(*args: Any, **kwargs: Any) -> list[tuple[list[int], str]]:
@@ -197,7 +197,7 @@ def test_cut_answers_are_one_warning_and_missing_questions_are_counted(
 ) -> None:
     """Bug: the same warning came for each split; and 60,000 rows of 30 were sampled without a word."""
     pl.read_parquet("data/fixed/train.parquet").head(10).write_parquet("data/fixed/train.parquet")
-    use(project, "transformers", max_new_tokens=2, temperature=1.0, train_rows=1000, eval_rows=2)
+    set_backend(project, "transformers", max_new_tokens=2, temperature=1.0, train_rows=1000, eval_rows=2)
     sample_target.main()
     shown, found = capsys.readouterr().out, report(project)
     (warning,) = (line for line in shown.splitlines() if line.startswith("warning: "))

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from stages import sample_target
 from stages.target.chat_template import TemplateRefusalError
 from stages.target.prompt_encoder import PromptEncoder
-from tests.sample_target.sampled_project import TEMPLATE, answers, conversations_of, report, use
+from tests.sample_target.sampled_project import TEMPLATE, answers, conversations_of, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion
 
 WRONG_COUNT = {"usage": {"completion_tokens": 99}}
@@ -41,7 +41,7 @@ def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path
         return completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
 
     with serve_as(engine, reply) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
         sample_target.main()
     found = report(project)
     assert found["token_ids"] == {"server": found["rows_in"]} and not found["dropped"]
@@ -67,7 +67,7 @@ def test_ids_that_cannot_be_the_texts_are_dropped(
     odd = completion("place: Graz", choice={"token_ids": change(ids)}, usage={"completion_tokens": len(ids)})
     good = completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
     with serve_as("vllm", lambda b, n: good if n else odd) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1})
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1})
         sample_target.main()
     assert report(project)["dropped"] == {"token_ids_unknown": 1}
     output = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_sglangs_prompt_is_compared_by_its_ids(project: Path) -> None:
         return completion("hi", choice={"token_ids": [5], "prompt_token_ids": [1, 2, 3]})
 
     with serve_as("sglang", reply) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
         with pytest.raises(ValueError, match="the server was prompted with 3 tokens, this tokenizer"):
             sample_target.main()
 
@@ -87,7 +87,7 @@ def test_sglangs_prompt_is_compared_by_its_ids(project: Path) -> None:
 def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it(project: Path) -> None:
     """Bug: it went on to the end, said "0 cut at max_new_tokens; raise max_new_tokens", and kept the answers for the next run."""
     with Fake(lambda b, n: completion("hi", b["model"], **WRONG_COUNT)) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
         with pytest.raises(
             ValueError,
             match=r"none of the first 32 answers are known.*The first: row \S+ \(weather_toon.jsonl, row \d+\)",
@@ -95,7 +95,7 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
             sample_target.main()
         assert "the server counted 99 tokens" in str(error.value) and len(fake.bodies) < 40
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
         sample_target.main()
     assert answers(project, "train").height == 60 and not report(project)["dropped"]
 
@@ -103,11 +103,11 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
 def test_a_server_with_the_right_template_goes_on_after_one_with_another(project: Path) -> None:
     """Bug: the answers to wrong prompts were kept, so that the fixed server was never asked."""
     with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3})) as fake:
-        use(project, "server", {"base_urls": [fake.url]})
+        set_backend(project, "server", {"base_urls": [fake.url]})
         with pytest.raises(ValueError, match="prompted with 3 tokens"):
             sample_target.main()
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]})
+        set_backend(project, "server", {"base_urls": [fake.url]})
         sample_target.main()
     assert not report(project)["dropped"]
 
@@ -117,7 +117,7 @@ def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) 
         return completion("hi", body["model"], choice={"finish_reason": "length"})
 
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, truncated="drop")
+        set_backend(project, "server", {"base_urls": [fake.url]}, truncated="drop")
         with pytest.raises(
             ValueError,
             match=r"in the train split, .*\(6 sampled, dropped: 6 truncated\); raise sample_target.max_new_tokens",
@@ -136,7 +136,7 @@ def test_the_prompts_ids_before_the_answers_are_told(
         return completion("place: Graz", choice={"token_ids": ids if number else [*prompt, *ids]})
 
     with serve_as("vllm", reply) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1}, max_new_tokens=500)
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1}, max_new_tokens=500)
         sample_target.main()
     assert "the server returned the ids of the prompt before those of its answer" in capsys.readouterr().out
 
@@ -147,7 +147,7 @@ def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
 ) -> None:
     ids = spell(tokenizer, "place: Graz")
     with serve_as("vllm", lambda b, n: completion(text, choice={"token_ids": ids})) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
         if "!" in text:
             with pytest.raises(ValueError, match="dropped: 6 token_ids_unknown"):
                 sample_target.main()
@@ -159,7 +159,7 @@ def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
 def test_a_tokenised_text_of_too_many_tokens_is_dropped_where_nothing_else_is_known(project: Path) -> None:
     """Bug: it stopped the run, as if the server did not obey max_tokens; a parser may have added what was tokenised."""
     with Fake(lambda b, n: completion("a long answer " * 40 if n == 2 else "hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, max_new_tokens=20)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, max_new_tokens=20)
         sample_target.main()
     assert report(project)["dropped"] == {"token_ids_unknown": 1}
 
@@ -167,7 +167,7 @@ def test_a_tokenised_text_of_too_many_tokens_is_dropped_where_nothing_else_is_kn
 def test_refusals_that_come_before_the_first_answer_do_not_stop_a_run_of_many_at_once(project: Path) -> None:
     """Bug: eight rows that are too long, among requests of which no answer was there yet, stopped it."""
     with Fake(lambda b, n: 400 if n < 10 else completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 16}, train_rows=40)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 16}, train_rows=40)
         sample_target.main()
     assert report(project)["dropped"] == {"refused": 10}
 
@@ -185,7 +185,7 @@ def test_turns_after_one_that_the_template_refuses_do_not_quote_the_datas_answer
     conversations_of(project, 3, 3)
     monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=9)
+        set_backend(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=9)
         with pytest.raises(ValueError, match="dropped: 6 earlier_turn_incomplete, 3 refused_by_template"):
             sample_target.main()
     assert not fake.bodies
@@ -199,11 +199,11 @@ def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path
 
     settings: dict[str, Any] = {"train_rows": 30, "shard_size": 50}
     with Fake(reply) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
         with pytest.raises(ValueError, match="404"):
             sample_target.main()
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
         sample_target.main()
     found = report(project)
     assert not found["dropped"] and len(fake.bodies) == found["rows_in"] - 8  # what was usable is kept
@@ -212,7 +212,7 @@ def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path
 def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest.CaptureFixture) -> None:
     """Bug: a server without `usage` and with another template was taken without a word."""
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]})
+        set_backend(project, "server", {"base_urls": [fake.url]})
         sample_target.main()
     assert "warning: of 12 of 12 answers the servers returned neither token ids nor how many" in capsys.readouterr().out
 
@@ -220,7 +220,7 @@ def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest
 def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer: Any) -> None:
     ids = spell(tokenizer, "place: Graz")
     with serve_as("vllm", lambda b, n: completion("place: Graz", choice={"token_ids": ids})) as fake:
-        use(project, "server", {"base_urls": [fake.url], "model": "tiny"}, max_new_tokens=5)
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"}, max_new_tokens=5)
         with pytest.raises(
             ValueError, match=r"\): the server answered with 12 tokens, .*max_new_tokens 5; let it obey"
         ):
@@ -238,7 +238,7 @@ def test_a_row_that_the_template_refuses_is_not_sent(project: Path, monkeypatch:
 
     monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
     with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        use(project, "server", {"base_urls": [fake.url]})
+        set_backend(project, "server", {"base_urls": [fake.url]})
         sample_target.main()
     found = report(project)
     assert found["dropped"] == {"refused_by_template": 1} and len(fake.bodies) == found["rows_in"] - 1

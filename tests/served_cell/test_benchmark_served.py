@@ -28,7 +28,7 @@ from stages.served_cell import server_setup
 from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
-from tests.conftest import edit_params, gone
+from tests.conftest import edit_params, has_ended
 from tests.served_cell.served_project import DOUBLE, LOAD, ask, replayed
 from tests.serving.engine_double import FORK_VARIABLE
 
@@ -238,7 +238,7 @@ def test_the_server_goes_with_the_stage(
         (stage,) = stages
         os.kill(stage.pid, number)
         client.communicate(timeout=60)
-        assert all(gone(child.pid, 30) for child in (stage, *children))
+        assert all(has_ended(child.pid, 30) for child in (stage, *children))
 
 
 def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:

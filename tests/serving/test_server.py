@@ -12,7 +12,7 @@ import pytest
 
 from stages.runtime import free_port
 from stages.serving import server
-from tests.conftest import gone
+from tests.conftest import has_ended
 
 ROOT = Path(__file__).parents[2]
 # Serves, and has a child of its own that ignores SIGTERM, as an engine's workers may.
@@ -52,8 +52,8 @@ def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
     with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running.check_alive()
-        assert not gone(child, 0)
-    assert gone(child)
+        assert not has_ended(child, 0)
+    assert has_ended(child)
 
 
 # Serves, and has a grandchild in a session of its own whose parent has ended, as a daemon does: no signal to a group, and
@@ -85,8 +85,8 @@ def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
     port = free_port.find_free_port()
     with server.ServerProcess("vllm", line(DAEMONISES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
-        assert os.getsid(daemon) != os.getsid(0) and not gone(daemon, 0)
-    assert gone(daemon, 5)
+        assert os.getsid(daemon) != os.getsid(0) and not has_ended(daemon, 0)
+    assert has_ended(daemon, 5)
 
 
 @needs_subreaper
@@ -96,11 +96,11 @@ def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     with server.ServerProcess("vllm", line(DAEMONISES, port), port, log, 60, settle_s=0.5, restarts=1) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
         falls(running)
-        assert running.get_exit_status() == 7 and gone(daemon, 0)
+        assert running.get_exit_status() == 7 and has_ended(daemon, 0)
         running.check_alive()
         other = int(httpx.get(running.base_url, trust_env=False).text)
         assert other != daemon
-    assert gone(other, 5)
+    assert has_ended(other, 5)
 
 
 @needs_subreaper
@@ -110,7 +110,7 @@ def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> No
     daemon = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     parent.kill()
     parent.wait(60)
-    assert gone(daemon, 10)
+    assert has_ended(daemon, 10)
 
 
 def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
     with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running._guard.kill()
-    assert gone(child, 10)
+    assert has_ended(child, 10)
 
 
 def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fails()
-    assert gone(children[0])
+    assert has_ended(children[0])
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
@@ -142,7 +142,7 @@ def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals
     child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
     os.kill(parent.pid, how)
     parent.wait(60)
-    assert gone(child)
+    assert has_ended(child)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}", trust_env=False)
 
@@ -167,7 +167,7 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
         server.ServerProcess("vllm", sleeps, port, tmp_path / "log", 1.5, settle_s=0.5),
     ):
         pass
-    assert gone(int((tmp_path / "log").read_text().split()[0]))
+    assert has_ended(int((tmp_path / "log").read_text().split()[0]))
 
 
 def test_one_whose_port_another_holds_is_ended_at_once(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_one_whose_port_another_holds_is_ended_at_once(tmp_path: Path) -> None:
     ):
         pass
     assert 1 <= time.monotonic() - begun < 60  # neither for another port nor after the whole timeout
-    assert gone(int(log.read_text().split()[0]))
+    assert has_ended(int(log.read_text().split()[0]))
 
 
 def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stages.target import hooks, loading, multimodal, packed_forward
 from stages.target.vision import ImagePatches
-from tests.target.test_target_forward import LAYERS, SIGHT, saved
+from tests.target.test_target_forward import LAYERS, SIGHT, save_random_model
 
 CLASSES = ["qwen3 vl", "qwen3 vl moe", "qwen2.5 vl", "qwen2 vl"]
 TOKEN, START, END = 90, 92, 93
@@ -28,7 +28,7 @@ DOCUMENTS: list[tuple[list[tuple[int, int]], list[int]]] = [
 
 
 def load(folder: Path, name: str) -> Any:
-    saved(folder, name, False)
+    save_random_model(folder, name, False)
     return loading.load_target(str(folder), "float32", "cpu")
 
 

@@ -12,14 +12,14 @@ from stages.target import multimodal
 from stages.target.feature_target import FeatureTarget
 from tests.conftest import ROOT
 from tests.target import multimodal_documents
-from tests.target.test_target_forward import LENGTHS, TEXT, V, every_class, manifest_of, saved
+from tests.target.test_target_forward import LENGTHS, TEXT, V, every_class, manifest_of, save_random_model
 
 LAYERS = multimodal_documents.TAPPED
 
 
 @every_class
 def test_texts(tmp_path: Path, name: str) -> None:
-    saved(tmp_path, name, False)
+    save_random_model(tmp_path, name, False)
     made = replace(manifest_of(tmp_path), feature_layers=LAYERS)
     live = FeatureTarget.load(made, load_params(ROOT / "params.yaml").target, "cpu")
     documents = [torch.randint(7, min(V, 80), (length,)) for length in LENGTHS]

@@ -34,7 +34,7 @@ from tests.target.multimodal_documents import (
     load,
     positions_of,
 )
-from tests.target.test_target_forward import H, saved
+from tests.target.test_target_forward import H, save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,7 +129,7 @@ def described(folder: Path) -> Any:
 @every_class
 def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None:
     """transformers' rotary module of the class, on positions of pictures and text, against the draft made for it."""
-    model = saved(tmp_path, name, False)
+    model = save_random_model(tmp_path, name, False)
     made = described(tmp_path)
     draft = random_draft(made)
     positions = torch.tensor([p for shape in DOCUMENTS for p in positions_of(shape)])  # [N, 3]
@@ -155,7 +155,7 @@ def test_the_published_layouts() -> None:
 
 def test_engines_are_told_the_layout(tmp_path: Path) -> None:
     """SGLang and vLLM read mrope_section and mrope_interleaved from rope_scaling; without it they take plain positions."""
-    saved(tmp_path, "qwen3 vl", False)
+    save_random_model(tmp_path, "qwen3 vl", False)
     made = described(tmp_path)
     config = eagle3_checkpoint.build_eagle3_config(
         {}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids
@@ -187,7 +187,7 @@ class Run:
         self.model, self.made = load(folder, name), described(folder)
         self.prompts = documents()
         self.plain = Engine(self.model, [5], TAPPED)
-        self.answers = [said(self.plain.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in self.prompts]
+        self.answers = [join_tokens(self.plain.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in self.prompts]
         self.rows = [
             row(self.model, ids, shown, answer) for (ids, shown), answer in zip(self.prompts, self.answers, strict=True)
         ]
@@ -195,7 +195,7 @@ class Run:
         self.draft = random_draft(self.made)
         self.learn()
 
-    def learn(self) -> None:
+    def overfit_draft(self) -> None:
         pack, objective = ttt.TrainingPack.from_rows(self.rows[:3], STEPS, "aligned"), ttt.TrainingObjective(STEPS)
         optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.003)
         for _ in range(50):
@@ -208,7 +208,7 @@ class Run:
 ROOM, STEPS = 24, 4
 
 
-def said(steps: Any) -> list[int]:
+def join_tokens(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
@@ -256,7 +256,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     live = []
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
         steps = list(engine.decode_speculative(ids.tolist(), ROOM, TreeShape(*tree), shown))
-        assert said(steps) == answer
+        assert join_tokens(steps) == answer
         live.append([sum(s.num_accepted for s in steps[1:]), len(steps) - 1])
     rows = run.rows
     visual = torch.cat([r.image_embeddings for r in rows if r.image_embeddings is not None])

@@ -33,7 +33,7 @@ SIGHT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def seeing(name: str, tied: bool, sight: dict[str, Any], **text: Any) -> Any:
+def build_vision_config(name: str, tied: bool, sight: dict[str, Any], **text: Any) -> Any:
     return getattr(transformers, name)(
         text_config={**TEXT, **MROPE, **text, "tie_word_embeddings": tied},
         vision_config={**SIGHT, **sight},
@@ -67,10 +67,10 @@ CLASSES = {
     "hunyuan moe": lambda tied: transformers.HunYuanMoEV1Config(
         **TEXT, tie_word_embeddings=tied, head_dim=8, num_experts=4, moe_topk=2
     ),
-    "qwen3 vl": lambda tied: seeing("Qwen3VLConfig", tied, DEEPSTACK, head_dim=8),
-    "qwen3 vl moe": lambda tied: seeing("Qwen3VLMoeConfig", tied, DEEPSTACK, head_dim=8, **EXPERTS),
-    "qwen2 vl": lambda tied: seeing("Qwen2VLConfig", tied, {"embed_dim": 16, "hidden_size": H, "mlp_ratio": 2}),
-    "qwen2.5 vl": lambda tied: seeing("Qwen2_5_VLConfig", tied, {"fullatt_block_indexes": [1], "window_size": 16}),
+    "qwen3 vl": lambda tied: build_vision_config("Qwen3VLConfig", tied, DEEPSTACK, head_dim=8),
+    "qwen3 vl moe": lambda tied: build_vision_config("Qwen3VLMoeConfig", tied, DEEPSTACK, head_dim=8, **EXPERTS),
+    "qwen2 vl": lambda tied: build_vision_config("Qwen2VLConfig", tied, {"embed_dim": 16, "hidden_size": H, "mlp_ratio": 2}),
+    "qwen2.5 vl": lambda tied: build_vision_config("Qwen2_5_VLConfig", tied, {"fullatt_block_indexes": [1], "window_size": 16}),
 }  # fmt: skip
 every_class = pytest.mark.parametrize("name", CLASSES)
 LENGTHS = [9, 3, 7]
@@ -81,7 +81,7 @@ def tied(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def saved(folder: Path, name: str, tied: bool) -> PreTrainedModel:
+def save_random_model(folder: Path, name: str, tied: bool) -> PreTrainedModel:
     """A random model of the class, in a folder as Hugging Face has it. Norms are not one, so that a lost norm shows."""
     torch.manual_seed(0)
     config = CLASSES[name](tied)
@@ -111,7 +111,7 @@ def rows() -> list[torch.Tensor]:
 @every_class
 def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path, name: str, tied: bool) -> None:
     """Entering block i; the last one after the final norm, so that the head's table makes the model's logits of it."""
-    saved(tmp_path, name, tied)
+    save_random_model(tmp_path, name, tied)
     model = loading.load_target(str(tmp_path), "float32", "cpu")
     assert not any(weight.data_ptr() % 64 for weight in model.parameters())  # sums are rounded alike in every process
     made = manifest_of(tmp_path)
@@ -131,7 +131,7 @@ def test_what_we_capture_is_what_transformers_calls_hidden_states(tmp_path: Path
 @every_class
 def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> None:
     """Packed as one row, or padded: the same as every document by itself, in all layers that are tapped."""
-    saved(tmp_path, name, False)
+    save_random_model(tmp_path, name, False)
     model = loading.load_target(str(tmp_path), "float32", "cpu")
     alone = [compute_hidden_states(model, row[None], [2, 3, 4]) for row in rows()]
     expected = torch.cat([features[0] for features, _ in alone]), torch.cat([last[0] for _, last in alone])
@@ -149,17 +149,17 @@ def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> No
 
 def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path) -> None:
     """A class that ignores the borders would let documents see each other: it is padded instead."""
-    saved(tmp_path, "qwen3", False)
+    save_random_model(tmp_path, "qwen3", False)
     model = loading.load_target(str(tmp_path), "float32", "cpu")
     borders = packed_forward._attend_documents
 
-    def blind(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
+    def ignore_borders(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
         return borders(*args, cu_seq_lens_q=cu_seq_lens_q[[0, -1]], **kwargs)
 
-    def refusing(*args: Any, **kwargs: Any) -> Any:
+    def raise_not_implemented(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    for attention in (blind, refusing):
+    for attention in (ignore_borders, raise_not_implemented):
         AttentionInterface.register(packed_forward.DOCUMENT_ATTENTION, attention)
         try:
             with warnings.catch_warnings():
@@ -203,7 +203,7 @@ def test_a_class_with_a_mask_of_its_own_is_padded() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block compiled again for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
-    saved(tmp_path, name, False)
+    save_random_model(tmp_path, name, False)
     model = loading.load_target(str(tmp_path), "float32", "cpu")
     plain = packed_forward.forward_documents(model, torch.cat(rows()), LENGTHS, True)
     compiled: list[int] = []
@@ -232,7 +232,7 @@ def manifest_of(folder: Path) -> manifest.TargetManifest:
 @every_class
 def test_the_facts_are_those_of_the_model(tmp_path: Path, name: str, tied: bool) -> None:
     """Read off the weights themselves, not off the config they come from."""
-    model = saved(tmp_path, name, tied)
+    model = save_random_model(tmp_path, name, tied)
     made = manifest_of(tmp_path)
     block = model.get_decoder().layers[0]
     assert (made.vocab_size, made.hidden_size) == model.get_input_embeddings().weight.shape

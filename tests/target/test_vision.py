@@ -19,7 +19,7 @@ from tests.target.multimodal_targets import KINDS, picture, save
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def talk(*turns: list[str] | str) -> list[dict[str, Any]]:
+def make_conversation(*turns: list[str] | str) -> list[dict[str, Any]]:
     """A user's turn as a list, in which what ends in a picture's extension is one; an answer as a text."""
     return [
         {"role": "assistant", "content": turn}
@@ -36,16 +36,16 @@ def talk(*turns: list[str] | str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def talks(tmp_path: Path) -> list[list[dict[str, Any]]]:
+def conversations(tmp_path: Path) -> list[list[dict[str, Any]]]:
     wide = picture(tmp_path / "wide.png", 40, 150, 1)
     tall = picture(tmp_path / "tall.jpg", 90, 33, 2)
     large = picture(tmp_path / "large.png", 300, 400, 3)  # is made smaller
     small = picture(tmp_path / "small.png", 9, 11, 4)  # is made larger
     return [
-        talk([wide, "what is it?"]),
-        talk([small, "and ", tall, " both?"], "rain", ["then ", large, wide]),
-        talk(["no picture here"]),
-        talk([large]),
+        make_conversation([wide, "what is it?"]),
+        make_conversation([small, "and ", tall, " both?"], "rain", ["then ", large, wide]),
+        make_conversation(["no picture here"]),
+        make_conversation([large]),
     ]
 
 
@@ -54,25 +54,25 @@ def list_images(messages: list[dict[str, Any]]) -> list[str]:
     return [part["image"] for part in parts if part["type"] == "image"]
 
 
-def theirs(processor: Any, messages: list[dict[str, Any]]) -> Any:
+def encode_by_transformers(processor: Any, messages: list[dict[str, Any]]) -> Any:
     return processor.apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
 
 
-def ours(eyes: vision.CachedImageProcessor, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
+def encode_by_aerie(eyes: vision.CachedImageProcessor, tok: Any, messages: list[dict[str, Any]]) -> list[int]:
     return vision.expand_image_tokens(
         chat_template.encode_prompt(tok, messages), eyes.image_token_id, eyes.count_image_tokens(list_images(messages))
     )
 
 
 @every_kind
-def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_path: Path) -> None:
+def test_prompts_and_patches_are_transformers_own(kind: str, conversations: Any, tmp_path: Path) -> None:
     _, processor = save(kind, tmp_path / "target")
     eyes = vision.CachedImageProcessor(tmp_path / "target", False)
-    for messages in talks:
-        expected = theirs(processor, messages)
-        assert ours(eyes, processor.tokenizer, messages) == expected["input_ids"][0].tolist()
+    for messages in conversations:
+        expected = encode_by_transformers(processor, messages)
+        assert encode_by_aerie(eyes, processor.tokenizer, messages) == expected["input_ids"][0].tolist()
         if paths := list_images(messages):
             seen = eyes.load_patches(paths)
             assert torch.equal(seen.pixel_values, expected["pixel_values"]) and seen.pixel_values.dtype == torch.float32
@@ -84,19 +84,19 @@ def test_prompts_and_patches_are_transformers_own(kind: str, talks: Any, tmp_pat
 
 
 @every_kind
-def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, talks: Any, tmp_path: Path) -> None:
+def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, conversations: Any, tmp_path: Path) -> None:
     """Prompts of other lengths, pictures of other sizes, none at all; against `generate` on the processor's own output."""
     _, processor = save(kind, tmp_path / "target")
     model = loading.load_target(str(tmp_path / "target"), "float32", "cpu")
     eyes, eos = vision.CachedImageProcessor(tmp_path / "target", False), model.config.get_text_config().eos_token_id
-    prompts = [ours(eyes, processor.tokenizer, messages) for messages in talks]
-    seen = eyes.load_patches([path for messages in talks for path in list_images(messages)])
+    prompts = [encode_by_aerie(eyes, processor.tokenizer, messages) for messages in conversations]
+    seen = eyes.load_patches([path for messages in conversations for path in list_images(messages)])
     found = generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, seen)
     blind = generation.generate_answers(
         model, prompts[2:3], 12, 0.0, 1.0, [eos], eos, 1
     )  # after pictures: nothing of them is left
-    for messages, (ids, _) in zip(talks, found, strict=True):
-        inputs = theirs(processor, messages)
+    for messages, (ids, _) in zip(conversations, found, strict=True):
+        inputs = encode_by_transformers(processor, messages)
         out = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=eos, pad_token_id=eos)
         alone = out[0, inputs["input_ids"].shape[1] :].tolist()
         assert ids == generation._cut_at_end_token(alone, [eos])[0]
@@ -146,7 +146,7 @@ def test_a_picture_on_its_side_is_turned_upright_here_and_for_servers(tmp_path: 
     path = picture(tmp_path / "side.jpg", 32, 96, 3, exif=exif)
     eyes = vision.CachedImageProcessor(tmp_path / "target", False)
     assert eyes.load_patches([path]).image_grid_thw.tolist() == [[1, 6, 2]]
-    expected = theirs(processor, talk([path]))
+    expected = encode_by_transformers(processor, make_conversation([path]))
     assert torch.equal(eyes.load_patches([path]).pixel_values, expected["pixel_values"])
     sent = Image.open(io.BytesIO(base64.b64decode(eyes.build_data_url(path).partition(",")[2])))
     assert sent.size == (32, 96) and not sent.getexif()
