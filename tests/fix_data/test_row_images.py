@@ -87,8 +87,8 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
     }
     own = kept.pop(("a.parquet", 8))
     assert own == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]  # of an empty file
-    for (source, place), images in kept.items():
-        expected = [png(place // 2)] if source == "a.parquet" else [png(20 + place), png(100)]
+    for (source, source_row), images in kept.items():
+        expected = [png(source_row // 2)] if source == "a.parquet" else [png(20 + source_row), png(100)]
         assert [Path(image).read_bytes() for image in images] == expected
         assert images == [f"data/fixed/images/{hashlib.sha256(data).hexdigest()}.png" for data in expected]
     files = {path.as_posix() for path in fix_data.IMAGES_FOLDER.iterdir()}

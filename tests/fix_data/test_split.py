@@ -17,9 +17,9 @@ def test_no_prompt_is_in_both_splits(home: Path) -> None:
 
     def prompts(table: pl.DataFrame) -> set[str]:
         return {
-            json.dumps(messages[: place + 1])
+            json.dumps(messages[: index + 1])
             for messages in table["messages"].to_list()
-            for place, message in enumerate(messages)
+            for index, message in enumerate(messages)
             if message["role"] == "user"
         }
 
@@ -83,7 +83,7 @@ def test_the_first_of_near_duplicates_is_kept(home: Path) -> None:
     examples = report["near_duplicates"]["examples"]
     assert all(0.8 <= e["likeness"] < 1 and e["first"] != e["second"] for e in examples)
     numbers = [
-        [int(e[place].removeprefix(f"{RAW.name}, row ")) for place in ("first_origin", "second_origin")]
+        [int(e[column].removeprefix(f"{RAW.name}, row ")) for column in ("first_origin", "second_origin")]
         for e in examples
     ]
     assert numbers and all(second == first + 60 for first, second in numbers)

@@ -18,32 +18,32 @@ def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
     """One bit in every byte, header and numbers; only bits past the last token's mask mean nothing."""
     rows = made_up((2, 3))
     writer.write_rows(tmp_path, rows, torch.float32, 10**9)
-    place = shards(tmp_path)[0]
-    whole = place.read_bytes()
+    path = shards(tmp_path)[0]
+    whole = path.read_bytes()
     for byte in range(len(whole)):
         spoilt = bytearray(whole)
         spoilt[byte] ^= 1 << byte % 3
-        place.write_bytes(spoilt)
+        path.write_bytes(spoilt)
         if byte == len(whole) - 1:  # tokens 0 to 4 have the mask's bits 7 to 3: a lower one means nothing
             assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
-            assert str(place) in read_refusal(tmp_path), f"byte {byte}"
+            assert str(path) in read_refusal(tmp_path), f"byte {byte}"
 
 
 def test_the_row_with_the_flipped_bit_is_named(written: Path) -> None:
-    place = shards(written)[0]
-    spoilt = bytearray(place.read_bytes())
-    with safe_open(place, framework="pt") as shard:
+    path = shards(written)[0]
+    spoilt = bytearray(path.read_bytes())
+    with safe_open(path, framework="pt") as shard:
         first = shard.get_tensor("features")[0, 0].numpy().tobytes()
     spoilt[spoilt.index(first)] ^= 1
-    place.write_bytes(spoilt)
-    assert f"{place}: row z.0 does not match its checksum" in read_refusal(written)
+    path.write_bytes(spoilt)
+    assert f"{path}: row z.0 does not match its checksum" in read_refusal(written)
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, -1], ids=["nothing", "half a length", "half a header", "a byte short"])
 def test_a_cut_shard_is_refused(written: Path, left: int) -> None:
-    place = shards(written)[1]
-    place.write_bytes(place.read_bytes()[:left])
+    path = shards(written)[1]
+    path.write_bytes(path.read_bytes()[:left])
     assert re.search(
         r"shard-00001\.safetensors is missing or cut \(.+\); run: dvc repro -f -s extract_hiddens$",
         read_refusal(written),
@@ -90,8 +90,8 @@ def test_a_missing_index_is_refused(written: Path, reads: Callable[[Path], objec
 @by_every_reader
 @pytest.mark.parametrize("left", [0, 100, -1])
 def test_a_cut_index_is_refused(written: Path, reads: Callable[[Path], object], left: int) -> None:
-    place = written / "index.parquet"
-    place.write_bytes(place.read_bytes()[:left])
+    path = written / "index.parquet"
+    path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(
         ValueError, match=r"index\.parquet is not readable Parquet .*run: dvc repro -f -s extract_hiddens$"
     ):
@@ -112,8 +112,8 @@ def test_a_cut_index_is_refused(written: Path, reads: Callable[[Path], object], 
 def test_an_index_of_another_version_is_refused(
     written: Path, reads: Callable[[Path], object], change: Callable[[pl.DataFrame], pl.DataFrame]
 ) -> None:
-    place = written / "index.parquet"
-    change(pl.read_parquet(place)).write_parquet(place)
+    path = written / "index.parquet"
+    change(pl.read_parquet(path)).write_parquet(path)
     with pytest.raises(
         ValueError, match=r"index\.parquet has columns .*expected .*run: dvc repro -f -s extract_hiddens$"
     ):
@@ -122,8 +122,8 @@ def test_an_index_of_another_version_is_refused(
 
 def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> None:
     """Bug: the checksum covered the tensors only; a flipped bit in prompt_length or the name was read as true."""
-    place = written / "index.parquet"
-    whole = pl.read_parquet(place)
+    path = written / "index.parquet"
+    whole = pl.read_parquet(path)
     for change in (
         pl.col("id").str.replace("z", "a"),
         pl.col("prompt_length") + 1,
@@ -131,7 +131,7 @@ def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> Non
         pl.col("offset") + 1,
         pl.col("length") - 1,
     ):
-        whole.with_columns(change).write_parquet(place)
+        whole.with_columns(change).write_parquet(path)
         assert "does not match its checksum" in read_refusal(written)
 
 

@@ -184,8 +184,8 @@ def test_shards_are_about_as_large_as_asked(tmp_path: Path) -> None:
     asked = 1_500
     writer.write_rows(tmp_path, made_up(), torch.float32, asked)
     tokens = dict(pl.read_parquet(tmp_path / "index.parquet").group_by("shard").agg(pl.col("length").sum()).iter_rows())
-    for place in shards(tmp_path)[:-1]:
-        size = tokens[place.name] * (4 * H * 4 + 4 + 1 / 8)
+    for path in shards(tmp_path)[:-1]:
+        size = tokens[path.name] * (4 * H * 4 + 4 + 1 / 8)
         assert asked <= size < asked + max(LENGTHS) * (4 * H * 4 + 5)
 
 

@@ -12,15 +12,15 @@ from tests.hidden_states.made_up_rows import H, made_up, shards
 
 
 def flip_byte(folder: Path) -> None:
-    place = shards(folder)[0]
-    spoilt = bytearray(place.read_bytes())
+    path = shards(folder)[0]
+    spoilt = bytearray(path.read_bytes())
     spoilt[-100] ^= 1
-    place.write_bytes(spoilt)
+    path.write_bytes(spoilt)
 
 
 def cut_shard(folder: Path) -> None:
-    place = shards(folder)[0]
-    place.write_bytes(place.read_bytes()[:-9])
+    path = shards(folder)[0]
+    path.write_bytes(path.read_bytes()[:-9])
 
 
 def remove_shard(folder: Path) -> None:

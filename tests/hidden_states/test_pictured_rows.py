@@ -90,40 +90,40 @@ def test_pictures_take_what_is_said(tmp_path: Path, dtype: torch.dtype, itemsize
 def test_any_flipped_bit_of_pictures_is_refused(tmp_path: Path) -> None:
     rows = [replace(make_pictured_rows()[0]), replace(make_pictured_rows()[2])]
     writer.write_rows(tmp_path, rows, torch.float32, 10**9)
-    place = shards(tmp_path)[0]
-    whole = place.read_bytes()
+    path = shards(tmp_path)[0]
+    whole = path.read_bytes()
     unused = {len(whole) - 1 - n * 3 for n in (0, 1)}  # 21 tokens: bits 2 to 0 of the last byte of both masks
     header = 8 + int.from_bytes(whole[:8], "little")
     # Every byte of the header, and of the numbers enough to be in each tensor; the test below has them all.
     for byte in (*range(header), *range(header, len(whole), 7), *sorted(unused)):
         spoilt = bytearray(whole)
         spoilt[byte] ^= 1 << (byte % 3 if byte in unused else byte % 8)
-        place.write_bytes(spoilt)
+        path.write_bytes(spoilt)
         if byte in unused:
             assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
-            assert str(place) in read_refusal(tmp_path), f"byte {byte}"
+            assert str(path) in read_refusal(tmp_path), f"byte {byte}"
 
 
 @pytest.mark.parametrize("column", ["visual_offset", "visual_length"])
 @pytest.mark.parametrize("by", [1, -1, 100])
 def test_an_index_that_misplaces_pictures_is_refused(tmp_path: Path, column: str, by: int) -> None:
     writer.write_rows(tmp_path, make_pictured_rows(), torch.float32, 10**9)
-    place = tmp_path / "index.parquet"
-    pl.read_parquet(place).with_columns(pl.col(column) + by).write_parquet(place)
+    path = tmp_path / "index.parquet"
+    pl.read_parquet(path).with_columns(pl.col(column) + by).write_parquet(path)
     assert "does not match its checksum" in read_refusal(tmp_path)
 
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, sees: bool) -> None:
     writer.write_rows(tmp_path, make_pictured_rows() if sees else made_up(), torch.float32, 10**9)
-    place = tmp_path / "index.parquet"
-    index = pl.read_parquet(place)
+    path = tmp_path / "index.parquet"
+    index = pl.read_parquet(path)
     if sees:
         index = index.drop("visual_offset", "visual_length")
     else:
         index = index.with_columns(visual_offset=pl.lit(0, pl.Int64), visual_length=pl.lit(0, pl.Int64))
-    index.write_parquet(place)
+    index.write_parquet(path)
     assert "does not match its checksum" in read_refusal(tmp_path)
 
 
