@@ -54,7 +54,7 @@ def flattened(r: Record) -> list[tuple[float, str]]:
     return sorted([(1.0, EASY), *((float(d.split("@")[1]), d) for d in r.trees if d.startswith(f"{EASY}@"))])
 
 
-def places(r: Record) -> str:
+def tabulate_tree_sizes(r: Record) -> str:
     head = ("tree", "candidates k + (s − 1)k²", "nodes", "depth reached, e001", "e009", "tau, e001", "e009")
     shapes: list[Shape] = [(8, 2, 16), TWO, (8, 3, 16), THREE, (12, 3, 32), WIDE]
     return table(
@@ -222,7 +222,7 @@ The draft runs `num_steps` times. The first step records k = `topk` candidates, 
 k tokens each: **k + (num_steps − 1)·k²** candidates in total. A candidate's score is the product of the draft's probabilities on
 its path. The best `num_draft_tokens − 1` of all candidates are verified: the nodes of the tree, its root not counted.
 
-{places(r)}
+{tabulate_tree_sizes(r)}
 
 So `num_steps` is the maximum depth of a tree, not its actual depth. Among trees with the same number of nodes, a larger `topk`
 means more candidates, and here a shallower tree.

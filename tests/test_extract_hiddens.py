@@ -176,10 +176,15 @@ def test_rows_are_those_of_transformers_alone(sampled_project: Path, undisturbed
         assert sorted(r.id for r in rows) == sorted(expected) and len(expected) < ROWS[split] + (split == "eval")
         assert [len(r.ids) for r in rows] == sorted((len(r.ids) for r in rows), reverse=True)
         for row in rows:
-            asked = expected[row.id]
-            assert row.ids.tolist() == asked["prompt_ids"] + asked["answer_ids"]
-            assert row.mask.tolist() == [False] * len(asked["prompt_ids"]) + [True] * len(asked["answer_ids"])
-            assert (row.prompt_length, row.finish_reason) == (len(asked["prompt_ids"]), asked["finish_reason"])
+            sampled_row = expected[row.id]
+            assert row.ids.tolist() == sampled_row["prompt_ids"] + sampled_row["answer_ids"]
+            assert row.mask.tolist() == [False] * len(sampled_row["prompt_ids"]) + [True] * len(
+                sampled_row["answer_ids"]
+            )
+            assert (row.prompt_length, row.finish_reason) == (
+                len(sampled_row["prompt_ids"]),
+                sampled_row["finish_reason"],
+            )
             with torch.inference_mode():
                 states = model(row.ids.long()[None], output_hidden_states=True).hidden_states
             torch.testing.assert_close(

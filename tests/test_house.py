@@ -61,8 +61,8 @@ def test_deps_are_the_import_closure(stage: str) -> None:
 @every_stage
 def test_a_stage_that_can_see_pictures_depends_on_them(stage: str) -> None:
     """Bug: data/fixed/images was a dep of sample_target alone; a clone and a worker lacked what seven others decode."""
-    sees = "stages/target/vision.py" in find_import_closure(stage, ROOT)
-    assert ("data/fixed/images" in GRAPH[stage]["deps"]) == sees, f"stages.{stage}.deps: data/fixed/images"
+    is_visual = "stages/target/vision.py" in find_import_closure(stage, ROOT)
+    assert ("data/fixed/images" in GRAPH[stage]["deps"]) == is_visual, f"stages.{stage}.deps: data/fixed/images"
 
 
 def test_the_closure_follows_a_name_that_is_a_module() -> None:

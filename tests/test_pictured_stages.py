@@ -194,11 +194,11 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
         CachedImageProcessor(str(made / "tiny"), False),
     )
     for split in ("train", "eval"):
-        asked = sampled(made, split)
+        sampled_rows = sampled(made, split)
         rows = list(reader.read_rows(made / "data/hiddens" / split))
-        assert sorted(r.id for r in rows) == sorted(set(asked) - {"train.names"})
+        assert sorted(r.id for r in rows) == sorted(set(sampled_rows) - {"train.names"})
         for row in rows:
-            one = asked[row.id]
+            one = sampled_rows[row.id]
             assert row.ids.tolist() == one["prompt_ids"] + one["answer_ids"]
             seen = eyes.load_patches([str(made / path) for path in one["images"]]) if one["images"] else None
             expected = alone(model, row.ids.long(), seen)

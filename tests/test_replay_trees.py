@@ -227,15 +227,15 @@ def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project
 
 
 @pytest.mark.parametrize(
-    ("asked", "found", "expected"),
+    ("settings", "found", "expected"),
     [
         ({"temperature": 1.0}, "temperature 0.7, top_p 0.9", "temperature 1, top_p 0.9"),
         ({"top_p": 1.0}, "temperature 0.7, top_p 0.9", "temperature 0.7, top_p 1"),
         ({"temperature": 0.0}, "temperature 0.7, top_p 0.9", "none above temperature 0"),
     ],
 )
-def test_answers_drawn_otherwise_than_is_asked(project: Path, asked: dict, found: str, expected: str) -> None:
-    edit_params(project, {"sample_target": asked})
+def test_answers_drawn_otherwise_than_is_asked(project: Path, settings: dict, found: str, expected: str) -> None:
+    edit_params(project, {"sample_target": settings})
     assert refused() == (
         f"data/sampled/eval_t has answers of {found}, expected {expected}, as sample_target asks; run: dvc repro sample_target"
     )

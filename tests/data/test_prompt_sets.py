@@ -197,21 +197,21 @@ def test_a_dataset_is_read_at_its_commit_and_a_branch_is_reported(
     import datasets
     import huggingface_hub
 
-    commit, asked = "8049631c405ae6576f93f445c6b8166f76f5505a", []
+    commit, requested = "8049631c405ae6576f93f445c6b8166f76f5505a", []
 
     class Api:
         def dataset_info(self, name: str, revision: str | None) -> Any:
             return type("Info", (), {"sha": commit})
 
     def load(name: str, config: str | None, split: str, revision: str) -> Any:
-        asked.append((name, config, split, revision))
+        requested.append((name, config, split, revision))
         return datasets.Dataset.from_list([GSM8K])
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", load)
     for revision in (commit, None):
         assert prompt_sets.read_prompt_set("openai/gsm8k", "main", "test", revision, "gsm8k") == [ROWS["gsm8k"][1]]
-    assert asked == [("openai/gsm8k", "main", "test", commit)] * 2
+    assert requested == [("openai/gsm8k", "main", "test", commit)] * 2
     assert capsys.readouterr().out == (
         f"note: openai/gsm8k is at commit {commit} today; write it as the set's revision, or tomorrow's may be another\n"
     )

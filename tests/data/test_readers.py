@@ -208,15 +208,15 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
     import datasets
     import huggingface_hub
 
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     class Api:
         def dataset_info(self, name: str, revision: str | None) -> Any:
-            asked.append((name, revision))
+            requested.append((name, revision))
             return type("Info", (), {"sha": COMMIT})
 
     def load(name: str, config: str | None, split: str, revision: str, streaming: bool) -> Any:
-        asked.append((name, config, split, revision, streaming))
+        requested.append((name, config, split, revision, streaming))
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
@@ -226,7 +226,7 @@ def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
         assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, hub_records))) == 1
         assert hub_records["talk.hub.yaml"].commit == COMMIT
     loaded = ("someone/talk", "big", "train", COMMIT, True)
-    assert asked == [("someone/talk", "main"), loaded, loaded]
+    assert requested == [("someone/talk", "main"), loaded, loaded]
 
 
 def test_a_dataset_is_streamed_with_its_columns_and_first_rows(tmp_path: Path, offline_cache: Path) -> None:

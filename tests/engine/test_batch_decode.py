@@ -130,14 +130,14 @@ def test_a_slot_is_taken_again_when_its_answer_ends(engine: Engine, model: PreTr
     """In order; three are under way as long as any wait, and never more."""
     for tree in (None, TreeShape(3, 3, 8)):
         left = [len(search_greedily(model, ask)) for ask in make_requests()]
-        begun: list[int] = []
-        for some in engine.decode_batch(make_requests(), 3, tree):
-            begun += [number for number, step in some if step is None]
-            under_way = [number for number in begun if left[number]]
-            assert len(under_way) <= 3 and (len(begun) == 9 or under_way)
-            for number, step in some:
+        started_numbers: list[int] = []
+        for updates in engine.decode_batch(make_requests(), 3, tree):
+            started_numbers += [number for number, step in updates if step is None]
+            under_way = [number for number in started_numbers if left[number]]
+            assert len(under_way) <= 3 and (len(started_numbers) == 9 or under_way)
+            for number, step in updates:
                 left[number] -= len(step.tokens) if step else 0
-        assert begun == list(range(9)) and not any(left)
+        assert started_numbers == list(range(9)) and not any(left)
     assert not engine.slots.idle[-1].active_mask.any()
 
 

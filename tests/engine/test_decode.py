@@ -111,7 +111,7 @@ ASKED: dict[tuple[int, ...], list[int]] = {}
 
 def search_greedily(model: Any, prompt: list[int], room: int = ROOM) -> list[int]:
     """transformers' own greedy search; asked once, since it takes longer than all else here."""
-    if (asked := (room, *prompt)) not in ASKED:
+    if (key := (room, *prompt)) not in ASKED:
         ids = torch.tensor([prompt])
         out = model.generate(
             ids,
@@ -121,8 +121,8 @@ def search_greedily(model: Any, prompt: list[int], room: int = ROOM) -> list[int
             eos_token_id=[END],
             pad_token_id=0,
         )
-        ASKED[asked] = out[0, len(prompt) :].tolist()
-    return ASKED[asked]
+        ASKED[key] = out[0, len(prompt) :].tolist()
+    return ASKED[key]
 
 
 def sample_by_transformers(model: Any, prompt: list[int], how: SamplingParams) -> list[int]:

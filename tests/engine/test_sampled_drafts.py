@@ -159,15 +159,16 @@ def slow_cycles(method: str, how: str, tree: TreeShape) -> list[list[tuple[list[
 def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(execution: str, method: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
     engine = make_engine.__wrapped__(method)
-    asked = ragged_requests(how)
+    requests = ragged_requests(how)
     for tree in (CHAIN, SHORT):
         expected = slow_cycles(method, how, tree)
         alone = [
-            list(engine.decode_speculative(ask.prompt, ask.max_new_tokens, tree, None, ask.sampling)) for ask in asked
+            list(engine.decode_speculative(ask.prompt, ask.max_new_tokens, tree, None, ask.sampling))
+            for ask in requests
         ]
         assert [[tuple(step) for step in steps] for steps in alone] == expected
-        found: list[list[DecodeStep]] = [[] for _ in asked]
-        for updates in engine.decode_batch(asked, 3, tree):
+        found: list[list[DecodeStep]] = [[] for _ in requests]
+        for updates in engine.decode_batch(requests, 3, tree):
             for number, step in updates:
                 found[number] += [step] if step else []
         assert found == alone
@@ -283,11 +284,13 @@ def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
 
 
 def test_greedy_and_sampled_drafts_are_not_decoded_together() -> None:
-    asked = [DecodeRequest(PROMPT, 5, None, how) for how in (make_sampling("hot", 1), SamplingParams(*HOW["hot"], 2))]
+    requests = [
+        DecodeRequest(PROMPT, 5, None, how) for how in (make_sampling("hot", 1), SamplingParams(*HOW["hot"], 2))
+    ]
     with pytest.raises(
         ValueError, match="share temperature, top-p, top-k and how drafts are sampled; decode others apart"
     ):
-        decode_together(make_engine("dflash"), asked, CHAIN)
+        decode_together(make_engine("dflash"), requests, CHAIN)
 
 
 def test_memory_counts_the_distributions() -> None:

@@ -246,9 +246,9 @@ def is_rejected(
     """
     known = compute_exact_chances(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
-    asked = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed, samples_drafts)) for seed in range(runs)]
+    requests = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed, samples_drafts)) for seed in range(runs)]
     with prefill_once(engine):
-        answers = [join_tokens(steps) for steps in decode_together(engine, asked, TreeShape(*tree))]
+        answers = [join_tokens(steps) for steps in decode_together(engine, requests, TreeShape(*tree))]
     for answer in answers:
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
@@ -332,8 +332,8 @@ def draw_prompts(seed: int, count: int) -> list[list[int]]:
 
 def count_decoded(engine: Engine, prompts: list[list[int]], seeds: range, tree, how) -> tuple[np.ndarray, np.ndarray]:
     """accepted, cycles [prompts] of the engine."""
-    asked = [DecodeRequest(p, ANSWER, None, SamplingParams(*how, s)) for p, s in zip(prompts, seeds, strict=True)]
-    runs = [steps[1:] for steps in decode_together(engine, asked, TreeShape(*tree))]
+    requests = [DecodeRequest(p, ANSWER, None, SamplingParams(*how, s)) for p, s in zip(prompts, seeds, strict=True)]
+    runs = [steps[1:] for steps in decode_together(engine, requests, TreeShape(*tree))]
     return np.array([sum(s.num_accepted for s in run) for run in runs]), np.array([len(run) for run in runs])
 
 
@@ -342,8 +342,8 @@ def count_decoded(engine: Engine, prompts: list[list[int]], seeds: range, tree, 
 def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engine, how: str, topk: int) -> None:
     """Verification draws from the target alone, so of the same draws live decoding accepts what replay accepts, exactly."""
     prompts = draw_prompts(2, 8)
-    asked = [DecodeRequest(p, ANSWER, None, SamplingParams(*HOW[how], s)) for s, p in enumerate(prompts)]
-    answers = [join_tokens(steps) for steps in decode_together(engine, asked, None)]
+    requests = [DecodeRequest(p, ANSWER, None, SamplingParams(*HOW[how], s)) for s, p in enumerate(prompts)]
+    answers = [join_tokens(steps) for steps in decode_together(engine, requests, None)]
     accepted, cycles = count_replayed(engine, prompts, answers, topk)
     for g, (steps, tokens) in enumerate(SHAPES[topk]):
         found = count_decoded(engine, prompts, range(8), (steps, topk, tokens), HOW[how])

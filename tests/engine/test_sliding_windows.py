@@ -122,8 +122,8 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
             ]
             assert [join_tokens(steps) for steps in alone] == expected
             answers: list[list[int]] = [[] for _ in prompts]
-            asked = [DecodeRequest(prompt, room, None, None) for prompt in prompts]
-            for updates in engine.decode_batch(asked, 2, tree):
+            requests = [DecodeRequest(prompt, room, None, None) for prompt in prompts]
+            for updates in engine.decode_batch(requests, 2, tree):
                 for number, step in updates:
                     answers[number] += step.tokens if step else []
             assert answers == expected

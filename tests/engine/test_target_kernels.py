@@ -53,10 +53,10 @@ def made(config: Any) -> Any:
 
 def tree_of(parents: list[int]) -> tuple[Tensor, Tensor]:
     """Who sees whom [M, M], and depths [M]."""
-    sees = torch.eye(len(parents), dtype=torch.bool)
+    mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
-        sees[node] |= sees[parent]
-    return sees, sees.sum(1) - 1
+        mask[node] |= mask[parent]
+    return mask, mask.sum(1) - 1
 
 
 @pytest.mark.parametrize("name", OF_THE_BUILD)
@@ -75,11 +75,13 @@ def test_a_tree_behind_a_prompt_is_as_each_of_its_paths_alone(name: str) -> None
             past_key_values=store.bind(torch.arange(11), 11),
             use_cache=True,
         )
-        sees, depths = tree_of(TREE)
+        tree_mask, depths = tree_of(TREE)
         rows = 11 + torch.arange(len(TREE))
-        hidden, streams = blocks.forward(nodes, 11 + depths, sees[None], torch.tensor([11]), rows, store, [0, 1, 3])
+        hidden, streams = blocks.forward(
+            nodes, 11 + depths, tree_mask[None], torch.tensor([11]), rows, store, [0, 1, 3]
+        )
         for node in range(len(TREE)):
-            path = torch.cat([prompt, nodes[sees[node]]])
+            path = torch.cat([prompt, nodes[tree_mask[node]]])
             out = model.model(input_ids=path[None], output_hidden_states=True)
             torch.testing.assert_close(hidden[node], out.last_hidden_state[0, -1], rtol=1e-4, atol=1e-4)
             for stream, layer in zip(streams, [0, 1, 3], strict=True):
@@ -150,12 +152,12 @@ def test_attend(gpu: Any, length: int, count: int, nodes: int) -> None:
     keys, values = (draw(2, 360, 32, seed=seed) for seed in (1, 2))
     keys[:, length + nodes :] = torch.nan  # what lies behind is nobody's
     values[:, length + nodes :] = torch.nan
-    sees = draw(count, nodes, seed=3) > 0
-    sees[:, 0] = True
+    tree_mask = draw(count, nodes, seed=3) > 0
+    tree_mask[:, 0] = True
     n, first = torch.tensor([length], device=DEVICE), (torch.arange(count, device=DEVICE) % 4) * (length // 5)
-    found = gpu.attend_tree(draw(count, 6, 32), keys, values, n, sees[None], first, 0.2)
+    found = gpu.attend_tree(draw(count, 6, 32), keys, values, n, tree_mask[None], first, 0.2)
     end = length + nodes
-    expected = plain.attend_tree(draw(count, 6, 32), keys[:, :end], values[:, :end], n, sees[None], first, 0.2)
+    expected = plain.attend_tree(draw(count, 6, 32), keys[:, :end], values[:, :end], n, tree_mask[None], first, 0.2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -163,17 +165,17 @@ def test_attend(gpu: Any, length: int, count: int, nodes: int) -> None:
 def test_several_prompts_attend_as_each_alone(gpu: Any, count: int, nodes: int) -> None:
     lengths, each = [3, 61, 0], 80
     keys, values = (draw(2, 3 * each, 32, seed=seed) for seed in (1, 2))
-    sees = draw(3, count, nodes, seed=3) > 0
-    sees[:, :, 0] = True
+    tree_mask = draw(3, count, nodes, seed=3) > 0
+    tree_mask[:, :, 0] = True
     query, first = draw(3 * count, 6, 32), (torch.arange(3 * count, device=DEVICE) % 4)
     n = torch.tensor(lengths, device=DEVICE)
     for kernels in (gpu, plain):
-        found = kernels.attend_tree(query, keys, values, n, sees, first, 0.2, each).split(count)
+        found = kernels.attend_tree(query, keys, values, n, tree_mask, first, 0.2, each).split(count)
         for slot in range(3):
             rows, own = slice(slot * each, (slot + 1) * each), slice(slot * count, (slot + 1) * count)
             own_keys, own_values = keys[:, rows].contiguous(), values[:, rows].contiguous()
             expected = plain.attend_tree(
-                query[own], own_keys, own_values, n[slot : slot + 1], sees[slot : slot + 1], first[own], 0.2
+                query[own], own_keys, own_values, n[slot : slot + 1], tree_mask[slot : slot + 1], first[own], 0.2
             )
             torch.testing.assert_close(found[slot], expected, rtol=1e-4, atol=1e-5)
 
@@ -236,17 +238,17 @@ def test_join(gpu: Any, prompts: int, topk: int, tree_scoring: str) -> None:
             *(torch.zeros(prompts, count, dtype=t, device=DEVICE) for t in (torch.float32, *2 * [torch.int64]))
         )
         numbers = torch.arange(topk, device=DEVICE).repeat(prompts, 1)
-        sees = plain.extend_tree_mask(
+        tree_mask = plain.extend_tree_mask(
             torch.zeros(prompts, topk, (steps - 1) * topk, dtype=torch.bool, device=DEVICE), 0
         )
         beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):
             chances, ids = plain.select_topk((draw(prompts * topk, 30, seed=step) * 2).round(), topk, tree_scoring)
-            beam, numbers, sees, tokens, slots = k.extend_beam(
-                step, beam, numbers, sees, chances, ids, d2t, candidates, tree_scoring
+            beam, numbers, tree_mask, tokens, slots = k.extend_beam(
+                step, beam, numbers, tree_mask, chances, ids, d2t, candidates, tree_scoring
             )
-            got += [beam, numbers, sees.clone(), tokens, slots]
+            got += [beam, numbers, tree_mask.clone(), tokens, slots]
         found.append([*got, candidates.scores, candidates.tokens, candidates.parents])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
 

@@ -9,9 +9,9 @@ from stages.engine import timing
 from stages.engine.decode_state import DecodeStep
 
 
-@pytest.mark.parametrize(("device", "begun"), [("cpu", 1), ("cuda", 2)])
+@pytest.mark.parametrize(("device", "num_before"), [("cpu", 1), ("cuda", 2)])
 def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
-    device: str, begun: int, monkeypatch: pytest.MonkeyPatch
+    device: str, num_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of that first time only the first token is made, and nothing is kept."""
     clock, begins, made, over = iter(range(10, 1000)), [], [], []
@@ -28,6 +28,6 @@ def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
             over.append(1)
 
     found = timing.time_decode(decoding, device)
-    assert found.tokens == [5, 6, 7] and len(begins) == len(over) == begun
-    assert made == [5] * (begun - 1) + [5, 6, 7]
+    assert found.tokens == [5, 6, 7] and len(begins) == len(over) == num_before
+    assert made == [5] * (num_before - 1) + [5, 6, 7]
     assert (found.prefill_s, found.total_s) == (1.0, 2.0)

@@ -18,12 +18,12 @@ def test_a_folder_of_every_format_gives_the_same_as_one_file(home: Path) -> None
     """Four formats in four kinds of files: each is detected by its keys and counted."""
     folder = Path("data/mixed")
     folder.mkdir()
-    asked = pairs(160)
+    rows = pairs(160)
 
     def turns(r: dict[str, Any]) -> list[dict[str, str]]:
         return [{"role": "user", "content": r["prompt"]}, {"role": "assistant", "content": r["answer"]}]
 
-    first, second, third, fourth = (asked[i : i + 40] for i in range(0, 160, 40))
+    first, second, third, fourth = (rows[i : i + 40] for i in range(0, 160, 40))
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row(r["prompt"], r["answer"], system=None, id=r["id"])) + "\n" for r in first)
     (folder / "b.json").write_text(json.dumps([{"messages": turns(r), "prompt_id": r["id"]} for r in second]))
@@ -33,7 +33,7 @@ def test_a_folder_of_every_format_gives_the_same_as_one_file(home: Path) -> None
     train, evaluation, report = outcome()
     assert report["formats"] == {"messages": 40, "prompt_answer": 40, "sharegpt": 40, "ultrachat": 40}
     kept = {i: m for table in (train, evaluation) for i, m in table.select("id", "messages").iter_rows()}
-    assert kept == {r["id"]: turns(r) for r in asked}
+    assert kept == {r["id"]: turns(r) for r in rows}
     assert set(pl.concat([train, evaluation])["source"]) == {"a.jsonl.gz", "b.json", "c.parquet", "d.jsonl"}
 
 

@@ -76,8 +76,10 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
             "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(png(n)).decode()}"},
         }
 
-    asked = [[url(n), {"type": "text", "text": f"Which {n}?"}, url(100)] for n in range(20, 40)]
-    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": "This."}]} for a in asked]
+    questions = [[url(n), {"type": "text", "text": f"Which {n}?"}, url(100)] for n in range(20, 40)]
+    lines = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": "This."}]} for a in questions
+    ]
     (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     set_lines(raw="data/seen")
     train, evaluation, report = outcome()

@@ -91,8 +91,8 @@ def test_a_closing_thanks_and_an_opening_greeting_are_cut_off_and_counted(home: 
     write_raw([*questions(30), thanks, greeted])
     train, evaluation, report = outcome()
     found = dict(pl.concat([train, evaluation]).select("source_row", "messages").iter_rows())
-    asked = [{"role": "user", "content": ASK}, {"role": "assistant", "content": TABLE}]
-    assert found[30] == [{"role": "system", "content": "Weather desk."}, *asked] and found[31] == asked
+    turns = [{"role": "user", "content": ASK}, {"role": "assistant", "content": TABLE}]
+    assert found[30] == [{"role": "system", "content": "Weather desk."}, *turns] and found[31] == turns
     assert report["rules"] == {"closing_question": 1, "opening_answer": 1} and report["dropped"] == 0
     assert report["examples"]["closing_question"] == {"origin": f"{RAW.name}, row 30", "before": "Thanks!", "after": ""}
     set_params(dangling_turns="drop")

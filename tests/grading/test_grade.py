@@ -68,22 +68,22 @@ def test_what_is_not_in_a_box_is_not_an_answer() -> None:
 @needs_sandbox
 def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -> None:
     whole = problem["prompt"] + problem["canonical_solution"]
-    asked = make_humaneval_reference(problem)
-    assert grade.grade_answer(asked, problem["canonical_solution"])  # a bare completion
-    assert grade.grade_answer(asked, f"Here it is:\n```python\n{whole}```\nIt runs in linear time.")
-    assert grade.grade_answer(asked, f"Use it so:\n```python\n{whole}\nprint(1)\n```\nand then\n```bash\nls\n```")
-    assert not grade.grade_answer(asked, "```python\n" + problem["prompt"] + "    return None\n```")
-    assert not grade.grade_answer(asked, "I can't do that.")
+    task = make_humaneval_reference(problem)
+    assert grade.grade_answer(task, problem["canonical_solution"])  # a bare completion
+    assert grade.grade_answer(task, f"Here it is:\n```python\n{whole}```\nIt runs in linear time.")
+    assert grade.grade_answer(task, f"Use it so:\n```python\n{whole}\nprint(1)\n```\nand then\n```bash\nls\n```")
+    assert not grade.grade_answer(task, "```python\n" + problem["prompt"] + "    return None\n```")
+    assert not grade.grade_answer(task, "I can't do that.")
 
 
 @needs_sandbox
 def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
-    asked = make_humaneval_reference(PROBLEMS[0])
+    task = make_humaneval_reference(PROBLEMS[0])
     bad, good = (
         f"```\ndef double_all(numbers):\n    return {body}\n```\n" for body in ("[]", "[2 * n for n in numbers]")
     )
-    assert grade.grade_answer(asked, f"First try:\n{bad}That is wrong. Better:\n{good}")
-    assert not grade.grade_answer(asked, f"{good}No:\n{bad}")
+    assert grade.grade_answer(task, f"First try:\n{bad}That is wrong. Better:\n{good}")
+    assert not grade.grade_answer(task, f"{good}No:\n{bad}")
 
 
 @needs_sandbox

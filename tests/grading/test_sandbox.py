@@ -248,8 +248,8 @@ def run_on_kernel_without(*protections: str, programs: list[str], allow: bool = 
     """What `run_program` says of each of `programs` on a kernel without `protections`."""
     if not sandbox.has_seccomp():
         pytest.skip("this kernel takes no seccomp filters, by which one without a protection is simulated")
-    asked = json.dumps([[BLOCKED[name] for name in protections], programs, allow])
-    done = subprocess.run([sys.executable, "-c", ON_SUCH_A_KERNEL, asked], cwd=ROOT, capture_output=True, text=True)
+    arguments = json.dumps([[BLOCKED[name] for name in protections], programs, allow])
+    done = subprocess.run([sys.executable, "-c", ON_SUCH_A_KERNEL, arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -302,10 +302,10 @@ def test_grading_programs_is_refused_before_anything_is_decoded(
 ) -> None:
     monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: abi)
     monkeypatch.setattr(sandbox, "has_seccomp", lambda: seccomp)
-    asked = [make_humaneval_reference(PROBLEMS[0])]
+    tasks = [make_humaneval_reference(PROBLEMS[0])]
     with pytest.raises(ValueError, match=rf"benchmark.workloads.he.grade is true, .* found {missing} on "):
-        grade.check_sandbox(asked, "he", False)
-    grade.check_sandbox(asked, "he", True)
+        grade.check_sandbox(tasks, "he", False)
+    grade.check_sandbox(tasks, "he", True)
     grade.check_sandbox([make_reference("gsm8k", "1")], "he", False)  # runs nothing
 
 

@@ -181,12 +181,12 @@ def test_a_llama_8b_token_in_bfloat16_takes_32_8_kb() -> None:
 
 def test_shards_are_about_as_large_as_asked(tmp_path: Path) -> None:
     """Closed by the row that fills it: never below, except for the last, and above by less than a row."""
-    asked = 1_500
-    writer.write_rows(tmp_path, made_up(), torch.float32, asked)
+    shard_bytes = 1_500
+    writer.write_rows(tmp_path, made_up(), torch.float32, shard_bytes)
     tokens = dict(pl.read_parquet(tmp_path / "index.parquet").group_by("shard").agg(pl.col("length").sum()).iter_rows())
     for path in shards(tmp_path)[:-1]:
         size = tokens[path.name] * (4 * H * 4 + 4 + 1 / 8)
-        assert asked <= size < asked + max(LENGTHS) * (4 * H * 4 + 5)
+        assert shard_bytes <= size < shard_bytes + max(LENGTHS) * (4 * H * 4 + 5)
 
 
 def test_the_mask_is_one_bit_a_token_first_token_highest(tmp_path: Path) -> None:

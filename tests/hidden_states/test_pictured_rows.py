@@ -114,12 +114,12 @@ def test_an_index_that_misplaces_pictures_is_refused(tmp_path: Path, column: str
     assert "does not match its checksum" in read_refusal(tmp_path)
 
 
-@pytest.mark.parametrize("sees", [True, False])
-def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, sees: bool) -> None:
-    writer.write_rows(tmp_path, make_pictured_rows() if sees else made_up(), torch.float32, 10**9)
+@pytest.mark.parametrize("is_multimodal", [True, False])
+def test_an_index_of_the_other_kind_of_target_is_refused(tmp_path: Path, is_multimodal: bool) -> None:
+    writer.write_rows(tmp_path, make_pictured_rows() if is_multimodal else made_up(), torch.float32, 10**9)
     path = tmp_path / "index.parquet"
     index = pl.read_parquet(path)
-    if sees:
+    if is_multimodal:
         index = index.drop("visual_offset", "visual_length")
     else:
         index = index.with_columns(visual_offset=pl.lit(0, pl.Int64), visual_length=pl.lit(0, pl.Int64))

@@ -67,8 +67,8 @@ def test_without_a_change_dvc_is_not_imported(fresh_project: Project) -> None:
         "sys.exit('dvc' in sys.modules)"
     )
     env = os.environ | {"PYTHONPATH": str(Path(dvc_graph.__file__).parents[1])}
-    asked = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (asked.returncode, asked.stdout) == (0, "{} ['first', 'middle', 'last'] None\n"), asked.stderr
+    completed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (0, "{} ['first', 'middle', 'last'] None\n"), completed.stderr
     assert stale_by_dvc() == set()
 
 

@@ -119,8 +119,8 @@ class WorkerProject(Server):
 
     def list_sent_runs(self, run: str) -> list[dict[str, Any]]:
         """The runs of workers for that run."""
-        asked = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}}
-        return self.ask("flow_runs/filter", asked)
+        run_filter = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}}
+        return self.ask("flow_runs/filter", run_filter)
 
     def find_sleeping_command(self, run: str) -> psutil.Process:
         """The command of cell 2, which sleeps after `sleeps`."""
@@ -188,15 +188,15 @@ def test_without_a_worker_the_run_says_what_to_start(worker_project: WorkerProje
 
 def test_cells_of_two_workers_leave_the_lock_file_of_a_run_in_a_row(worker_project: WorkerProject) -> None:
     worker_project.ensure_two_workers()
-    serial, begun = worker_project.root / "serial", worker_project.root / "begun"
-    begun.mkdir()
+    serial, started_file = worker_project.root / "serial", worker_project.root / "begun"
+    started_file.mkdir()
     for n in range(1, CELLS + 1):
-        worker_project.write_cell(worker_project.project, n, MEETS.format(folder=str(begun)))
-        (begun / str(n)).touch()
+        worker_project.write_cell(worker_project.project, n, MEETS.format(folder=str(started_file)))
+        (started_file / str(n)).touch()
     worker_project.project.commit()
     shutil.copytree(worker_project.project.root, serial)
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], cwd=serial, check=True)
-    for file in begun.iterdir():
+    for file in started_file.iterdir():
         file.unlink()
     run = worker_project.run()
     state = worker_project.ended(run)

@@ -164,8 +164,8 @@ def test_a_form_that_names_a_command_ends_before_anything_runs(server: Server) -
 def test_a_run_named_as_a_path_stays_in_the_folder_of_runs(server: Server) -> None:
     """Bug: the workspace of a run was .scratch/runs/NAME, and a run may be started with the name ../../../elsewhere."""
     deployment = server.ask("deployments/name/build/build")["id"]
-    asked = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
-    run = server.ask(f"deployments/{deployment}/create_flow_run", asked)["id"]
+    request = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
+    run = server.ask(f"deployments/{deployment}/create_flow_run", request)["id"]
     assert server.ended(run)["type"] == "COMPLETED"
     assert (server.project.root / workspaces.RUNS_FOLDER / f"-elsewhere-{run[:8]}").is_dir()
 

@@ -120,13 +120,13 @@ def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up
     cells = served_table.read_served_cells(["code"], ["e009"], TREES)
     lines = served_table.join_lines(cells, {"e009": replay_records.read_replay("e009")}, set())
     (group,) = latencies.summarise_served_lines(lines)
-    asked = broken.points[0].requests
+    requests = broken.points[0].requests
     assert group.about == "code, checkpoint e009, sglang, 200 tokens, concurrency 64"
     assert [(row.tree, row.answers) for row in group.rows] == [
-        ("5_1_6 (5_1_5)", len(asked) - 1),
-        ("plain decoding", len(asked)),
+        ("5_1_6 (5_1_5)", len(requests) - 1),
+        ("plain decoding", len(requests)),
     ]
-    values = [1000 * request.ttft_s for request in asked[1:]]
+    values = [1000 * request.ttft_s for request in requests[1:]]
     assert (group.rows[0].percentiles["ttft"] or [])[1] == pytest.approx(statistics.median(values))
 
 

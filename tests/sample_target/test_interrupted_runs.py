@@ -48,8 +48,8 @@ def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
     with Fake(reply) as fake:
         set_backend(project, "server", {"base_urls": [fake.url]}, train_rows=120, eval_rows=20, shard_size=16)
         run_stage()
-        whole, asked = read_result(project), len(fake.bodies)
-        assert asked == 160
+        whole, num_requests = read_result(project), len(fake.bodies)
+        assert num_requests == 160
         shutil.rmtree("data/sampled")
         fake.bodies.clear()
         at = 0
@@ -67,7 +67,7 @@ def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:
         assert published >= 1 and kept + 16 * published <= len(fake.bodies)  # a published shard's journal is gone
         run_stage()
     assert_same(read_result(project), whole)
-    again = len(fake.bodies) - asked
+    again = len(fake.bodies) - num_requests
     assert 0 <= again <= 3 * SERVER["concurrency"]  # only what was under way is asked twice
 
 
@@ -95,7 +95,7 @@ def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str,
             project, "server", {"base_urls": [fake.url], "concurrency": 3}, history=history, train_rows=28, shard_size=2
         )
         sample_target.main()
-        whole, asked = read_result(project), len(fake.bodies)
+        whole, num_requests = read_result(project), len(fake.bodies)
         assert whole[1]["dropped"]["refused"] and whole[1]["dropped"]["token_ids_unknown"]
         assert (whole[1]["dropped"].get("earlier_turn_incomplete", 0) > 0) == (history == "target")
         shutil.rmtree("data/sampled")
@@ -112,7 +112,11 @@ def test_stopped_again_and_again_it_is_the_same_run(project: Path, history: str,
                 stopped += 1
         assert stopped >= 2
     assert_same(read_result(project), whole)
-    assert len(fake.bodies) - asked < stopped * 12, (len(fake.bodies), asked, stopped)  # under way, and of no use
+    assert len(fake.bodies) - num_requests < stopped * 12, (
+        len(fake.bodies),
+        num_requests,
+        stopped,
+    )  # under way, and of no use
 
 
 def test_several_servers_on_several_hosts_one_of_which_dies(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

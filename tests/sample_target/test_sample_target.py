@@ -100,10 +100,10 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
     with Fake(echo) as fake:
         set_backend(project, "server", {"base_urls": [fake.url]}, temperature=mixture, train_rows=400, shard_size=64)
         sample_target.main()
-        asked = {b["seed"]: b["temperature"] for b in fake.bodies[:400]}
+        temperature_by_seed = {b["seed"]: b["temperature"] for b in fake.bodies[:400]}
         rows = answers(project, "train")
         shares = Counter(rows["temperature"].to_list())
-        assert Counter(asked.values()) == shares
+        assert Counter(temperature_by_seed.values()) == shares
         assert set(shares) == {0.0, 0.5, 1.0}
         assert abs(shares[0.0] - 200) < 40 and abs(shares[0.5] - 100) < 35  # four standard deviations
         assert report(project)["temperatures"] == {"0": shares[0.0], "0.5": shares[0.5], "1": shares[1.0]}

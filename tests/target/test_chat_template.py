@@ -37,9 +37,9 @@ def test_a_row_is_what_the_server_is_prompted_with_and_what_the_target_says(fami
     tok, eos = tokenizer(family)
     rows = chat_template.encode_turns(tok, TALK, eos)
     assert [a for _, a in rows] == [tok.encode(a, add_special_tokens=False) for a in answers(family)]
-    for turn, (asked, answer_ids) in zip((2, 4, 6), rows, strict=True):
-        assert asked == chat_template.encode_prompt(tok, TALK[:turn])  # found piecewise, and yet as if in one
-        chat_template.check_loss_mask("a", asked, answer_ids, eos)
+    for turn, (prompt_ids, answer_ids) in zip((2, 4, 6), rows, strict=True):
+        assert prompt_ids == chat_template.encode_prompt(tok, TALK[:turn])  # found piecewise, and yet as if in one
+        chat_template.check_loss_mask("a", prompt_ids, answer_ids, eos)
         assert answer_ids[-1] in eos and not set(answer_ids[:-1]) & set(eos)
 
 
@@ -51,8 +51,8 @@ def test_no_token_spans_prompt_and_answer(family: str, text: str) -> None:
     """Bug of masks found by offsets: a line break of the answer that merges with the header's is masked away."""
     tok, eos = tokenizer(family)
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
-    ((asked, answer_ids),) = chat_template.encode_turns(tok, talk, eos)
-    assert asked == chat_template.encode_prompt(tok, talk[:1])
+    ((prompt_ids, answer_ids),) = chat_template.encode_turns(tok, talk, eos)
+    assert prompt_ids == chat_template.encode_prompt(tok, talk[:1])
     expected = text.lstrip("\n") if family == "qwen3" else text
     assert tok.decode(answer_ids[:-1]).endswith(expected)
 
@@ -65,10 +65,10 @@ def test_qwen3_history_is_without_thoughts_and_the_answer_is_with_them() -> None
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "second", "reasoning_content": "second thoughts"},
     ]
-    (_, one), (asked, two) = chat_template.encode_turns(tok, talk, eos)
-    assert tok.decode(one) == "<think>\nfirst thoughts\n</think>\n\nfirst<|im_end|>"
-    assert tok.decode(two) == "<think>\nsecond thoughts\n</think>\n\nsecond<|im_end|>"
-    assert "thoughts" not in tok.decode(asked)
+    (_, first_ids), (prompt_ids, second_ids) = chat_template.encode_turns(tok, talk, eos)
+    assert tok.decode(first_ids) == "<think>\nfirst thoughts\n</think>\n\nfirst<|im_end|>"
+    assert tok.decode(second_ids) == "<think>\nsecond thoughts\n</think>\n\nsecond<|im_end|>"
+    assert "thoughts" not in tok.decode(prompt_ids)
 
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
@@ -85,8 +85,8 @@ def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
 def test_thinking_off_is_in_the_prompt() -> None:
     tok, eos = tokenizer("qwen3")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ((asked, answer_ids),) = chat_template.encode_turns(tok, talk, eos, thinking=False)
-    assert tok.decode(asked).endswith("assistant\n<think>\n\n</think>\n\n")
+    ((prompt_ids, answer_ids),) = chat_template.encode_turns(tok, talk, eos, thinking=False)
+    assert tok.decode(prompt_ids).endswith("assistant\n<think>\n\n</think>\n\n")
     assert tok.decode(answer_ids) == "b<|im_end|>"
     thought = [talk[0], {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
     with pytest.raises(ValueError, match=r"message 1: the template prompts with .* set sample_target\.thinking"):
@@ -96,10 +96,10 @@ def test_thinking_off_is_in_the_prompt() -> None:
 def test_images_are_in_the_prompt_only() -> None:
     tok, eos = tokenizer("qwen3-vl")
     parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
-    ((asked, answer_ids),) = chat_template.encode_turns(
+    ((prompt_ids, answer_ids),) = chat_template.encode_turns(
         tok, [{"role": "user", "content": parts}, {"role": "assistant", "content": "rain"}], eos
     )
-    assert "<|image_pad|>" in tok.decode(asked)
+    assert "<|image_pad|>" in tok.decode(prompt_ids)
     assert tok.decode(answer_ids) == "rain<|im_end|>"
 
 
@@ -132,9 +132,9 @@ def test_masks_that_teach_nothing_everything_or_never_to_end_name_the_row() -> N
     with pytest.raises(ValueError, match=r"row w\.0: its answer ends in token 5, expected one of the target's \("):
         chat_template.check_loss_mask("w.0", [1], [5], eos)
     tok.chat_template = tok.chat_template.replace("<|im_end|>\n{% endfor %}", "\n{% endfor %}")
-    ((asked, answer_ids),) = chat_template.encode_turns(tok, TALK[1:3], eos)
+    ((prompt_ids, answer_ids),) = chat_template.encode_turns(tok, TALK[1:3], eos)
     with pytest.raises(ValueError, match="would not learn to end"):
-        chat_template.check_loss_mask("w.0", asked, answer_ids, eos)
+        chat_template.check_loss_mask("w.0", prompt_ids, answer_ids, eos)
 
 
 @every_family

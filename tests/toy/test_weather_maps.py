@@ -27,8 +27,8 @@ def read_map(image: weather_maps.MapImage) -> list[tuple[str, int, int, int]]:
 def test_a_map_contains_its_answer() -> None:
     for messages, maps in itertools.islice(weather_maps.generate_conversations(3), 300):
         tables = [loads(m["content"]) for m in messages if m["role"] == "assistant"]
-        asked = [m["content"] for m in messages if m["role"] == "user"]
-        assert len(maps) == len(tables) and all(text.count(weather_maps.IMAGE_PLACEHOLDER) == 1 for text in asked)
+        questions = [m["content"] for m in messages if m["role"] == "user"]
+        assert len(maps) == len(tables) and all(text.count(weather_maps.IMAGE_PLACEHOLDER) == 1 for text in questions)
         for table, image in zip(tables, maps, strict=True):
             assert image.shape == (64, 32 * len(table["days"]), 3) and image.dtype == np.uint8
             assert read_map(image) == [(day["sky"], day["low"], day["high"], day["rain"]) for day in table["days"]]
