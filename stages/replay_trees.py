@@ -383,9 +383,9 @@ def _replay_rows(
         np.zeros((3, len(topks), len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), num_steps), dtype=np.int64),
     )
     traced = list(traces.statistics) if traces else []
-    for here, batch, num_positions in _collate_batches(replayed, rows, trees, settings):
+    for batch_rows, batch, num_positions in _collate_batches(replayed, rows, trees, settings):
         found = replayed.replay.replay(batch, trees, num_positions, [trees.index(tree) for tree in traced])
-        _add_batch_counts(counts, here, found)
+        _add_batch_counts(counts, batch_rows, found)
         for tree, starts in zip(traced, () if found.cycle_starts is None else found.cycle_starts, strict=True):
             assert traces
             traces.add_batch(tree, replayed.replay.trace(batch, starts, tree, num_positions), batch)
@@ -402,9 +402,9 @@ def _collate_batches(
     """Yield (rows, their batch, positions at once) of all rows, as many as fit into the memory of `settings`, with progress."""
     capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
-        for here in _batch_rows([len(r.ids) for r in rows], capacity.tokens):
-            yield here, ReplayBatch.collate(rows[here], replayed.device, keeps_last), capacity.places
-            bar.update(len(rows[here]))
+        for batch_rows in _batch_rows([len(r.ids) for r in rows], capacity.tokens):
+            yield batch_rows, ReplayBatch.collate(rows[batch_rows], replayed.device, keeps_last), capacity.places
+            bar.update(len(rows[batch_rows]))
 
 
 def _add_batch_counts(counts: ReplayCounts, rows: slice, found: ReplayOutput) -> None:

@@ -85,8 +85,8 @@ def _read_header(text: TextIO, path: Path, kind: str) -> tuple[list[str], Iterat
         raise ValueError(f"{path}, line {lines}: expected the names of the columns ({error}); fix that line") from None
     header, delimiter = max(fields, key=lambda found: len(found[0]))
     header = [name.strip() for name in header]
-    if twice := sorted({name for name in header if header.count(name) > 1}):
-        raise ValueError(f"{path}: expected each column named once, found {twice[0]!r} twice; rename one")
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise ValueError(f"{path}: expected each column named once, found {repeated[0]!r} twice; rename one")
     return header, csv.reader(text, delimiter=delimiter, strict=True), lines
 
 

@@ -65,9 +65,9 @@ def list_rows(prompts: pl.DataFrame) -> list[WorkloadPrompt]:
 
 def check_references(workload: str, rows: pl.DataFrame) -> None:
     """Raise ValueError where a prompt of a graded workload has no reference, before anything is decoded."""
-    if without := rows["reference"].null_count():
+    if num_without_reference := rows["reference"].null_count():
         raise ValueError(
-            f"benchmark.workloads.{workload}.grade is true, but {without} of its {len(rows)} prompts have no "
+            f"benchmark.workloads.{workload}.grade is true, but {num_without_reference} of its {len(rows)} prompts have no "
             "reference to grade by, expected one for each: a set in MT-bench's format may lack them, and HumanEval in it always "
             "lacks tests. Take the set as its authors publish it, or set grade to false"
         )

@@ -61,10 +61,10 @@ class BlockContext(NamedTuple):
     values: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, c: BlockDraftConfig, num_requests: int, num_tokens: int, like: Tensor) -> "BlockContext":
-        """Return zeros on the device and in the dtype of `like`."""
+    def allocate(cls, c: BlockDraftConfig, num_requests: int, num_tokens: int, example: Tensor) -> "BlockContext":
+        """Return zeros on the device and in the dtype of `example`."""
         shape = num_requests, num_tokens, c.num_key_value_heads, c.head_dim
-        keys, values = (tuple(like.new_zeros(shape) for _ in range(c.num_hidden_layers)) for _ in "kv")
+        keys, values = (tuple(example.new_zeros(shape) for _ in range(c.num_hidden_layers)) for _ in "kv")
         return cls(keys, values)
 
     def write(self, new: "BlockContext", positions: Tensor) -> None:

@@ -279,9 +279,9 @@ class Engine:
     def _fill_slots(self, run: DecodingRun, waiting: deque[tuple[int, DecodeRequest]]) -> Iterator[list[RequestUpdate]]:
         """Prefill waiting prompts into idle slots one by one; all of them begin as soon as they have a slot."""
         while waiting and (idle := [slot for slot, a in enumerate(run.active) if a is None]):
-            taken = [(slot, *waiting.popleft()) for slot in idle[: len(waiting)]]
-            yield [(index, None) for _, index, _ in taken]
-            for slot, index, request in taken:
+            started = [(slot, *waiting.popleft()) for slot in idle[: len(waiting)]]
+            yield [(index, None) for _, index, _ in started]
+            for slot, index, request in started:
                 step = self._prefill_slot(run, slot, index, request)
                 yield [(index, step)]
                 if step.tokens[-1] in self.end_tokens or request.max_new_tokens == 1:

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from stages.trees import draft_tree as trees
 
 
-def add_rms_norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return x + more [M, H], and its RMS norm."""
-    summed = x if more is None else x + more
+def add_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return x + residual [M, H], and its RMS norm."""
+    summed = x if residual is None else x + residual
     return summed, F.rms_norm(summed, weight.shape, weight, eps)
 
 

@@ -25,13 +25,13 @@ LOWEST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than every order key
 
 
 @triton.jit
-def _add_rms_norm_kernel(x, more, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
+def _add_rms_norm_kernel(x, residual, weight, summed, out, eps, H: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr):
     wait_for_inputs()
     m, h = tl.program_id(0).to(tl.int64), tl.arange(0, B)
     inside = h < H
     row = tl.load(x + m * H + h, mask=inside, other=0)
     if ADD:
-        row = (row.to(tl.float32) + tl.load(more + m * H + h, mask=inside, other=0).to(tl.float32)).to(row.dtype)
+        row = (row.to(tl.float32) + tl.load(residual + m * H + h, mask=inside, other=0).to(tl.float32)).to(row.dtype)
         tl.store(summed + m * H + h, row, mask=inside)
     wide = row.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)).to(row.dtype)
@@ -39,21 +39,21 @@ def _add_rms_norm_kernel(x, more, weight, summed, out, eps, H: tl.constexpr, B: 
     tl.store(out + m * H + h, scaled.to(row.dtype), mask=inside)
 
 
-def add_rms_norm(x: Tensor, weight: Tensor, eps: float, more: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return x + more [M, H], and its RMS norm."""
+def add_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return x + residual [M, H], and its RMS norm."""
     m, h = x.shape
-    out, summed = torch.empty_like(x), x if more is None else torch.empty_like(x)
+    out, summed = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(h)
     _add_rms_norm_kernel[(m,)](
         x,
-        x if more is None else more,
+        x if residual is None else residual,
         weight,
         summed,
         out,
         eps,
         h,
         block,
-        more is not None,
+        residual is not None,
         num_warps=8,
         **LAUNCH_OPTIONS,
     )

@@ -85,17 +85,17 @@ def _audit_tau_by_depth(publication: Publication) -> Finding | None:
 
 def _audit_speedup(publication: Publication) -> Finding | None:
     """Check that speedup is below tau: a cycle runs the target and the draft, so it takes longer than a plain step."""
-    both = select_cells(publication, "speedup", "tau")
-    if not both:
+    cells = select_cells(publication, "speedup", "tau")
+    if not cells:
         return None
-    above = [cell for cell in both if cell.numbers["speedup"] >= cell.numbers["tau"]]
+    above = [cell for cell in cells if cell.numbers["speedup"] >= cell.numbers["tau"]]
     targets = sorted({cell.setting.target or "" for cell in above})
     most = sorted(above, key=lambda cell: cell.numbers["tau"] / cell.numbers["speedup"])
     head = ("row", "speedup", "tau", "a cycle, in plain steps")
     return Finding(
         "Speedup above accept length",
         DEPENDS if above else AGREES,
-        f"tau / speedup is what a cycle costs in plain steps of the same engine. Of the {len(both)} points that print both, it "
+        f"tau / speedup is what a cycle costs in plain steps of the same engine. Of the {len(cells)} points that print both, it "
         f"is below one step in {len(above)}"
         + (f", of {', '.join(targets)}." if above else ".")
         + (" The five furthest:" if len(above) > 5 else ""),

@@ -39,7 +39,7 @@ def _read_epoch(cell: PublishedCell) -> str:
 
 
 def _audit_accept_rate(weather: Publication) -> Finding:
-    both = select_cells(weather, "tau", "accept_rate")
+    cells = select_cells(weather, "tau", "accept_rate")
     readings: dict[str, Callable[[float, TreeShape], float]] = {
         "(tau − 1) / num_steps": lambda tau, tree: (tau - 1) / tree.num_steps,
         "(tau − 1) / (num_draft_tokens − 1), SGLang's request": lambda tau, tree: (
@@ -49,13 +49,13 @@ def _audit_accept_rate(weather: Publication) -> Finding:
     }
     gaps = {}
     for name, read in readings.items():
-        found = [abs(100 * read(c.numbers["tau"], c.shape) - c.numbers["accept_rate"]) for c in both]
+        found = [abs(100 * read(c.numbers["tau"], c.shape) - c.numbers["accept_rate"]) for c in cells]
         gaps[name] = (median(found), max(found))
     nearest = min(gaps, key=lambda name: gaps[name][1])
     return Finding(
         "Accept rate against accept length",
         AGREES,
-        f"{len(both)} rows print both. By three readings of accept rate, in points away from what is printed:",
+        f"{len(cells)} rows print both. By three readings of accept rate, in points away from what is printed:",
         f"accept rate there is {nearest}, and compress ratio counts the bonus token. The points left over are more than rounding "
         "alone gives, so the two may not be pooled alike.",
         (
@@ -225,13 +225,13 @@ def _audit_chains_against_trees(sweep: Publication) -> Finding:
     best = [max(group.values(), key=lambda c: c.numbers["speedup"]) for group in groups.values()]
     chains = sum(c.shape.topk == 1 for c in best)
     pair = TreeShape(5, 1, 6), TreeShape(5, 3, 6)
-    both = [[group[tree].numbers["tau"] for tree in pair] for group in groups.values() if set(pair) <= set(group)]
-    wider = sum(wide > narrow for narrow, wide in both)
+    tau_pairs = [[group[tree].numbers["tau"] for tree in pair] for group in groups.values() if set(pair) <= set(group)]
+    wider = sum(wide > narrow for narrow, wide in tau_pairs)
     return Finding(
         "Chains against trees",
         AGREES,
         f"A chain is the fastest configuration in {chains} of {len(best)} triples of target, draft and data set. With 6 tokens "
-        f"over 5 steps, topk 3 accepts more than topk 1 in {wider} of {len(both)}.",
+        f"over 5 steps, topk 3 accepts more than topk 1 in {wider} of {len(tau_pairs)}.",
         "The trees here spend no more tokens than the chains, so they trade depth for width; what trees of 16 to 60 tokens gain "
         "isn't in it.",
     )

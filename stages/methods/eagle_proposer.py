@@ -51,11 +51,11 @@ class EagleProposer(Proposer):
 
     def __init__(self, method: EagleMethod, capacity: int):
         eagle, self.method = method.eagle, method
-        like, c, path_length = eagle.fc.weight, eagle.config, method.num_steps + 1
-        self.keys = like.new_zeros(1, capacity, c.num_key_value_heads, c.head_dim)
+        example, c, path_length = eagle.fc.weight, eagle.config, method.num_steps + 1
+        self.keys = example.new_zeros(1, capacity, c.num_key_value_heads, c.head_dim)
         self.values = torch.zeros_like(self.keys)
-        self.hidden = like.new_zeros(1, path_length, c.hidden_size)  # of the rows that the last cycle verified
-        self.steps = torch.arange(path_length, device=like.device)[None]  # [1, R]
+        self.hidden = example.new_zeros(1, path_length, c.hidden_size)  # of the rows that the last cycle verified
+        self.steps = torch.arange(path_length, device=example.device)[None]  # [1, R]
         self.rope_positions = eagle.get_rope_positions(self.steps, None).clone()  # [1, R] or [1, R, 3], same rows
         self.graph_tensors = [self.hidden, self.rope_positions]
         self.grow = _grow_static_tree if isinstance(method.tree, StaticTree) else _grow_dynamic_tree

@@ -59,8 +59,8 @@ def _list_keys(value: Any, prefix: str = "") -> Iterator[str]:
         yield from _list_keys(inner, f"{prefix}{key}.")
 
 
-def explain_errors(errors: Sequence[Any], whole: type[Section]) -> list[str]:
-    """Explain pydantic's errors of `whole`, a line each; a misspelt key and the missing one that it stands for share a line."""
+def explain_errors(errors: Sequence[Any], root: type[Section]) -> list[str]:
+    """Explain pydantic's errors of `root`, a line each; a misspelt key and the missing one that it stands for share a line."""
     errors = _leave_out_guessed(errors)
     meant = _pair_misspelt(errors)
     bare = _find_bare_workloads(errors)
@@ -72,7 +72,7 @@ def explain_errors(errors: Sequence[Any], whole: type[Section]) -> list[str]:
     of_bare = {("benchmark", "workloads", name, key) for name, keys in bare.items() for key in keys}
     errors = [error for error in errors if error["type"] != "missing" or error["loc"] not in of_bare]
     return incomplete + [
-        _explain_misspelt(error["loc"], meant[error["loc"]]) if error["loc"] in meant else _explain_error(error, whole)
+        _explain_misspelt(error["loc"], meant[error["loc"]]) if error["loc"] in meant else _explain_error(error, root)
         for error in errors
         if error["type"] != "missing" or error["loc"] not in meant.values()
     ]
@@ -126,29 +126,29 @@ def _strip_union_tags(location: Location) -> list[str]:
     return [str(part) for part in location if part not in UNION_TAGS]
 
 
-def _explain_error(error: Any, whole: type[Section]) -> str:
-    """Explain one pydantic error of `whole` as "key: expected, found, what to do"."""
+def _explain_error(error: Any, root: type[Section]) -> str:
+    """Explain one pydantic error of `root` as "key: expected, found, what to do"."""
     key_path = _strip_union_tags(error["loc"])
     key, kind, found = ".".join(key_path), error["type"], f"found {error['input']!r}"
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
     if kind == "extra_forbidden":
-        known = _known_keys(error["loc"][:-1], whole)
+        known = _known_keys(error["loc"][:-1], root)
         known += ["method"] if _has_method(error["loc"]) and "method" not in known else []
         nearest = suggest_name(key_path[-1], known)
         above = [
             key_path[:depth]
             for depth in range(1, len(key_path) - 1)
-            if key_path[-1] in _known_keys(key_path[:depth], whole)
+            if key_path[-1] in _known_keys(key_path[:depth], root)
         ]
         shared = f"; {'.'.join([*above[-1], key_path[-1]])} holds for all" if above else ""
         advice = "Correct the spelling, or leave the key out"
         return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}{shared}. {advice}"
     if kind == "missing":
-        return f"{key}: missing; the code holds no defaults, so write it{_advise_on_missing(error['loc'], whole)}"
+        return f"{key}: missing; the code holds no defaults, so write it{_advise_on_missing(error['loc'], root)}"
     if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], whole))}, {found}"
+        return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], root))}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
         found += "; YAML reads 8_2_16 as the number 8216, so begin a name with a letter (t8_2_16) or put text in quotes"
     if kind == "invalid_key" or "[key]" in error["loc"] or key_path[-1] == "from":
@@ -166,13 +166,13 @@ def _explain_error(error: Any, whole: type[Section]) -> str:
     return f"{key}: {re.sub(' after validation.*', '', expected)}, found {error['input']!r}"
 
 
-def _advise_on_missing(location: Location, whole: type[Section]) -> str:
+def _advise_on_missing(location: Location, root: type[Section]) -> str:
     """Return where a missing key is to be found: in the last commit, or for what the user has named, which keys it has."""
     above = [depth for depth in range(len(location) - 1) if location[depth] not in UNION_TAGS]
-    named = [depth for depth in above if str(location[depth]) not in _known_keys(location[:depth], whole)]
+    named = [depth for depth in above if str(location[depth]) not in _known_keys(location[:depth], root)]
     if not named:
         return " (git show HEAD:params.yaml has one)"
-    section = _find_section(location[:-1], whole)
+    section = _find_section(location[:-1], root)
     fields = {field.alias or name: field for name, field in section.model_fields.items()}
     allowed = " (null is allowed)" if type(None) in get_args(fields[location[-1]].annotation) else ""
     return f"{allowed}; {'.'.join(_strip_union_tags(location[:-1]))} has the keys {', '.join(fields)}"
@@ -190,14 +190,14 @@ def explain_yaml(error: Exception) -> str:
     return f"line {mark.line + 1}: {problem}; {advice}" if mark and problem else f"{error}; {advice}"
 
 
-def _known_keys(location: Sequence[Any], whole: type[Section]) -> list[str]:
-    """Return the keys of the section at a location of `whole`, as written in the file; in a union, of the member named."""
-    return [field.alias or name for name, field in _find_section(location, whole).model_fields.items()]
+def _known_keys(location: Sequence[Any], root: type[Section]) -> list[str]:
+    """Return the keys of the section at a location of `root`, as written in the file; in a union, of the member named."""
+    return [field.alias or name for name, field in _find_section(location, root).model_fields.items()]
 
 
-def _find_section(location: Sequence[Any], whole: type[Section]) -> type[Section]:
-    """Return the class of the section at a location of `whole`; in a union, the member named."""
-    model: Any = whole
+def _find_section(location: Sequence[Any], root: type[Section]) -> type[Section]:
+    """Return the class of the section at a location of `root`; in a union, the member named."""
+    model: Any = root
     members: dict[str, type[Section]] = {}
     for part in map(str, location):
         if part in UNION_TAGS:

@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def _check_unique(names: list[str]) -> list[str]:
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"{', '.join(twice)} is listed twice; list each name once")
+    if repeated := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"{', '.join(repeated)} is listed twice; list each name once")
     return names
 
 

@@ -299,10 +299,10 @@ def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoin
             if measured.low is not None:
                 axes.hlines(predicted.speedup, measured.low, measured.high, color=colour, lw=0.7)
     axes.set(xlabel="measured speedup of decoding", ylabel="predicted")
-    return [_tell_prediction(row) for row in rows]
+    return [_make_prediction_point(row) for row in rows]
 
 
-def _tell_prediction(row: ComparedPrediction) -> PlotPoint:
+def _make_prediction_point(row: ComparedPrediction) -> PlotPoint:
     measured, predicted = row.measured.speedup, row.predicted.speedup
     name = f"{format_tree(row.tree) if row.tree else 'plain decoding'}, {row.checkpoint}"
     return PlotPoint(measured, predicted, f"{name}: measured {measured:.2f}×, predicted {predicted:.2f}×")

@@ -60,13 +60,13 @@ class Label:
 def place_labels(
     points: list[NamedPoint],
     area: Box,
-    taken: list[Box],
+    occupied: list[Box],
     lines: list[list[tuple[float, float]]],
     dots: Iterable[tuple[float, float]] = (),
 ) -> list[Label | None]:
     """Return a position for each name; None where none is left.
 
-    `taken` are boxes to keep clear, `lines` better not covered, `dots` points without a name.
+    `occupied` are boxes to keep clear, `lines` better not covered, `dots` points without a name.
     """
     marks = sorted({*dots, *((point.x, point.y) for point in points)})
     placed: list[Label | None] = [None] * len(points)
@@ -79,7 +79,7 @@ def place_labels(
         for index in order:
             others = [label for number, label in enumerate(placed) if label is not None and number != index]
             positions = (
-                _list_free(points[index], points, area, [*taken, *(label.box for label in others)], reach)
+                _list_free(points[index], points, area, [*occupied, *(label.box for label in others)], reach)
                 for reach in REACHES
             )
             placed[index] = _choose_position(points[index], marks, next(filter(len, positions), None), others, below)
@@ -100,7 +100,7 @@ def _sample_lines(lines: Iterable[Sequence[tuple[float, float]]]) -> Points:
     return np.concatenate(pieces)
 
 
-def _list_free(point: NamedPoint, points: list[NamedPoint], area: Box, taken: list[Box], reach: float) -> Points:
+def _list_free(point: NamedPoint, points: list[NamedPoint], area: Box, occupied: list[Box], reach: float) -> Points:
     """Return the positions within reach that are wholly in the area and cover no point and nothing taken."""
     beside, above = point.width + MARK_RADIUS + 1, point.height / 2 + MARK_RADIUS + 1
     left, right = max(area.left, point.x - point.width - reach), min(area.right, point.x + reach)
@@ -112,7 +112,7 @@ def _list_free(point: NamedPoint, points: list[NamedPoint], area: Box, taken: li
     ends = positions + np.array((point.width, point.height))
     free = (positions >= (area.left, area.low)).all(axis=1) & (ends <= (area.right, area.high)).all(axis=1)
     marks = [Box(p.x - MARK_RADIUS, p.y - MARK_RADIUS, p.x + MARK_RADIUS, p.y + MARK_RADIUS) for p in points]
-    for box in [*taken, *marks]:
+    for box in [*occupied, *marks]:
         apart_x = (positions[:, 0] - GAP >= box.right) | (ends[:, 0] + GAP <= box.left)
         apart_y = (positions[:, 1] - GAP >= box.high) | (ends[:, 1] + GAP <= box.low)
         free &= apart_x | apart_y

@@ -167,7 +167,7 @@ class ResultGroup:
         return max(row.tau for row in self.rows)
 
     @property
-    def asked(self) -> str:
+    def prompt_count(self) -> str:
         """Return how many prompts were answered, and how often where that was more than once."""
         prompts = len({row.id for cell in self.cells for row in cell.prompts})
         repeats = sorted({1 + max(row.repeat for row in cell.prompts) for cell in self.cells})

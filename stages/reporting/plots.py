@@ -96,9 +96,9 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
         x, y = to_points.transform((point.x, point.y))
         named.append(NamedPoint(x, y, size.width * 72 / figure.dpi, NAME_SIZE))
     lines = [[tuple(xy) for xy in to_points.transform(path)] for path in _list_paths(axes)]
-    taken = [_to_box(legend.get_window_extent(), figure.dpi)] if legend else []
+    occupied = [_to_box(legend.get_window_extent(), figure.dpi)] if legend else []
     dots = [line[0] for line in lines if len(set(line)) == 1]
-    labels = place_labels(named, _to_box(axes.bbox, figure.dpi), taken, lines, dots)
+    labels = place_labels(named, _to_box(axes.bbox, figure.dpi), occupied, lines, dots)
     for point, label in zip(points, labels, strict=True):
         if label is None:  # no room: the pointer still tells it
             continue

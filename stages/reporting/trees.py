@@ -52,7 +52,7 @@ class TreeStatisticsLine:
     siblings: list[tuple[float, float]]  # as summarise_siblings returns them
 
     @property
-    def kept(self) -> float:
+    def kept_share(self) -> float:
         return self.accepted / self.promised
 
 

@@ -80,11 +80,11 @@ def add_sizes(result: RecipeEstimate, p: schema.Params, manifest: TargetManifest
         parts += [f"Markov head of rank {config.markov_rank} {format_count(found.markov)}"] * bool(found.markov)
         parts += [f"selector of rank {config.selector_rank} {format_count(found.selector)}"] * bool(found.selector)
         parts += [f"confidence head {found.confidence:,}"] * bool(found.confidence)
-        how = ", ".join(parts) + f"; a layer has the sizes of e000's, {config.intermediate_size} within"
-        result.add_line(f"block draft of {name}", f"{format_count(found.total)} parameters", how)
+        derivation = ", ".join(parts) + f"; a layer has the sizes of e000's, {config.intermediate_size} within"
+        result.add_line(f"block draft of {name}", f"{format_count(found.total)} parameters", derivation)
         if p.target.device == "cpu":
             continue
         held = found.count_training_bytes(size)
         of_tables = f"the target's embedding and head {format_bytes(tables)}"
-        how = f"weights, gradients and moments {format_bytes(held)}, {of_tables}; activations"
-        result.add_line(f"GPU memory, training {name}", f"{format_bytes(held + tables)} and more", how)
+        derivation = f"weights, gradients and moments {format_bytes(held)}, {of_tables}; activations"
+        result.add_line(f"GPU memory, training {name}", f"{format_bytes(held + tables)} and more", derivation)

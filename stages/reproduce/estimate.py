@@ -118,20 +118,20 @@ def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, dra
         "target", f"{manifest.model}, {format_count(target.parameters)} parameters{experts}", target.recorded_from
     )
     kv = target.kv_bytes(p.target.dtype)
-    how = (
+    derivation = (
         f"2 * {manifest.num_layers} layers * {manifest.num_key_value_heads} heads * {manifest.head_dim} * {size} bytes"
     )
-    result.add_line("KV cache", f"{kv:,} bytes a token", how)
+    result.add_line("KV cache", f"{kv:,} bytes a token", derivation)
     total, rope = sum(count_draft_parameters(draft).values()), draft["rope_parameters"]["rope_type"]
     within, vocabulary = draft["intermediate_size"], draft["draft_vocab_size"]
-    how = f"inferred: {manifest.hidden_size} wide, {within} within, vocabulary {vocabulary}, {rope} RoPE"
-    result.add_line("draft", f"{format_count(total)} parameters", how)
+    derivation = f"inferred: {manifest.hidden_size} wide, {within} within, vocabulary {vocabulary}, {rope} RoPE"
+    result.add_line("draft", f"{format_count(total)} parameters", derivation)
     result.weight_bytes = target.parameters * size
     held = {"target": result.weight_bytes, "draft": total * size}
     if p.benchmark_served.workloads and (tokens := p.benchmark_served.server.max_total_tokens):
         held[f"{tokens:,} tokens of KV cache"] = tokens * kv
-    how = ", ".join(f"{what} {format_bytes(bytes_)}" for what, bytes_ in held.items())
-    result.add_line("GPU memory", f"{format_bytes(sum(held.values()))} and more", how)
+    derivation = ", ".join(f"{what} {format_bytes(bytes_)}" for what, bytes_ in held.items())
+    result.add_line("GPU memory", f"{format_bytes(sum(held.values()))} and more", derivation)
 
 
 # Disk
@@ -144,8 +144,8 @@ def _add_disk(
     token, stored = _count_token_bytes(p, manifest), rows.stored_train + rows.sets * rows.evaluated
     counts = f"{rows.stored_train:,} + {rows.sets} * {rows.evaluated:,} rows"
     layers = f"{len(manifest.feature_layers)} feature layers and the last in {p.extract_hiddens.dtype}"
-    how = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes: {layers}"
-    result.add_disk("extract_hiddens", "hidden states", stored * rows.length * token, how)
+    derivation = f"{counts} * {rows.length:,} tokens * {token:,.1f} bytes: {layers}"
+    result.add_disk("extract_hiddens", "hidden states", stored * rows.length * token, derivation)
     if p.init_draft.checkpoints:
         result.add_disk("init_draft", "checkpoint e000", 4 * total, f"{format_count(total)} * 4 bytes")
     if segments := p.train_draft.checkpoints:
@@ -154,8 +154,10 @@ def _add_disk(
         kept = [*sizes, max(sizes)]
         weights = get_itemsize(p.train_draft.dtype)
         counts = " + ".join(f"{format_count(size)} * {kept.count(size)}" for size in dict.fromkeys(kept))
-        how = f"{counts} * ({weights} + 12) bytes" if len(set(kept)) == 1 else f"({counts}) * ({weights} + 12) bytes"
-        result.add_disk("train_draft", "checkpoints", sum(kept) * (weights + 12), how)
+        derivation = (
+            f"{counts} * ({weights} + 12) bytes" if len(set(kept)) == 1 else f"({counts}) * ({weights} + 12) bytes"
+        )
+        result.add_disk("train_draft", "checkpoints", sum(kept) * (weights + 12), derivation)
     if imported := p.import_draft.checkpoints:
         size = 2 * total * len(imported)
         result.add_disk("import_draft", "imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
@@ -166,8 +168,9 @@ def _add_disk(
         )
     else:
         result.download_bytes += 2 * target.parameters
-        how = f"target and drafts, 2 bytes each; {format_bytes(_get_free_cache_bytes())} are free in the Hugging Face cache"
-        result.add_line("to download, unless it is there", format_bytes(result.download_bytes), how)
+        free = format_bytes(_get_free_cache_bytes())
+        derivation = f"target and drafts, 2 bytes each; {free} are free in the Hugging Face cache"
+        result.add_line("to download, unless it is there", format_bytes(result.download_bytes), derivation)
 
 
 def _count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: dict[str, Any]) -> int:
@@ -227,14 +230,14 @@ def _add_extraction(result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: Ro
     share = measured_rates.EXTRACTING_COMPILED_SHARE if p.extract_hiddens.compile else measured_rates.EXTRACTING_SHARE
     note = "; measured on dense targets only" if target.mixture else ""
     peak = f"{share:.1%} of {gpu.peak_flops / 1e12:.0f} TFLOP/s"
-    how = f"{stored:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {peak}"
+    derivation = f"{stored:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {peak}"
     seconds = stored * length * flop / (share * gpu.peak_flops)
     seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_EXTRACTING)
     written = stored * length * _count_token_bytes(p, target.manifest)
     if written / measured_rates.DISK_BYTES_S > seconds / gpus:
         seconds = written / measured_rates.DISK_BYTES_S * gpus
-        how = f"{written / 1e9:,.0f} GB at {measured_rates.DISK_BYTES_S / 1e9} GB/s of the disk, the GPUs wait"
-    result.add_hours("extract_hiddens", seconds, how + note, gpus)
+        derivation = f"{written / 1e9:,.0f} GB at {measured_rates.DISK_BYTES_S / 1e9} GB/s of the disk, the GPUs wait"
+    result.add_hours("extract_hiddens", seconds, derivation + note, gpus)
 
 
 def _add_training(
@@ -248,11 +251,11 @@ def _add_training(
     share = measured_rates.TRAINING_SHARE
     if p.extract_hiddens.online:
         flop, share = flop + compute_target_flop(target, length), measured_rates.ONLINE_SHARE
-    how = f"{epochs} epochs * {train:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
+    derivation = f"{epochs} epochs * {train:,} rows * {length:,} tokens * {flop / 1e9:.2f} GFLOP at {share:.1%}"
     seconds = epochs * train * length * flop / (share * gpu.peak_flops)
     seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_TRAINING)
-    how += _describe_reading(p, target, epochs * train * length, seconds / gpus)
-    result.add_hours("train_draft", seconds, how, gpus)
+    derivation += _describe_reading(p, target, epochs * train * length, seconds / gpus)
+    result.add_hours("train_draft", seconds, derivation, gpus)
 
 
 def _describe_reading(p: schema.Params, target: TargetSize, tokens: float, seconds: float) -> str:
@@ -278,7 +281,7 @@ def _add_block_training(
         )
         total, context = flop.count(work), flop.token * work.tokens
         share = measured_rates.BLOCK_TRAINING_SHARES[segment.method]
-        how = (
+        derivation = (
             f"{segment.epochs} epochs * ({work.blocks:,.0f} blocks * {(total - context) / work.blocks / 1e9:.1f} GFLOP + "
             f"{work.tokens:,} tokens * {flop.token / 1e9:.2f} GFLOP) at {share:.1%}"
         )
@@ -287,11 +290,11 @@ def _add_block_training(
             compiled = p.extract_hiddens.compile
             own = measured_rates.EXTRACTING_COMPILED_SHARE if compiled else measured_rates.EXTRACTING_SHARE
             of_target = compute_target_flop(target, rows.length)
-            how += f", and the target's {of_target / 1e9:.2f} GFLOP a token at {own:.1%}"
+            derivation += f", and the target's {of_target / 1e9:.2f} GFLOP a token at {own:.1%}"
             seconds += segment.epochs * work.tokens * of_target / (own * gpu.peak_flops)
         seconds = measured_rates.scale_to_gpus(seconds, gpus, measured_rates.TWO_GPUS_TRAINING)
-        how += _describe_reading(p, target, segment.epochs * work.tokens, seconds / gpus)
-        result.add_hours(f"train_draft, {name}", seconds, how, gpus)
+        derivation += _describe_reading(p, target, segment.epochs * work.tokens, seconds / gpus)
+        result.add_hours(f"train_draft, {name}", seconds, derivation, gpus)
 
 
 def compute_target_flop(target: TargetSize, length: int) -> float:
@@ -325,9 +328,9 @@ def _add_sampling(
         step = measured_rates.estimate_served_step(p, target, gpu, at_once, tokens)
     batches = -(-rows // (at_once * gpus))
     together = f"{at_once} at once" + (f" on each of {gpus} GPUs" if gpus > 1 else "")
-    how = f"{batches:,} times {together} * {tokens:,} tokens * {1e3 * step:.1f} ms"
+    derivation = f"{batches:,} times {together} * {tokens:,} tokens * {1e3 * step:.1f} ms"
     seconds = batches * tokens * step
-    result.add_hours("sample_target", seconds * gpus, how, gpus)
+    result.add_hours("sample_target", seconds * gpus, derivation, gpus)
 
 
 def _count_sampling_gpus(p: schema.Params) -> int:
@@ -359,10 +362,10 @@ def _add_torch_cells(result: RecipeEstimate, p: schema.Params, target: TargetSiz
             seconds += cells * prompts / at_once * tokens * ways * step
             together = f" / {at_once} at once" if at_once > 1 else ""
             loads.append(f"{prompts:,} prompts * {tokens:,} tokens{together} * {1e3 * step:.1f} ms")
-        how = f"{cells} cells * {ways} * ({' + '.join(loads)}): speculative counted as plain"
+        derivation = f"{cells} cells * {ways} * ({' + '.join(loads)}): speculative counted as plain"
         # Prompts are divided over the copies of the target; the sum of GPU-seconds stays.
         result.add_hours(
-            f"benchmark, {name}", seconds * p.benchmark.num_gpus_per_model, how, p.benchmark.num_gpus_total
+            f"benchmark, {name}", seconds * p.benchmark.num_gpus_per_model, derivation, p.benchmark.num_gpus_total
         )
 
 
@@ -378,9 +381,9 @@ def _add_served_cells(result: RecipeEstimate, p: schema.Params, target: TargetSi
         once = sum(_list_load_seconds(p, target, gpu, workload))
         load = workload.most_repeats * once
         repeated = f"{workload.most_repeats} * {once:.0f} s of load"
-        how = f"({SERVER_START_S} s + {repeated}): speculative counted as plain"
+        derivation = f"({SERVER_START_S} s + {repeated}): speculative counted as plain"
         seconds = servers * (SERVER_START_S + load) * served.server.tp
-        result.add_hours(f"{stage}, {name}", seconds, f"{servers} servers * {how}", served.server.tp)
+        result.add_hours(f"{stage}, {name}", seconds, f"{servers} servers * {derivation}", served.server.tp)
 
 
 def _list_load_seconds(p: schema.Params, target: TargetSize, gpu: Gpu, workload: Workload) -> list[float]:

@@ -25,21 +25,23 @@ class RecipeEstimate:
     gpu_hours: float = 0.0
     weight_bytes: float = 0.0  # of the target, in its dtype
 
-    def add_line(self, what: str, value: str, how: str) -> None:
-        self.lines.append(f"{what}: {value} ({how})")
+    def add_line(self, label: str, value: str, derivation: str) -> None:
+        self.lines.append(f"{label}: {value} ({derivation})")
 
-    def add_disk(self, stage: str, what: str, size: float, how: str) -> None:
+    def add_disk(self, stage: str, label: str, size: float, derivation: str) -> None:
         self.disk_bytes += size
         self._get_stage(stage).disk_bytes += size
-        self.add_line(what, format_bytes(size), how)
+        self.add_line(label, format_bytes(size), derivation)
 
-    def add_hours(self, what: str, gpu_seconds: float, how: str, gpus: int = 1) -> None:
+    def add_hours(self, label: str, gpu_seconds: float, derivation: str, gpus: int = 1) -> None:
         """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""
         self.gpu_hours += gpu_seconds / 3600
-        stage = self._get_stage(what.partition(",")[0])
+        stage = self._get_stage(label.partition(",")[0])
         stage.seconds = (stage.seconds or 0) + gpu_seconds / gpus
         stage.gpu_hours = (stage.gpu_hours or 0) + gpu_seconds / 3600
-        self.add_line(what, f"{gpu_seconds / 3600:.2g} GPU-hours", how + (f", on {gpus} GPUs" if gpus > 1 else ""))
+        self.add_line(
+            label, f"{gpu_seconds / 3600:.2g} GPU-hours", derivation + (f", on {gpus} GPUs" if gpus > 1 else "")
+        )
 
     def _get_stage(self, name: str) -> StageEstimate:
         return self.stages.setdefault(name, StageEstimate())

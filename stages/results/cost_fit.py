@@ -42,19 +42,22 @@ def _list_candidate_models(grid: Sequence[CycleTime]) -> list[tuple[tuple[str, .
         of_trees += [((*terms, BRANCH_TERM), knee) for terms, knee in of_trees]
     if len({point.arrivals.per_step for point in grid}) == 1:
         return of_trees
-    return [*of_trees, *(((*terms, *more), knee) for more in ARRIVAL_TERMS for terms, knee in of_trees)]
+    return [
+        *of_trees,
+        *(((*terms, *arrival_terms), knee) for arrival_terms in ARRIVAL_TERMS for terms, knee in of_trees),
+    ]
 
 
 def _fit_terms(grid: Sequence[CycleTime], times: np.ndarray, terms: Sequence[str], knee: int | None) -> CostModel:
     """Fit the terms, without those that are constant over the grid, as the fixed one is."""
     units = [count_term_units(point.shape, point.batch, knee, point.arrivals) for point in grid]
-    columns = {term: np.array([taken[term] for taken in units], dtype=float) for term in terms}
+    columns = {term: np.array([counts[term] for counts in units], dtype=float) for term in terms}
     names = [term for term in columns if term == "cycle" or np.ptp(columns[term]) > 0]
     design = np.stack([columns[term] for term in names], axis=1)  # [P, K]
-    shares, wanted = design / times[:, None], np.ones(len(times))  # residuals are then shares of the measured time
-    found = solve_nonnegative(shares, wanted)
+    shares, ones = design / times[:, None], np.ones(len(times))  # residuals are then shares of the measured time
+    found = solve_nonnegative(shares, ones)
     left_out = np.array(
-        [row @ solve_nonnegative(np.delete(shares, p, axis=0), wanted[1:]) for p, row in enumerate(design)]
+        [row @ solve_nonnegative(np.delete(shares, p, axis=0), ones[1:]) for p, row in enumerate(design)]
     )
     errors, residuals = left_out / times - 1, shares @ found - 1
     return CostModel(
@@ -67,8 +70,8 @@ def _fit_terms(grid: Sequence[CycleTime], times: np.ndarray, terms: Sequence[str
     )
 
 
-def solve_nonnegative(design: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return x >= 0 [K] with the least |design x - wanted|; design [P, K], wanted [P]. Columns are scaled: their units differ."""
+def solve_nonnegative(design: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return x >= 0 [K] with the least |design x - target|; design [P, K], target [P]. Columns are scaled: their units differ."""
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0] = 1
-    return nnls(design / scale, wanted)[0] / scale
+    return nnls(design / scale, target)[0] / scale

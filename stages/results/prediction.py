@@ -244,10 +244,10 @@ def _choose_launch(
     engine: str, timed_on: str, runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]
 ) -> LaunchAdvice:
     """Return the preferred tree of one load; without flags where its speedup is not surely above 1."""
-    best, how = max(runnable, key=lambda pair: pair[0].preference)
+    best, launch = max(runnable, key=lambda pair: pair[0].preference)
     enable = best.is_faster
-    how = how if enable else EngineLaunch([])
-    advice = {"engine": engine, "timed_on": timed_on, "enable": enable, **vars(how)}
+    launch = launch if enable else EngineLaunch([])
+    advice = {"engine": engine, "timed_on": timed_on, "enable": enable, **vars(launch)}
     return LaunchAdvice.model_validate(best.model_dump() | advice)
 
 

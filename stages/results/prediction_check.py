@@ -59,7 +59,7 @@ class ComparedPrediction:
         return low <= other_high and other_low <= high
 
     @property
-    def apart(self) -> str | None:
+    def farther_factor(self) -> str | None:
         """Return which of tau and C is further from its prediction; None unless the intervals are apart."""
         guess, found = self.predicted, self.measured
         if self.agrees is not False:

@@ -75,7 +75,7 @@ def test_the_table_adds_rows_and_siblings_up() -> None:
     ]  # fmt: skip
     (line,) = trees.build_statistics_table(inside)
     assert (line.tree, line.cycles, line.tau, line.nodes) == ("t2_3_6", 4, 2.5, 5)
-    assert (line.promised, line.accepted, line.kept) == (2, 1.5, 0.75)
+    assert (line.promised, line.accepted, line.kept_share) == (2, 1.5, 0.75)
     assert [nodes for nodes, _ in line.siblings] == [0.4, 0.3, 0.3]
     assert [accepted for _, accepted in line.siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
 

@@ -193,7 +193,7 @@ def test_a_served_point_is_judged_by_the_other_points() -> None:
         assert pytest.approx(left_out / step) == row.predicted.C
         assert pytest.approx(point_.cycle_s / step) == row.measured.C
         assert row.measured.speedup == pytest.approx(step / (point_.cycle_s / TAUS[row.tree]), rel=0.06)
-        assert row.agrees and row.apart is None
+        assert row.agrees and row.farther_factor is None
 
 
 def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
@@ -259,7 +259,7 @@ def test_a_torch_cell_is_measured_without_its_prefill() -> None:
 @pytest.mark.parametrize(("tau", "slow", "apart"), [(4.0, 1.5, "C"), (2.5, 1.1, "tau"), (4.0, 1.02, None)])
 def test_where_they_disagree_it_says_by_which_of_the_two(tau: float, slow: float, apart: str | None) -> None:
     ((row,), _) = compare_cell(torch_cell("t8_2_16", tau, slow * costs.seconds(TreeShape.parse("t8_2_16"))))
-    assert row.apart == apart and row.agrees is (apart is None)
+    assert row.farther_factor == apart and row.agrees is (apart is None)
     log = math.log(row.predicted.speedup / row.measured.speedup)
     assert log == pytest.approx(math.log(slow * 4.0 / tau), abs=0.02)
 
