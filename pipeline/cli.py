@@ -120,7 +120,7 @@ def rerun(
 def preview(
     what: Annotated[Literal["data"], typer.Argument(metavar="data", help="Raw conversations, as fix_data reads them.")],
     path: Annotated[
-        str | None, typer.Argument(metavar="PATH", help="A file or folder instead of fix_data.raw.")
+        str | None, typer.Argument(metavar="PATH", help="A file or folder in place of fix_data.raw.")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each file.")] = 5,
 ) -> None:
