@@ -36,6 +36,7 @@ from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema
 from stages.params.byte_size import GIB
+from stages.params.load import Load
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
 from stages.results import (
@@ -258,9 +259,9 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
     _warm_up(work)
     points: dict[str, list[LoadPoint]] = {kind: [] for kind in DECODING_KINDS}  # of a kind that does not run: none
     for load in work.workload.list_loads():
-        found = _repeat_load(work, *load)
+        found = _repeat_load(work, load)
         for kind in list_kinds(work):
-            points[kind].append(_build_point(work, kind, *load, found))
+            points[kind].append(_build_point(work, kind, load, found))
     target = manifest.read_manifest()
     measured = LoadsMeasurement(
         status=served_records.RAN,
@@ -313,13 +314,13 @@ class RepeatedLoad:
     stopping: StoppingRecord
 
 
-def _repeat_load(work: TorchCellContext, length: int, cap: int | None) -> RepeatedLoad:
+def _repeat_load(work: TorchCellContext, load: Load) -> RepeatedLoad:
     """Run one point until it was repeated often enough."""
     records: dict[str, load_points.RepeatRecords] = {kind: [] for kind in list_kinds(work)}
     started, process_started, ended = time.perf_counter(), time.process_time(), None
     rule, repeats = RepeatRule.of_workload(work.workload), 0
     while ended is None:
-        found = _run_kinds(work, length, cap, repeats)
+        found = _run_kinds(work, load, repeats)
         repeats += 1
         for kind in records:
             records[kind].append(found[kind])
@@ -331,9 +332,7 @@ def _repeat_load(work: TorchCellContext, length: int, cap: int | None) -> Repeat
     return RepeatedLoad(records, share if is_alone_on_cpu else None, ended)
 
 
-def _run_kinds(
-    work: TorchCellContext, length: int, cap: int | None, repeat: int
-) -> dict[str, list[list[latency.RequestRecord]]]:
+def _run_kinds(work: TorchCellContext, load: Load, repeat: int) -> dict[str, list[list[latency.RequestRecord]]]:
     """Run one repeat of one point: by kind of decoding, a load for each turn. The first kind alternates."""
     kinds = list_kinds(work)
     records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in kinds}
@@ -341,7 +340,7 @@ def _run_kinds(
     turns = [question_turns.get_first_turn(prompt) for prompt in prompts]
     while turns:
         for kind in kinds if (repeat + turns[0].number) % 2 == 0 else kinds[::-1]:
-            records[kind].append(_run_load(work, kind, turns, length, cap, repeat))
+            records[kind].append(_run_load(work, kind, turns, load, repeat))
         answered = zip(turns, records[kinds[0]][-1], strict=True)
         following = [question_turns.build_next_turn(work, turn, record.ids) for turn, record in answered]
         turns = [turn for turn in following if turn]
@@ -349,16 +348,17 @@ def _run_kinds(
 
 
 def _run_load(
-    work: TorchCellContext, kind: str, turns: list[QuestionTurn], length: int, cap: int | None, repeat: int
+    work: TorchCellContext, kind: str, turns: list[QuestionTurn], load: Load, repeat: int
 ) -> list[latency.RequestRecord]:
-    """Decode all turns, at most `cap` at once over all processes, and return the records of all processes.
+    """Decode all turns, at most `load.concurrency` at once over all processes, and return the records of all processes.
 
     Each process has some of the slots, and their requests.
     """
-    ranks, slots = work.ranks, min(cap or len(turns), len(turns))
+    ranks, slots = work.ranks, min(load.concurrency or len(turns), len(turns))
     numbers = [n for n in range(len(turns)) if n % slots % ranks.world == ranks.rank]
     requests = {
-        f"{turns[n].question.id}#{turns[n].number}": _make_request(work, turns[n], length, repeat) for n in numbers
+        f"{turns[n].question.id}#{turns[n].number}": _make_request(work, turns[n], load.max_new_tokens, repeat)
+        for n in numbers
     }
 
     def start_clock() -> float:
@@ -380,8 +380,8 @@ def _make_request(work: TorchCellContext, turn: QuestionTurn, length: int, repea
     return DecodeRequest(turn.ids, max_new_tokens, work.images[prompt_id], drawn)
 
 
-def _build_point(work: TorchCellContext, kind: str, length: int, cap: int | None, found: RepeatedLoad) -> LoadPoint:
-    repeats = found.records[kind]
+def _build_point(work: TorchCellContext, kind: str, load: Load, found: RepeatedLoad) -> LoadPoint:
+    repeats, cap = found.records[kind], load.concurrency
     requests = load_points.list_requests(repeats)
     references = dict(work.prompts.select("id", "reference").iter_rows())
     grades: list[bool | None] = [None] * len(requests)
@@ -400,7 +400,8 @@ def _build_point(work: TorchCellContext, kind: str, length: int, cap: int | None
         )
     prompts = len(work.prompts)
     point = load_points.build_point(
-        load_points.PointLoad(length, cap, work.workload.request_rate),
+        load,
+        work.workload.request_rate,
         repeats,
         grades,
         references,

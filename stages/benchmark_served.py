@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from stages.params import schema
+from stages.params.load import Load
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
 from stages.results.draft_sampling import name_draft_sampling
@@ -29,7 +30,7 @@ from stages.serving import (
     load_checks,
 )
 from stages.serving.load_generator import LoadResult
-from stages.serving.measured_server import Load, MeasuredServer
+from stages.serving.measured_server import MeasuredServer
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
@@ -169,7 +170,6 @@ def _write_cell(
 def _build_point(
     work: ServedCellContext, measured: MeasuredServer, load: Load, repeats: list[list[LoadResult]]
 ) -> served_records.LoadPoint:
-    length, cap = load
     records = [[result.records for result in turns] for turns in repeats]
     requests = load_points.list_requests(records)
     grades: list[bool | None] = [None] * len(requests)
@@ -182,14 +182,15 @@ def _build_point(
     warnings = load_checks.list_warnings(
         results,
         work.prompts["prompt_ids"].list.len().to_list(),
-        cap,
-        length + measured.num_draft_tokens,
+        load.concurrency,
+        load.max_new_tokens + measured.num_draft_tokens,
         engine_flags.read_server_memory(measured.info).kv_tokens,
         work.workload.warmup,
     )
     warnings += [measured.notice] if measured.notice else []
     return load_points.build_point(
-        load_points.PointLoad(length, cap, work.workload.request_rate),
+        load,
+        work.workload.request_rate,
         records,
         grades,
         work.references,

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from stages.params import schema
+from stages.params.load import Load
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, cost_served, load_points, timing_grid
 from stages.results.cost_model import CostModel
@@ -27,7 +28,7 @@ from stages.served_cell import measured_loads, server_setup, simulated_answers
 from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
 from stages.serving import gpu_memory, measured_server, simulated_acceptance
-from stages.serving.measured_server import Load, MeasuredServer, ServerPlan
+from stages.serving.measured_server import MeasuredServer, ServerPlan
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from stages.telemetry.run_stage import run_stage
 
@@ -133,8 +134,7 @@ def _list_paths(place: Path, one: MeasuredServer, work: ServedCellContext) -> It
 
 
 def _locate_times(place: Path, one: MeasuredServer, load: Load, number: int) -> Path:
-    length, cap = load
-    return place / f"{one.config_name}-{length}-{cap}-{number}.json"
+    return place / f"{one.config_name}-{load.max_new_tokens}-{load.concurrency}-{number}.json"
 
 
 def _measure_in_turns(servers: list[tuple[ServedCellContext, OpenedServer]], place: Path) -> None:
@@ -151,12 +151,11 @@ def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, num
     Raises:
         ValueError: if the server did not accept as many tokens as it was told to.
     """
-    one, (length, cap) = opened.server, load
+    one = opened.server
     measured_loads.run_load(work, opened, load, number)
     records = [[result.records for result in one.loads[load][-1]]]
     grades: list[bool | None] = [None] * len(load_points.list_requests(records))
-    of_load = load_points.PointLoad(length, cap, work.workload.request_rate)
-    point = load_points.build_point(of_load, records, grades, {}, None, [])
+    point = load_points.build_point(load, work.workload.request_rate, records, grades, {}, None, [])
     rows = [row.model_copy(update={"repeat": number}) for row in point.requests]
     times = ServedTimes(version=one.info.get("version"), points=[point.model_copy(update={"requests": rows})])
     if one.simulated:
@@ -188,7 +187,7 @@ def _join_repeats(every: list[ServedTimes]) -> ServedTimes:
     """Return the times of one server, with one point for each load, of all its repeats."""
     by_load: dict[Load, list[LoadPoint]] = {}
     for point in (point for times in every for point in times.points):
-        by_load.setdefault((point.max_new_tokens, point.concurrency), []).append(point)
+        by_load.setdefault(point.load, []).append(point)
     points = [
         same[0].model_copy(
             update={

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
+from stages.params.load import Load
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -118,10 +119,10 @@ class Workload(Section):
         is_single = self.concurrency == 1 and not isinstance(self.max_new_tokens, list)
         return is_single and self.prompts != "random" and not self.ignore_eos
 
-    def list_loads(self) -> list[tuple[int, int | None]]:
-        """Return (max_new_tokens, concurrency) of each load: one, or several in a sweep."""
+    def list_loads(self) -> list[Load]:
+        """Return one load, or several of a sweep."""
         lengths = self.max_new_tokens if isinstance(self.max_new_tokens, list) else [self.max_new_tokens]
-        return [(length, limit) for length in lengths for limit in self.list_concurrencies()]
+        return [Load(length, limit) for length in lengths for limit in self.list_concurrencies()]
 
     def list_concurrencies(self) -> list[int | None]:
         return list(self.concurrency) if isinstance(self.concurrency, list) else [self.concurrency]

@@ -1,7 +1,7 @@
 """The shape of a draft tree, from params.yaml to the kernels.
 
-Stages depend on it, as on served_trees.py, and on no other module of this folder (stages/runtime/import_closure.py): it computes
-with parameters. It imports no pydantic, so that engine and replay run without it.
+Stages depend on it, as on served_trees.py and load.py, and on no other module of this folder (stages/runtime/import_closure.py):
+it computes with parameters. It imports no pydantic, so that engine and replay run without it.
 """
 
 import re

@@ -79,18 +79,14 @@ def list_answer_sets(cells: Iterable[TorchCell], served: Iterable[ServedCell]) -
 def _list_load_sets(cell: ServedCell) -> Iterator[AnswerSet]:
     is_baseline = cell.checkpoint is None
     points, plain = ([], cell.points) if is_baseline else (cell.points, cell.baseline_points)
-    for load in dict.fromkeys((point.max_new_tokens, point.concurrency) for point in [*points, *plain]):
+    for load in dict.fromkeys(point.load for point in [*points, *plain]):
         config = "baseline" if is_baseline else f"{cell.checkpoint}-{cell.tree}"
         is_sweep = max(len(points), len(plain)) > 1
-        name = f"{cell.workload}-{config}" + (f"-{load[0]}-at-{load[1] or 'all'}" if is_sweep else "")
+        name = f"{cell.workload}-{config}" + (
+            f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else ""
+        )
         eagle, baseline = (
-            [
-                turn
-                for point in decoded_points
-                if (point.max_new_tokens, point.concurrency) == load
-                for turn in _list_turns(point)
-            ]
-            for decoded_points in (points, plain)
+            [turn for point in decoded_points if point.load == load for turn in _list_turns(point)] for decoded_points in (points, plain)
         )
         yield AnswerSet(name, cell.temperature, eagle, baseline)
 

@@ -16,7 +16,13 @@ from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 from stages.results import cost_served, prediction, prediction_check
 from stages.results.draft_sampling import DraftSampling, limit_draft_sampling
-from stages.results.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit
+from stages.results.prediction import (
+    DescribeLaunch,
+    LaunchAdvice,
+    PredictedSpeedup,
+    SpeculationLimit,
+    SpeedupConditions,
+)
 from stages.results.prediction_check import ComparedPrediction
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
@@ -239,7 +245,7 @@ def _draw_compared(compared: list[ComparedPrediction]) -> Any:
 
 def _select_top_trees(rows: list[PredictedSpeedup]) -> list[tuple[int, list[PredictedSpeedup]]]:
     """Return the fastest trees of each load."""
-    groups = _group_predictions(rows, lambda row: (row.engine, row.load))
+    groups = _group_predictions(rows, lambda row: row.conditions)
     return [(len(group), _take_first(sorted(group, key=lambda row: -row.speedup), MAX_TABLE_TREES)) for group in groups]
 
 
@@ -250,19 +256,19 @@ def _take_first(ordered: list[PredictedSpeedup], count: int) -> list[PredictedSp
 
 
 def _group_predictions(
-    rows: list[PredictedSpeedup], load: Callable[[PredictedSpeedup], Any]
+    rows: list[PredictedSpeedup], get_conditions: Callable[[PredictedSpeedup], SpeedupConditions]
 ) -> list[list[PredictedSpeedup]]:
-    """Return the predictions of each load."""
-    groups: dict[Any, list[PredictedSpeedup]] = {}
+    """Return the predictions that share these conditions."""
+    groups: dict[SpeedupConditions, list[PredictedSpeedup]] = {}
     for row in rows:
-        groups.setdefault(load(row), []).append(row)
+        groups.setdefault(get_conditions(row), []).append(row)
     return list(groups.values())
 
 
 def _build_concurrency_tables(rows: list[PredictedSpeedup]) -> list[ConcurrencyTable]:
     """Return a table of each load with several concurrencies: trees that _take_first takes at one of them."""
     tables = []
-    for group in _group_predictions(rows, lambda row: (row.engine, row.load[:-1])):
+    for group in _group_predictions(rows, lambda row: row.conditions._replace(concurrency=None)):
         caps = sorted({row.concurrency for row in group})
         of_tree: dict[tuple[str, Any], dict[int, PredictedSpeedup]] = {}
         for row in group:

@@ -6,7 +6,7 @@ from typing import Any
 
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
-from stages.reporting.served import describe_load, format_group_title
+from stages.reporting.served import format_group_title
 from stages.reporting.text import format_tree
 from stages.results import served_records
 from stages.results.served_records import RequestRow
@@ -89,14 +89,14 @@ def summarise_served_lines(lines: list[ServedTableLine]) -> list[LatencyGroup]:
     found = []
     for names in dict.fromkeys((line.row.workload, line.row.checkpoint) for line in drafted):
         group = [line for line in drafted if (line.row.workload, line.row.checkpoint) == names]
-        heaviest = max(group, key=lambda line: line.row.load).row
+        heaviest = max(group, key=lambda line: line.row.load.sort_key).row
         answers = {
             format_tree(line.cell.shape.name): _list_latencies(line) for line in group if line.row.load == heaviest.load
         }
         others = [line for line in ran if line.row.decoding != SPECULATIVE and line.row.workload == names[0]]
         if plain := [line for line in others if line.row.load == heaviest.load]:
             answers[PLAIN_LABEL] = _list_latencies(max(plain, key=lambda line: line.row.output_throughput or 0.0))
-        about = f"{format_group_title(*names)}, {heaviest.engine}, {describe_load(heaviest.load)}"
+        about = f"{format_group_title(*names)}, {heaviest.engine}, {heaviest.load.describe()}"
         found.append(_summarise_spread(about, answers, {"e2e": "request, s", "ttft": "TTFT, ms", "tpot": "TPOT, ms"}))
     return found
 

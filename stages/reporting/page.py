@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from stages.params.load import Load
 from stages.reporting import costs, families, latencies, methods, overview, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
@@ -37,9 +38,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["Load"] = Load
     environment.filters |= {
         "advice": costs.format_advice,
-        "at": served.describe_load,
+        "at": Load.describe,
         "command": shlex.join,
         "cost": costs.describe_cost,
         "decoding": served.describe_decoding,
@@ -48,7 +50,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "engine_figures": served.format_figures,
         "figure": format_number,
         "gib": format_gib,
-        "load": served.format_load,
+        "load": Load.shorten,
         "scalars": _select_scalars,
         "span": format_interval,
         "spread": format_spread,

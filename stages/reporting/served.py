@@ -4,12 +4,12 @@ The terminal's table needs the lines of results/served.csv only. What the page s
 """
 
 import json
-import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from stages.params.load import Load
 from stages.reporting.provenance import MachineGroup, group_machines
 from stages.reporting.served_sweeps import LoadSweep, build_sweeps
 from stages.reporting.text import (
@@ -23,7 +23,7 @@ from stages.reporting.text import (
 )
 from stages.results import served_records
 from stages.results.served_records import ServedCell
-from stages.results.served_table import PLAIN, SPECULATIVE, LoadKey, ServedRow, ServedTableLine
+from stages.results.served_table import PLAIN, SPECULATIVE, ServedRow, ServedTableLine
 
 MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CSV by the terminal
 SERVED_HEADINGS = (
@@ -66,16 +66,6 @@ def build_served_page(cells: list[ServedCell], lines: list[ServedTableLine]) -> 
 # Words
 
 
-def format_load(load: LoadKey) -> str:
-    tokens, cap = load
-    return f"{tokens:g} x {'no limit' if math.isinf(cap) else f'{cap:g}'}"
-
-
-def describe_load(load: tuple[int, float | None]) -> str:
-    tokens, cap = load
-    return f"{tokens:g} tokens, {'unlimited concurrency' if cap is None or math.isinf(cap) else f'concurrency {cap:g}'}"
-
-
 def describe_decoding(row: ServedRow) -> str:
     """Return the tree a server ran, or "plain decoding"."""
     return "plain decoding" if row.tree is None or row.decoding == PLAIN else format_tree(row.tree)
@@ -94,7 +84,7 @@ class ServedGroup:
 
     checkpoint: str | None  # None where only plain decoding was served
     rows: list[ServedRow]
-    loads: list[LoadKey]
+    loads: list[Load]
     top_tau: float | None
 
     @property
@@ -123,7 +113,7 @@ def _build_group(rows: list[ServedRow], checkpoint: str | None) -> ServedGroup:
     plain = select_best_plain(rows)
     trees = [row for row in rows if row.decoding == SPECULATIVE and row.checkpoint == checkpoint]
     ran = [row for row in trees if row.ran]
-    loads = sorted({row.load for row in ran} | set(plain))
+    loads = sorted({row.load for row in ran} | set(plain), key=lambda load: load.sort_key)
     lines: list[ServedRow] = []
     for load in loads:
         lines += [*(row for row in ran if row.load == load), *([plain[load]] if load in plain else [])]
@@ -133,9 +123,9 @@ def _build_group(rows: list[ServedRow], checkpoint: str | None) -> ServedGroup:
     return ServedGroup(checkpoint, lines, loads, top_tau)
 
 
-def select_best_plain(rows: list[ServedRow]) -> dict[LoadKey, ServedRow]:
+def select_best_plain(rows: list[ServedRow]) -> dict[Load, ServedRow]:
     """Return the fastest plain decoding of each load, measured by the baseline or in turns with a cell."""
-    best: dict[LoadKey, ServedRow] = {}
+    best: dict[Load, ServedRow] = {}
     for row in rows:
         if row.decoding == PLAIN and row.ran:
             best[row.load] = max(best.get(row.load, row), row, key=lambda r: r.output_throughput or 0.0)
@@ -159,7 +149,7 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
             if sweep.checkpoint == group.checkpoint:
                 lines += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
         for row in ran:
-            lines += [f"! {describe_decoding(row)}, {format_load(row.load)}: {text}" for text in _list_remarks(row)]
+            lines += [f"! {describe_decoding(row)}, {row.load.shorten()}: {text}" for text in _list_remarks(row)]
         lines += [f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group.rows if not row.ran]
         lines.append("")
     return lines
@@ -178,7 +168,7 @@ def _format_served_row(row: ServedRow) -> tuple[str, ...]:
     )
     speedup = 1.0 if row.decoding == PLAIN else row.speedup
     return (
-        describe_decoding(row), format_load(row.load), format_number(row.tau), format_tau_interval(row),
+        describe_decoding(row), row.load.shorten(), format_number(row.tau), format_tau_interval(row),
         format_number(row.replay_tau), format_number(row.accept_rate, 1, 100),
         *(format_number(row[name], 1, 1000) for name in times), format_number(row.output_throughput, 1),
         format_number(row.total_throughput, 1), format_number(speedup) + ("" if speedup is None else "x"),

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stages.params.load import Load
 from stages.reporting import plots
 from stages.reporting.text import format_tree
 from stages.results import break_even
-from stages.results.served_table import LoadKey, ServedRow
+from stages.results.served_table import ServedRow
 
-RowsByLoad = dict[LoadKey, ServedRow]
+RowsByLoad = dict[Load, ServedRow]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class LoadSweep:
     of_trees: bool  # the best tree at each load
     loads: int
     slower: list[ServedRow]  # loads at which plain decoding is faster
-    caps: list[float]
+    caps: list[int | None]  # concurrencies; None, the last: no limit
     heat: list[SweepLine]
     by_length: list[str]  # break-evens along the concurrency, one sentence per answer length
     by_cap: list[str]  # break-evens along the answer length, one sentence per concurrency
@@ -64,8 +65,8 @@ class LoadSweep:
 
     @property
     def cap_names(self) -> list[str]:
-        """Return the concurrencies as the heat table heads them; inf is a load without a limit."""
-        return ["no limit" if math.isinf(cap) else f"{cap:g}" for cap in self.caps]
+        """Return the concurrencies as the heat table heads them."""
+        return ["no limit" if cap is None else str(cap) for cap in self.caps]
 
     def draw(self) -> Any:
         """Return the plot as an SVG; None where the sweep has no axis."""
@@ -104,48 +105,52 @@ def _get_speedup(row: ServedRow) -> float:
 def _build_sweep(
     name: str, names: tuple[str, str | None, str], by_load: RowsByLoad, of_trees: bool = False
 ) -> LoadSweep:
-    lengths, caps = sorted({tokens for tokens, _ in by_load}), sorted({cap for _, cap in by_load})
+    lengths = sorted({load.max_new_tokens for load in by_load})
+    caps = sorted({load.concurrency for load in by_load}, key=lambda cap: (cap is None, cap))
     strength = {load: abs(math.log(_get_speedup(row))) for load, row in by_load.items()}
     farthest = max(strength.values()) or 1.0
     cells = {load: SweepCell(row, strength[load] / farthest) for load, row in by_load.items()}
-    heat = [SweepLine(tokens, [cells.get((tokens, cap)) for cap in caps]) for tokens in lengths]
-    slower = [row for _, row in sorted(by_load.items()) if _get_speedup(row) < 1]
+    heat = [SweepLine(tokens, [cells.get(Load(tokens, cap)) for cap in caps]) for tokens in lengths]
+    slower = [row for row in sorted(by_load.values(), key=lambda row: row.load.sort_key) if _get_speedup(row) < 1]
     by_length, by_cap = _describe_break_evens(by_load, lengths, caps)
     plot = _build_speedup_plot(by_load, lengths, caps)
     return LoadSweep(name, *names, of_trees, len(by_load), slower, caps, heat, by_length, by_cap, plot)
 
 
-def _describe_break_evens(by_load: RowsByLoad, lengths: list[int], caps: list[float]) -> tuple[list[str], list[str]]:
+def _describe_break_evens(
+    by_load: RowsByLoad, lengths: list[int], caps: list[int | None]
+) -> tuple[list[str], list[str]]:
     """Return break-evens in words: along the concurrency for each answer length, and the other way round."""
     speedups = {load: _get_speedup(row) for load, row in by_load.items()}
-    limits = [cap for cap in caps if not math.isinf(cap)]  # no limit has no place on the axis
+    limits = [cap for cap in caps if cap is not None]  # no limit has no place on the axis
     by_length, by_cap = [], []
     for tokens in lengths:
-        points = [(cap, speedups[tokens, cap]) for cap in limits if (tokens, cap) in speedups]
+        points = [(cap, speedups[load]) for cap in limits if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
             by_length.append(f"answers of {tokens:g} tokens: {break_even.describe_crossings(points, 'concurrency')}")
     for cap in caps:
-        points = [(tokens, speedups[tokens, cap]) for tokens in lengths if (tokens, cap) in speedups]
+        points = [(tokens, speedups[load]) for tokens in lengths if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
-            at = "without a limit of concurrency" if math.isinf(cap) else f"at concurrency {cap:g}"
+            at = "without a limit of concurrency" if cap is None else f"at concurrency {cap}"
             by_cap.append(f"{at}: {break_even.describe_crossings(points, 'answer length')}")
     return by_length, by_cap
 
 
-def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[float]) -> SpeedupPlot | None:
+def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> SpeedupPlot | None:
     """Return a line per answer length over concurrency, or per concurrency over answer length where only that varies."""
-    limits = [cap for cap in caps if not math.isinf(cap)]
-    series: dict[float, list[tuple[float, ServedRow | None]]]
+    limits = [cap for cap in caps if cap is not None]
+    series: dict[str, list[tuple[float, ServedRow | None]]]
     if len(limits) > 1:
         axis, unit = "concurrency", "tokens"
-        series = {tokens: [(cap, by_load.get((tokens, cap))) for cap in limits] for tokens in lengths}
+        series = {str(tokens): [(cap, by_load.get(Load(tokens, cap))) for cap in limits] for tokens in lengths}
     elif len(lengths) > 1:
         axis, unit = "answer length (tokens)", "concurrency"
-        series = {cap: [(tokens, by_load.get((tokens, cap))) for tokens in lengths] for cap in caps}
+        names = {cap: "inf" if cap is None else str(cap) for cap in caps}
+        series = {names[cap]: [(tokens, by_load.get(Load(tokens, cap))) for tokens in lengths] for cap in caps}
     else:
         return None
     lines = []
     for name, places in series.items():
         points = [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in places if row]
-        lines.append(plots.SpeedupLine(f"{name:g}", points))
+        lines.append(plots.SpeedupLine(name, points))
     return SpeedupPlot([line for line in lines if line.points], axis, unit)

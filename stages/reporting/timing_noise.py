@@ -119,11 +119,10 @@ def time_line(line: ServedTableLine) -> TimedCell | None:
     row, cell = line.row, line.cell
     if row.decoding != SPECULATIVE or not row.speedup or not row.baseline_output_throughput:
         return None
-    load = f"{row.max_new_tokens} tokens, concurrency {row.concurrency or 'unlimited'}"
     return TimedCell(
         stage=served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine),
-        label=f"{row.tree} with {row.checkpoint} ({row.workload}, {load})",
-        peers=(row.workload, row.engine, row.max_new_tokens, row.concurrency, *sorted(cell.hardware.items())),
+        label=f"{row.tree} with {row.checkpoint} ({row.workload}, {row.load})",
+        peers=(row.workload, row.engine, *row.load, *sorted(cell.hardware.items())),
         plain_tok_s=row.baseline_output_throughput,
         low=row.speedup_low and row.speedup_low / row.speedup,
         high=row.speedup_high and row.speedup_high / row.speedup,

@@ -14,7 +14,7 @@ from stages.reporting.families import Families
 from stages.reporting.methods import BASELINE_ROW, MethodRow
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 from stages.results import served_records
-from stages.results.prediction import LaunchAdvice, PredictedSpeedup, can_tell
+from stages.results.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.served_table import SPECULATIVE, ServedRow
@@ -35,26 +35,6 @@ NOTHING_SERVED = (
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 NOISY = "Timings are too noisy to say"
 CONTRADICTED = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
-
-
-@dataclass(frozen=True)
-class VerdictLoad:
-    """The load that a speedup is of."""
-
-    engine: str  # on which it was timed
-    workload: str | None  # None: a prediction by the torch engine's costs, whose tau is the eval split's
-    max_new_tokens: int | None  # None where the torch engine answers prompt by prompt
-    temperature: float
-    concurrency: int | None  # None: no limit
-
-    @property
-    def at_concurrency(self) -> str:
-        return "at any concurrency" if self.concurrency is None else f"at concurrency {self.concurrency:g}"
-
-    @property
-    def place(self) -> str:
-        """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
-        return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
 
 
 @dataclass(frozen=True)
@@ -94,9 +74,9 @@ class SpeedupEvidence:
 
 @dataclass(frozen=True)
 class VerdictLine:
-    """The advice at one load."""
+    """The advice under the same conditions."""
 
-    load: VerdictLoad
+    conditions: SpeedupConditions
     kind: VerdictKind
     advice: str  # "Launch t8_2_16 with e009", "Do not speculate"
     evidence: str
@@ -107,7 +87,7 @@ class VerdictLine:
     @property
     def group(self) -> tuple[str, str, str]:
         """Return what lines that are told as one share."""
-        return self.kind, self.advice, self.load.place
+        return self.kind, self.advice, self.conditions.place
 
 
 @dataclass(frozen=True)
@@ -186,23 +166,22 @@ def build_verdict(
 
 # Evidence
 
-Predictions = dict[VerdictLoad, SpeedupEvidence]
-Measurements = dict[VerdictLoad, list[SpeedupEvidence]]
+Predictions = dict[SpeedupConditions, SpeedupEvidence]
+Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
 
 
 def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
     """Return the fastest predicted tree of each load, of those that an engine can run where any can."""
-    found: dict[VerdictLoad, PredictedSpeedup] = {}
+    found: dict[SpeedupConditions, PredictedSpeedup] = {}
     for rows in (launch, predicted):
         known = set(found)
         for row in rows:
-            engine = row.timed_on if isinstance(row, LaunchAdvice) else row.engine
-            load = VerdictLoad(engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency)
-            if load not in known and (load not in found or row.speedup > found[load].speedup):
-                found[load] = row
+            conditions = row.conditions
+            if conditions not in known and (conditions not in found or row.speedup > found[conditions].speedup):
+                found[conditions] = row
     return {
-        load: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
-        for load, row in found.items()
+        conditions: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
+        for conditions, row in found.items()
     }
 
 
@@ -213,38 +192,47 @@ def _collect_measured(
     found: Measurements = {}
     for cell in cells:
         speeds = cell.metrics
-        load = VerdictLoad(cell.engine, cell.workload, None, cell.temperature, 1)
+        conditions = SpeedupConditions(cell.engine, cell.workload, None, cell.temperature, 1)
         ends = speeds.speedup_low, speeds.speedup_high
         stage = name_torch_stage(cell.workload, cell.checkpoint, cell.tree)
-        found.setdefault(load, []).append(
+        found.setdefault(conditions, []).append(
             SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage, stage in doubted)
         )
     for row in served:
         if row.decoding == SPECULATIVE and row.speedup is not None and row.rate is None:
-            load = VerdictLoad(row.engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency)
+            conditions = SpeedupConditions(
+                row.engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency
+            )
             stage = served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine)
             names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
-            found.setdefault(load, []).append(SpeedupEvidence(*names, row.speedup, *ends, stage, stage in doubted))
+            found.setdefault(conditions, []).append(
+                SpeedupEvidence(*names, row.speedup, *ends, stage, stage in doubted)
+            )
     return found
 
 
 def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collection[str]) -> list[VerdictLine]:
     """Return a line for each measured load, and for each predicted one that was not measured."""
     lines, used = [], set()
-    for load, found in measured.items():
-        key = _find_predicted_load(load, replayable)
+    for conditions, found in measured.items():
+        key = _find_predicted_conditions(conditions, replayable)
         used.add(key)
-        lines.append(judge_load(load, guesses.get(key), found))
-    return [*lines, *(judge_load(load, guess, []) for load, guess in guesses.items() if load not in used)]
+        lines.append(judge_load(conditions, guesses.get(key), found))
+    return [
+        *lines,
+        *(judge_load(conditions, guess, []) for conditions, guess in guesses.items() if conditions not in used),
+    ]
 
 
-def _find_predicted_load(load: VerdictLoad, replayable: Collection[str]) -> VerdictLoad:
-    """Return the load under which a measured load is predicted: the torch engine's predictions are of no workload."""
-    torch = VerdictLoad(TORCH_ENGINE, None, None, load.temperature, load.concurrency)
-    return torch if load.engine == TORCH_ENGINE and load.workload in replayable else load
+def _find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
+    """Return the conditions under which a measured load is predicted: the torch engine's predictions are of no workload."""
+    torch = SpeedupConditions(TORCH_ENGINE, None, None, conditions.temperature, conditions.concurrency)
+    return torch if conditions.engine == TORCH_ENGINE and conditions.workload in replayable else conditions
 
 
-def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[SpeedupEvidence]) -> VerdictLine:
+def judge_load(
+    conditions: SpeedupConditions, guess: SpeedupEvidence | None, measured: list[SpeedupEvidence]
+) -> VerdictLine:
     """Return what to do at a load. What was measured of a tree outweighs what is predicted of it."""
     every = [*([guess] if guess else []), *measured]
     best = max(measured or every, key=lambda one: one.speedup)
@@ -255,34 +243,34 @@ def judge_load(load: VerdictLoad, guess: SpeedupEvidence | None, measured: list[
     if guess and guess.is_faster:
         # What another checkpoint measures says nothing of this one.
         alike = [one for one in measured if one.checkpoint == guess.checkpoint]
-        line = _judge_prediction(load, guess, own, faster, max(alike, key=lambda one: one.speedup, default=None))
+        line = _judge_prediction(conditions, guess, own, faster, max(alike, key=lambda one: one.speedup, default=None))
         is_contradicted = line.kind == "disputed" or (own is not None and own.is_below(guess))
         named = own if own and own.is_faster else faster or best
     else:
-        line = _judge_measured(load, faster, best, every)
+        line = _judge_measured(conditions, faster, best, every)
         is_contradicted = bool(guess and guess.is_slower and faster)
         named = faster or best
     return replace(line, checkpoint=named.checkpoint, is_contradicted=is_contradicted)
 
 
 def _judge_measured(
-    load: VerdictLoad, faster: SpeedupEvidence | None, best: SpeedupEvidence, every: list[SpeedupEvidence]
+    conditions: SpeedupConditions, faster: SpeedupEvidence | None, best: SpeedupEvidence, every: list[SpeedupEvidence]
 ) -> VerdictLine:
     """Return what to do where no tree is predicted to be faster; arguments as _judge_prediction's, `every` are all there are."""
     if faster:
-        return VerdictLine(load, "launch", f"Launch {faster.name}", f"measured {faster}")
+        return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}")
     said = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"
     if all(one.low is None for one in every) or (best.speedup <= 1 and best.low is None):
-        return VerdictLine(load, "unknown", "No speedup is sure", said, "ask more prompts, or take three repeats")
+        return VerdictLine(conditions, "unknown", "No speedup is sure", said, "ask more prompts, or take three repeats")
     if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(one.is_slower for one in every):
         top = max(every, key=lambda one: one.speedup)
         nearest = "" if top.stage or top is best else f"the highest predicted, {top.name}, is {top}"
-        return VerdictLine(load, "plain", "Do not speculate", said, nearest)
-    return VerdictLine(load, "noisy", NOISY, said, _advise_more(load, best))
+        return VerdictLine(conditions, "plain", "Do not speculate", said, nearest)
+    return VerdictLine(conditions, "noisy", NOISY, said, _advise_more(conditions, best))
 
 
 def _judge_prediction(
-    load: VerdictLoad,
+    conditions: SpeedupConditions,
     guess: SpeedupEvidence,
     own: SpeedupEvidence | None,
     faster: SpeedupEvidence | None,
@@ -295,26 +283,28 @@ def _judge_prediction(
     """
     launch, predicted = f"Launch {guess.name}", f"predicted {guess}"
     if own and own.is_faster:
-        return VerdictLine(load, "launch", launch, predicted, f"measured {own}")
+        return VerdictLine(conditions, "launch", launch, predicted, f"measured {own}")
     if own and faster:
         more = f"{guess.name} is predicted {guess}, but measured {own}"
-        return VerdictLine(load, "launch", f"Launch {faster.name}", f"measured {faster}", more)
+        return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}", more)
     if faster:
         name = faster.tree if faster.checkpoint == guess.checkpoint else faster.name
-        return VerdictLine(load, "launch", launch, predicted, f"measured {name} {faster}")
+        return VerdictLine(conditions, "launch", launch, predicted, f"measured {name} {faster}")
     if best is None:
-        section = "benchmark" if load.engine == TORCH_ENGINE else "benchmark_served"
+        section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
         more = f"{guess.checkpoint} is not measured here ({section}.checkpoints): measure it before you rely on it"
-        return VerdictLine(load, "launch", launch, predicted, more)
+        return VerdictLine(conditions, "launch", launch, predicted, more)
     said = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
     if best.is_slower:
-        return VerdictLine(load, "disputed", "Prediction and measurement disagree", said, _advise_more(load, best))
-    return VerdictLine(load, "noisy", NOISY, said, _advise_more(load, best))
+        return VerdictLine(
+            conditions, "disputed", "Prediction and measurement disagree", said, _advise_more(conditions, best)
+        )
+    return VerdictLine(conditions, "noisy", NOISY, said, _advise_more(conditions, best))
 
 
-def _advise_more(load: VerdictLoad, best: SpeedupEvidence) -> str:
+def _advise_more(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
     again = f"aerie rerun {best.stage} on an idle machine, or " if best.stage else ""
-    more = f"benchmark.workloads.{load.workload}.until" if load.workload else "time_trees.repeats"
+    more = f"benchmark.workloads.{conditions.workload}.until" if conditions.workload else "time_trees.repeats"
     return f"{again}raise {more}" if more.endswith("repeats") else f"{again}set {more}"
 
 
@@ -324,27 +314,27 @@ def _advise_more(load: VerdictLoad, best: SpeedupEvidence) -> str:
 def _format_group(group: list[VerdictLine]) -> str:
     """Return one text for lines that give the same advice; the evidence is that of the first."""
     line = group[0]
-    load, more = line.load, f"; {line.more}" if line.more else ""
+    conditions, more = line.conditions, f"; {line.more}" if line.more else ""
     if len(group) > 1:
-        several = len({one.load.workload for one in group}) > 1
-        limits = [_format_limit(one.load, several) for one in group]
-        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{load.place}"
-        return f"{line.advice} {at}: {line.evidence} {load.at_concurrency}{more}"
+        several = len({one.conditions.workload for one in group}) > 1
+        limits = [_format_limit(one.conditions, several) for one in group]
+        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{conditions.place}"
+        return f"{line.advice} {at}: {line.evidence} {conditions.at_concurrency}{more}"
     if line.kind == "launch":
-        return f"{line.advice}: {line.evidence} {load.at_concurrency}{load.place}{more}"
-    return f"{line.advice} {load.at_concurrency}{load.place}: {line.evidence}{more}"
+        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{conditions.place}{more}"
+    return f"{line.advice} {conditions.at_concurrency}{conditions.place}: {line.evidence}{more}"
 
 
-def _format_limit(load: VerdictLoad, with_workload: bool) -> str:
-    limit = f"{load.concurrency:g}" if load.concurrency else "no limit"
-    return f"{limit} ({load.workload})" if with_workload and load.workload else limit
+def _format_limit(conditions: SpeedupConditions, with_workload: bool) -> str:
+    limit = f"{conditions.concurrency:g}" if conditions.concurrency else "no limit"
+    return f"{limit} ({conditions.workload})" if with_workload and conditions.workload else limit
 
 
 def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
     """Return the pick of each engine that can't run the fastest tree of a load, as vLLM, which takes chains."""
     told = []
     for row in launch:
-        others = [other for other in launch if other.load == row.load and other.timed_on == row.timed_on]
+        others = [other for other in launch if other.conditions == row.conditions]
         top = max(others, key=lambda other: other.speedup)
         if row.enable and row.shape != top.shape:
             pick = SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
@@ -357,9 +347,9 @@ def _describe_torch_only(
 ) -> list[str]:
     """Return the fastest tree that no serving engine runs, where it is above every tree that is advised about at its load."""
     above: list[SpeedupEvidence] = []
-    for load, found in left_out.items():
-        guess = guesses.get(_find_predicted_load(load, replayable))
-        rivals = [*judged.get(load, ()), *([guess] if guess else [])]
+    for conditions, found in left_out.items():
+        guess = guesses.get(_find_predicted_conditions(conditions, replayable))
+        rivals = [*judged.get(conditions, ()), *([guess] if guess else [])]
         above += [one for one in found if all(rival.speedup < one.speedup for rival in rivals)]
     if not above:
         return []

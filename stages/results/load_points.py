@@ -12,6 +12,7 @@ import numpy as np
 
 from stages.grading import grade
 from stages.grading.grade_summary import GradeSummary
+from stages.params.load import Load
 from stages.results import clusters, metrics
 from stages.results.served_records import LoadPoint, PointAcceptance, RequestRow
 from stages.serving import latency
@@ -19,14 +20,6 @@ from stages.serving.latency import RequestRecord
 from stages.serving.spec_counters import AcceptanceCounts
 
 RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
-
-
-class PointLoad(NamedTuple):
-    """The load of a point."""
-
-    max_new_tokens: int
-    concurrency: int | None  # None: no limit
-    request_rate: float | str  # requests/s, or "inf"
 
 
 class PointRequest(NamedTuple):
@@ -68,19 +61,20 @@ def grade_first_turns(
 
 
 def build_point(
-    load: PointLoad,
+    load: Load,
+    request_rate: float | str,
     repeats: RepeatRecords,
     grades: list[bool | None],
     references: Mapping[str, str],
     acceptance: PointAcceptance | None,
     warnings: list[str],
 ) -> LoadPoint:
-    """Return a point. `grades` has one entry for each of `list_requests`."""
+    """Return a point. `request_rate` is in requests/s, or "inf"; `grades` has one entry for each of `list_requests`."""
     requests = list_requests(repeats)
     return LoadPoint(
         max_new_tokens=load.max_new_tokens,
         concurrency=load.concurrency,
-        request_rate=load.request_rate,
+        request_rate=request_rate,
         loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
         acceptance=acceptance,
         quality=_summarise_quality(requests, grades, references),
@@ -121,7 +115,7 @@ def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
         told += [f"tau {point.acceptance.tau:.3f}", f"{_average_throughput(point):.1f} tokens/s"]
     if baseline is not None:
         told.append(f"plain {_average_throughput(baseline):.1f}{'' if point else ' tokens/s'}")
-    return f"{some.max_new_tokens} tokens, concurrency {some.concurrency or 'unlimited'}: {', '.join(told)}"
+    return f"{some.load}: {', '.join(told)}"
 
 
 def _average_throughput(point: LoadPoint) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stages.params.tree_shape import TreeShape
 from stages.results import interval
@@ -35,6 +35,25 @@ def can_tell(low: float | None, high: float | None) -> bool:
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return False
     return low > 1 or high < 1 or high <= WIDEST_APART * low
+
+
+class SpeedupConditions(NamedTuple):
+    """The engine, prompts and load that a speedup is of."""
+
+    engine: str  # on which it was timed
+    workload: str | None  # None: a prediction by the torch engine's costs, whose tau is the eval split's
+    max_new_tokens: int | None  # None where the torch engine answers prompt by prompt
+    temperature: float
+    concurrency: int | None  # None: no limit
+
+    @property
+    def at_concurrency(self) -> str:
+        return "at any concurrency" if self.concurrency is None else f"at concurrency {self.concurrency}"
+
+    @property
+    def place(self) -> str:
+        """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
+        return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
 
 
 class PredictedSpeedup(TableRow):
@@ -80,8 +99,8 @@ class PredictedSpeedup(TableRow):
         return self.is_faster, self.speedup
 
     @property
-    def load(self) -> tuple[str | None, int | None, float, int]:
-        return self.workload, self.max_new_tokens, self.temperature, self.concurrency
+    def conditions(self) -> SpeedupConditions:
+        return SpeedupConditions(self.engine, self.workload, self.max_new_tokens, self.temperature, self.concurrency)
 
 
 class _LaunchedEngine(Record):
@@ -98,6 +117,10 @@ class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
     # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
     # there is no such tree.
     runner_up: "LaunchAdvice | None" = None
+
+    @property
+    def conditions(self) -> SpeedupConditions:
+        return super().conditions._replace(engine=self.timed_on)
 
 
 class SpeculationLimit(Record):
@@ -229,8 +252,9 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
     for engine in LAUNCHABLE_ENGINES:
         timed_on = engine if any(row.engine == engine for row in rows) else "torch"
         mine = [row for row in rows if row.engine == timed_on]
-        for load in dict.fromkeys(row.load for row in mine):
-            runnable = [(row, how) for row in mine if row.load == load and (how := describe_launch(engine, row))]
+        for conditions in dict.fromkeys(row.conditions for row in mine):
+            group = [row for row in mine if row.conditions == conditions]
+            runnable = [(row, how) for row in group if (how := describe_launch(engine, row))]
             if runnable:
                 advice = _choose_launch(engine, timed_on, runnable)
                 of_any = [pair for pair in runnable if pair[1].min_version is None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from stages.params.load import Load
 from stages.results import load_points, metrics, stopping
 from stages.results.served_records import PointAcceptance, ServerDescription, ServerMemory
 from stages.results.torch_records import Hardware
@@ -14,7 +15,7 @@ from stages.serving import engine_flags, latency, load_checks
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.gpu_memory import GpuMemory
 from stages.serving.load_generator import LoadResult
-from stages.serving.measured_server import Load, MeasuredServer
+from stages.serving.measured_server import MeasuredServer
 
 
 def describe_server(server: MeasuredServer) -> ServerDescription:
@@ -85,7 +86,7 @@ def describe_load(
         tau = "acceptance simulated, "
     repeat_label = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
-        f"{server.config_name}, {load[0]} tokens, concurrency {load[1] or 'unlimited'}{repeat_label}: {tau}"
+        f"{server.config_name}, {load}{repeat_label}: {tau}"
         f"{summary.output_throughput:.1f} output tokens/s, {summary.completed} of {summary.requests} answered, "
         f"{seconds:.1f} s"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.grading.grade_summary import GradeSummary
+from stages.params.load import Load
 from stages.results import torch_records
 from stages.results.record import Record
 from stages.results.torch_records import StoppingRecord, TreeAcceptanceRates, TreeCell
@@ -89,6 +90,10 @@ class LoadPoint(Record):
         None  # CPU time of the torch engine's process / wall time; null on a GPU and of a server
     )
     stopping: StoppingRecord | None = None  # of a speedup over the cell's own baseline; null without `until`
+
+    @property
+    def load(self) -> Load:
+        return Load(self.max_new_tokens, self.concurrency)
 
 
 class ServerDescription(Record):

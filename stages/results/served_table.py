@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from stages.params.load import Load
 from stages.results import interval, replay_records, served_records
 from stages.results.draft_sampling import DraftSampling
 from stages.results.record import TableRow
@@ -19,7 +20,6 @@ from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import LoadPoint, ServedCell
 
 SPECULATIVE, PLAIN = "speculative", "plain"
-LoadKey = tuple[int, float]  # (max_new_tokens, concurrency), which is infinite without a limit
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
 LATENCY_COLUMNS = {  # column -> (distribution of serving/load_summary.py, figure of it)
     "ttft_mean_s": ("ttft_s", "mean"), "ttft_p99_s": ("ttft_s", "p99"),
@@ -86,9 +86,9 @@ class ServedRow(TableRow):
     draft_sampling: DraftSampling | None = None  # None of plain decoding
 
     @property
-    def load(self) -> LoadKey:
+    def load(self) -> Load:
         assert self.max_new_tokens is not None, "the line of a point has a load"
-        return self.max_new_tokens, math.inf if self.concurrency is None else self.concurrency
+        return Load(self.max_new_tokens, self.concurrency)
 
     @property
     def rate(self) -> float | None:
@@ -178,11 +178,8 @@ def _build_speculative_lines(
     longest = max((point.max_new_tokens for point in cell.points), default=0)
     for point in cell.points:
         whole = of_eval and cell.temperature == 0 and point.max_new_tokens == longest
-        load, others = (
-            (point.max_new_tokens, point.concurrency),
-            cell.baseline_points if baseline is cell else baseline.points,
-        )
-        plain = next((other for other in others if (other.max_new_tokens, other.concurrency) == load), None)
+        others = cell.baseline_points if baseline is cell else baseline.points
+        plain = next((other for other in others if other.load == point.load), None)
         row = ServedRow(
             **_get_names(cell, SPECULATIVE),
             **_summarise_loads(point),

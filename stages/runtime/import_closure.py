@@ -1,8 +1,8 @@
 """The import closure of a stage: the files of stages/ that its code consists of, found in the import statements.
 
 It decides what DVC reruns (pipeline/deps.py writes it into dvc.yaml) and which unfinished work a stage may resume
-(stages/runtime/scratch.py digests it). Left out are `stages/params`, whose values DVC tracks, but for the shapes of trees and
-which of them engines run, which are computed there, and `stages/telemetry`, which moves no result.
+(stages/runtime/scratch.py digests it). Left out are `stages/params`, whose values DVC tracks, but for loads, the shapes of
+trees and which of them engines run, which are computed there, and `stages/telemetry`, which moves no result.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 CODE = "stages"
 NOT_TRACKED = ("stages/params/", "stages/telemetry/")
-TRACKED = {"stages/params/served_trees.py", "stages/params/tree_shape.py"}
+TRACKED = {"stages/params/load.py", "stages/params/served_trees.py", "stages/params/tree_shape.py"}
 TEMPLATES = "templates"  # the page templates of a folder's modules
 BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage's module without a draft
 

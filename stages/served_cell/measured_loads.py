@@ -12,12 +12,13 @@ import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
+from stages.params.load import Load
 from stages.results import served_points
 from stages.served_cell import requests as served_requests
 from stages.served_cell.requests import SECTION, ServedCellContext
 from stages.serving import load_checks, load_generator, measured_server
 from stages.serving.load_generator import Arrivals, LoadResult
-from stages.serving.measured_server import CheckServer, Load, MeasuredServer, ServerPlan
+from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, number: 
     compile kernels by the size of a batch; one prompt of it before each later load.
     """
     one, started = opened.server, time.perf_counter()
-    is_warm = any(cap == load[1] for _, cap in one.loads)
+    is_warm = any(before.concurrency == load.concurrency for before in one.loads)
     warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
     turns = asyncio.run(_run_turns(work, opened, load, number, warmup))
     one.loads.setdefault(load, []).append(turns)
@@ -94,7 +95,7 @@ async def _run_turns(
     (length, cap), measured = load, opened.server
     prompts = work.prompts.head(work.workload.limit_prompts(cap) or len(work.prompts))
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
-    load_name = f"{measured.config_name}, {length} tokens, concurrency {cap or 'unlimited'}"
+    load_name = f"{measured.config_name}, {load}"
     requests, warmup = (
         [served_requests.make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(some)]
         for some in (prompts, warmup_prompts.head(len(prompts)))

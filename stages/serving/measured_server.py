@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.params import server_urls
+from stages.params.load import Load
 from stages.runtime.free_port import find_free_port
 from stages.serving import (
     engine_flags,
@@ -25,7 +26,6 @@ from stages.serving.load_generator import LoadResult
 from stages.serving.server_group import ServerGroup
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 
-Load = tuple[int, int | None]  # (max_new_tokens, concurrency); None: no limit
 CheckServer = Callable[[], None]  # raises ValueError if the server has ended
 
 

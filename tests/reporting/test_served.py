@@ -1,6 +1,5 @@
 """The report's part on served lines: tables, sweeps and their break-evens, memory, warnings."""
 
-import math
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def test_a_sweeps_break_evens_come_from_its_points() -> None:
     assert sweep.by_cap[0].startswith("at concurrency 16: slower up to an answer length of ")
     assert sweep.by_cap[1].startswith("at concurrency 64: slower at every answer length")
     assert len(sweep.by_cap) == 2  # at concurrency 1 there is one length only
-    assert [served.format_load(row.load) for row in sweep.slower] == ["10 x 16", "10 x 64", "1000 x 64"]
+    assert [row.load.shorten() for row in sweep.slower] == ["10 x 16", "10 x 64", "1000 x 64"]
     (even,) = served_sweeps.build_sweeps(with_speedups({(10, 4): 0.8, (1000, 4): 1.2}))
     assert (even.by_length, even.by_cap) == (
         [],
@@ -67,7 +66,7 @@ def test_the_heat_table_has_a_place_for_every_load_and_knows_doubt() -> None:
     rows[2].speedup_low, rows[2].speedup_high = 0.9, 1.3
     rows[0].speedup_low, rows[0].speedup_high = 0.4, 0.6
     (sweep,) = served_sweeps.build_sweeps(rows)
-    assert sweep.caps == [4, math.inf]
+    assert sweep.caps == [4, None]
     first, second = sweep.heat
     assert [c and c.row["speedup"] for c in first.cells + second.cells] == [0.5, 1.25, 1.1, None]
     assert [c.clear for c in (*first.cells, second.cells[0])] == [True, True, False]
@@ -109,7 +108,7 @@ def test_loads_stand_in_order_with_their_trees_and_plain_decoding() -> None:
         made_up("eval", "e009", tree, [point(*load, 0.01, tau=2.9) for load in loads]) for tree in ("t8_2_16", "t5_1_6")
     ]
     (group,) = served.group_tables(rows_of(baseline, *cells))
-    assert [served.format_load(row.load) for row in group.rows] == [
+    assert [row.load.shorten() for row in group.rows] == [
         load for load in ("16 x 1", "16 x 8", "16 x no limit", "64 x 4") for _ in range(3)
     ]
     assert [served.describe_decoding(row) for row in group.rows[:3]] == ["8_2_16", "5_1_6 (5_1_5)", "plain decoding"]
