@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.draft.eagle3 import DraftConfig, Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
+from stages.replay.replay_batch import ReplayBatch
 from stages.results import interval
 from stages.trees import acceptance, draft_tree
 from stages.trees.expansion import expand_candidates
@@ -55,13 +56,13 @@ def main() -> None:
         return replay_answers(
             draft,
             embedding,
-            *rows,
+            rows,
             trees,
             tree_scoring=o.tree_scoring,
             places_per_batch=compute_capacity(draft, trees, memory).places,
         )
 
-    places = int((rows[3] - rows[2] - 1).sum())
+    places = int((rows.ends - rows.starts - 1).sum())
     name = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
         f"{name}, torch {torch.__version__}, {o.dtype}, {o.tree_scoring}: {width} wide, {vocab // 2} of {vocab} tokens, ",
@@ -81,7 +82,7 @@ def main() -> None:
     print(f"intervals of all: {time.perf_counter() - started:.2f} s")
 
     if o.device == "cuda":
-        print_floor(draft, nodes, float(rows[3].float().mean()), o.dtype, seconds)
+        print_floor(draft, nodes, float(rows.ends.float().mean()), o.dtype, seconds)
     print_cost_of_structures(draft, run, [t for t in trees if t.topk == min(4, topk)])
     check(draft, embedding, rows, trees, found, o.checked, o.tree_scoring)
 
@@ -136,8 +137,8 @@ def random_draft(width: int, vocab: int) -> tuple[Eagle3Draft, Tensor]:
 
 
 @torch.inference_mode()
-def make_answers(draft: Eagle3Draft, embedding: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ids [B, T], features [B, T, 3H], starts and ends [B]: the draft's greedy chain, broken off, a random token, and again."""
+def make_answers(draft: Eagle3Draft, embedding: Tensor, count: int) -> ReplayBatch:
+    """Return answers: the draft's greedy chain, broken off, a random token, and again."""
     rng, generator = random.Random(2), torch.Generator().manual_seed(2)
     c, device = draft.config, embedding.device
     prompts, wanted = [rng.randint(80, 120) for _ in range(count)], [rng.randint(90, 170) for _ in range(count)]
@@ -158,7 +159,7 @@ def make_answers(draft: Eagle3Draft, embedding: Tensor, count: int) -> tuple[Ten
     cut = [ids[: p + n] for ids, p, n in zip(lists, prompts, wanted, strict=True)]
     ids = pad_sequence([torch.tensor(x) for x in cut], batch_first=True).to(device)
     starts, ends = torch.tensor(prompts), torch.tensor([len(x) for x in cut])
-    return ids, features[:, : ids.shape[1]], starts.to(device), ends.to(device)
+    return ReplayBatch(ids, features[:, : ids.shape[1]], starts.to(device), ends.to(device))
 
 
 def timed(
@@ -203,14 +204,15 @@ def floor(draft: Eagle3Draft, nodes: int, tokens: float) -> tuple[float, float]:
 
 @torch.inference_mode()
 def check(
-    draft, embedding, rows, trees: Sequence[TreeShape], found: ReplayOutput, count: int, tree_scoring: str
+    draft, embedding, rows: ReplayBatch, trees: Sequence[TreeShape], found: ReplayOutput, count: int, tree_scoring: str
 ) -> None:
     """Prints how many of the sampled structures have the integers that decoding step by step gives."""
     rng, right, drafts = random.Random(3), 0, 0
     chosen = sorted(rng.sample(range(len(trees)), min(count, len(trees))))
-    cases = [(g, b) for g in chosen for b in rng.sample(range(len(rows[0])), 2)]
+    cases = [(g, b) for g in chosen for b in rng.sample(range(len(rows.ids)), 2)]
     for g, b in cases:
-        slow = step_by_step(draft, embedding, [x[b : b + 1] for x in rows], trees[g], tree_scoring)
+        row = ReplayBatch(*(x[b : b + 1] for x in (rows.ids, rows.features, rows.starts, rows.ends)))
+        slow = step_by_step(draft, embedding, row, trees[g], tree_scoring)
         fast = int(found.accepted[b, g]), int(found.cycles[b, g])
         right, drafts = right + (slow == fast), drafts + fast[0]
         if slow != fast:
@@ -221,11 +223,11 @@ def check(
 
 
 def step_by_step(
-    draft: Eagle3Draft, embedding: Tensor, row: list[Tensor], shape: TreeShape, tree_scoring: str
+    draft: Eagle3Draft, embedding: Tensor, row: ReplayBatch, shape: TreeShape, tree_scoring: str
 ) -> tuple[int, int]:
     """Accepted drafts and cycles of one answer, each tree built where decoding stands, alone."""
     steps, topk, tokens = shape.num_steps, shape.topk, shape.num_draft_tokens
-    ids, features, (start,), (end,) = row[0], row[1], row[2].tolist(), row[3].tolist()
+    ids, features, (start,), (end,) = row.ids, row.features, row.starts.tolist(), row.ends.tolist()
     said, accepted, cycles, bonus = ids[0].tolist(), 0, 0, start
     while bonus < end - 1:
         p = torch.tensor([[bonus - 1]], device=ids.device)

@@ -27,8 +27,9 @@ from stages.params import schema
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
-from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay, ReplayBatch
+from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay
 from stages.replay.replay import ReplayOutput
+from stages.replay.replay_batch import ReplayBatch
 from stages.replay.sampled_drafts import ExpectedCounts
 from stages.results import clusters, interval, replay_records
 from stages.results.draft_sampling import DraftSampling

@@ -20,6 +20,7 @@ from stages.engine.decode import Engine
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
+from stages.replay.replay_batch import ReplayBatch
 from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params, run_graph
 from tests.draft.slow_draft import OPTIONS
@@ -195,8 +196,6 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         steps = list(engine.decode_speculative(prompt, len(answer), TreeShape(6, 2, 12)))
         assert [t for step in steps for t in step.tokens] == answer  # plain decoding's: test_lossless
-        accepted, cycles, *_ = replay_answers(
-            draft, engine.embedding, row.ids[None].long(), row.features[None], torch.tensor([row.prompt_length]),
-            torch.tensor([len(row.ids)]), [TreeShape(6, 2, 12)],
-        )  # fmt: skip
+        answers = ReplayBatch.collate([row], torch.device("cpu"))
+        accepted, cycles, *_ = replay_answers(draft, engine.embedding, answers, [TreeShape(6, 2, 12)])
         assert (accepted.item(), cycles.item()) == (sum(s.num_accepted for s in steps[1:]), len(steps) - 1)

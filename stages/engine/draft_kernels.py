@@ -8,6 +8,7 @@ A query heads, S num_steps, T = (S - 1) * K nodes.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,27 @@ from stages.engine.kernels_torch import extend_tree_mask
 from stages.engine.target_kernels import SUPPORTED_HEAD_DIMS, fuse_linear_weights, select_kernels
 from stages.params.tree_shape import count_candidates
 from stages.trees.draft_tree import Candidates
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """Rows that a draft reads before it grows a tree: R of each of B prompts, with the token after each."""
+
+    tokens: Tensor  # [B * R] the token after each row
+    features: Tensor  # [B * R, 3H]
+    rope_positions: Tensor  # [B * R] or [B * R, 3]
+    cache_rows: Tensor  # [B * R] where their keys and values are written
+    last: Tensor  # [B] index of the row to grow from
+
+
+@dataclass(frozen=True)
+class DraftCache:
+    """Keys and values of the draft, prompt b's from row b * slot_capacity on."""
+
+    keys: Tensor  # [G, capacity, E]
+    values: Tensor  # [G, capacity, E]
+    length: Tensor  # [B] tokens of each prompt, the rows to read up to the last included
+    slot_capacity: int = 0
 
 
 class FusedDraft:
@@ -40,32 +62,20 @@ class FusedDraft:
         return cls(draft, embedding) if fits else None
 
     def expand_candidates(
-        self,
-        tokens: Tensor,  # [B * R] the token after each row
-        features: Tensor,  # [B * R, 3H]
-        rope_positions: Tensor,  # [B * R] or [B * R, 3]
-        last: Tensor,  # [B] index of the row to grow from
-        rows: Tensor,  # [B * R] cache rows for their keys and values
-        length: Tensor,  # [B] tokens in each prompt's cache, these up to the last included
-        keys: Tensor,  # [G, capacity, E], prompt b from row b * slot_capacity on
-        values: Tensor,
-        num_steps: int,
-        topk: int,
-        tree_scoring: str,
-        slot_capacity: int = 0,
+        self, rows: DraftRows, cache: DraftCache, num_steps: int, topk: int, tree_scoring: str
     ) -> Candidates:
         """Read rows, then grow: return all candidates of `num_steps` steps, [B, C]."""
-        k, draft, device, prompts = self.kernels, self.draft, tokens.device, len(last)
-        fused = draft.fuse_features(features.to(draft.fc.weight.dtype))  # [B * R, H]
-        mixed, _ = k.mix_inputs(
-            self.embedding, tokens, fused, torch.arange(len(tokens), device=device), self.input_norms, self.eps
-        )
+        k, draft, device = self.kernels, self.draft, rows.tokens.device
+        keys, values, last, prompts = cache.keys, cache.values, rows.last, len(rows.last)
+        fused = draft.fuse_features(rows.features.to(draft.fc.weight.dtype))  # [B * R, H]
+        places = torch.arange(len(rows.tokens), device=device)
+        mixed, _ = k.mix_inputs(self.embedding, rows.tokens, fused, places, self.input_norms, self.eps)
         qkv = k.matmul(mixed, self.qkv)
-        query = k.rotate_and_cache(qkv, self.head_norms, *self._compute_rope(rope_positions), keys, values, rows)
+        rope = self._compute_rope(rows.rope_positions)
+        query = k.rotate_and_cache(qkv, self.head_norms, *rope, keys, values, rows.cache_rows)
         no_nodes = torch.zeros(prompts, 1, 0, dtype=torch.bool, device=device)
         from_first = torch.zeros(prompts * topk, dtype=torch.int64, device=device)  # the whole prefix is visible
-        cache = keys, values, slot_capacity, length, from_first
-        state, logits = self._finish_layer(mixed[last], fused[last], query[last], *cache, no_nodes, 0)
+        state, logits = self._finish_layer(mixed[last], fused[last], query[last], cache, from_first, no_nodes, 0)
 
         beam, ids = k.select_topk(logits, topk, tree_scoring)  # [B, K]
         beam_tokens = draft.to_target(ids)
@@ -73,16 +83,16 @@ class FusedDraft:
         beam_tokens, numbers = beam_tokens.flatten(), torch.arange(topk, device=device).repeat(prompts, 1)
         starts = torch.arange(prompts, device=device)
         parents = starts.repeat_interleave(topk)  # [B * K] index of the state that each beam continues
-        cos, sin = self._compute_step_ropes(rope_positions[last], num_steps, topk)  # [S-1, B * K, E]
+        cos, sin = self._compute_step_ropes(rows.rope_positions[last], num_steps, topk)  # [S-1, B * K, E]
         nodes = (num_steps - 1) * topk
-        behind = (starts * slot_capacity + length)[:, None] + torch.arange(nodes, device=device)  # [B, T]
+        behind = (starts * cache.slot_capacity + cache.length)[:, None] + torch.arange(nodes, device=device)  # [B, T]
         behind = behind.view(prompts, num_steps - 1, topk).transpose(0, 1).flatten(1)  # [S-1, B * K]
         mask = extend_tree_mask(torch.zeros(prompts, topk, nodes, dtype=torch.bool, device=device), 0)
         for step in range(1, num_steps):
             mixed, residual = k.mix_inputs(self.embedding, beam_tokens, state, parents, self.input_norms, self.eps)
             qkv, rope = k.matmul(mixed, self.qkv), (cos[step - 1], sin[step - 1])
             query = k.rotate_and_cache(qkv, self.head_norms, *rope, keys, values, behind[step - 1])
-            state, logits = self._finish_layer(mixed, residual, query, *cache, mask, step)
+            state, logits = self._finish_layer(mixed, residual, query, cache, from_first, mask, step)
             scores, ids = k.select_topk(logits, topk, tree_scoring)
             beam, numbers, mask, beam_tokens, parents = k.extend_beam(
                 step, beam, numbers, mask, scores, ids, draft.d2t, found, tree_scoring
@@ -106,10 +116,7 @@ class FusedDraft:
         mixed: Tensor,
         residual: Tensor,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slot_capacity: int,
-        length: Tensor,
+        cache: DraftCache,
         first: Tensor,
         mask: Tensor,
         step: int,
@@ -118,8 +125,9 @@ class FusedDraft:
         k, draft, layer = self.kernels, self.draft, self.draft.midlayer
         window = draft.config.sliding_window
         if window is not None:  # it advances with the steps
-            first = (length + step - window).clamp(min=0).repeat_interleave(len(query) // len(length))
-        out = k.attend_tree(query, keys, values, length, mask, first[: len(query)], self.scale, slot_capacity)
+            first = (cache.length + step - window).clamp(min=0).repeat_interleave(len(query) // len(cache.length))
+        seen = cache.keys, cache.values, cache.length, mask, first[: len(query)]
+        out = k.attend_tree(query, *seen, self.scale, cache.slot_capacity)
         if draft.config.norm_before_residual:
             residual = mixed[:, residual.shape[1] :].contiguous()
         attended = k.matmul(out.flatten(1), layer.self_attn.o_proj.weight)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
-from stages.engine.draft_kernels import FusedDraft
+from stages.engine.draft_kernels import DraftCache, DraftRows, FusedDraft
 from stages.engine.proposer import DraftingMethod, Proposer
 from stages.params.block_draft_methods import list_titles
 from stages.params.tree_shape import TreeShape
@@ -96,20 +96,12 @@ class Eagle3Drafter:
         tokens, features, positions = (x[:, :count] for x in (state.next_tokens, state.features, state.rope_positions))
         rows = slots.locate_rows(state.cache_length - state.num_verified + slots.positions[:count])  # [B, R]
         if self.fused_draft is not None:
-            inputs = tokens.flatten(), features.flatten(0, 1), positions.flatten(0, 1)
+            inputs = tokens.flatten(), features.flatten(0, 1), positions.flatten(0, 1), rows.flatten()
             first = last if slots.num_slots == 1 else slots.numbers[:num_slots] * count + last  # [B, 1] of B * R
             keys, values = (x[:num_slots].flatten(0, 1).transpose(0, 1) for x in (slots.draft_keys, slots.draft_values))
+            cache = DraftCache(keys, values, state.cache_length[:, 0], slots.capacity)
             return self.fused_draft.expand_candidates(
-                *inputs,
-                first[:, 0],
-                rows.flatten(),
-                state.cache_length[:, 0],
-                keys,
-                values,
-                tree.num_steps,
-                tree.topk,
-                self.tree_scoring,
-                slots.capacity,
+                DraftRows(*inputs, first[:, 0]), cache, tree.num_steps, tree.topk, self.tree_scoring
             )
         embeds = self.embedding[tokens]  # [B, R, H]
         fused = self.extend_cache(slots, embeds, features, positions, rows)

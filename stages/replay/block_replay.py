@@ -37,6 +37,7 @@ from stages.replay.replay import (
     mark_cycle_starts,
     walk_cycles,
 )
+from stages.replay.replay_batch import ReplayBatch
 from stages.replay.tree_statistics import TreeCycles, describe_cycles
 from stages.trees.block_expansion import check_block_tree, expand_block
 from stages.trees.draft_tree import Candidates
@@ -47,6 +48,7 @@ class AnswerPlaces(NamedTuple):
     """The places of packed answers: the anchors of their cycles."""
 
     anchors: Tensor  # [L] indices into the pack
+    anchor_tokens: Tensor  # [L]
     following: Tensor  # [L, D] the answer's tokens after each anchor, -1 past its end
     counts: Tensor  # [B] places of each answer
 
@@ -59,24 +61,33 @@ class AnswerPlaces(NamedTuple):
         anchors = index + (starts - offsets).repeat_interleave(counts)
         after = anchors[:, None] + 1 + torch.arange(num_drafts, device=ids.device)
         is_inside = after < ends.repeat_interleave(counts)[:, None]
-        return cls(anchors, torch.where(is_inside, ids[after.clamp(max=len(ids) - 1)], -1), counts)
+        following = torch.where(is_inside, ids[after.clamp(max=len(ids) - 1)], -1)
+        return cls(anchors, ids[anchors], following, counts)
+
+
+class ReplayPack(NamedTuple):
+    """Rows end to end in one sequence."""
+
+    ids: Tensor  # [S]
+    features: Tensor  # [S, K*H]
+    positions: Tensor  # [S] in their rows
+    documents: Tensor  # [S] row of each token
 
 
 @torch.inference_mode()
 def compute_place_states(
     draft: BlockDraft,
     embedding: Tensor,  # [V, H] the target's
-    ids: Tensor,  # [S] of packed rows
-    features: Tensor,  # [S, K*H]
-    positions: Tensor,  # [S] in their rows
-    documents: Tensor,  # [S] row of each token
-    anchors: Tensor,  # [L]
+    pack: ReplayPack,
+    anchors: Tensor,  # [L] indices into the pack
     anchors_per_batch: int = 64,
 ) -> Tensor:
     """Return the drafting states [L, D, H] of the blocks at all anchors."""
-    context = draft.project_context(features[None], positions[None])
+    context = draft.project_context(pack.features[None], pack.positions[None])
     parts = [
-        draft.select_drafting_slots(draft.forward_pack(embedding, ids, positions, documents, some, context))
+        draft.select_drafting_slots(
+            draft.forward_pack(embedding, pack.ids, pack.positions, pack.documents, some, context)
+        )
         for some in anchors.split(anchors_per_batch)
     ]
     return torch.cat(parts)
@@ -107,7 +118,6 @@ def replay_block_trees(
     draft: BlockDraft,
     head: Tensor,  # [V, H] the target's
     states: Tensor,  # [L, D, H] of `compute_place_states`
-    anchor_tokens: Tensor,  # [L]
     places: AnswerPlaces,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
@@ -119,8 +129,8 @@ def replay_block_trees(
         check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts, draft.config.selector_top_k)
     tables = PlaceTables(trees, len(states), tree_scoring, states.device)
     for topk in tables.topks:
-        given = draft, head, states, anchor_tokens, tables.num_steps, topk, tree_scoring, places_per_batch
-        for here, candidates in _expand_places(*given):
+        given = states[:, : tables.num_steps], places.anchor_tokens, topk, tree_scoring, places_per_batch
+        for here, candidates in _expand_places(draft, head, *given):
             tables.fill_places(here, topk, candidates, places.following[here, : tables.num_steps])
     output = tables.walk(places.counts)
     if not traced:
@@ -129,16 +139,21 @@ def replay_block_trees(
 
 
 def _expand_places(
-    draft: BlockDraft, head: Tensor, states: Tensor, anchor_tokens: Tensor, num_steps: int, topk: int, tree_scoring: str,
+    draft: BlockDraft,
+    head: Tensor,
+    states: Tensor,  # [L, S, H] those of the first num_steps drafts
+    anchor_tokens: Tensor,
+    topk: int,
+    tree_scoring: str,
     places_per_batch: int | None,
-) -> Iterator[tuple[slice, Candidates]]:  # fmt: skip
+) -> Iterator[tuple[slice, Candidates]]:
     """Yield the candidates of batches of places, as large as keeps their logits within MAX_INTERMEDIATE_ELEMENTS."""
-    nodes = num_steps + (topk if draft.is_conditional else 0)  # whose logits are held at once
+    nodes = states.shape[1] + (topk if draft.is_conditional else 0)  # whose logits are held at once
     size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
     size = max(1, size if places_per_batch is None else min(size, places_per_batch))
     for start in range(0, max(1, len(states)), size):  # of no places, a batch of none
         here = slice(start, min(start + size, len(states)))
-        own = states[here, :num_steps]
+        own = states[here]
         yield here, expand_block(own @ head.T, own, anchor_tokens[here], draft, topk, tree_scoring)
 
 
@@ -150,20 +165,16 @@ def replay_block_answers(
     draft: BlockDraft,
     embedding: Tensor,  # [V, H] the target's
     head: Tensor,  # [V, H] the target's
-    ids: Tensor,  # [B, T] prompt and answer, right-padded
-    features: Tensor,  # [B, T, K*H]
-    starts: Tensor,  # [B] index of each answer's first token
-    ends: Tensor,  # [B] index after its last
+    answers: ReplayBatch,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
     places_per_batch: int = 1024,  # see `compute_block_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay every tree on every answer. Raises ValueError for a tree that can't be built from such blocks."""
-    places = find_places(ids, starts, ends, draft.config.num_drafts)
-    states = compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
-    anchor_tokens = ids.flatten()[places.anchors]
-    return replay_block_trees(draft, head, states, anchor_tokens, places, trees, tree_scoring, places_per_batch, traced)
+    places = find_places(answers, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, answers, places.anchors, places_per_batch)
+    return replay_block_trees(draft, head, states, places, trees, tree_scoring, places_per_batch, traced)
 
 
 @torch.inference_mode()
@@ -171,10 +182,7 @@ def trace_block_cycles(
     draft: BlockDraft,
     embedding: Tensor,  # [V, H] the target's
     head: Tensor,  # [V, H] the target's
-    ids: Tensor,  # as for `replay_block_answers`, to ends
-    features: Tensor,
-    starts: Tensor,
-    ends: Tensor,
+    answers: ReplayBatch,
     cycle_starts: Tensor,  # [B, P] bool: ReplayOutput.cycle_starts of this tree
     tree: TreeShape,
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
@@ -182,16 +190,14 @@ def trace_block_cycles(
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""
     row, place = cycle_starts.nonzero(as_tuple=True)  # [C]
-    places = find_places(ids, starts, ends, draft.config.num_drafts)
+    places = find_places(answers, draft.config.num_drafts)
     index = (places.counts.cumsum(0) - places.counts)[row] + place
-    anchors, following = places.anchors[index], places.following[index, : tree.num_steps]
-    states = compute_row_states(draft, embedding, ids, features, anchors, places_per_batch)
-    anchor_tokens = ids.flatten()[anchors]
-    given = draft, head, states, anchor_tokens, tree.num_steps, tree.topk, tree_scoring, places_per_batch
-    parts = [candidates for _, candidates in _expand_places(*given)]
+    states = compute_row_states(draft, embedding, answers, places.anchors[index], places_per_batch)
+    given = states[:, : tree.num_steps], places.anchor_tokens[index], tree.topk, tree_scoring, places_per_batch
+    parts = [candidates for _, candidates in _expand_places(draft, head, *given)]
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     candidates = Candidates(*(torch.cat(column) for column in columns))
-    return describe_cycles(row, place, candidates, following, tree, tree_scoring)
+    return describe_cycles(row, place, candidates, places.following[index, : tree.num_steps], tree, tree_scoring)
 
 
 def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
@@ -205,20 +211,22 @@ def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory
     return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // place))
 
 
-def find_places(ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> AnswerPlaces:
-    """Find the places of padded rows ids [B, T]; anchors are indices into the flattened rows."""
+def find_places(answers: ReplayBatch, num_drafts: int) -> AnswerPlaces:
+    """Find the places of padded rows; anchors are indices into the flattened rows."""
+    ids = answers.ids
     first = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
-    return AnswerPlaces.build(ids.flatten(), first + starts, first + ends, num_drafts)
+    return AnswerPlaces.build(ids.flatten(), first + answers.starts, first + answers.ends, num_drafts)
 
 
 def compute_row_states(
-    draft: BlockDraft, embedding: Tensor, ids: Tensor, features: Tensor, anchors: Tensor, places_per_batch: int
+    draft: BlockDraft, embedding: Tensor, answers: ReplayBatch, anchors: Tensor, places_per_batch: int
 ) -> Tensor:
     """Return the drafting states [L, D, H] of the blocks at anchors [L], ascending indices into the flattened rows.
 
     Each row is a pack of its own, so that no anchor is compared with the context of other rows.
     """
-    c, (num_rows, length) = draft.config, ids.shape
+    c, ids, features = draft.config, answers.ids, answers.features
+    num_rows, length = ids.shape
     bounds = torch.arange(num_rows + 1, device=ids.device) * length
     offsets = torch.searchsorted(anchors, bounds).tolist()
     positions = torch.arange(length, device=ids.device)
@@ -228,8 +236,9 @@ def compute_row_states(
             own = anchors[i:j] - row * length
             size = int(own[-1]) + 1  # tokens up to the last anchor
             chunk = min(places_per_batch, _count_anchors_at_once(draft, size, ids.device))
-            pack = ids[row, :size], features[row, :size], positions[:size], torch.zeros_like(positions[:size])
-            parts.append(compute_place_states(draft, embedding, *pack, own, chunk))
+            documents = torch.zeros_like(positions[:size])
+            pack = ReplayPack(ids[row, :size], features[row, :size], positions[:size], documents)
+            parts.append(compute_place_states(draft, embedding, pack, own, chunk))
     return torch.cat(parts)
 
 

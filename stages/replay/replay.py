@@ -24,7 +24,6 @@ from torch import Tensor
 
 from stages.draft.eagle3 import (
     Eagle3Draft,
-    MultimodalFeatures,
     attend_prefix_and_ancestors,
     build_prefix_mask,
     compute_first_state,
@@ -37,6 +36,7 @@ from stages.replay.oracle_bounds import (
     evaluate_threshold_trees,
     find_fewest_cycles,
 )
+from stages.replay.replay_batch import ReplayBatch
 from stages.trees.draft_tree import TREE_SCORINGS, Candidates, check_tree, get_step_range
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_beams
 
@@ -148,12 +148,8 @@ class PlaceTables:
 def replay_answers(
     draft: Eagle3Draft,
     embedding: Tensor,  # [V, H]
-    ids: Tensor,  # [B, T] prompt and answer, right-padded
-    features: Tensor,  # [B, T, 3H]
-    starts: Tensor,  # [B] index of each answer's first token
-    ends: Tensor,  # [B] index after its last
+    answers: ReplayBatch,
     trees: Sequence[TreeShape],
-    multimodal: MultimodalFeatures | None = None,  # of a multimodal target
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
     places_per_batch: int = 1024,  # see `compute_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
@@ -161,12 +157,13 @@ def replay_answers(
     """Replay every tree on every answer. Raises ValueError for a tree that can't be built."""
     for tree in trees:
         check_tree(tree, draft.config.draft_vocab_size, draft.config.sliding_window)
-    first, last = (starts - 1).tolist(), (ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
+    ids, multimodal = answers.ids, answers.multimodal
+    first, last = (answers.starts - 1).tolist(), (answers.ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
     ranges = [PlaceRange(b, start, max(start, stop)) for b, (start, stop) in enumerate(zip(first, last, strict=True))]
     counts = torch.tensor([r.stop - r.start for r in ranges], device=ids.device)
     tables, done = PlaceTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
-    fused, keys, values = encode_prefix(draft, ids, features, embedding, multimodal)
-    following = gather_following_tokens(ids, ends, tables.num_steps)
+    fused, keys, values = encode_prefix(draft, ids, answers.features, embedding, multimodal)
+    following = gather_following_tokens(ids, answers.ends, tables.num_steps)
 
     queries = draft.config.num_attention_heads * sum(tables.topks)  # of a place, at most
     longest = max(1, MAX_INTERMEDIATE_ELEMENTS[ids.device.type] // (queries * ids.shape[1]))

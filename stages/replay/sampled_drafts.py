@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.block_draft import BlockDraft
 from stages.replay.block_replay import AnswerPlaces, compute_row_states, find_places
+from stages.replay.replay_batch import ReplayBatch
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 
@@ -43,7 +44,6 @@ def replay_sampled_drafts(
     head: Tensor,  # [V, H] the target's
     states: Tensor,  # [L, D, H] of `compute_place_states`
     last: Tensor,  # [L, H] the target's hidden state at each anchor, after the final norm
-    anchor_tokens: Tensor,  # [L]
     places: AnswerPlaces,
     temperature: float,  # above 0
     top_p: float,
@@ -52,7 +52,7 @@ def replay_sampled_drafts(
     """Return the expected counts of sampled drafts on answers that were sampled at a temperature with a top-p."""
     # The draft's logits are those of its states times the head's table, as in engines.
     target = compute_target_chances(last, head, places.following[:, 0], temperature / logits_scale, top_p)
-    own = compute_draft_chances(draft, head, states, anchor_tokens, places.following, temperature)
+    own = compute_draft_chances(draft, head, states, places, temperature)
     return walk_expected_cycles(compute_acceptance(own, target, places.following), places.counts)
 
 
@@ -61,21 +61,18 @@ def replay_sampled_answers(
     draft: BlockDraft,
     embedding: Tensor,  # [V, H] the target's
     head: Tensor,  # [V, H] the target's
-    ids: Tensor,  # [B, T] prompt and answer, right-padded
-    features: Tensor,  # [B, T, K*H]
-    last: Tensor,  # [B, T, H] after the final norm
-    starts: Tensor,  # [B] index of each answer's first token
-    ends: Tensor,  # [B] index after its last
+    answers: ReplayBatch,  # with the last hidden states
     temperature: float,
     top_p: float,
     places_per_batch: int = 1024,  # see `compute_block_capacity`
     logits_scale: float = 1.0,  # of the target's manifest
 ) -> ExpectedCounts:
     """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
-    places = find_places(ids, starts, ends, draft.config.num_drafts)
-    states = compute_row_states(draft, embedding, ids, features, places.anchors, places_per_batch)
-    known = last.flatten(0, 1)[places.anchors], ids.flatten()[places.anchors], places, temperature, top_p
-    return replay_sampled_drafts(draft, head, states, *known, logits_scale)
+    assert answers.last is not None, "collated with keeps_last"
+    places = find_places(answers, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, answers, places.anchors, places_per_batch)
+    last = answers.last.flatten(0, 1)[places.anchors]
+    return replay_sampled_drafts(draft, head, states, last, places, temperature, top_p, logits_scale)
 
 
 def compute_target_chances(last: Tensor, head: Tensor, tokens: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -97,13 +94,12 @@ def compute_draft_chances(
     draft: BlockDraft,
     head: Tensor,  # [V, H]
     states: Tensor,  # [L, D, H]
-    anchor_tokens: Tensor,  # [L]
-    following: Tensor,  # [L, D] the answer's tokens, -1 past its end
+    places: AnswerPlaces,
     temperature: float,
 ) -> Tensor:
     """Return [L, D] float64, the draft's probability of each following token after those before it; past the end arbitrary."""
-    labels = following.clamp(min=0)
-    previous = torch.cat([anchor_tokens[:, None], labels[:, :-1]], 1)
+    labels = places.following.clamp(min=0)
+    previous = torch.cat([places.anchor_tokens[:, None], labels[:, :-1]], 1)
     found = [states.new_zeros(0, states.shape[1], dtype=torch.float64)]
     size = max(1, _count_rows(head) // states.shape[1])
     for some, before, after in zip(*(x.split(size) for x in (states, previous, labels)), strict=True):

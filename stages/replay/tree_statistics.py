@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures, build_prefix_mask, compute_first_state, encode_prefix
+from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import gather_following_tokens
+from stages.replay.replay_batch import ReplayBatch
 from stages.replay.token_classes import TOKEN_CLASSES
 from stages.trees.draft_tree import Candidates, select_topk
 from stages.trees.expansion import expand_candidates
@@ -46,25 +47,22 @@ class TreeCycles(NamedTuple):
 def trace_cycles(
     draft: Eagle3Draft,
     embedding: Tensor,  # [V, H]
-    ids: Tensor,  # [B, T] prompt and answer, right-padded
-    features: Tensor,  # [B, T, 3H]
-    starts: Tensor,  # [B] index of each answer's first token
-    ends: Tensor,  # [B] index after its last
+    answers: ReplayBatch,
     cycle_starts: Tensor,  # [B, P] bool: ReplayOutput.cycle_starts of this tree
     tree: TreeShape,
-    multimodal: MultimodalFeatures | None = None,  # of a multimodal target
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row."""
     row, place = cycle_starts.nonzero(as_tuple=True)  # [C]
     number = (cycle_starts.cumsum(1) - 1)[row, place]  # [C] of the cycle in its row
-    verified = (starts - 1)[:, None].repeat(1, max(int(cycle_starts.sum(1).max()), 1))  # [B, R] the last verified token
-    verified[row, number] = (starts - 1)[row] + place
-    every = _expand_cycles(draft, embedding, ids, features, verified, tree, multimodal, tree_scoring)
+    before = answers.starts - 1  # [B] index of each prompt's last token
+    verified = before[:, None].repeat(1, max(int(cycle_starts.sum(1).max()), 1))  # [B, R] the last verified token
+    verified[row, number] = before[row] + place
+    every = _expand_cycles(draft, embedding, answers, verified, tree, tree_scoring)
     index = row * verified.shape[1] + number  # [C]
     candidates = Candidates(every.scores[index], every.tokens[index], every.parents[index])
 
-    following = gather_following_tokens(ids, ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
+    following = gather_following_tokens(answers.ids, answers.ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
     return describe_cycles(row, place, candidates, following, tree, tree_scoring)
 
 
@@ -88,12 +86,16 @@ def describe_cycles(
 
 
 def _expand_cycles(
-    draft: Eagle3Draft, embedding: Tensor, ids: Tensor, features: Tensor,
+    draft: Eagle3Draft,
+    embedding: Tensor,
+    answers: ReplayBatch,
     verified: Tensor,  # [B, R] index of the last verified token before the bonus
-    tree: TreeShape, multimodal: MultimodalFeatures | None, tree_scoring: str,
-) -> Candidates:  # fmt: skip
+    tree: TreeShape,
+    tree_scoring: str,
+) -> Candidates:
     """Expand the trees of R cycles of each row -> the candidates of B * R trees."""
-    fused, keys, values = encode_prefix(draft, ids, features, embedding, multimodal)
+    ids, multimodal = answers.ids, answers.multimodal
+    fused, keys, values = encode_prefix(draft, ids, answers.features, embedding, multimodal)
     bonus = torch.gather(ids, 1, (verified + 1).clamp(max=ids.shape[1] - 1))
     stored = None
     if multimodal is not None:
@@ -169,7 +171,7 @@ class TreeStatistics:
     ) -> None:
         """Count cycles.
 
-        names [B] of the rows; ids [B, T], starts, ends [B] as for `trace_cycles`; classes [V]: index into TOKEN_CLASSES of
+        names [B] of the rows; ids [B, T], starts, ends [B] as in a `ReplayBatch`; classes [V]: index into TOKEN_CLASSES of
         each token. All on the CPU.
         """
         root, probability = starts[cycles.row] + cycles.root_position, cycles.path_probability  # [C] index of the root

@@ -21,7 +21,7 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
-from stages.replay.block_replay import AnswerPlaces, compute_place_states, replay_block_trees, replay_chains
+from stages.replay.block_replay import AnswerPlaces, ReplayPack, compute_place_states, replay_block_trees, replay_chains
 from stages.trees.block_expansion import expand_block
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
@@ -100,7 +100,8 @@ class Pack:
         ends = lengths.cumsum(0)
         starts = ends - torch.tensor([len(answer) for _, answer in rows])
         self.places = AnswerPlaces.build(self.ids, starts, ends, NUM_DRAFTS)
-        self.inputs = self.ids, self.features, self.positions, self.documents, self.places.anchors
+        pack = ReplayPack(self.ids, self.features, self.positions, self.documents)
+        self.inputs = pack, self.places.anchors
 
     def compute_states(self, made: BlockDraft) -> Tensor:
         embedding = target().get_input_embeddings().weight
@@ -110,7 +111,7 @@ class Pack:
         embedding, head = target().get_input_embeddings().weight, target().get_output_embeddings().weight
         states = compute_place_states.__wrapped__(made, embedding, *self.inputs)
         labels = self.places.following
-        previous = torch.cat([self.ids[self.places.anchors, None], labels[:, :-1].clamp(min=0)], 1)
+        previous = torch.cat([self.places.anchor_tokens[:, None], labels[:, :-1].clamp(min=0)], 1)
         logits = made.compute_logits(states, previous, head)
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
 
@@ -197,9 +198,9 @@ def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], l
     made, pack, head = draft(kind, method), packed_answers(), target().get_output_embeddings().weight
     chains = [TreeShape(m, 1, m + 1) for m in range(1, NUM_DRAFTS + 1)]
     grown = [CUT, *TREES[3:], WIDE]
-    states, anchor_tokens = pack.compute_states(made), pack.ids[pack.places.anchors]
-    walk = replay_chains(made.draft_greedily(states, anchor_tokens, head), pack.places)
-    found = replay_block_trees(made, head, states, anchor_tokens, pack.places, grown)
+    states = pack.compute_states(made)
+    walk = replay_chains(made.draft_greedily(states, pack.places.anchor_tokens, head), pack.places)
+    found = replay_block_trees(made, head, states, pack.places, grown)
     cycles = torch.cat([walk.cycles, found.cycles], 1).T.tolist()
     accepted = torch.cat([walk.accepted, found.accepted], 1).T.tolist()
     return list(zip([*chains, *grown], cycles, accepted, strict=True))

@@ -25,6 +25,7 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
+from stages.replay.replay_batch import ReplayBatch
 from stages.results import interval
 from stages.target import generation
 from stages.target.hooks import capture_residual_streams
@@ -323,7 +324,7 @@ def count_replayed(
     ends = torch.full_like(starts, texts.shape[1])
     features = torch.cat(caught, dim=-1)
     trees = [TreeShape(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
-    return replay_answers(engine.draft, engine.embedding, texts, features, starts, ends, trees)[:2]
+    return replay_answers(engine.draft, engine.embedding, ReplayBatch(texts, features, starts, ends), trees)[:2]
 
 
 def draw_prompts(seed: int, count: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay.block_replay import (
     AnswerPlaces,
+    ReplayPack,
     compute_histogram,
     compute_place_states,
     replay_block_answers,
@@ -18,6 +19,7 @@ from stages.replay.block_replay import (
     replay_chains,
     trace_block_cycles,
 )
+from stages.replay.replay_batch import ReplayBatch
 from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
 from tests.draft.slow_draft import small_target
 
@@ -51,9 +53,13 @@ class Case:
         starts = offsets + torch.tensor([len(p) for p in PROMPTS])
         self.places = AnswerPlaces.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
         self.states = compute_place_states(
-            self.draft, self.embedding, self.ids, self.features, self.positions, self.documents, self.places.anchors, 7
+            self.draft,
+            self.embedding,
+            ReplayPack(self.ids, self.features, self.positions, self.documents),
+            self.places.anchors,
+            7,
         )
-        self.anchor_tokens = self.ids[self.places.anchors]
+        self.anchor_tokens = self.places.anchor_tokens
 
     def read(self, ids: list[int]) -> tuple[Tensor, list[int]]:
         """Features [n, K*H] and the next token after each."""
@@ -121,7 +127,7 @@ def test_chains_are_trees_of_topk_1(method: str, seed: int) -> None:
     case = case_of(method, seed)
     num_drafts = case.draft.config.num_drafts
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
-    found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, chains)
+    found = replay_block_trees(case.draft, case.head, case.states, case.places, chains)
     walk = replay_chains(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.places)
     assert torch.equal(found.cycles, walk.cycles) and torch.equal(found.accepted, walk.accepted)
     assert torch.equal(found.cycles_reaching_depth, walk.cycles_reaching_depth)
@@ -159,7 +165,7 @@ def test_trees_equal_enumerated_ones(
     """Best-first over every path where the tree has at most 2 K + 1 nodes, and over those of the beams with more."""
     case = case_of(method, seed)
     trees = [TreeShape(levels, topk, m) for m in sizes]
-    found = replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, trees)
+    found = replay_block_trees(case.draft, case.head, case.states, case.places, trees)
     for g, tree in enumerate(trees):
         accepted = []
         for place, following in enumerate(case.places.following.tolist()):
@@ -183,7 +189,7 @@ def test_answers_of_one_token_have_no_cycle(method: str) -> None:
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     features = torch.zeros(*ids.shape, case.draft.fc.in_features, dtype=torch.float64)
-    given = case.draft, case.embedding, case.head, ids, features, lengths - 1, lengths
+    given = case.draft, case.embedding, case.head, ReplayBatch(ids, features, lengths - 1, lengths)
     tree = TreeShape(3, 2, 6)
     found = replay_block_answers(*given, [tree, TreeShape(4, 1, 5)], traced=[0])
     assert found.accepted.tolist() == found.cycles.tolist() == [[0, 0], [0, 0]] and found.cycle_starts is not None
@@ -193,4 +199,4 @@ def test_answers_of_one_token_have_no_cycle(method: str) -> None:
 def test_a_tree_deeper_than_the_block_is_refused() -> None:
     case = case_of("dflash", 6)
     with pytest.raises(ValueError, match="t5_1_6: num_steps is 5, expected at most 4"):
-        replay_block_trees(case.draft, case.head, case.states, case.anchor_tokens, case.places, [TreeShape(5, 1, 6)])
+        replay_block_trees(case.draft, case.head, case.states, case.places, [TreeShape(5, 1, 6)])

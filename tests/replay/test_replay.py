@@ -15,6 +15,7 @@ from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_p
 from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
 from stages.replay.replay import MISSING_RANK, find_step_leaders, rank_candidates, replay_answers, walk_cycles
+from stages.replay.replay_batch import ReplayBatch
 from stages.trees.draft_tree import TREE_SCORINGS
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_candidates
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
@@ -36,6 +37,16 @@ def make_answers(draft, embedding, count: int) -> list[tuple[list[int], torch.Te
             ids.append(int(draft.to_target(choice)))
         rows.append((ids, features, prompt, prompt + answer))
     return rows
+
+
+def pad_answers(rows: list[tuple[list[int], torch.Tensor, int, int]]) -> ReplayBatch:
+    """Pad the rows of `make_answers`."""
+    return ReplayBatch(
+        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
+        pad_sequence([r[1] for r in rows], batch_first=True),
+        torch.tensor([r[2] for r in rows]),
+        torch.tensor([r[3] for r in rows]),
+    )
 
 
 def slow_tree(
@@ -76,12 +87,8 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
     shapes = [(s, s + 1) for s in (1, 2, 4)] if topk == 1 else [(1, 3), (3, 5), (3, 8), (4, 8)]
     trees = [TreeShape(s, topk, m) for s, m in shapes]
     accepted, cycles, reached, deep = replay_answers(
-        draft, embedding,
-        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
-        pad_sequence([r[1] for r in rows], batch_first=True),
-        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), trees,
-        tree_scoring=tree_scoring,
-    )[:4]  # fmt: skip
+        draft, embedding, pad_answers(rows), trees, tree_scoring=tree_scoring
+    )[:4]
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
 
     @functools.cache  # trees of one place begin alike
@@ -132,18 +139,12 @@ def test_a_grid_is_what_its_trees_are_one_by_one(tree_scoring: str, monkeypatch:
     """All topks expanded together, in parts of three places and blocks of two, and each tree in a call of its own."""
     draft, embedding, _ = random_draft(5, sliding_window=6)
     rows = make_answers(draft, embedding, 5)
-    asked = (
-        embedding,
-        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
-        pad_sequence([r[1] for r in rows], batch_first=True),
-        torch.tensor([r[2] for r in rows]),
-        torch.tensor([r[3] for r in rows]),
-    )
+    asked = embedding, pad_answers(rows)
     grid = [(s, k, m) for k in (1, 2, 4) for s in (1, 3, 5) for m in (2, 3, 8, 20)]
     trees = [TreeShape(s, k, m) for s, k, m in grid if m - 1 <= k + (s - 1) * k * k]
     random.Random(0).shuffle(trees)
     alone = [replay_answers(draft, *asked, [shape], tree_scoring=tree_scoring) for shape in trees]
-    most = draft.config.num_attention_heads * 7 * asked[1].shape[1]
+    most = draft.config.num_attention_heads * 7 * asked[1].ids.shape[1]
     monkeypatch.setitem(MAX_INTERMEDIATE_ELEMENTS, "cpu", 2 * most)
     together = replay_answers(draft, *asked, trees, tree_scoring=tree_scoring, places_per_batch=3)
     for name in ("accepted", "cycles", "summed_tree_depth", "oracle_accepted", "oracle_cycles"):
@@ -161,12 +162,7 @@ def test_no_tree_beats_the_oracle() -> None:
     draft, embedding, _ = random_draft(6)
     rows = make_answers(draft, embedding, 6)
     trees = [TreeShape(s, 2, m) for s in (1, 2, 4) for m in (2, 3, 5, 7, 15) if m - 1 <= 2 + (s - 1) * 4]
-    found = replay_answers(
-        draft, embedding,
-        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
-        pad_sequence([r[1] for r in rows], batch_first=True),
-        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]), trees,
-    )  # fmt: skip
+    found = replay_answers(draft, embedding, pad_answers(rows), trees)
     tau = 1 + found.accepted.sum(0) / found.cycles.sum(0)
     oracle = 1 + found.oracle_accepted.sum(0) / found.oracle_cycles.sum(0)
     assert (tau <= oracle).all() and (tau < oracle).any()
@@ -214,7 +210,6 @@ def test_an_answer_of_one_token_has_no_cycle() -> None:
     """The only token comes from prefill; nothing is drafted."""
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
-    accepted, cycles = replay_answers(
-        draft, embedding, ids, features, torch.tensor([4]), torch.tensor([5]), [TreeShape(3, 2, 5)]
-    )[:2]
+    answers = ReplayBatch(ids, features, torch.tensor([4]), torch.tensor([5]))
+    accepted, cycles = replay_answers(draft, embedding, answers, [TreeShape(3, 2, 5)])[:2]
     assert (accepted.item(), cycles.item()) == (0, 0)

@@ -16,7 +16,7 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay import sampled_drafts
-from stages.replay.block_replay import AnswerPlaces, compute_place_states
+from stages.replay.block_replay import AnswerPlaces, ReplayPack, compute_place_states
 from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import scatter, small_target
@@ -77,18 +77,18 @@ class Pair:
                 )
                 bounds = documents * length + start, documents * length + length
                 places = AnswerPlaces.build(ids, *bounds, self.draft.config.num_drafts)
-                layout = row.repeat(len(pack)), documents.repeat_interleave(length), places.anchors
-                states = compute_place_states(self.draft, self.embedding, ids, features.flatten(0, 1), *layout)
-                anchors = places.anchors
-                found.append((states, last.flatten(0, 1)[anchors], ids[anchors], places.following, places.counts))
-        states, last, anchor_tokens, following, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return states, last, anchor_tokens, AnswerPlaces(torch.zeros_like(anchor_tokens), following, counts)
+                layout = row.repeat(len(pack)), documents.repeat_interleave(length)
+                packed = ReplayPack(ids, features.flatten(0, 1), *layout)
+                states = compute_place_states(self.draft, self.embedding, packed, places.anchors)
+                found.append((states, last.flatten(0, 1)[places.anchors], *places))
+        states, last, *places_of_all = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return states, last, AnswerPlaces(*places_of_all)
 
     def replay(self, places: "Places", temperature: float, top_p: float) -> ExpectedCounts:
         return replay_sampled_drafts(self.draft, self.head, *places, temperature, top_p, self.scale)
 
 
-Places = tuple[Tensor, Tensor, Tensor, AnswerPlaces]
+Places = tuple[Tensor, Tensor, AnswerPlaces]
 pair_of = cache(Pair)
 
 # Every way that decoding can go

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from stages.params.tree_shape import TreeShape
 from stages.replay import token_classes, tree_statistics
@@ -14,7 +13,7 @@ from stages.replay.replay import mark_cycle_starts, replay_answers
 from stages.replay.token_classes import TOKEN_CLASSES
 from stages.replay.tree_statistics import TreeCycles, TreeStatistics, trace_cycles
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
-from tests.replay.test_replay import make_answers
+from tests.replay.test_replay import make_answers, pad_answers
 
 
 class Node(NamedTuple):
@@ -45,12 +44,7 @@ def slow_nodes(draft, embedding, ids, features, p: int, shape: TreeShape, tree_s
 
 
 def looked(draft, embedding, rows, shape: TreeShape, tree_scoring: str) -> TreeCycles:
-    given = (
-        draft, embedding,
-        pad_sequence([torch.tensor(r[0]) for r in rows], batch_first=True),
-        pad_sequence([r[1] for r in rows], batch_first=True),
-        torch.tensor([r[2] for r in rows]), torch.tensor([r[3] for r in rows]),
-    )  # fmt: skip
+    given = draft, embedding, pad_answers(rows)
     found = replay_answers(*given, [TreeShape(1, shape.topk, 2), shape], tree_scoring=tree_scoring, traced=[1])
     assert found.cycle_starts is not None
     cycles = trace_cycles(*given, found.cycle_starts[0], shape, tree_scoring=tree_scoring)

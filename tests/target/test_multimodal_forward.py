@@ -17,6 +17,7 @@ from stages.engine.decode import Engine
 from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
+from stages.replay.replay_batch import ReplayBatch
 from stages.target import mrope, multimodal, packed_forward
 from stages.target.vision import ImagePatches
 from stages.training import ttt
@@ -267,7 +268,8 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
     starts = torch.tensor([r.prompt_length for r in rows])
     ends = torch.tensor([len(r.ids) for r in rows])
     seen = MultimodalFeatures(positions, pictured, visual)
-    a, c, *_ = replay_answers(draft, run.embedding, ids.long(), features, starts, ends, [TreeShape(*tree)], seen)
+    answers = ReplayBatch(ids.long(), features, starts, ends, seen)
+    a, c, *_ = replay_answers(draft, run.embedding, answers, [TreeShape(*tree)])
     assert torch.cat([a, c], dim=1).tolist() == live
     assert sum(accepted for accepted, _ in live[:3]) > 15  # a draft that is never accepted would prove nothing
 

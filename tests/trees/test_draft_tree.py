@@ -14,6 +14,7 @@ from stages.engine.decode import Engine
 from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import replay_answers
+from stages.replay.replay_batch import ReplayBatch
 from stages.trees import acceptance, draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
 
@@ -230,8 +231,9 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
     with pytest.raises(ValueError, match=re.escape(says)):
         draft_tree.check_tree(TreeShape(*shape), CONFIG.draft_vocab_size)
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
+    answers = ReplayBatch(ids, features, torch.tensor([3]), torch.tensor([8]))
     with pytest.raises(ValueError, match=re.escape(says)):
-        replay_answers(draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8]), [TreeShape(*shape)])
+        replay_answers(draft, embedding, answers, [TreeShape(*shape)])
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
         next(engine.decode_speculative([1, 2], 5, TreeShape(steps, topk, tokens)))
@@ -246,7 +248,7 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
         r"t5_1_6: num_steps is 5, expected at most 4, the draft's sliding_window: .* lower num_steps, or take another"
     )
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
-    rows = draft, embedding, ids, features, torch.tensor([3]), torch.tensor([8])
+    rows = draft, embedding, ReplayBatch(ids, features, torch.tensor([3]), torch.tensor([8]))
     engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
         lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
