@@ -50,11 +50,11 @@ def main() -> None:
     loaded = load_draft(p, o.checkpoint, o.device, model.dtype, target.num_layers)
     scoring, scale = p.replay_trees.tree_scoring, target.logits_scale
     engine = Engine(model, target.eos_token_ids, loaded.feature_layers, loaded.draft, scoring, scale)
-    chance = random.Random(7)
+    rng = random.Random(7)
     taus = []
     for number in range(o.draws):
         hows = [
-            SamplingParams(temperature, top_p, None, chance.randrange(2**31), samples_drafts=o.sample_drafts)
+            SamplingParams(temperature, top_p, None, rng.randrange(2**31), samples_drafts=o.sample_drafts)
             for _ in rows["top_p"]
         ]
         asked = [

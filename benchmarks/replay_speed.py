@@ -59,7 +59,7 @@ def main() -> None:
             rows,
             trees,
             tree_scoring=o.tree_scoring,
-            places_per_batch=compute_capacity(draft, trees, memory).places,
+            positions_per_batch=compute_capacity(draft, trees, memory).positions,
         )
 
     places = int((rows.ends - rows.starts - 1).sum())

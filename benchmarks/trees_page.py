@@ -37,7 +37,7 @@ def table(*lines: Iterable[Any]) -> str:
 
 def question(r: Record, drafts: Iterable[tuple[str, str]]) -> str:
     head = ("draft", "tau of 10_2_32", "tau of 10_3_32", "10_2_32 less 10_3_32, 95%", "depth of 10_2_32", "of 10_3_32",
-            "accepted / promised, 10_3_32")  # fmt: skip
+            "accepted / expected, 10_3_32")  # fmt: skip
     lines = []
     for draft, called in drafts:
         less, low, high = r.difference(draft, TWO, THREE)
@@ -159,25 +159,27 @@ def rank_lines(r: Record) -> str:
     return table(("tree", "draft", *(f"{a}" if a == b else f"{a}–{b}" for a, b in RANKS)), *lines)
 
 
-def chance_lines(r: Record, drafts: Iterable[str]) -> str:
+def path_probability_lines(r: Record, drafts: Iterable[str]) -> str:
     """Return a table by path probability: number of nodes, mean probability, share accepted."""
     drafts = list(drafts)
-    found = [r.buckets(draft, THREE, "chance") for draft in drafts]
+    found = [r.buckets(draft, THREE, "path_probability") for draft in drafts]
     lines = []
     for bucket in sorted({b for of in found for b in of}, key=lambda b: float(b.split("-")[0])):
         cells: list[str] = []
         for of in found:
             row = of.get(bucket, {"nodes": 0})
-            promised, kept = (100 * row[k] / row["nodes"] if row["nodes"] else 0 for k in ("promised", "accepted"))
+            promised, kept = (
+                100 * row[k] / row["nodes"] if row["nodes"] else 0 for k in ("expected_accepted", "accepted")
+            )
             cells.append(f"{row['nodes']:.0f}: {promised:.3g}% → {kept:.3g}%" if row["nodes"] else "")
         lines.append((bucket.replace("-", " to "), *cells))
-    return table(("chance", *drafts), *lines)
+    return table(("path_probability", *drafts), *lines)
 
 
 def sums(r: Record, draft: str, shape: Shape) -> tuple[float, float]:
-    """Return the drafts promised and accepted per cycle."""
+    """Return the drafts that are expected to be accepted and those accepted, per cycle."""
     cycles = r.total(draft, shape, "cycles")
-    return r.total(draft, shape, "promised") / cycles, r.total(draft, shape, "accepted") / cycles
+    return r.total(draft, shape, "expected_accepted") / cycles, r.total(draft, shape, "accepted") / cycles
 
 
 def seed(*shapes: Shape, draft: str) -> list[str]:
@@ -264,16 +266,16 @@ At {flattest:g} (`{flat}`) the tree of 10_3_32 ends at depth {r.trees[flat][THRE
 its {TWO[2] - 1} nodes are {of_pool[TWO]} of its
 {count_candidates(*TWO[:2])} candidates, those of 10_3_32 {of_pool[THREE]} of {count_candidates(*THREE[:2])}.
 
-**So a small topk protects against miscalibrated scores.** The sum of a tree's scores is the number of drafts it promises. If
-the scores are calibrated, a third guess becomes a node only where it is worth more than the node it displaces. With 10_3_32
-`{HARD}` promises {hard[0]} drafts per cycle and {hard[1]} are accepted, `{EASY}` {easy[0]} and {easy[1]}. Nodes by their path
-probability (chance): number, mean chance → share accepted.
+**So a small topk protects against miscalibrated scores.** The sum of a tree's scores is the number of accepted drafts that the
+draft expects. If the scores are calibrated, a third guess becomes a node only where it is worth more than the node it displaces.
+With 10_3_32 `{HARD}` expects {hard[0]} accepted drafts per cycle, and {hard[1]} are accepted, `{EASY}` {easy[0]} and {easy[1]}.
+Nodes by their path probability: number, mean probability → share accepted.
 
-{chance_lines(r, (HARD, EASY, flat))}
+{path_probability_lines(r, (HARD, EASY, flat))}
 
-`{HARD}` and `{EASY}` promise fewer drafts than are accepted (at temperature 0 the target always chooses its likeliest token,
-and the draft was trained on all its probabilities), but a higher chance means more acceptance nearly everywhere. The chances of
-`{flat}` predict little: many nodes with a very low chance are accepted too.
+`{HARD}` and `{EASY}` expect fewer drafts to be accepted than are (at temperature 0 the target always chooses its likeliest token,
+and the draft was trained on all its probabilities), but a higher path probability means more acceptance nearly everywhere. The
+probabilities of `{flat}` predict little: many nodes with a very low one are accepted too.
 
 The published table has no scores and no intervals, so it can't show whether this explains its numbers. A replay of that draft
 would.
@@ -345,8 +347,8 @@ A block draft needs a text target (its rotary positions have one axis), and its 
 
 ## Your own trees
 
-`results/replay.csv` has every tree of the grid. For the trees of `replay_trees.trace_trees`, the report shows promised and
-accepted drafts by chance, length of context, position in the answer and class of token ([metrics](metrics.md)).
+`results/replay.csv` has every tree of the grid. For the trees of `replay_trees.trace_trees`, the report shows expected and
+accepted drafts by path probability, length of context, position in the answer and class of token ([metrics](metrics.md)).
 
 To reproduce this page's figures: `e001: {{from: e000, epochs: 1}}` in `train_draft.checkpoints`, `dvc repro train_draft`,
 `python -m benchmarks.trees_record DATE`, `python -m benchmarks.trees_page`.
@@ -363,7 +365,7 @@ def claims(r: Record) -> None:
     drafts = (HARD, MIDDLE, EASY)
     borne_out = {
         "10_3_32 is ahead of 10_2_32 with every draft": all(r.difference(d, TWO, THREE)[2] < 0 for d in drafts),
-        "10_2_32 is ahead where chances are flat": r.difference(flat, TWO, THREE)[1] > 0,
+        "10_2_32 is ahead where probabilities are flat": r.difference(flat, TWO, THREE)[1] > 0,
         "temperatures keep the order of guesses": len({r.tau(d, CHAIN) for _, d in flattened(r)}) == 1,
         "a larger topk is less deep": all(
             r.trees[d][s, 3, m]["mean_depth"] < r.trees[d][s, 2, m]["mean_depth"]
@@ -371,7 +373,7 @@ def claims(r: Record) -> None:
             for s, m in ((8, 16), (10, 32))
         ),
         "10_3_32 gets past depth 1 more often": past_the_first(r, EASY, THREE) > past_the_first(r, EASY, TWO),
-        "drafts promise less than they keep": all(r.kept(d, THREE) > 1 for d in (HARD, EASY)),
+        "drafts expect less than is accepted": all(r.kept(d, THREE) > 1 for d in (HARD, EASY)),
         "a good draft loses less with a small topk": lost(r, EASY, BUDGETS[1]) < lost(r, HARD, BUDGETS[1]),
         "better drafts want deeper trees": len({int(best_tree(r, d).split("_")[0]) for d in drafts}) == len(drafts),
     }

@@ -1,8 +1,8 @@
 """Record what docs/trees.md is written from: replays of drafts from hard to easy.   python -m benchmarks.trees_record 2026-11-21
 
 Run it in a project after `dvc repro`, with e001 (one epoch from e000) added to train_draft.checkpoints. It replays e001,
-e003 and e009 over a wider grid than the default's, and e009 once more with its chances flattened or sharpened: ten minutes on
-two quiet cores. The record is kept in docs/results/DATE-trees/; `python -m benchmarks.trees_page` writes the page.
+e003 and e009 over a wider grid than the default's, and e009 once more with its probabilities flattened or sharpened: ten
+minutes on two quiet cores. The record is kept in docs/results/DATE-trees/; `python -m benchmarks.trees_page` writes the page.
 """
 
 import csv
@@ -109,7 +109,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def rounded(row: Row) -> Row:
-    return {k: f"{float(v):.4f}" if "." in v and k in (*TREES[4:], "promised") else v for k, v in row.items()}
+    return {k: f"{float(v):.4f}" if "." in v and k in (*TREES[4:], "expected_accepted") else v for k, v in row.items()}
 
 
 # Reading
@@ -128,7 +128,7 @@ class Record:
             self.trees.setdefault(row["draft"], {})[shape] = numbers
         self.inside: dict[tuple[str, str, str], dict[str, Row]] = {}
         for row in rows_of(folder / "inside.csv"):
-            counts = {k: float(row[k]) for k in ("cycles", "nodes", "promised", "accepted") if row[k]}
+            counts = {k: float(row[k]) for k in ("cycles", "nodes", "expected_accepted", "accepted") if row[k]}
             self.inside.setdefault((row["draft"], row["tree"], row["by"]), {})[row["bucket"]] = counts
 
     def buckets(self, draft: str, shape: Shape, by: str) -> dict[str, Row]:
@@ -141,8 +141,8 @@ class Record:
         return self.trees[draft][shape]["tau"]
 
     def kept(self, draft: str, shape: Shape) -> float:
-        """Return accepted drafts over promised ones."""
-        return self.total(draft, shape, "accepted") / self.total(draft, shape, "promised")
+        """Return accepted drafts over expected ones."""
+        return self.total(draft, shape, "accepted") / self.total(draft, shape, "expected_accepted")
 
     def difference(self, draft: str, one: Shape, other: Shape) -> tuple[float, float, float]:
         """Return tau of one less that of the other, with its 95% bootstrap interval over answers: 2,000 paired samples."""

@@ -404,7 +404,7 @@ def _collate_batches(
     capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
         for batch_rows in _batch_rows([len(r.ids) for r in rows], capacity.tokens):
-            yield batch_rows, ReplayBatch.collate(rows[batch_rows], replayed.device, keeps_last), capacity.places
+            yield batch_rows, ReplayBatch.collate(rows[batch_rows], replayed.device, keeps_last), capacity.positions
             bar.update(len(rows[batch_rows]))
 
 

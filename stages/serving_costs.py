@@ -49,7 +49,7 @@ def main(workload_name: str) -> None:
     plan = server_setup.build_server_plan(work)
     version, gpus = measured_server.find_engine_version(plan), gpu_memory.list_visible_gpus()
     simulated_acceptance.check_version(work.setup.engine, version)
-    place = scratch.locate_scratch(
+    folder = scratch.locate_scratch(
         f"serving_costs-{workload_name}",
         work.workload.model_dump(),
         params.benchmark_served.model_dump(include={"engine", "server"}),
@@ -58,8 +58,8 @@ def main(workload_name: str) -> None:
         work.prompts.rows(),
         [version, [gpu.name for gpu in gpus]],
     )
-    with scratch.lock_scratch(place):
-        measured = list(_measure_or_read(work, plan, servers, place))
+    with scratch.lock_scratch(folder):
+        measured = list(_measure_or_read(work, plan, servers, folder))
         seconds = round(time.perf_counter() - started, 2)
         cycles = _list_cycles(measured)
         fit = cost_fit.fit_cost_model([cycle for some in cycles.values() for cycle in some])
@@ -68,7 +68,7 @@ def main(workload_name: str) -> None:
             for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
         ]
         path = timing_grid.write_serving_costs(workload_name, grids)
-        scratch.remove_scratch(place)
+        scratch.remove_scratch(folder)
     for grid in grids:
         print(
             f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} of {len(grid.fit.left_out_s)} cycles timed, each "
@@ -87,17 +87,17 @@ def _configure_servers(work: ServedCellContext, draft_config: dict[str, Any]) ->
     yield server_setup.configure_server(work, "", None, {})
     for name in settings.trees:
         tree = TreeShape.parse(name)
-        one = server_setup.configure_server(work, settings.checkpoint, tree, draft_config)
-        if reason := server_setup.explain_unsupported(work, one, draft_config):
+        server = server_setup.configure_server(work, settings.checkpoint, tree, draft_config)
+        if reason := server_setup.explain_unsupported(work, server, draft_config):
             raise ValueError(f"serving_costs.trees: {name}: {reason}; take it out of the list")
-        server_setup.check_positions(work, one, draft_config)
-        one.simulated = SimulatedAcceptance(min(settings.accept_length, tree.num_steps + 1))
-        one.speculation_flags = one.simulated.build_flags(engine, one.speculation_flags)
-        yield one
+        server_setup.check_positions(work, server, draft_config)
+        server.simulated = SimulatedAcceptance(min(settings.accept_length, tree.num_steps + 1))
+        server.speculation_flags = server.simulated.build_flags(engine, server.speculation_flags)
+        yield server
 
 
 def _measure_or_read(
-    work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer], place: Path
+    work: ServedCellContext, plan: ServerPlan, servers: list[MeasuredServer], folder: Path
 ) -> Iterator[tuple[MeasuredServer, ServedTimes]]:
     """Yield the times of each server: those that a killed run left, or measured now.
 
@@ -105,67 +105,67 @@ def _measure_or_read(
     """
     at_once = plan.count_servers_at_once() if plan.can_start_together() else 1
     simulated = simulated_answers.simulate_answers(work)
-    contexts = {one.config_name: simulated if one.simulated else work for one in servers}
+    contexts = {server.config_name: simulated if server.simulated else work for server in servers}
     missing = []
-    for one in servers:
-        paths = list(_list_paths(place, one, contexts[one.config_name]))
+    for server in servers:
+        paths = list(_list_paths(folder, server, contexts[server.config_name]))
         if made := sum(path.exists() for path in paths):
-            print(f"resumed: {one.config_name}: {made} of {len(paths)} loads were measured before, kept in {place}")
+            print(f"resumed: {server.config_name}: {made} of {len(paths)} loads were measured before, kept in {folder}")
         if made < len(paths):
-            missing.append(one)
+            missing.append(server)
     for number in range(0, len(missing), at_once):
         group = missing[number : number + at_once]
         with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}") as opened:
-            _measure_in_turns([(contexts[each.server.config_name], each) for each in opened], place)
-    for one in servers:
-        kept = [_read_times(work, path) for path in _list_paths(place, one, contexts[one.config_name])]
-        yield one, _join_repeats(kept)
+            _measure_in_turns([(contexts[each.server.config_name], each) for each in opened], folder)
+    for server in servers:
+        kept = [_read_times(work, path) for path in _list_paths(folder, server, contexts[server.config_name])]
+        yield server, _join_repeats(kept)
 
 
 def _read_times(work: ServedCellContext, path: Path) -> ServedTimes:
     return ServedTimes.read_json(path, f"serving_costs@{work.workload_name}")
 
 
-def _list_paths(place: Path, one: MeasuredServer, work: ServedCellContext) -> Iterator[Path]:
+def _list_paths(folder: Path, server: MeasuredServer, work: ServedCellContext) -> Iterator[Path]:
     """Yield where the times of each load of a server are kept, in every repeat."""
-    for number in range(work.workload.repeats):
+    for repeat in range(work.workload.repeats):
         for load in work.workload.list_loads():
-            yield _locate_times(place, one, load, number)
+            yield _locate_times(folder, server, load, repeat)
 
 
-def _locate_times(place: Path, one: MeasuredServer, load: Load, number: int) -> Path:
-    return place / f"{one.config_name}-{load.max_new_tokens}-{load.concurrency}-{number}.json"
+def _locate_times(folder: Path, server: MeasuredServer, load: Load, repeat: int) -> Path:
+    return folder / f"{server.config_name}-{load.max_new_tokens}-{load.concurrency}-{repeat}.json"
 
 
-def _measure_in_turns(servers: list[tuple[ServedCellContext, OpenedServer]], place: Path) -> None:
+def _measure_in_turns(servers: list[tuple[ServedCellContext, OpenedServer]], folder: Path) -> None:
     """Measure what is missing of each repeat on every server before the next repeat."""
-    for number in range(servers[0][0].workload.repeats):
-        for work, each, load in measured_loads.order_loads(servers, number):
-            if not _locate_times(place, each.server, load, number).exists():
-                _measure_load(work, each, load, number, place)
+    for repeat in range(servers[0][0].workload.repeats):
+        for work, each, load in measured_loads.order_loads(servers, repeat):
+            if not _locate_times(folder, each.server, load, repeat).exists():
+                _measure_load(work, each, load, repeat, folder)
 
 
-def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, number: int, place: Path) -> None:
+def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int, folder: Path) -> None:
     """Measure one repeat of a load on a server and keep its times.
 
     Raises:
         ValueError: if the server did not accept as many tokens as it was told to.
     """
-    one = opened.server
-    measured_loads.run_load(work, opened, load, number)
-    records = [[result.records for result in one.loads[load][-1]]]
+    server = opened.server
+    measured_loads.run_load(work, opened, load, repeat)
+    records = [[result.records for result in server.loads[load][-1]]]
     grades: list[bool | None] = [None] * len(load_points.list_requests(records))
     point = load_points.build_point(load, work.workload.request_rate, records, grades, {}, None, [])
-    rows = [row.model_copy(update={"repeat": number}) for row in point.requests]
-    times = ServedTimes(version=one.info.get("version"), points=[point.model_copy(update={"requests": rows})])
-    if one.simulated:
-        kept = [path for path in _list_paths(place, one, work) if path.exists()]
-        _check_simulated(work, one, one.simulated.length, times, kept)
-    atomic.write_json(_locate_times(place, one, load, number), times.model_dump())
+    rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
+    times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
+    if server.simulated:
+        kept = [path for path in _list_paths(folder, server, work) if path.exists()]
+        _check_simulated(work, server, server.simulated.length, times, kept)
+    atomic.write_json(_locate_times(folder, server, load, repeat), times.model_dump())
 
 
 def _check_simulated(
-    work: ServedCellContext, one: MeasuredServer, length: float, times: ServedTimes, kept: list[Path]
+    work: ServedCellContext, server: MeasuredServer, length: float, times: ServedTimes, kept: list[Path]
 ) -> None:
     """Judge a load together with those of the server that are `kept`, also by a killed run: one may have too few cycles to tell.
 
@@ -176,7 +176,7 @@ def _check_simulated(
     rows = [row for some in every for point in some.points for row in point.requests]
     cycles, accepted = sum(row.cycles or 0 for row in rows), sum(row.accepted or 0 for row in rows)
     try:
-        simulated_acceptance.check_simulated(one.config_name, length, cycles, accepted, len(rows))
+        simulated_acceptance.check_simulated(server.config_name, length, cycles, accepted, len(rows))
     except ValueError:
         for path in kept:
             path.unlink()
@@ -203,9 +203,9 @@ def _join_repeats(every: list[ServedTimes]) -> ServedTimes:
 def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int, list[CycleTime]]:
     """Return the cycles of all trees by answer length."""
     found: dict[int, list[CycleTime]] = {}
-    for one, times in measured:
-        for point in times.points if one.tree_name else []:
-            cycle = cost_served.build_cycle_time(TreeShape.parse(one.tree_name or ""), point)
+    for server, times in measured:
+        for point in times.points if server.tree_name else []:
+            cycle = cost_served.build_cycle_time(TreeShape.parse(server.tree_name or ""), point)
             found.setdefault(point.max_new_tokens, []).append(cycle)
     return found
 

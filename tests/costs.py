@@ -28,11 +28,11 @@ def seconds(tree: TreeShape, batch: int = 1, truth: dict[str, float] = TRUTH) ->
 def grid(
     trees: list[TreeShape] = TREES, batches: tuple[int, ...] = (1,), noise: float = 0.0, truth: dict[str, float] = TRUTH
 ) -> list[CycleTime]:
-    chance = random.Random(5)
+    rng = random.Random(5)
     return [
         CycleTime(
             num_steps=tree.num_steps, topk=tree.topk, num_draft_tokens=tree.num_draft_tokens, batch=batch,
-            cycle_s=seconds(tree, batch, truth) * (1 + chance.gauss(0, noise)), error=0.0, samples=10,
+            cycle_s=seconds(tree, batch, truth) * (1 + rng.gauss(0, noise)), error=0.0, samples=10,
         )
         for batch in batches for tree in trees
     ]  # fmt: skip

@@ -17,7 +17,7 @@ FINGERPRINT = {
 
 
 def records(
-    chance: random.Random, requests: int, tokens: int, cap: int | None, tpot_s: float, at_once: int
+    rng: random.Random, requests: int, tokens: int, cap: int | None, tpot_s: float, at_once: int
 ) -> list[latency.RequestRecord]:
     """A closed loop: `cap` under way, each request a prefill of 20 ms and then events of `at_once` tokens."""
     free = [0.0] * (cap or requests)
@@ -25,12 +25,12 @@ def records(
     for n in range(requests):
         free.sort()
         sent = free[0]
-        first = sent + 0.02 * chance.uniform(0.9, 1.2)
+        first = sent + 0.02 * rng.uniform(0.9, 1.2)
         sizes = [1] + [at_once] * ((tokens - 1) // at_once)
         sizes += [tokens - sum(sizes)] if sum(sizes) < tokens else []
         events, now = [(first, 1)], first
         for size in sizes[1:]:
-            now += size * tpot_s * chance.uniform(0.95, 1.05)
+            now += size * tpot_s * rng.uniform(0.95, 1.05)
             events.append((now, size))
         free[0] = now
         found.append(latency.RequestRecord(f"row{n}.0", 0.0, sent, now, events, True, 90, tokens, "stop", None))
@@ -42,8 +42,8 @@ def point(
     requests: int = 8, accuracy: float | None = None, seed: int = 0, parted: int = 0, warnings: list[str] | None = None,
 ) -> Row:  # fmt: skip
     """As served.POINT; `parted` answers are others than the rest of the world gives."""
-    chance = random.Random(seed)
-    taken = [records(chance, requests, tokens, cap, tpot_s, round(tau or 1)) for _ in range(repeats)]
+    rng = random.Random(seed)
+    taken = [records(rng, requests, tokens, cap, tpot_s, round(tau or 1)) for _ in range(repeats)]
     rows = [
         {
             "repeat": repeat, "id": r.id, "turn": 0, "prompt_tokens": r.input_tokens, "output_tokens": tokens,

@@ -51,7 +51,14 @@ def test_an_answer_is_in_groups_of_length_turn_and_unit(
 
 def count(row: str, cycles: int, accepted: int) -> TreeBucket:
     return TreeBucket(
-        checkpoint="x", tree="t7_1_8", by="row", bucket=row, cycles=cycles, nodes=0, promised=0.0, accepted=accepted
+        checkpoint="x",
+        tree="t7_1_8",
+        by="row",
+        bucket=row,
+        cycles=cycles,
+        nodes=0,
+        expected_accepted=0.0,
+        accepted=accepted,
     )
 
 

@@ -107,7 +107,7 @@ class SlowReplay:
                 at += cycles[-1] + 1
         return cycles
 
-    def list_chances(self, place: int, last: torch.Tensor, width: int, how: tuple[float, float]) -> list[float]:
+    def list_probabilities(self, place: int, last: torch.Tensor, width: int, how: tuple[float, float]) -> list[float]:
         """beta of each draft, given that those before it were accepted; last [T, H] from the anchor on."""
         found, before = [], self.case.anchor_tokens[place]
         for d, token in enumerate(self.following[place][:width]):
@@ -124,12 +124,12 @@ class SlowReplay:
             count = len(row.ids) - 1 - row.prompt_length
             starts = [1.0, *[0.0] * (count + width)]
             for at in range(count):
-                chances = self.list_chances(first + at, row.last[row.prompt_length + at :], width, how)
+                probabilities = self.list_probabilities(first + at, row.last[row.prompt_length + at :], width, how)
                 reached = starts[at]
                 cycles += reached
-                for j, chance in enumerate([*chances, 0.0]):
-                    starts[at + j + 1] += reached * (1 - chance)
-                    reached *= chance
+                for j, probability in enumerate([*probabilities, 0.0]):
+                    starts[at + j + 1] += reached * (1 - probability)
+                    reached *= probability
                     accepted += reached
         return cycles, accepted
 

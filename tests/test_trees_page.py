@@ -36,7 +36,18 @@ def test_every_cycle_of_a_record_is_counted_everywhere(record: Record) -> None:
         row, cycles = record.trees[draft][shape], record.total(draft, shape, "cycles")
         assert (cycles, record.total(draft, shape, "accepted")) == (row["cycles"], row["accepted"])
         assert record.tau(draft, shape) == pytest.approx(1 + row["accepted"] / cycles, abs=1e-4)
-        for by in ("context", "answer", "after", "token", "promise", "depth", "sibling", "level", "rank", "chance"):
+        for by in (
+            "context",
+            "answer",
+            "after",
+            "token",
+            "expected_accepted",
+            "depth",
+            "sibling",
+            "level",
+            "rank",
+            "path_probability",
+        ):
             found = record.buckets(draft, shape, by).values()
             assert sum(b["accepted"] for b in found) == row["accepted"], (draft, shape, by)
             if by != "token":
@@ -56,8 +67,8 @@ def test_a_difference_is_that_of_pooled_taus_and_its_interval_is_of_answers(reco
         return one - other
 
     assert less == pytest.approx(gap(list(rows[0])))
-    chance = random.Random(1)
-    drawn = sorted(gap(chance.choices(list(rows[0]), k=len(rows[0]))) for _ in range(1000))
+    rng = random.Random(1)
+    drawn = sorted(gap(rng.choices(list(rows[0]), k=len(rows[0]))) for _ in range(1000))
     assert low == pytest.approx(fmean(drawn[20:30]), abs=0.03)
     assert high == pytest.approx(fmean(drawn[970:980]), abs=0.03)
     assert record.difference(EASY, TWO, TWO) == (0, 0, 0)

@@ -137,7 +137,9 @@ def _resolve_image_path(image: Any, description: str, folder: str | None) -> Pat
         raise DroppedRowError("image_missing", f"{description} is {describe_value(image)}", IMAGE_FORM)
     name = _name_image(description, path)
     if not path.strip():
-        raise DroppedRowError("image_missing", f"{description} is an empty path", f"{IMAGE_FORM}; null where there is none")
+        raise DroppedRowError(
+            "image_missing", f"{description} is an empty path", f"{IMAGE_FORM}; null where there is none"
+        )
     if not is_text(path) or "\0" in path:
         raise DroppedRowError("image_missing", f"{name} is no path", IMAGE_FORM)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) and not path.startswith("file://"):

@@ -68,8 +68,8 @@ class FusedDraft:
         k, draft, device = self.kernels, self.draft, rows.tokens.device
         keys, values, last, prompts = cache.keys, cache.values, rows.last, len(rows.last)
         fused = draft.fuse_features(rows.features.to(draft.fc.weight.dtype))  # [B * R, H]
-        places = torch.arange(len(rows.tokens), device=device)
-        mixed, _ = k.mix_inputs(self.embedding, rows.tokens, fused, places, self.input_norms, self.eps)
+        indices = torch.arange(len(rows.tokens), device=device)
+        mixed, _ = k.mix_inputs(self.embedding, rows.tokens, fused, indices, self.input_norms, self.eps)
         qkv = k.matmul(mixed, self.qkv)
         rope = self._compute_rope(rows.rope_positions)
         query = k.rotate_and_cache(qkv, self.head_norms, *rope, keys, values, rows.cache_rows)

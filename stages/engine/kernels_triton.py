@@ -293,7 +293,7 @@ def _select_chunk_topk_kernel(logits, keys, peaks, sums, D, K: tl.constexpr, B: 
 
 @triton.jit
 def _select_topk_kernel(
-    keys, peaks, sums, chances, ids, D, chunks,
+    keys, peaks, sums, probabilities, ids, D, chunks,
     K: tl.constexpr, B: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs()
@@ -308,8 +308,8 @@ def _select_topk_kernel(
         found = tl.max(key, 0)
         bits = (found >> 32).to(tl.int32)
         score = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True) - peak
-        chance = score - tl.log(total) if LOG else tl.exp(score) / total
-        tl.store(chances + m * K + k, chance)
+        probability = score - tl.log(total) if LOG else tl.exp(score) / total
+        tl.store(probabilities + m * K + k, probability)
         tl.store(ids + m * K + k, D - 1 - (found & 0xFFFFFFFF))
         key = tl.where(key == found, LOWEST_KEY, key)
 
@@ -326,18 +326,19 @@ def select_topk(logits: Tensor, topk: int, tree_scoring: str) -> tuple[Tensor, T
     _select_chunk_topk_kernel[m, chunks](
         logits, keys, peaks, sums, size, topk, VOCABULARY_CHUNK, num_warps=4, **LAUNCH_OPTIONS
     )
-    chances = torch.empty(m, topk, dtype=torch.float32, device=logits.device)
+    probabilities = torch.empty(m, topk, dtype=torch.float32, device=logits.device)
     ids = torch.empty(m, topk, dtype=torch.int64, device=logits.device)
     _select_topk_kernel[(m,)](
-        keys, peaks, sums, chances, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
+        keys, peaks, sums, probabilities, ids, size, chunks, topk, triton.next_power_of_2(chunks * topk),
         triton.next_power_of_2(chunks), tree_scoring == "eagle", num_warps=1, **LAUNCH_OPTIONS,
     )  # fmt: skip
-    return chances, ids
+    return probabilities, ids
 
 
 @triton.jit
 def _extend_beam_kernel(
-    beam, numbers, tree_mask, chances, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_tree_mask, new_tokens, slots,
+    beam, numbers, tree_mask, probabilities, ids, d2t, scores, tokens, parents, new_beam, new_numbers, new_tree_mask, new_tokens,
+    slots,
     first, T, C, own, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs()
@@ -345,8 +346,8 @@ def _extend_beam_kernel(
     at, nodes, pool = b * K, b * K * T, b.to(tl.int64) * C + first  # of this prompt's beam, its table, its candidates
     inside = i < K * K
     before = tl.load(beam + at + i // K, mask=inside, other=0.0)
-    chance = tl.load(chances + at * K + i, mask=inside, other=0.0)
-    score = before + chance if ADD else before * chance
+    probability = tl.load(probabilities + at * K + i, mask=inside, other=0.0)
+    score = before + probability if ADD else before * probability
     kind = tl.load(ids + at * K + i, mask=inside, other=0)
     token = kind + tl.load(d2t + kind, mask=inside, other=0)
     tl.store(scores + pool + i, score, mask=inside)

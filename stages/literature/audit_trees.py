@@ -213,10 +213,10 @@ def _audit_longer_chains(sweep: Publication) -> Finding:
     return Finding(
         "Longer chains",
         AGREES if not shorter_wins else DEPENDS,
-        "At temperature 0 a longer chain begins with the shorter one, so from the same place it accepts at least as much. "
+        "At temperature 0 a longer chain begins with the shorter one, so from the same position it accepts at least as much. "
         + "; ".join([f"{steps - len(shorter_wins)} of {steps} steps from 3 to 5 to 7 do", *shorter_wins])
         + ".",
-        "Their next cycles begin at other places, and batched bfloat16 answers may part." if shorter_wins else "",
+        "Their next cycles begin at other positions, and batched bfloat16 answers may part." if shorter_wins else "",
     )
 
 

@@ -1,9 +1,9 @@
 """Exact replay of a block draft: what every width and every tree over its blocks accepts, from stored features.
 
 The block at anchor a is a function of the tokens up to a and of the target's features before a: not of earlier blocks, nor of
-how many drafts are verified. So one forward drafts at every place of an answer. Places are those of replay.py: the bonus tokens
-y_0 .. y_{n-2} of an answer of n tokens, and no draft beyond the answer's end is accepted. From a place where j drafts are
-right, a cycle accepts j and the next starts at a + j + 1 (docs/metrics.md).
+how many drafts are verified. So one forward drafts at every position of an answer. Positions are those of replay.py: the bonus
+tokens y_0 .. y_{n-2} of an answer of n tokens, and no draft beyond the answer's end is accepted. From a position where j drafts
+are right, a cycle accepts j and the next starts at a + j + 1 (docs/metrics.md).
 
     width m    a chain of the first m drafts accepts min(j, m), for every m up to the block: engines serve the whole
     tree       candidates of the same block. The slots of dflash are independent given the context, so a path's probability is
@@ -12,8 +12,8 @@ right, a cycle accepts j and the next starts at a + j + 1 (docs/metrics.md).
 
 Another block size needs another forward: slots see the number of mask tokens.
 
-Letters: S tokens of a pack, B answers, L places of all answers, D drafts of a block, N places of a batch, K topk, G widths or
-trees, H hidden, V vocabulary.
+Letters: S tokens of a pack, B answers, L positions of all answers, D drafts of a block, N positions of a batch, K topk, G widths
+or trees, H hidden, V vocabulary.
 """
 
 import math
@@ -28,7 +28,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import choose_integer_type
 from stages.replay.replay import (
-    PlaceTables,
+    PositionTables,
     ReplayCapacity,
     ReplayOutput,
     WalkCounts,
@@ -44,17 +44,17 @@ from stages.trees.draft_tree import Candidates
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 
 
-class AnswerPlaces(NamedTuple):
-    """The places of packed answers: the anchors of their cycles."""
+class AnswerPositions(NamedTuple):
+    """The positions of packed answers: the anchors of their cycles."""
 
     anchors: Tensor  # [L] indices into the pack
     anchor_tokens: Tensor  # [L]
     following: Tensor  # [L, D] the answer's tokens after each anchor, -1 past its end
-    counts: Tensor  # [B] places of each answer
+    counts: Tensor  # [B] positions of each answer
 
     @classmethod
-    def build(cls, ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> "AnswerPlaces":
-        """Find the places of answers ids[starts:ends]: ids [S] of the pack, starts and ends [B] indices into it."""
+    def build(cls, ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> "AnswerPositions":
+        """Find the positions of answers ids[starts:ends]: ids [S] of the pack, starts and ends [B] indices into it."""
         counts = (ends - 1 - starts).clamp(min=0)
         offsets = counts.cumsum(0) - counts
         index = torch.arange(int(counts.sum()), device=ids.device)
@@ -75,7 +75,7 @@ class ReplayPack(NamedTuple):
 
 
 @torch.inference_mode()
-def compute_place_states(
+def compute_anchor_states(
     draft: BlockDraft,
     embedding: Tensor,  # [V, H] the target's
     pack: ReplayPack,
@@ -98,13 +98,13 @@ def count_accepted(drafts: Tensor, following: Tensor) -> Tensor:
     return (drafts == following).cumprod(1).sum(1)
 
 
-def replay_chains(drafts: Tensor, places: AnswerPlaces) -> WalkCounts:
+def replay_chains(drafts: Tensor, positions: AnswerPositions) -> WalkCounts:
     """Walk the chains of the first 1, 2, ... D drafts [L, D] over the answers; G = D."""
     num_drafts = drafts.shape[1]
-    accepted = torch.nn.functional.pad(count_accepted(drafts, places.following), (0, 1))  # [L + 1]
+    accepted = torch.nn.functional.pad(count_accepted(drafts, positions.following), (0, 1))  # [L + 1]
     widths = torch.arange(1, num_drafts + 1, device=drafts.device)[:, None]
     by_width = torch.minimum(accepted, widths).to(choose_integer_type(num_drafts))  # [D, L + 1]
-    return walk_cycles(by_width, widths.to(by_width.dtype).expand_as(by_width), places.counts, num_drafts)
+    return walk_cycles(by_width, widths.to(by_width.dtype).expand_as(by_width), positions.counts, num_drafts)
 
 
 def compute_histogram(walk: WalkCounts) -> Tensor:
@@ -117,44 +117,44 @@ def compute_histogram(walk: WalkCounts) -> Tensor:
 def replay_block_trees(
     draft: BlockDraft,
     head: Tensor,  # [V, H] the target's
-    states: Tensor,  # [L, D, H] of `compute_place_states`
-    places: AnswerPlaces,
+    states: Tensor,  # [L, D, H] of `compute_anchor_states`
+    positions: AnswerPositions,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
-    places_per_batch: int | None = None,  # None: as many as MAX_INTERMEDIATE_ELEMENTS allows
+    positions_per_batch: int | None = None,  # None: as many as MAX_INTERMEDIATE_ELEMENTS allows
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
-    """Replay trees over the blocks of all places. Raises ValueError for a tree that can't be built from such blocks."""
+    """Replay trees over the blocks of all positions. Raises ValueError for a tree that can't be built from such blocks."""
     for tree in trees:
         check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts, draft.config.selector_top_k)
-    tables = PlaceTables(trees, len(states), tree_scoring, states.device)
+    tables = PositionTables(trees, len(states), tree_scoring, states.device)
     for topk in tables.topks:
-        given = states[:, : tables.num_steps], places.anchor_tokens, topk, tree_scoring, places_per_batch
-        for here, candidates in _expand_places(draft, head, *given):
-            tables.fill_places(here, topk, candidates, places.following[here, : tables.num_steps])
-    output = tables.walk(places.counts)
+        given = states[:, : tables.num_steps], positions.anchor_tokens, topk, tree_scoring, positions_per_batch
+        for batch, candidates in _expand_positions(draft, head, *given):
+            tables.fill_positions(batch, topk, candidates, positions.following[batch, : tables.num_steps])
+    output = tables.walk(positions.counts)
     if not traced:
         return output
-    return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], places.counts))
+    return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], positions.counts))
 
 
-def _expand_places(
+def _expand_positions(
     draft: BlockDraft,
     head: Tensor,
     states: Tensor,  # [L, S, H] those of the first num_steps drafts
     anchor_tokens: Tensor,
     topk: int,
     tree_scoring: str,
-    places_per_batch: int | None,
+    positions_per_batch: int | None,
 ) -> Iterator[tuple[slice, Candidates]]:
-    """Yield the candidates of batches of places, as large as keeps their logits within MAX_INTERMEDIATE_ELEMENTS."""
+    """Yield the candidates of batches of positions, as large as keeps their logits within MAX_INTERMEDIATE_ELEMENTS."""
     nodes = states.shape[1] + (topk if draft.is_conditional else 0)  # whose logits are held at once
     size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
-    size = max(1, size if places_per_batch is None else min(size, places_per_batch))
-    for start in range(0, max(1, len(states)), size):  # of no places, a batch of none
-        here = slice(start, min(start + size, len(states)))
-        own = states[here]
-        yield here, expand_block(own @ head.T, own, anchor_tokens[here], draft, topk, tree_scoring)
+    size = max(1, size if positions_per_batch is None else min(size, positions_per_batch))
+    for start in range(0, max(1, len(states)), size):  # of no positions, a batch of none
+        batch = slice(start, min(start + size, len(states)))
+        own = states[batch]
+        yield batch, expand_block(own @ head.T, own, anchor_tokens[batch], draft, topk, tree_scoring)
 
 
 # Padded rows of answers, as the replay of EAGLE-3 takes them
@@ -168,13 +168,13 @@ def replay_block_answers(
     answers: ReplayBatch,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
-    places_per_batch: int = 1024,  # see `compute_block_capacity`
+    positions_per_batch: int = 1024,  # see `compute_block_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay every tree on every answer. Raises ValueError for a tree that can't be built from such blocks."""
-    places = find_places(answers, draft.config.num_drafts)
-    states = compute_row_states(draft, embedding, answers, places.anchors, places_per_batch)
-    return replay_block_trees(draft, head, states, places, trees, tree_scoring, places_per_batch, traced)
+    positions = find_positions(answers, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, answers, positions.anchors, positions_per_batch)
+    return replay_block_trees(draft, head, states, positions, trees, tree_scoring, positions_per_batch, traced)
 
 
 @torch.inference_mode()
@@ -186,40 +186,40 @@ def trace_block_cycles(
     cycle_starts: Tensor,  # [B, P] bool: ReplayOutput.cycle_starts of this tree
     tree: TreeShape,
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
-    places_per_batch: int = 1024,
+    positions_per_batch: int = 1024,
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row: a block is drafted again at every anchor of a cycle."""
-    row, place = cycle_starts.nonzero(as_tuple=True)  # [C]
-    places = find_places(answers, draft.config.num_drafts)
-    index = (places.counts.cumsum(0) - places.counts)[row] + place
-    states = compute_row_states(draft, embedding, answers, places.anchors[index], places_per_batch)
-    given = states[:, : tree.num_steps], places.anchor_tokens[index], tree.topk, tree_scoring, places_per_batch
-    parts = [candidates for _, candidates in _expand_places(draft, head, *given)]
+    row, position = cycle_starts.nonzero(as_tuple=True)  # [C]
+    positions = find_positions(answers, draft.config.num_drafts)
+    index = (positions.counts.cumsum(0) - positions.counts)[row] + position
+    states = compute_row_states(draft, embedding, answers, positions.anchors[index], positions_per_batch)
+    given = states[:, : tree.num_steps], positions.anchor_tokens[index], tree.topk, tree_scoring, positions_per_batch
+    parts = [candidates for _, candidates in _expand_positions(draft, head, *given)]
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     candidates = Candidates(*(torch.cat(column) for column in columns))
-    return describe_cycles(row, place, candidates, places.following[index, : tree.num_steps], tree, tree_scoring)
+    return describe_cycles(row, position, candidates, positions.following[index, : tree.num_steps], tree, tree_scoring)
 
 
 def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-    """Return how many tokens and places fit into `memory` bytes, half of it for each."""
+    """Return how many tokens and positions fit into `memory` bytes, half of it for each."""
     c, size = draft.config, draft.fc.weight.element_size()
     cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
     numbers = (2 * len(c.feature_layers) + 2 + c.num_drafts) * c.hidden_size + cached  # features, last, c, states
     token = numbers * size + count_table_bytes(trees)
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
-    place = c.block_size * layer * size + count_candidate_bytes(trees)
-    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // place))
+    per_position = c.block_size * layer * size + count_candidate_bytes(trees)
+    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // per_position))
 
 
-def find_places(answers: ReplayBatch, num_drafts: int) -> AnswerPlaces:
-    """Find the places of padded rows; anchors are indices into the flattened rows."""
+def find_positions(answers: ReplayBatch, num_drafts: int) -> AnswerPositions:
+    """Find the positions of padded rows; anchors are indices into the flattened rows."""
     ids = answers.ids
     first = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
-    return AnswerPlaces.build(ids.flatten(), first + answers.starts, first + answers.ends, num_drafts)
+    return AnswerPositions.build(ids.flatten(), first + answers.starts, first + answers.ends, num_drafts)
 
 
 def compute_row_states(
-    draft: BlockDraft, embedding: Tensor, answers: ReplayBatch, anchors: Tensor, places_per_batch: int
+    draft: BlockDraft, embedding: Tensor, answers: ReplayBatch, anchors: Tensor, positions_per_batch: int
 ) -> Tensor:
     """Return the drafting states [L, D, H] of the blocks at anchors [L], ascending indices into the flattened rows.
 
@@ -235,10 +235,10 @@ def compute_row_states(
         if i < j:
             own = anchors[i:j] - row * length
             size = int(own[-1]) + 1  # tokens up to the last anchor
-            chunk = min(places_per_batch, _count_anchors_at_once(draft, size, ids.device))
+            chunk = min(positions_per_batch, _count_anchors_at_once(draft, size, ids.device))
             documents = torch.zeros_like(positions[:size])
             pack = ReplayPack(ids[row, :size], features[row, :size], positions[:size], documents)
-            parts.append(compute_place_states(draft, embedding, pack, own, chunk))
+            parts.append(compute_anchor_states(draft, embedding, pack, own, chunk))
     return torch.cat(parts)
 
 

@@ -1,6 +1,6 @@
 """Replay of a draft of any family on batches of answers: one interface over replay.py (EAGLE-3) and block_replay.py.
 
-Letters: B rows, H hidden, V vocabulary, W traced trees, P places of an answer.
+Letters: B rows, H hidden, V vocabulary, W traced trees, P positions of an answer.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ class DraftReplay(Protocol):
     """A draft that can be replayed."""
 
     def compute_capacity(self, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-        """Return how many tokens and places fit into `memory` bytes."""
+        """Return how many tokens and positions fit into `memory` bytes."""
         ...
 
     def replay(
-        self, batch: ReplayBatch, trees: Sequence[TreeShape], num_places: int, traced: Sequence[int]
+        self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
     ) -> ReplayOutput:
-        """Replay every tree on every answer, `num_places` places at once; `traced`: indices of W trees to trace."""
+        """Replay every tree on every answer, `num_positions` positions at once; `traced`: indices of W trees to trace."""
         ...
 
-    def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_places: int) -> TreeCycles:
+    def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_positions: int) -> TreeCycles:
         """Return every cycle of one tree; cycle_starts [B, P] bool of `replay`."""
         ...
 
@@ -49,11 +49,11 @@ class Eagle3Replay:
         return replay.compute_capacity(self.draft, trees, memory)
 
     def replay(
-        self, batch: ReplayBatch, trees: Sequence[TreeShape], num_places: int, traced: Sequence[int]
+        self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
     ) -> ReplayOutput:
-        return replay.replay_answers(self.draft, self.embedding, batch, trees, self.tree_scoring, num_places, traced)
+        return replay.replay_answers(self.draft, self.embedding, batch, trees, self.tree_scoring, num_positions, traced)
 
-    def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_places: int) -> TreeCycles:
+    def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_positions: int) -> TreeCycles:
         return tree_statistics.trace_cycles(self.draft, self.embedding, batch, cycle_starts, tree, self.tree_scoring)
 
 
@@ -71,16 +71,18 @@ class BlockReplay:
         return block_replay.compute_block_capacity(self.draft, trees, memory)
 
     def replay(
-        self, batch: ReplayBatch, trees: Sequence[TreeShape], num_places: int, traced: Sequence[int]
+        self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
     ) -> ReplayOutput:
         given = self.draft, self.embedding, self.head, batch
-        return block_replay.replay_block_answers(*given, trees, self.tree_scoring, num_places, traced)
+        return block_replay.replay_block_answers(*given, trees, self.tree_scoring, num_positions, traced)
 
-    def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_places: int) -> TreeCycles:
+    def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_positions: int) -> TreeCycles:
         given = self.draft, self.embedding, self.head, batch
-        return block_replay.trace_block_cycles(*given, cycle_starts, tree, self.tree_scoring, num_places)
+        return block_replay.trace_block_cycles(*given, cycle_starts, tree, self.tree_scoring, num_positions)
 
-    def replay_sampled(self, batch: ReplayBatch, temperature: float, top_p: float, num_places: int) -> ExpectedCounts:
+    def replay_sampled(
+        self, batch: ReplayBatch, temperature: float, top_p: float, num_positions: int
+    ) -> ExpectedCounts:
         """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
         given = self.draft, self.embedding, self.head, batch
-        return sampled_drafts.replay_sampled_answers(*given, temperature, top_p, num_places, self.logits_scale)
+        return sampled_drafts.replay_sampled_answers(*given, temperature, top_p, num_positions, self.logits_scale)

@@ -1,18 +1,18 @@
 """Bounds: how much better than the static rule trees from the same candidates could be, by two measures (docs/metrics.md).
 
 **Oracle**: with the answer known, a tree needs no node off the answer's path, so num_draft_tokens - 1 nodes hold the path as
-far as it is among the candidates, at most num_draft_tokens - 1 deep. No rule accepts more at a place; but accepting the most
-is not always best, since the place of the next cycle matters too. `find_fewest_cycles` therefore minimises the cycles over
+far as it is among the candidates, at most num_draft_tokens - 1 deep. No rule accepts more at a position; but accepting the most
+is not always best, since the position of the next cycle matters too. `find_fewest_cycles` therefore minimises the cycles over
 all choices.
 
 **Adaptive**: the best that the draft's own scores allow. By its own probabilities a tree accepts the sum of its nodes' scores
 (products), and a node's score never exceeds its parent's; so for a given number of nodes the best tree is the best candidates,
 which are always connected. The static rule therefore already is the optimum of OPT-Tree and Sequoia for these candidates. Its
-loss is that every place gets the same number of nodes. For a number of nodes shared by all places, the sum is largest if
+loss is that every position gets the same number of nodes. For a number of nodes shared by all positions, the sum is largest if
 every node is kept whose score reaches one threshold: wide trees where the draft is sure of much, small ones elsewhere.
 `evaluate_threshold_trees` computes what such trees accept and hold.
 
-Letters: N places, L of all answers, B answers, S num_steps, C candidates, G trees, Q thresholds.
+Letters: N positions, L of all answers, B answers, S num_steps, C candidates, G trees, Q thresholds.
 """
 
 import numpy as np
@@ -25,16 +25,16 @@ INTEGER_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def choose_integer_type(maximum: int) -> torch.dtype:
-    """Return the smallest signed integer type that holds `maximum`: tables of places are large, and walks read all of them."""
+    """Return the smallest signed integer type that holds `maximum`: tables of positions are large, and walks read all of them."""
     return next(dtype for dtype in INTEGER_TYPES if maximum <= torch.iinfo(dtype).max)
 
 
 def find_fewest_cycles(acceptable: Tensor, counts: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     """Return accepted drafts and verify cycles [B, G] of the best choices.
 
-    acceptable [G, L + 1]: how many drafts a cycle may accept at each place, those of all answers concatenated, with one
-    padding entry at index L; counts [B]: places of each answer. A cycle moves on by 1 to acceptable + 1 places. Fewest cycles
-    count first, then whether the last one accepts the answer's end too, so that no bonus is left: the cost f is twice the
+    acceptable [G, L + 1]: how many drafts a cycle may accept at each position, those of all answers concatenated, with one
+    padding entry at index L; counts [B]: positions of each answer. A cycle moves on by 1 to acceptable + 1 positions. Fewest
+    cycles count first, then whether the last one accepts the answer's end too, so that no bonus is left: the cost f is twice the
     cycles, less one in that case.
     """
     offsets, longest = counts.cumsum(0) - counts, int(counts.max())
@@ -42,13 +42,13 @@ def find_fewest_cycles(acceptable: Tensor, counts: Tensor, num_steps: int) -> tu
     never = torch.iinfo(dtype).max  # never added to: accepting no draft is always possible, and costs less
     best = torch.zeros(
         len(acceptable), len(counts), dtype=dtype, device=acceptable.device
-    )  # [G, B] f from the first place on
+    )  # [G, B] f from the first position on
     ahead = torch.full(
         (*best.shape, num_steps + 1), never, dtype=dtype, device=acceptable.device
-    )  # f of the next S + 1 places
+    )  # f of the next S + 1 positions
     ahead[..., 0] = 0  # the answer's end
     ahead[..., 1:2] = -1  # and beyond its bonus
-    for left in range(1, longest + 1):  # places from here to the answer's end
+    for left in range(1, longest + 1):  # positions from here to the answer's end
         here = acceptable[:, offsets + (counts - left).clamp(min=0)]  # [G, B]
         f = 2 + torch.where(drafts <= here[..., None], ahead, never).amin(-1)
         best = torch.where(counts == left, f, best)

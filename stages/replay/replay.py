@@ -1,15 +1,15 @@
 """Exact replay: compute what every tree accepts from stored hidden states, without running the target (docs/trees.md).
 
 At temperature 0 the target's answer does not depend on the draft, and the draft's proposals after token t depend only on the
-tokens and features up to t. So expand once at *every* place of the answer, find how deep the answer stays within the
+tokens and features up to t. So expand once at *every* position of the answer, find how deep the answer stays within the
 candidates, and walk: accept, step over the bonus token, repeat. One expansion per topk gives every smaller num_steps and
 every num_draft_tokens: a node is in the tree (num_steps, topk, num_draft_tokens) iff fewer than num_draft_tokens - 1 of the
-first num_steps steps' candidates precede it. The cost is that of places and topks; one more tree costs two bytes a place, and
-its walk.
+first num_steps steps' candidates precede it. The cost is that of positions and topks; one more tree costs two bytes a
+position, and its walk.
 
-Places are not padded: those of all answers are concatenated, and expanded in batches that fit into memory.
+Positions are not padded: those of all answers are concatenated, and expanded in batches that fit into memory.
 
-Letters: B rows, T tokens, L places of all answers, N places of a batch, S num_steps, C candidates, D nodes to rank, G trees
+Letters: B rows, T tokens, L positions of all answers, N positions of a batch, S num_steps, C candidates, D nodes to rank, G trees
 of the grid, K topks, Q thresholds.
 """
 
@@ -64,44 +64,44 @@ class ReplayOutput(NamedTuple):
     # Threshold trees: for each topk, ascending, each threshold, and its first 1, 2, ... steps: [B, K * Q * S, ...]. Their
     # summed_tree_depth holds the drafted nodes of the cycles' trees, summed.
     adaptive: WalkCounts
-    cycle_starts: Tensor | None = None  # [W, B, P] bool: whether a cycle of each traced tree starts at a place
+    cycle_starts: Tensor | None = None  # [W, B, P] bool: whether a cycle of each traced tree starts at a position
 
 
 class ReplayCapacity(NamedTuple):
     """How much is processed at once."""
 
     tokens: int  # of rows, padding included
-    places: int
+    positions: int
 
 
-class PlaceRange(NamedTuple):
-    """Consecutive places of one row: they share its keys."""
+class PositionRange(NamedTuple):
+    """Consecutive positions of one row: they share its keys."""
 
     row: int
     start: int  # p of the first: the last verified token before the bonus
     stop: int  # p after the last, and the number of tokens that the last one attends to
 
 
-class PlaceBatch(NamedTuple):
-    """Place ranges that are expanded together."""
+class PositionBatch(NamedTuple):
+    """Position ranges that are expanded together."""
 
-    ranges: list[PlaceRange]
-    row: Tensor  # [N] row of each place
+    ranges: list[PositionRange]
+    row: Tensor  # [N] row of each position
     position: Tensor  # [N] its p
-    range_offsets: Tensor  # index of each range's first place, and N
+    range_offsets: Tensor  # index of each range's first position, and N
 
     @classmethod
-    def build(cls, ranges: list[PlaceRange], device: torch.device) -> "PlaceBatch":
+    def build(cls, ranges: list[PositionRange], device: torch.device) -> "PositionBatch":
         row = torch.cat([torch.full((r.stop - r.start,), r.row) for r in ranges])
         position = torch.cat([torch.arange(r.start, r.stop) for r in ranges])
         offsets = torch.tensor([0, *(r.stop - r.start for r in ranges)]).cumsum(0)
         return cls(ranges, row.to(device), position.to(device), offsets.to(device))
 
 
-class PlaceTables:
-    """Results at every place: those of all answers concatenated, and one padding entry at index L."""
+class PositionTables:
+    """Results at every position: those of all answers concatenated, and one padding entry at index L."""
 
-    def __init__(self, trees: Sequence[TreeShape], num_places: int, tree_scoring: str, device: torch.device):
+    def __init__(self, trees: Sequence[TreeShape], num_positions: int, tree_scoring: str, device: torch.device):
         self.topks, self.num_steps = sorted({tree.topk for tree in trees}), max(tree.num_steps for tree in trees)
         thresholds = torch.tensor(PATH_PROBABILITY_THRESHOLDS, device=device)
         self.thresholds = TREE_SCORINGS[tree_scoring].score_probability(thresholds)  # [Q]
@@ -114,30 +114,32 @@ class PlaceTables:
             nodes = torch.tensor([trees[g].num_draft_tokens - 1 for g in chosen], device=device)
             self._trees[topk][num_steps] = chosen, nodes
         draft_type, node_type = _choose_count_types(trees)
-        shape = len(self.topks), len(PATH_PROBABILITY_THRESHOLDS), self.num_steps, num_places + 1
-        self.accepted = torch.zeros(len(trees), num_places + 1, dtype=draft_type, device=device)  # [G, L + 1] drafts
+        shape = len(self.topks), len(PATH_PROBABILITY_THRESHOLDS), self.num_steps, num_positions + 1
+        self.accepted = torch.zeros(len(trees), num_positions + 1, dtype=draft_type, device=device)  # [G, L + 1] drafts
         self.tree_depth = torch.zeros_like(self.accepted)  # [G, L + 1]
         self.oracle_drafts = torch.zeros_like(self.accepted)  # [G, L + 1] accepted by the best tree of as many nodes
         self.threshold_accepted = torch.zeros(shape, dtype=draft_type, device=device)  # [K, Q, S, L + 1]
         self.threshold_nodes = torch.zeros(shape, dtype=node_type, device=device)  # [K, Q, S, L + 1]
 
-    def fill_places(self, places: slice, topk: int, candidates: Candidates, following: Tensor) -> None:
-        """Fill the `places` of the trees of `topk`; following [N, S]: the answer's next tokens."""
+    def fill_positions(self, positions: slice, topk: int, candidates: Candidates, following: Tensor) -> None:
+        """Fill the `positions` of the trees of `topk`; following [N, S]: the answer's next tokens."""
         scores, numbers = candidates.scores, match_answer_path(candidates, following, topk)
         matching = rank_candidates(scores, numbers, self.num_steps, topk)
         leading = rank_candidates(scores, find_step_leaders(scores, self.num_steps, topk), self.num_steps, topk)
         dtype = self.accepted.dtype
         for s, (chosen, nodes) in self._trees[topk].items():
-            self.accepted[chosen, places] = (matching[:, :s, s - 1, None] < nodes).sum(1).T.to(dtype)
-            self.tree_depth[chosen, places] = (leading[:, :s, s - 1, None] < nodes).sum(1).T.to(dtype)
-            self.oracle_drafts[chosen, places] = torch.minimum((numbers[:, :s] >= 0).sum(1), nodes[:, None]).to(dtype)
-        here = self.topks.index(topk), ..., places
+            self.accepted[chosen, positions] = (matching[:, :s, s - 1, None] < nodes).sum(1).T.to(dtype)
+            self.tree_depth[chosen, positions] = (leading[:, :s, s - 1, None] < nodes).sum(1).T.to(dtype)
+            self.oracle_drafts[chosen, positions] = torch.minimum((numbers[:, :s] >= 0).sum(1), nodes[:, None]).to(
+                dtype
+            )
+        here = self.topks.index(topk), ..., positions
         self.threshold_accepted[here], self.threshold_nodes[here] = evaluate_threshold_trees(
             scores, numbers, topk, self.thresholds
         )
 
     def walk(self, counts: Tensor) -> ReplayOutput:
-        """Walk every tree over the answers; counts [B]: places of each answer."""
+        """Walk every tree over the answers; counts [B]: positions of each answer."""
         threshold_tables = self.threshold_accepted.flatten(0, 2), self.threshold_nodes.flatten(0, 2)
         adaptive = walk_cycles(*threshold_tables, counts, self.num_steps)
         static = walk_cycles(self.accepted, self.tree_depth, counts, self.num_steps)
@@ -151,7 +153,7 @@ def replay_answers(
     answers: ReplayBatch,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
-    places_per_batch: int = 1024,  # see `compute_capacity`
+    positions_per_batch: int = 1024,  # see `compute_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay every tree on every answer. Raises ValueError for a tree that can't be built."""
@@ -159,70 +161,74 @@ def replay_answers(
         check_tree(tree, draft.config.draft_vocab_size, draft.config.sliding_window)
     ids, multimodal = answers.ids, answers.multimodal
     first, last = (answers.starts - 1).tolist(), (answers.ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
-    ranges = [PlaceRange(b, start, max(start, stop)) for b, (start, stop) in enumerate(zip(first, last, strict=True))]
+    ranges = [
+        PositionRange(b, start, max(start, stop)) for b, (start, stop) in enumerate(zip(first, last, strict=True))
+    ]
     counts = torch.tensor([r.stop - r.start for r in ranges], device=ids.device)
-    tables, done = PlaceTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
+    tables, done = PositionTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
     fused, keys, values = encode_prefix(draft, ids, answers.features, embedding, multimodal)
     following = gather_following_tokens(ids, answers.ends, tables.num_steps)
 
-    queries = draft.config.num_attention_heads * sum(tables.topks)  # of a place, at most
+    queries = draft.config.num_attention_heads * sum(tables.topks)  # of a position, at most
     longest = max(1, MAX_INTERMEDIATE_ELEMENTS[ids.device.type] // (queries * ids.shape[1]))
-    for batch_ranges in _batch_place_ranges(ranges, longest, places_per_batch):
-        batch = PlaceBatch.build(batch_ranges, ids.device)
+    for batch_ranges in _batch_ranges(ranges, longest, positions_per_batch):
+        batch = PositionBatch.build(batch_ranges, ids.device)
         at = batch.row, batch.position
-        positions = draft.get_rope_positions(batch.position, None if multimodal is None else multimodal.positions[at])
-        bonus = embedding[ids[batch.row, batch.position + 1]]
-        hidden = _compute_first_states(draft, batch, bonus, fused[at], positions, keys, values)
-        attend = partial(_attend_place_ranges, draft, batch, keys, values)
-        expanded = expand_beams(
-            draft, embedding, hidden, positions, attend, tables.num_steps, tables.topks, tree_scoring
+        rope_positions = draft.get_rope_positions(
+            batch.position, None if multimodal is None else multimodal.positions[at]
         )
-        places = slice(done, done := done + len(batch.position))
+        bonus = embedding[ids[batch.row, batch.position + 1]]
+        hidden = _compute_first_states(draft, batch, bonus, fused[at], rope_positions, keys, values)
+        attend = partial(_attend_ranges, draft, batch, keys, values)
+        expanded = expand_beams(
+            draft, embedding, hidden, rope_positions, attend, tables.num_steps, tables.topks, tree_scoring
+        )
+        positions = slice(done, done := done + len(batch.position))
         for topk, candidates in expanded.items():
-            tables.fill_places(places, topk, candidates, following[at])
+            tables.fill_positions(positions, topk, candidates, following[at])
     output = tables.walk(counts)
     return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], counts)) if traced else output
 
 
 def _compute_first_states(
     draft: Eagle3Draft,
-    batch: PlaceBatch,
+    batch: PositionBatch,
     embeds: Tensor,
     fused: Tensor,
-    positions: Tensor,
+    rope_positions: Tensor,
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Run step 0 at the places of a batch -> state [N, H].
+    """Run step 0 at the positions of a batch -> state [N, H].
 
     embeds of the bonus tokens and fused features [N, H]; keys and values of all rows [B, T, G, E].
     """
     states = []
-    for places, (i, j) in zip(batch.ranges, pairwise(batch.range_offsets.tolist()), strict=True):
-        mask = build_prefix_mask(batch.position[None, i:j], places.stop, draft.config.sliding_window)
-        k, v = (x[places.row, None, : places.stop] for x in (keys, values))
+    for span, (i, j) in zip(batch.ranges, pairwise(batch.range_offsets.tolist()), strict=True):
+        mask = build_prefix_mask(batch.position[None, i:j], span.stop, draft.config.sliding_window)
+        k, v = (x[span.row, None, : span.stop] for x in (keys, values))
         states.append(
-            compute_first_state(draft, embeds[None, i:j], fused[None, i:j], positions[None, i:j], k, v, mask)[0]
+            compute_first_state(draft, embeds[None, i:j], fused[None, i:j], rope_positions[None, i:j], k, v, mask)[0]
         )
     return torch.cat(states)
 
 
-def _attend_place_ranges(
-    draft: Eagle3Draft, batch: PlaceBatch, keys: Tensor, values: Tensor,
-    step: int, place: Tensor, query: Tensor, own_k: Tensor, own_v: Tensor,
+def _attend_ranges(
+    draft: Eagle3Draft, batch: PositionBatch, keys: Tensor, values: Tensor,
+    step: int, index: Tensor, query: Tensor, own_k: Tensor, own_v: Tensor,
 ) -> Tensor:  # fmt: skip
     """Attend as a `StepAttention` over the rows' keys and values [B, T, G, E], each range up to its last position."""
-    out, p = torch.empty_like(query), batch.position[place]
-    offsets = torch.searchsorted(place, batch.range_offsets).tolist()
-    for places, (i, j) in zip(batch.ranges, pairwise(offsets), strict=True):
-        mask = build_prefix_mask(p[None, i:j], places.stop, draft.config.sliding_window, step)
-        k, v = (x[places.row, None, : places.stop] for x in (keys, values))
+    out, p = torch.empty_like(query), batch.position[index]
+    offsets = torch.searchsorted(index, batch.range_offsets).tolist()
+    for span, (i, j) in zip(batch.ranges, pairwise(offsets), strict=True):
+        mask = build_prefix_mask(p[None, i:j], span.stop, draft.config.sliding_window, step)
+        k, v = (x[span.row, None, : span.stop] for x in (keys, values))
         out[i:j] = attend_prefix_and_ancestors(query[None, i:j], k, v, mask, own_k[None, i:j], own_v[None, i:j])[0]
     return out
 
 
 def compute_capacity(draft: Eagle3Draft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-    """Return how many tokens and places fit into `memory` bytes, half of it for each, as if topks shared no node."""
+    """Return how many tokens and positions fit into `memory` bytes, half of it for each, as if topks shared no node."""
     c, size = draft.config, draft.fc.weight.element_size()
     steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
     cached = 2 * c.num_key_value_heads * c.head_dim
@@ -236,7 +242,7 @@ def compute_capacity(draft: Eagle3Draft, trees: Sequence[TreeShape], memory: int
 
 
 def count_table_bytes(trees: Sequence[TreeShape]) -> int:
-    """Return the bytes of `PlaceTables` at one place, and of the tokens that follow it."""
+    """Return the bytes of `PositionTables` at one position, and of the tokens that follow it."""
     steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
     drafts, nodes = (dtype.itemsize for dtype in _choose_count_types(trees))
     tables = 3 * drafts * len(trees) + (drafts + nodes) * len(topks) * len(PATH_PROBABILITY_THRESHOLDS) * steps
@@ -244,26 +250,26 @@ def count_table_bytes(trees: Sequence[TreeShape]) -> int:
 
 
 def count_candidate_bytes(trees: Sequence[TreeShape]) -> int:
-    """Return the bytes of the candidates of one place, of all topks, and of their ranks."""
+    """Return the bytes of the candidates of one position, of all topks, and of their ranks."""
     steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
     return sum(count_candidates(steps, k) for k in topks) * 24 + steps * steps * 16
 
 
 def _choose_count_types(trees: Sequence[TreeShape]) -> tuple[torch.dtype, torch.dtype]:
-    """Return the integer types in which `PlaceTables` counts the drafts of a path, and the candidates of an expansion."""
+    """Return the integer types in which `PositionTables` counts the drafts of a path, and the candidates of an expansion."""
     steps, topk = max(tree.num_steps for tree in trees), max(tree.topk for tree in trees)
     return choose_integer_type(steps), choose_integer_type(count_candidates(steps, topk))
 
 
-def _batch_place_ranges(ranges: Sequence[PlaceRange], longest: int, batch_size: int) -> Iterator[list[PlaceRange]]:
-    """Cut the ranges to at most `longest` places, and yield batches of at most `batch_size` places."""
-    batch: list[PlaceRange] = []
+def _batch_ranges(ranges: Sequence[PositionRange], longest: int, batch_size: int) -> Iterator[list[PositionRange]]:
+    """Cut the ranges to at most `longest` positions, and yield batches of at most `batch_size` positions."""
+    batch: list[PositionRange] = []
     left = batch_size
-    for places in ranges:
-        start = places.start
-        while start < places.stop:
-            stop = min(places.stop, start + min(longest, left))
-            batch.append(PlaceRange(places.row, start, stop))
+    for span in ranges:
+        start = span.start
+        while start < span.stop:
+            stop = min(span.stop, start + min(longest, left))
+            batch.append(PositionRange(span.row, start, stop))
             left, start = left - (stop - start), stop
             if not left:
                 yield batch
@@ -321,10 +327,10 @@ def rank_candidates(scores: Tensor, numbers: Tensor, num_steps: int, topk: int) 
 
 
 def walk_cycles(accepted: Tensor, tree_depth: Tensor, counts: Tensor, num_steps: int) -> WalkCounts:
-    """Count the cycles of each tree: from an answer's first place on, accept, step over the bonus token, and go on from there.
+    """Count the cycles of each tree: from an answer's first position on, accept, step over the bonus token, and go on from there.
 
-    accepted, tree_depth [G, L + 1]: drafts accepted, and depth of the tree, of a cycle that starts at a place; places of all
-    answers are concatenated, with one padding entry at index L. counts [B]: places of each answer.
+    accepted, tree_depth [G, L + 1]: drafts accepted, and depth of the tree, of a cycle that starts at a position; positions of
+    all answers are concatenated, with one padding entry at index L. counts [B]: positions of each answer.
     """
     start = torch.zeros(len(accepted), len(counts), dtype=torch.int64, device=accepted.device)  # [G, B]
     total, cycles, depth = torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
@@ -335,11 +341,11 @@ def walk_cycles(accepted: Tensor, tree_depth: Tensor, counts: Tensor, num_steps:
         active = start < counts
         if cycle % 16 == 15 and not bool(active.any()):  # a device sync, so only now and then
             break
-        place = offsets + torch.minimum(start, counts)
-        drafts = torch.gather(accepted, 1, place).long()
+        index = offsets + torch.minimum(start, counts)
+        drafts = torch.gather(accepted, 1, index).long()
         total += drafts * active
         cycles += active
-        depth += torch.gather(tree_depth, 1, place) * active
+        depth += torch.gather(tree_depth, 1, index) * active
         histogram.scatter_add_(2, drafts[..., None], active[..., None].long())
         start = torch.where(active, start + drafts + 1, start)
     reaching = histogram.flip(2).cumsum(2).flip(2)[..., 1:]
@@ -347,7 +353,7 @@ def walk_cycles(accepted: Tensor, tree_depth: Tensor, counts: Tensor, num_steps:
 
 
 def mark_cycle_starts(accepted: Tensor, counts: Tensor) -> Tensor:
-    """Return [G, B, P] bool: the places where the cycles of `walk_cycles` start, P the longest answer's number of places.
+    """Return [G, B, P] bool: the positions where the cycles of `walk_cycles` start, P the longest answer's number of positions.
 
     accepted and counts as for `walk_cycles`.
     """

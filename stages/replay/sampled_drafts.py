@@ -7,13 +7,13 @@ probability min(p(v), q(v)), and with p(v) in all. Given that the answer has v, 
     beta = min(1, q(v) / p(v))
 
 while those before it in the block were, and q is then that of the answer's own tokens (teacher forcing). What was accepted says
-nothing of the tokens to come, so the cycles of an answer are a Markov chain over its places: a cycle at place a that accepts j
-drafts, with probability beta_1 ... beta_j (1 - beta_(j+1)), is followed by one at a + j + 1. One pass over the places gives the
-probability that a cycle starts at each, and so the expected cycles and accepted drafts, without drawing a coin.
+nothing of the tokens to come, so the cycles of an answer are a Markov chain over its positions: a cycle at position a that
+accepts j drafts, with probability beta_1 ... beta_j (1 - beta_(j+1)), is followed by one at a + j + 1. One pass over the
+positions gives the probability that a cycle starts at each, and so the expected cycles and accepted drafts, without a draw.
 
-Places, and the cut at an answer's end, are those of block_replay.py.
+Positions, and the cut at an answer's end, are those of block_replay.py.
 
-Letters: B answers, T tokens of a row, L places of all answers, P of the longest, D drafts of a block, G widths, H hidden,
+Letters: B answers, T tokens of a row, L positions of all answers, P of the longest, D drafts of a block, G widths, H hidden,
 V vocabulary.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.block_draft import BlockDraft
-from stages.replay.block_replay import AnswerPlaces, compute_row_states, find_places
+from stages.replay.block_replay import AnswerPositions, compute_row_states, find_positions
 from stages.replay.replay_batch import ReplayBatch
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
@@ -42,18 +42,18 @@ class ExpectedCounts(NamedTuple):
 def replay_sampled_drafts(
     draft: BlockDraft,
     head: Tensor,  # [V, H] the target's
-    states: Tensor,  # [L, D, H] of `compute_place_states`
+    states: Tensor,  # [L, D, H] of `compute_anchor_states`
     last: Tensor,  # [L, H] the target's hidden state at each anchor, after the final norm
-    places: AnswerPlaces,
+    positions: AnswerPositions,
     temperature: float,  # above 0
     top_p: float,
     logits_scale: float = 1.0,  # of the target's manifest
 ) -> ExpectedCounts:
     """Return the expected counts of sampled drafts on answers that were sampled at a temperature with a top-p."""
     # The draft's logits are those of its states times the head's table, as in engines.
-    target = compute_target_chances(last, head, places.following[:, 0], temperature / logits_scale, top_p)
-    own = compute_draft_chances(draft, head, states, places, temperature)
-    return walk_expected_cycles(compute_acceptance(own, target, places.following), places.counts)
+    target = compute_target_probabilities(last, head, positions.following[:, 0], temperature / logits_scale, top_p)
+    own = compute_draft_probabilities(draft, head, states, positions, temperature)
+    return walk_expected_cycles(compute_acceptance(own, target, positions.following), positions.counts)
 
 
 @torch.inference_mode()
@@ -64,18 +64,20 @@ def replay_sampled_answers(
     answers: ReplayBatch,  # with the last hidden states
     temperature: float,
     top_p: float,
-    places_per_batch: int = 1024,  # see `compute_block_capacity`
+    positions_per_batch: int = 1024,  # see `compute_block_capacity`
     logits_scale: float = 1.0,  # of the target's manifest
 ) -> ExpectedCounts:
     """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
     assert answers.last is not None, "collated with keeps_last"
-    places = find_places(answers, draft.config.num_drafts)
-    states = compute_row_states(draft, embedding, answers, places.anchors, places_per_batch)
-    last = answers.last.flatten(0, 1)[places.anchors]
-    return replay_sampled_drafts(draft, head, states, last, places, temperature, top_p, logits_scale)
+    positions = find_positions(answers, draft.config.num_drafts)
+    states = compute_row_states(draft, embedding, answers, positions.anchors, positions_per_batch)
+    last = answers.last.flatten(0, 1)[positions.anchors]
+    return replay_sampled_drafts(draft, head, states, last, positions, temperature, top_p, logits_scale)
 
 
-def compute_target_chances(last: Tensor, head: Tensor, tokens: Tensor, temperature: float, top_p: float) -> Tensor:
+def compute_target_probabilities(
+    last: Tensor, head: Tensor, tokens: Tensor, temperature: float, top_p: float
+) -> Tensor:
     """Return [L] float64, the target's probability of tokens [L] after hidden states [L, H].
 
     A token that top-p leaves out, as the last ones kept may be where hidden states were stored in few bits, has its probability
@@ -84,40 +86,44 @@ def compute_target_chances(last: Tensor, head: Tensor, tokens: Tensor, temperatu
     found = [last.new_zeros(0, dtype=torch.float64)]
     for some, of_some in zip(*(x.split(_count_rows(head)) for x in (last, tokens)), strict=True):
         logits, at = some @ head.T, of_some[:, None]
-        chances = compute_probabilities(logits, temperature, top_p).gather(1, at)[:, 0]
+        probabilities = compute_probabilities(logits, temperature, top_p).gather(1, at)[:, 0]
         uncut = compute_probabilities(logits, temperature).gather(1, at)[:, 0]
-        found.append(torch.where(chances > 0, chances, uncut).double())
+        found.append(torch.where(probabilities > 0, probabilities, uncut).double())
     return torch.cat(found)
 
 
-def compute_draft_chances(
+def compute_draft_probabilities(
     draft: BlockDraft,
     head: Tensor,  # [V, H]
     states: Tensor,  # [L, D, H]
-    places: AnswerPlaces,
+    positions: AnswerPositions,
     temperature: float,
 ) -> Tensor:
     """Return [L, D] float64, the draft's probability of each following token after those before it; past the end arbitrary."""
-    labels = places.following.clamp(min=0)
-    previous = torch.cat([places.anchor_tokens[:, None], labels[:, :-1]], 1)
+    labels = positions.following.clamp(min=0)
+    previous = torch.cat([positions.anchor_tokens[:, None], labels[:, :-1]], 1)
     found = [states.new_zeros(0, states.shape[1], dtype=torch.float64)]
     size = max(1, _count_rows(head) // states.shape[1])
     for some, before, after in zip(*(x.split(size) for x in (states, previous, labels)), strict=True):
-        chances = compute_probabilities(draft.compute_logits(some, before, head), temperature)
-        found.append(chances.gather(2, after[..., None])[..., 0].double())
+        probabilities = compute_probabilities(draft.compute_logits(some, before, head), temperature)
+        found.append(probabilities.gather(2, after[..., None])[..., 0].double())
     return torch.cat(found)
 
 
-def compute_acceptance(draft_chances: Tensor, target_chances: Tensor, following: Tensor) -> Tensor:
-    """Return beta [L, D] of drafts [L, D]: draft d of place a is the token after place a + d; 0 past the answer's end."""
-    num_places, num_drafts = following.shape
-    at = torch.arange(num_places, device=following.device)[:, None] + torch.arange(num_drafts, device=following.device)
-    target = target_chances[at.clamp(max=max(0, num_places - 1))]  # [L, D]; past the end of an answer of another
-    return torch.where(following >= 0, (draft_chances / target).clamp(max=1), 0.0)
+def compute_acceptance(draft_probabilities: Tensor, target_probabilities: Tensor, following: Tensor) -> Tensor:
+    """Return beta [L, D] of drafts [L, D]: draft d of position a is the token after position a + d; 0 past the answer's end."""
+    num_positions, num_drafts = following.shape
+    at = torch.arange(num_positions, device=following.device)[:, None] + torch.arange(
+        num_drafts, device=following.device
+    )
+    target = target_probabilities[
+        at.clamp(max=max(0, num_positions - 1))
+    ]  # [L, D]; past the end of an answer of another
+    return torch.where(following >= 0, (draft_probabilities / target).clamp(max=1), 0.0)
 
 
 def walk_expected_cycles(acceptance: Tensor, counts: Tensor) -> ExpectedCounts:
-    """acceptance [L, D] float64 of `compute_acceptance`, counts [B] places of each answer -> expected counts."""
+    """acceptance [L, D] float64 of `compute_acceptance`, counts [B] positions of each answer -> expected counts."""
     num_answers, num_drafts = len(counts), acceptance.shape[1]
     by_answer = acceptance.cumprod(1).split(
         counts.tolist()
@@ -127,15 +133,17 @@ def walk_expected_cycles(acceptance: Tensor, counts: Tensor) -> ExpectedCounts:
     depths = torch.arange(num_drafts + 2, device=acceptance.device)
     reachable = (depths <= widths).double()  # [G, D + 2] of accepting at least 0, 1, ... D + 1 drafts
     visits = at_least.new_zeros(num_answers, num_drafts, at_least.shape[1] + num_drafts + 1)  # [B, G, P + D + 1]
-    visits[..., 0] = 1  # a cycle starts at the first place
+    visits[..., 0] = 1  # a cycle starts at the first position
     cycles, reaching = visits.new_zeros(num_answers, num_drafts), visits.new_zeros(num_answers, num_drafts, num_drafts)
-    for place in range(at_least.shape[1]):
-        here = visits[..., place] * (counts > place)[:, None]  # [B, G]
-        padded = torch.nn.functional.pad(at_least[:, None, place], (1, 0), value=1.0)
+    for position in range(at_least.shape[1]):
+        visits_here = visits[..., position] * (counts > position)[:, None]  # [B, G]
+        padded = torch.nn.functional.pad(at_least[:, None, position], (1, 0), value=1.0)
         some = torch.nn.functional.pad(padded, (0, 1)) * reachable  # [B, G, D + 2]
-        visits[..., place + 1 : place + num_drafts + 2] += here[..., None] * (some[..., :-1] - some[..., 1:])
-        cycles += here
-        reaching += here[..., None] * some[..., 1:-1]
+        visits[..., position + 1 : position + num_drafts + 2] += visits_here[..., None] * (
+            some[..., :-1] - some[..., 1:]
+        )
+        cycles += visits_here
+        reaching += visits_here[..., None] * some[..., 1:-1]
     return ExpectedCounts(reaching.sum(-1), cycles, reaching)
 
 

@@ -3,7 +3,7 @@
 `trace_cycles` grows a tree again wherever its walk started a cycle, and returns every cycle; `TreeStatistics` counts cycles in
 buckets. Counts of a bucket can be added over batches, answers, checkpoints and machines. Definitions: docs/metrics.md
 
-Letters: B rows, T tokens, P places of a row's answer, C cycles of all rows, M num_draft_tokens with the root, N = M - 1.
+Letters: B rows, T tokens, P positions of a row's answer, C cycles of all rows, M num_draft_tokens with the root, N = M - 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from stages.trees.expansion import expand_candidates
 LENGTH_EDGES = (0, 8, *(n for e in range(3, 21) for n in (3 * 2 ** (e - 1), 2 ** (e + 1))))
 PROBABILITY_EDGES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MAX_ATTENTION_LOGITS = 1 << 27  # of some rows, or of some cycles of a long row
-COUNT_COLUMNS = ("cycles", "nodes", "promised", "accepted")
+COUNT_COLUMNS = ("cycles", "nodes", "expected_accepted", "accepted")
 
 
 class TreeCycles(NamedTuple):
@@ -53,22 +53,22 @@ def trace_cycles(
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row."""
-    row, place = cycle_starts.nonzero(as_tuple=True)  # [C]
-    number = (cycle_starts.cumsum(1) - 1)[row, place]  # [C] of the cycle in its row
+    row, position = cycle_starts.nonzero(as_tuple=True)  # [C]
+    number = (cycle_starts.cumsum(1) - 1)[row, position]  # [C] of the cycle in its row
     before = answers.starts - 1  # [B] index of each prompt's last token
     verified = before[:, None].repeat(1, max(int(cycle_starts.sum(1).max()), 1))  # [B, R] the last verified token
-    verified[row, number] = before[row] + place
+    verified[row, number] = before[row] + position
     every = _expand_cycles(draft, embedding, answers, verified, tree, tree_scoring)
     index = row * verified.shape[1] + number  # [C]
     candidates = Candidates(every.scores[index], every.tokens[index], every.parents[index])
 
     following = gather_following_tokens(answers.ids, answers.ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
-    return describe_cycles(row, place, candidates, following, tree, tree_scoring)
+    return describe_cycles(row, position, candidates, following, tree, tree_scoring)
 
 
 def describe_cycles(
     row: Tensor,  # [C]
-    place: Tensor,  # [C] of the root in its answer
+    position: Tensor,  # [C] of the root in its answer
     candidates: Candidates,  # of C trees
     following: Tensor,  # [C, S] the answer's tokens after each root, -1 past its end
     tree: TreeShape,
@@ -80,7 +80,7 @@ def describe_cycles(
     depth = torch.where(nodes < topk, 1, (nodes - topk) // (topk * topk) + 2)
     accepted = _mark_accepted_nodes(candidates, nodes, following)
     return TreeCycles(
-        row, place, accepted.sum(1), score.exp() if tree_scoring == "eagle" else score, depth,
+        row, position, accepted.sum(1), score.exp() if tree_scoring == "eagle" else score, depth,
         torch.where(nodes < topk, nodes, (nodes - topk) % topk) + 1, _rank_within_depth(depth), accepted,
     )  # fmt: skip
 
@@ -152,15 +152,15 @@ class CountedBucket:
     bucket: str
     cycles: int | None
     nodes: int | None
-    promised: float | None
+    expected_accepted: float | None
     accepted: int
 
 
 class TreeStatistics:
     """Counts of one tree by (grouping, bucket): cycles, verified nodes, their summed path probabilities, accepted drafts.
 
-    The groupings `row`, `context`, `answer`, `after` and `promise` count whole cycles; `depth`, `sibling`, `level`, `rank` and
-    `chance` count nodes, without their cycles; `token` counts the answers' tokens.
+    The groupings `row`, `context`, `answer`, `after` and `expected_accepted` count whole cycles; `depth`, `sibling`, `level`,
+    `rank` and `path_probability` count nodes, without their cycles; `token` counts the answers' tokens.
     """
 
     def __init__(self) -> None:
@@ -181,40 +181,45 @@ class TreeStatistics:
         answered = _assign_buckets(cycles.root_position, LENGTH_EDGES)
         self._count_cycles("answer", [lengths[i] for i in answered.tolist()], cycles)
         self._count_cycles("after", _name_token_classes(classes[ids[cycles.row, root]]), cycles)
-        self._count_cycles("promise", [str(int(sure)) for sure in probability.double().sum(1).tolist()], cycles)
+        self._count_cycles(
+            "expected_accepted", [str(int(expected)) for expected in probability.double().sum(1).tolist()], cycles
+        )
         rank = torch.arange(1, probability.shape[1] + 1).expand_as(probability)
         self._count_nodes("depth", cycles.depth, str, cycles)
         self._count_nodes("sibling", cycles.sibling_rank, str, cycles)
         self._count_nodes("level", cycles.rank_in_depth, str, cycles)
         self._count_nodes("rank", rank, str, cycles)
-        chances = _assign_buckets(probability, PROBABILITY_EDGES)
-        self._count_nodes("chance", chances, probabilities.__getitem__, cycles)
+        buckets = _assign_buckets(probability, PROBABILITY_EDGES)
+        self._count_nodes("path_probability", buckets, probabilities.__getitem__, cycles)
         self._count_tokens(cycles, root, ids, ends, classes)
 
     def list_buckets(self) -> Iterator[CountedBucket]:
         """Yield the buckets, in order."""
         for (grouping, bucket), counts in sorted(self.counts.items(), key=lambda item: _make_sort_key(*item[0])):
-            cycles, nodes, promised, accepted = counts.tolist()
+            cycles, nodes, expected_accepted, accepted = counts.tolist()
             yield CountedBucket(
                 by=grouping,
                 bucket=bucket,
                 cycles=None if grouping in NODE_GROUPINGS else int(cycles),
                 nodes=None if grouping == "token" else int(nodes),
-                promised=None if grouping == "token" else promised,
+                expected_accepted=None if grouping == "token" else expected_accepted,
                 accepted=int(accepted),
             )
 
     def _count_cycles(self, grouping: str, buckets: Sequence[str], cycles: TreeCycles) -> None:
-        promised, nodes = cycles.path_probability.double().sum(1), cycles.path_probability.shape[1]
-        for bucket, promise, accepted in zip(buckets, promised.tolist(), cycles.accepted.tolist(), strict=True):
-            self._count(grouping, bucket, 1, nodes, promise, accepted)
+        expected_accepted, nodes = cycles.path_probability.double().sum(1), cycles.path_probability.shape[1]
+        for bucket, expected, accepted in zip(
+            buckets, expected_accepted.tolist(), cycles.accepted.tolist(), strict=True
+        ):
+            self._count(grouping, bucket, 1, nodes, expected, accepted)
 
     def _count_nodes(self, grouping: str, buckets: Tensor, name: Callable[[int], str], cycles: TreeCycles) -> None:
         """Count nodes by the number [C, N] of each one's bucket, which `name` names."""
-        values, place = np.unique(buckets.flatten().numpy(), return_inverse=True)
+        values, bucket_index = np.unique(buckets.flatten().numpy(), return_inverse=True)
         probability, accepted = (t.double().flatten().numpy() for t in (cycles.path_probability, cycles.accepted_nodes))
         sums = [
-            np.bincount(place, weights, len(values)) for weights in (np.ones_like(probability), probability, accepted)
+            np.bincount(bucket_index, weights, len(values))
+            for weights in (np.ones_like(probability), probability, accepted)
         ]
         for number, value in enumerate(values.tolist()):
             self._count(grouping, name(value), 0, *(of[number] for of in sums))
@@ -231,8 +236,8 @@ class TreeStatistics:
         self.counts[grouping, bucket] += counts
 
 
-NODE_GROUPINGS = ("depth", "sibling", "level", "rank", "chance")
-GROUPING_ORDER = ("row", "context", "answer", "after", "token", "promise", *NODE_GROUPINGS)
+NODE_GROUPINGS = ("depth", "sibling", "level", "rank", "path_probability")
+GROUPING_ORDER = ("row", "context", "answer", "after", "token", "expected_accepted", *NODE_GROUPINGS)
 
 
 def _name_buckets(edges: Sequence[float]) -> list[str]:

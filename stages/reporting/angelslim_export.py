@@ -86,7 +86,8 @@ def _list_load_sets(cell: ServedCell) -> Iterator[AnswerSet]:
             f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else ""
         )
         eagle, baseline = (
-            [turn for point in decoded_points if point.load == load for turn in _list_turns(point)] for decoded_points in (points, plain)
+            [turn for point in decoded_points if point.load == load for turn in _list_turns(point)]
+            for decoded_points in (points, plain)
         )
         yield AnswerSet(name, cell.temperature, eagle, baseline)
 

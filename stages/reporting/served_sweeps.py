@@ -122,7 +122,7 @@ def _describe_break_evens(
 ) -> tuple[list[str], list[str]]:
     """Return break-evens in words: along the concurrency for each answer length, and the other way round."""
     speedups = {load: _get_speedup(row) for load, row in by_load.items()}
-    limits = [cap for cap in caps if cap is not None]  # no limit has no place on the axis
+    limits = [cap for cap in caps if cap is not None]  # no limit is not on the axis
     by_length, by_cap = [], []
     for tokens in lengths:
         points = [(cap, speedups[load]) for cap in limits if (load := Load(tokens, cap)) in speedups]
@@ -150,7 +150,7 @@ def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int 
     else:
         return None
     lines = []
-    for name, places in series.items():
-        points = [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in places if row]
+    for name, rows in series.items():
+        points = [(x, _get_speedup(row), row.speedup_low, row.speedup_high) for x, row in rows if row]
         lines.append(plots.SpeedupLine(name, points))
     return SpeedupPlot([line for line in lines if line.points], axis, unit)

@@ -41,19 +41,19 @@ class TreesPage:
 
 @dataclass(frozen=True)
 class TreeStatisticsLine:
-    """Nodes that one tree verifies, promises and accepts in a cycle."""
+    """Nodes that one tree verifies, expects to accept and accepts in a cycle."""
 
     tree: str
     cycles: int
     tau: float
     nodes: float
-    promised: float  # sum of the draft's path probabilities
+    expected_accepted: float  # sum of the draft's path probabilities
     accepted: float
     siblings: list[tuple[float, float]]  # as summarise_siblings returns them
 
     @property
     def kept_share(self) -> float:
-        return self.accepted / self.promised
+        return self.accepted / self.expected_accepted
 
 
 def build_trees_page(trees: list[ReplayedTree], statistics: list[TreeBucket], benchmark_trees: list[str]) -> TreesPage:
@@ -74,11 +74,14 @@ def build_trees_page(trees: list[ReplayedTree], statistics: list[TreeBucket], be
                 partial(by_length, what="context", label="tokens before the drafts, from"),
             ),
             "answer": (
-                "tau by place in the answer",
-                partial(by_length, what="answer", label="place in the answer, from"),
+                "tau by position in the answer",
+                partial(by_length, what="answer", label="position in the answer, from"),
             ),
             "kinds": ("Tokens accepted as drafts, by kind", partial(draw_token_classes, statistics=statistics)),
-            "chances": ("Share accepted against the draft's chance", partial(draw_calibration, statistics=statistics)),
+            "calibration": (
+                "Share accepted against the path probability",
+                partial(draw_calibration, statistics=statistics),
+            ),
         }
     svgs = {name: render_svg(draw, title) for name, (title, draw) in drawn.items()}
     return TreesPage(steps, svgs, table, MIN_BUCKET_COUNT)
@@ -205,9 +208,11 @@ def build_statistics_table(statistics: list[TreeBucket]) -> list[TreeStatisticsL
     for tree, rows in group_by_tree(statistics, "row").items():
         if cycles := sum(row.cycles or 0 for row in rows):
             accepted = sum(row.accepted for row in rows) / cycles
-            nodes, promised = (sum(row[name] for row in rows) / cycles for name in ("nodes", "promised"))
+            nodes, expected_accepted = (
+                sum(row[name] for row in rows) / cycles for name in ("nodes", "expected_accepted")
+            )
             shares = summarise_siblings(siblings[tree])
-            lines.append(TreeStatisticsLine(tree, cycles, 1 + accepted, nodes, promised, accepted, shares))
+            lines.append(TreeStatisticsLine(tree, cycles, 1 + accepted, nodes, expected_accepted, accepted, shares))
     return lines
 
 
@@ -276,22 +281,23 @@ def draw_calibration(axes: Any, statistics: list[TreeBucket]) -> list[PlotPoint]
     """Draw a line per tree: the share of nodes accepted against their mean path probability, both logarithmic."""
     axes.set(xscale="log", yscale="log")
     values, plot_points = [1.0], []
-    for (tree, rows), style in zip(group_by_tree(statistics, "chance").items(), cycle_styles(), strict=False):
+    for (tree, rows), style in zip(group_by_tree(statistics, "path_probability").items(), cycle_styles(), strict=False):
         points = [
-            (row.promised / row.nodes, row.accepted / row.nodes)
+            (row.expected_accepted / row.nodes, row.accepted / row.nodes)
             for row in rows
-            if row.nodes and row.nodes >= MIN_BUCKET_COUNT and row.accepted and row.promised
+            if row.nodes and row.nodes >= MIN_BUCKET_COUNT and row.accepted and row.expected_accepted
         ]
         values += [x for point in points for x in point]
         plot_points += [
-            PlotPoint(x, y, f"{format_tree(tree)}: {y:.3g} accepted at a chance of {x:.3g}") for x, y in points
+            PlotPoint(x, y, f"{format_tree(tree)}: {y:.3g} accepted at a path probability of {x:.3g}")
+            for x, y in points
         ]
         if points:
             axes.plot(*zip(*points, strict=True), **style, label=format_tree(tree))
     axes.plot([min(values), 1], [min(values), 1], color=INK_COLOUR, linewidth=0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-    axes.set(xlabel="the draft's chance of a node", ylabel="share accepted")
+    axes.set(xlabel="path probability of a node", ylabel="share accepted")
     return plot_points
 
 

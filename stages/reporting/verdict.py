@@ -87,7 +87,7 @@ class VerdictLine:
     @property
     def group(self) -> tuple[str, str, str]:
         """Return what lines that are told as one share."""
-        return self.kind, self.advice, self.conditions.place
+        return self.kind, self.advice, self.conditions.workload_suffix
 
 
 @dataclass(frozen=True)
@@ -318,11 +318,11 @@ def _format_group(group: list[VerdictLine]) -> str:
     if len(group) > 1:
         several = len({one.conditions.workload for one in group}) > 1
         limits = [_format_limit(one.conditions, several) for one in group]
-        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{conditions.place}"
+        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{conditions.workload_suffix}"
         return f"{line.advice} {at}: {line.evidence} {conditions.at_concurrency}{more}"
     if line.kind == "launch":
-        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{conditions.place}{more}"
-    return f"{line.advice} {conditions.at_concurrency}{conditions.place}: {line.evidence}{more}"
+        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{conditions.workload_suffix}{more}"
+    return f"{line.advice} {conditions.at_concurrency}{conditions.workload_suffix}: {line.evidence}{more}"
 
 
 def _format_limit(conditions: SpeedupConditions, with_workload: bool) -> str:

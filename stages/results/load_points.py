@@ -23,7 +23,7 @@ RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
 
 
 class PointRequest(NamedTuple):
-    """A request of a point, with its place in the nested lists."""
+    """A request of a point, with its indices into the nested lists."""
 
     repeat: int
     turn: int

@@ -51,7 +51,7 @@ class SpeedupConditions(NamedTuple):
         return "at any concurrency" if self.concurrency is None else f"at concurrency {self.concurrency}"
 
     @property
-    def place(self) -> str:
+    def workload_suffix(self) -> str:
         """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
         return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
 

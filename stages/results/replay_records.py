@@ -75,7 +75,7 @@ class TreeBucket(Record):
     bucket: str
     cycles: int | None  # None where the grouping has no such count
     nodes: int | None
-    promised: float | None
+    expected_accepted: float | None
     accepted: int
 
 

@@ -46,13 +46,13 @@ def open_servers(plan: ServerPlan, servers: list[MeasuredServer], owner: str) ->
         yield [OpenedServer(one, url, check) for one, (url, check) in zip(servers, opened, strict=True)]
 
 
-def order_turns(servers: Sequence[T], number: int) -> Iterable[T]:
+def order_turns(servers: Sequence[T], repeat: int) -> Iterable[T]:
     """Return the servers as a repeat measures them: backwards in every second one, so that none is always the first."""
-    return servers if number % 2 == 0 else reversed(servers)
+    return servers if repeat % 2 == 0 else reversed(servers)
 
 
 def order_loads(
-    servers: Sequence[tuple[ServedCellContext, OpenedServer]], number: int
+    servers: Sequence[tuple[ServedCellContext, OpenedServer]], repeat: int
 ) -> Iterator[tuple[ServedCellContext, OpenedServer, Load]]:
     """Yield what a repeat measures on servers that are up together: each load on all that have it, then the next load.
 
@@ -60,20 +60,20 @@ def order_loads(
     Every second load goes backwards.
     """
     loads = dict.fromkeys(load for work, _ in servers for load in work.workload.list_loads())
-    for place, load in enumerate(loads):
-        for work, opened in order_turns(servers, number + place):
+    for index, load in enumerate(loads):
+        for work, opened in order_turns(servers, repeat + index):
             if load in work.workload.list_loads():
                 yield work, opened, load
 
 
-def run_repeats(work: ServedCellContext, opened: OpenedServer, numbers: list[int]) -> None:
+def run_repeats(work: ServedCellContext, opened: OpenedServer, repeats: list[int]) -> None:
     """Run these repeats of all points on a server."""
-    for number in numbers:
+    for repeat in repeats:
         for load in work.workload.list_loads():
-            run_load(work, opened, load, number)
+            run_load(work, opened, load, repeat)
 
 
-def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, number: int) -> None:
+def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int) -> None:
     """Run one repeat of one point on a server, and add it to the server's `loads`.
 
     The whole warm-up, of as many prompts as the load at most, runs before the first load at each concurrency, since engines
@@ -82,19 +82,19 @@ def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, number: 
     one, started = opened.server, time.perf_counter()
     is_warm = any(before.concurrency == load.concurrency for before in one.loads)
     warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
-    turns = asyncio.run(_run_turns(work, opened, load, number, warmup))
+    turns = asyncio.run(_run_turns(work, opened, load, repeat, warmup))
     one.loads.setdefault(load, []).append(turns)
     took = turns, time.perf_counter() - started
-    print(served_points.describe_load(one, load, number, work.workload.most_repeats, *took), flush=True)
+    print(served_points.describe_load(one, load, repeat, work.workload.most_repeats, *took), flush=True)
 
 
 async def _run_turns(
-    work: ServedCellContext, opened: OpenedServer, load: Load, number: int, warmup_prompts: pl.DataFrame
+    work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int, warmup_prompts: pl.DataFrame
 ) -> list[LoadResult]:
     """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
     (length, cap), measured = load, opened.server
     prompts = work.prompts.head(work.workload.limit_prompts(cap) or len(work.prompts))
-    workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + number)
+    workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + repeat)
     load_name = f"{measured.config_name}, {load}"
     requests, warmup = (
         [served_requests.make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(some)]

@@ -21,7 +21,13 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
-from stages.replay.block_replay import AnswerPlaces, ReplayPack, compute_place_states, replay_block_trees, replay_chains
+from stages.replay.block_replay import (
+    AnswerPositions,
+    ReplayPack,
+    compute_anchor_states,
+    replay_block_trees,
+    replay_chains,
+)
 from stages.trees.block_expansion import expand_block
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
@@ -99,17 +105,17 @@ class Pack:
         self.documents = torch.arange(len(rows)).repeat_interleave(lengths)
         ends = lengths.cumsum(0)
         starts = ends - torch.tensor([len(answer) for _, answer in rows])
-        self.places = AnswerPlaces.build(self.ids, starts, ends, NUM_DRAFTS)
+        self.places = AnswerPositions.build(self.ids, starts, ends, NUM_DRAFTS)
         pack = ReplayPack(self.ids, self.features, self.positions, self.documents)
         self.inputs = pack, self.places.anchors
 
     def compute_states(self, made: BlockDraft) -> Tensor:
         embedding = target().get_input_embeddings().weight
-        return compute_place_states(made, embedding, *self.inputs)
+        return compute_anchor_states(made, embedding, *self.inputs)
 
     def compute_loss(self, made: BlockDraft) -> Tensor:
         embedding, head = target().get_input_embeddings().weight, target().get_output_embeddings().weight
-        states = compute_place_states.__wrapped__(made, embedding, *self.inputs)
+        states = compute_anchor_states.__wrapped__(made, embedding, *self.inputs)
         labels = self.places.following
         previous = torch.cat([self.places.anchor_tokens[:, None], labels[:, :-1].clamp(min=0)], 1)
         logits = made.compute_logits(states, previous, head)

@@ -1,6 +1,6 @@
 """Sampled block drafts and their ratio rule: the target's distribution, a slow cycle by the same numbers, and what is refused.
 
-The target is that of test_sampling, whose answers have chances that are known exactly.
+The target is that of test_sampling, whose answers have probabilities that are known exactly.
 """
 
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_the_rule_keeps_the_targets_distribution_exactly() -> None:
         torch.testing.assert_close(committed, p.double(), atol=1e-6, rtol=0)
 
 
-def test_a_draft_of_no_chance_is_never_accepted_and_equal_distributions_always() -> None:
+def test_a_draft_of_no_probability_is_never_accepted_and_equal_distributions_always() -> None:
     p, q = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
     first, last = torch.zeros(1, dtype=torch.float64), torch.tensor([1 - 2**-53], dtype=torch.float64)
     assert not sampling.accept_drafts(p, q, torch.tensor([0]), first).any()
@@ -96,9 +96,9 @@ def run_target(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat(caught, -1)[0], logits
 
 
-def pick_token(chances: Tensor, number: float) -> int:
+def pick_token(probabilities: Tensor, number: float) -> int:
     """The token that a number points at."""
-    ends = chances.double().cumsum(0)
+    ends = probabilities.double().cumsum(0)
     return next(token for token, end in enumerate((ends / ends[-1]).tolist()) if number < end)
 
 
@@ -232,7 +232,7 @@ def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPat
 
 @every_method
 @pytest.mark.parametrize(("how", "tree"), [("cool", (3, 1, 4)), ("both", (1, 1, 2))])
-def test_answers_have_the_targets_own_chances(method: str, how: str, tree) -> None:
+def test_answers_have_the_targets_own_probabilities(method: str, how: str, tree) -> None:
     assert not is_rejected(make_engine(method), HOW[how], tree, RUNS, samples_drafts=True)
 
 

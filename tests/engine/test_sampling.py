@@ -1,6 +1,6 @@
 """Sampling: what tokens are drawn from, against transformers; and that speculative decoding draws from nothing else.
 
-The target is random and tiny, seven tokens wide, so that every answer's chance is known exactly.
+The target is random and tiny, seven tokens wide, so that every answer's probability is known exactly.
 """
 
 import itertools
@@ -96,27 +96,29 @@ def test_the_sampling_stage_draws_from_the_same(engine: Engine, monkeypatch: pyt
     temperature, top_p, _ = HOW[how]
     drawn: list[Tensor] = []
     real = torch.multinomial
-    monkeypatch.setattr(torch, "multinomial", lambda chances, *a, **k: drawn.append(chances) or real(chances, *a, **k))
+    monkeypatch.setattr(
+        torch, "multinomial", lambda probabilities, *a, **k: drawn.append(probabilities) or real(probabilities, *a, **k)
+    )
     [(ids, _)] = generation.generate_answers(engine.model, [PROMPT], 5, temperature, top_p, [V + 1], 0, 3)
     logits = engine.model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     torch.testing.assert_close(torch.cat(drawn), compute_probabilities(logits, temperature, top_p))
 
 
 def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
-    chances = torch.tensor([0.0, 0.125, 0.5, 0.0, 0.375, 0.0])
+    probabilities = torch.tensor([0.0, 0.125, 0.5, 0.0, 0.375, 0.0])
     numbers = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
-    tokens = sampling.draw_tokens(chances.expand(800, -1), numbers)
+    tokens = sampling.draw_tokens(probabilities.expand(800, -1), numbers)
     assert tokens.bincount(minlength=6).tolist() == [0, 100, 400, 0, 300, 0]
     ends = torch.tensor([0.0, 0.125, 1 - 2**-53], dtype=torch.float64)
-    assert sampling.draw_tokens(chances.expand(3, -1), ends).tolist() == [1, 2, 4]
+    assert sampling.draw_tokens(probabilities.expand(3, -1), ends).tolist() == [1, 2, 4]
 
 
 def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """Bug to be: summed in float32, the last of 150,000 tokens would be reached by no number, or by too many."""
-    chances = torch.full((1, 150_000), 1 / 150_000)
+    probabilities = torch.full((1, 150_000), 1 / 150_000)
     for token in (0, 77_777, 149_999):
         number = (token + torch.tensor([0.02, 0.98], dtype=torch.float64)) / 150_000
-        assert sampling.draw_tokens(chances.expand(2, -1), number).tolist() == [token, token]
+        assert sampling.draw_tokens(probabilities.expand(2, -1), number).tolist() == [token, token]
 
 
 def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
@@ -133,8 +135,8 @@ def sample_slowly(engine: Engine, prompt: list[int], count: int, how: SamplingPa
     ids = list(prompt)
     for number in sampling.draw_uniforms(how.seed, count).tolist():
         logits = engine.model(torch.tensor([ids])).logits[:, -1]
-        chances = warp_logits(logits, how.temperature, how.top_p, how.top_k)[0].double()
-        reached = itertools.accumulate((chances / chances.sum()).tolist())
+        probabilities = warp_logits(logits, how.temperature, how.top_p, how.top_k)[0].double()
+        reached = itertools.accumulate((probabilities / probabilities.sum()).tolist())
         ids.append(next(token for token, end in enumerate(reached) if number < end))
     return ids[len(prompt) :]
 
@@ -187,31 +189,35 @@ def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -
     assert shorter == answers[0][:11]
 
 
-# Lossless in distribution: with other seeds, what is said has the target's own chances
+# Lossless in distribution: with other seeds, what is said has the target's own probabilities
 
 FALSE_ALARM = 1e-6  # of all choices of seeds, fewer than one in a million would fail what is right
 RUNS, LENGTH = 400, 3  # as many as refuse each spoiled way below
 
 
-def compute_exact_chances(engine: Engine, how: tuple[float, float, int | None]) -> dict[tuple[int, ...], float]:
-    """The chance of every beginning of an answer, up to LENGTH tokens, by transformers."""
+def compute_exact_probabilities(engine: Engine, how: tuple[float, float, int | None]) -> dict[tuple[int, ...], float]:
+    """The probability of every beginning of an answer, up to LENGTH tokens, by transformers."""
     known: dict[tuple[int, ...], float] = {(): 1.0}
     for length in range(LENGTH):
         before = list(itertools.product(range(V), repeat=length))
         logits = engine.model(torch.tensor([[*PROMPT, *b] for b in before])).logits[:, -1]
-        for path, chances in zip(before, warp_logits(logits, *how).double().tolist(), strict=True):
-            known |= {(*path, token): known[path] * chance for token, chance in enumerate(chances)}
+        for path, probabilities in zip(before, warp_logits(logits, *how).double().tolist(), strict=True):
+            known |= {(*path, token): known[path] * probability for token, probability in enumerate(probabilities)}
     return known
 
 
-def compute_tail_chance(count: int, runs: int, chance: float) -> float:
+def compute_tail_probability(count: int, runs: int, probability: float) -> float:
     """How likely a binomial count is at least as far out, to its own side: exact, since it is summed."""
-    if chance <= 0 or chance >= 1:
-        return 1.0 if count == round(chance * runs) else 0.0
-    side = range(count + 1) if count <= runs * chance else range(count, runs + 1)
+    if probability <= 0 or probability >= 1:
+        return 1.0 if count == round(probability * runs) else 0.0
+    side = range(count + 1) if count <= runs * probability else range(count, runs + 1)
     whole = math.lgamma(runs + 1)
     logs = (
-        whole - math.lgamma(k + 1) - math.lgamma(runs - k + 1) + k * math.log(chance) + (runs - k) * math.log1p(-chance)
+        whole
+        - math.lgamma(k + 1)
+        - math.lgamma(runs - k + 1)
+        + k * math.log(probability)
+        + (runs - k) * math.log1p(-probability)
         for k in side
     )
     return math.fsum(math.exp(x) for x in logs)
@@ -243,9 +249,9 @@ def is_rejected(
     """Whether the first LENGTH tokens can't be the target's: some beginning came too often or too seldom.
 
     Each beginning's count is binomial, two sides of each are looked at, and the bound is shared out among them all: so it
-    refuses what is right with a chance below FALSE_ALARM (union bound), however the counts hang together.
+    refuses what is right with a probability below FALSE_ALARM (union bound), however the counts hang together.
     """
-    known = compute_exact_chances(engine, how)
+    known = compute_exact_probabilities(engine, how)
     counts: Counter[tuple[int, ...]] = Counter()
     requests = [DecodeRequest(PROMPT, LENGTH, None, SamplingParams(*how, seed, samples_drafts)) for seed in range(runs)]
     with prefill_once(engine):
@@ -253,11 +259,13 @@ def is_rejected(
     for answer in answers:
         counts.update(tuple(answer[:length]) for length in range(1, LENGTH + 1))
     least = FALSE_ALARM / (2 * (len(known) - 1))
-    return any(compute_tail_chance(counts[path], runs, chance) < least for path, chance in known.items() if path)
+    return any(
+        compute_tail_probability(counts[path], runs, probability) < least for path, probability in known.items() if path
+    )
 
 
 @pytest.mark.parametrize(("how", "tree"), [("hot", (2, 2, 7)), ("both", (3, 3, 12))])
-def test_speculative_answers_have_the_targets_own_chances(engine: Engine, how: str, tree) -> None:
+def test_speculative_answers_have_the_targets_own_probabilities(engine: Engine, how: str, tree) -> None:
     assert not is_rejected(engine, HOW[how], tree, RUNS)
 
 
@@ -292,7 +300,7 @@ def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.M
 
 
 def test_drawing_every_token_by_one_number_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each alone has the right chance, only together they haven't."""
+    """Each alone has the right probability, only together they haven't."""
     monkeypatch.setattr(decode, "draw_uniforms", lambda seed, count: sampling.draw_uniforms(seed, 1).expand(count))
     assert is_rejected(engine, HOW["cool"], (2, 2, 7), RUNS)
 
@@ -358,7 +366,7 @@ PROMPTS, EACH = 150, 6  # and trajectories of each, for replay
 def draw_answers(
     engine: Engine, prompts: list[list[int]], how: tuple[float, float, int | None] | None
 ) -> list[list[int]]:
-    """An answer to each prompt, drawn by torch from transformers' chances; greedy without `how`."""
+    """An answer to each prompt, drawn by torch from transformers' probabilities; greedy without `how`."""
     ids, generator = torch.tensor(prompts), torch.Generator().manual_seed(9)
     for _ in range(ANSWER):
         logits = engine.model(ids).logits[:, -1]

@@ -137,8 +137,8 @@ def test_drawn_answers_and_margins_are_transformers_own(name: str) -> None:
     for seed in range(3):
         ids, uniforms = list(prompt), sampling.draw_uniforms(seed, ROOM)
         for number in range(ROOM):
-            chances = warp_logits(model(torch.tensor([ids])).logits[:, -1], 0.7, 0.9, None)
-            ids.append(int(sampling.draw_tokens(chances, uniforms[number : number + 1])))
+            probabilities = warp_logits(model(torch.tensor([ids])).logits[:, -1], 0.7, 0.9, None)
+            ids.append(int(sampling.draw_tokens(probabilities, uniforms[number : number + 1])))
         how = SamplingParams(0.7, 0.9, None, seed)
         for steps in (
             engine.decode_plain(prompt, ROOM, sampling=how),

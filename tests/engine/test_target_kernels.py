@@ -196,9 +196,9 @@ def test_best(gpu: Any, size: int, topk: int, tree_scoring: str) -> None:
     """Logits of a few values only, so that most are ties; among them infinities, and scores of either sign."""
     logits = (draw(4, size) * 2).round()
     logits[2, 1] = -torch.inf
-    chances, ids = gpu.select_topk(logits, topk, tree_scoring)
+    probabilities, ids = gpu.select_topk(logits, topk, tree_scoring)
     expected, indices = plain.select_topk(logits, topk, tree_scoring)
-    torch.testing.assert_close(chances, expected)
+    torch.testing.assert_close(probabilities, expected)
     assert torch.equal(ids, indices)
 
 
@@ -244,9 +244,11 @@ def test_join(gpu: Any, prompts: int, topk: int, tree_scoring: str) -> None:
         beam = (draw(prompts, topk).sigmoid() * 4).round() / 4
         d2t, got = torch.arange(30, device=DEVICE) % 7, []
         for step in (1, 2, 3):
-            chances, ids = plain.select_topk((draw(prompts * topk, 30, seed=step) * 2).round(), topk, tree_scoring)
+            probabilities, ids = plain.select_topk(
+                (draw(prompts * topk, 30, seed=step) * 2).round(), topk, tree_scoring
+            )
             beam, numbers, tree_mask, tokens, slots = k.extend_beam(
-                step, beam, numbers, tree_mask, chances, ids, d2t, candidates, tree_scoring
+                step, beam, numbers, tree_mask, probabilities, ids, d2t, candidates, tree_scoring
             )
             got += [beam, numbers, tree_mask.clone(), tokens, slots]
         found.append([*got, candidates.scores, candidates.tokens, candidates.parents])

@@ -291,8 +291,11 @@ def test_eagle_2_proposes_the_likeliest_branches_of_its_layer_written_out(model:
         for _ in range(3):
             more: dict[tuple[int, ...], float] = {}
             for branch, score in beam.items():
-                chances = guessed(eagle, model, text, branch).log_softmax(-1)
-                more |= {(*branch, int(token)): score + float(chances[token]) for token in chances.topk(2).indices}
+                probabilities = guessed(eagle, model, text, branch).log_softmax(-1)
+                more |= {
+                    (*branch, int(token)): score + float(probabilities[token])
+                    for token in probabilities.topk(2).indices
+                }
             every |= more
             beam = dict(sorted(more.items(), key=lambda x: -x[1])[:2])
         assert found == {branch for branch, _ in sorted(every.items(), key=lambda x: -x[1])[:5]}

@@ -81,12 +81,12 @@ def test_a_grid_without_one_tree_is_refused() -> None:
 
 def expansion(steps: int, topk: int) -> list[tuple[int, ...]]:
     """Every node recorded while a tree grows as SGLang's does: the topk best of a level have topk children each."""
-    chance, score = random.Random(0), {(): 0.0}
+    rng, score = random.Random(0), {(): 0.0}
     frontier: list[tuple[int, ...]] = [()]
     recorded: list[tuple[int, ...]] = []
     for _ in range(steps):
         children = [(*node, child) for node in frontier for child in range(topk)]
-        score |= {child: score[child[:-1]] + chance.random() for child in children}
+        score |= {child: score[child[:-1]] + rng.random() for child in children}
         recorded += children
         frontier = sorted(children, key=lambda node: score[node])[-topk:]
     return recorded

@@ -10,10 +10,10 @@ from torch import Tensor
 from stages.draft.block_draft import BlockDraft
 from stages.params.tree_shape import TreeShape
 from stages.replay.block_replay import (
-    AnswerPlaces,
+    AnswerPositions,
     ReplayPack,
+    compute_anchor_states,
     compute_histogram,
-    compute_place_states,
     replay_block_answers,
     replay_block_trees,
     replay_chains,
@@ -51,8 +51,8 @@ class Case:
         self.positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
         self.documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         starts = offsets + torch.tensor([len(p) for p in PROMPTS])
-        self.places = AnswerPlaces.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
-        self.states = compute_place_states(
+        self.places = AnswerPositions.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
+        self.states = compute_anchor_states(
             self.draft,
             self.embedding,
             ReplayPack(self.ids, self.features, self.positions, self.documents),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stages.params.tree_shape import TreeShape, count_candidates
 from stages.replay import oracle_bounds
-from stages.replay.replay import PlaceTables, walk_cycles
+from stages.replay.replay import PositionTables, walk_cycles
 from stages.trees.draft_tree import Candidates, get_step_range
 
 PLACES = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
@@ -80,9 +80,9 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
     128 steps accepted -128 drafts and was -128 deep.
     """
     matching = min(steps, matching)
-    tables = PlaceTables([TreeShape(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
+    tables = PositionTables([TreeShape(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
     wanted = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
-    tables.fill_places(slice(0, 1), 1, chain(steps), wanted)
+    tables.fill_positions(slice(0, 1), 1, chain(steps), wanted)
     found = tables.walk(torch.tensor([1]))
     assert (found.accepted.item(), found.summed_tree_depth.item(), found.cycles.item()) == (matching, steps, 1)
     assert tables.oracle_drafts[0, 0].item() == matching
@@ -102,8 +102,8 @@ def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, count, generator=generator)
     parents = torch.cat([torch.full((topk,), -1), torch.arange(topk).repeat_interleave(topk)])[None]
-    tables = PlaceTables([TreeShape(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
-    tables.fill_places(
+    tables = PositionTables([TreeShape(steps, topk, 4)], 1, "sglang", torch.device("cpu"))
+    tables.fill_positions(
         slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1)
     )
     found = (

@@ -51,7 +51,7 @@ def pad_answers(rows: list[tuple[list[int], torch.Tensor, int, int]]) -> ReplayB
 
 def slow_tree(
     draft,
-    chances_after: Callable[[tuple[int, ...]], torch.Tensor],
+    probabilities_after: Callable[[tuple[int, ...]], torch.Tensor],
     steps: int,
     topk: int,
     tokens: int,
@@ -62,10 +62,10 @@ def slow_tree(
     for _ in range(steps):
         level = []
         for score, path, _ in beam:
-            probs = chances_after(path)
+            probs = probabilities_after(path)
             for i in sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))[:topk]:
-                chance = probs[i].item()
-                joined = score + math.log(chance) if tree_scoring == "eagle" else score * chance
+                probability = probs[i].item()
+                joined = score + math.log(probability) if tree_scoring == "eagle" else score * probability
                 level.append((joined, (*path, int(draft.to_target(torch.tensor(i)))), len(found) + len(level)))
         found += level
         beam = sorted(level, key=lambda c: (-c[0], c[2]))[:topk]
@@ -92,7 +92,7 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
 
     @functools.cache  # trees of one place begin alike
-    def chances(b: int, p: int, path: tuple[int, ...]) -> torch.Tensor:
+    def probabilities(b: int, p: int, path: tuple[int, ...]) -> torch.Tensor:
         return guess(draft, embedding, *rows[b][:2], p, list(path))
 
     for b, (ids, _, start, end) in enumerate(rows):
@@ -100,7 +100,9 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
             steps, tokens = tree.num_steps, tree.num_draft_tokens
             bonus, total, count, levels, far = start, 0, 0, 0, [0] * reached.shape[2]
             while bonus < end - 1:
-                paths = slow_tree(draft, functools.partial(chances, b, bonus - 1), steps, topk, tokens, tree_scoring)
+                paths = slow_tree(
+                    draft, functools.partial(probabilities, b, bonus - 1), steps, topk, tokens, tree_scoring
+                )
                 depth = 0
                 while bonus + depth + 1 < end and tuple(ids[bonus + 1 : bonus + depth + 2]) in paths:
                     depth += 1
@@ -112,7 +114,7 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) -> None:
+def test_expansion_scores_are_products_of_the_slow_drafts_probabilities(options: str) -> None:
     draft, embedding, _ = random_draft(4, **OPTIONS[options])
     ids, features, start, _ = make_answers(draft, embedding, 1)[0]
     p, whole = start + 1, torch.tensor([ids])
@@ -127,11 +129,11 @@ def test_expansion_scores_are_products_of_the_slow_drafts_chances(options: str) 
         while climber != -1:
             path.insert(0, found.tokens[0, climber].item())
             climber = found.parents[0, climber].item()
-        chance = 1.0
+        probability = 1.0
         for depth, token in enumerate(path):
             draft_id = [int(draft.to_target(torch.tensor(i))) for i in range(CONFIG.draft_vocab_size)].index(token)
-            chance *= guess(draft, embedding, ids, features, p, path[:depth])[draft_id].item()
-        assert found.scores[0, number].item() == pytest.approx(chance, rel=1e-4)
+            probability *= guess(draft, embedding, ids, features, p, path[:depth])[draft_id].item()
+        assert found.scores[0, number].item() == pytest.approx(probability, rel=1e-4)
 
 
 @pytest.mark.parametrize("tree_scoring", list(TREE_SCORINGS))
@@ -146,7 +148,7 @@ def test_a_grid_is_what_its_trees_are_one_by_one(tree_scoring: str, monkeypatch:
     alone = [replay_answers(draft, *asked, [shape], tree_scoring=tree_scoring) for shape in trees]
     most = draft.config.num_attention_heads * 7 * asked[1].ids.shape[1]
     monkeypatch.setitem(MAX_INTERMEDIATE_ELEMENTS, "cpu", 2 * most)
-    together = replay_answers(draft, *asked, trees, tree_scoring=tree_scoring, places_per_batch=3)
+    together = replay_answers(draft, *asked, trees, tree_scoring=tree_scoring, positions_per_batch=3)
     for name in ("accepted", "cycles", "summed_tree_depth", "oracle_accepted", "oracle_cycles"):
         assert torch.equal(getattr(together, name), torch.cat([getattr(one, name) for one in alone], 1)), name
     for g, one in enumerate(alone):

@@ -16,7 +16,7 @@ from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay import sampled_drafts
-from stages.replay.block_replay import AnswerPlaces, ReplayPack, compute_place_states
+from stages.replay.block_replay import AnswerPositions, ReplayPack, compute_anchor_states
 from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import scatter, small_target
@@ -76,19 +76,19 @@ class Pair:
                     torch.arange(len(pack)),
                 )
                 bounds = documents * length + start, documents * length + length
-                places = AnswerPlaces.build(ids, *bounds, self.draft.config.num_drafts)
+                places = AnswerPositions.build(ids, *bounds, self.draft.config.num_drafts)
                 layout = row.repeat(len(pack)), documents.repeat_interleave(length)
                 packed = ReplayPack(ids, features.flatten(0, 1), *layout)
-                states = compute_place_states(self.draft, self.embedding, packed, places.anchors)
+                states = compute_anchor_states(self.draft, self.embedding, packed, places.anchors)
                 found.append((states, last.flatten(0, 1)[places.anchors], *places))
         states, last, *places_of_all = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return states, last, AnswerPlaces(*places_of_all)
+        return states, last, AnswerPositions(*places_of_all)
 
     def replay(self, places: "Places", temperature: float, top_p: float) -> ExpectedCounts:
         return replay_sampled_drafts(self.draft, self.head, *places, temperature, top_p, self.scale)
 
 
-Places = tuple[Tensor, Tensor, AnswerPlaces]
+Places = tuple[Tensor, Tensor, AnswerPositions]
 pair_of = cache(Pair)
 
 # Every way that decoding can go
@@ -96,13 +96,13 @@ pair_of = cache(Pair)
 PROMPT, ROOM, END = [1, 0, 2], 4, 1  # answers of at most four tokens, which end with END
 Outcomes = dict[
     tuple[int, ...], np.ndarray
-]  # of the tokens to come: their chance, and that times cycles and accepted drafts
+]  # of the tokens to come: their probability, and that times cycles and accepted drafts
 
 
-def follow(found: Outcomes, tokens: tuple[int, ...], more: Outcomes, chance: float, accepted: int) -> None:
-    """Add the outcomes of a cycle that commits `tokens` with a chance, and of what comes after it."""
+def follow(found: Outcomes, tokens: tuple[int, ...], more: Outcomes, probability: float, accepted: int) -> None:
+    """Add the outcomes of a cycle that commits `tokens` with a probability, and of what comes after it."""
     for rest, (of_rest, cycles, drafts) in more.items():
-        counted = chance * np.array([of_rest, cycles + of_rest, drafts + accepted * of_rest])
+        counted = probability * np.array([of_rest, cycles + of_rest, drafts + accepted * of_rest])
         found[tokens + rest] = found.get(tokens + rest, np.zeros(3)) + counted
 
 
@@ -118,9 +118,9 @@ class Enumeration:
 
     def answers(self) -> Outcomes:
         found: Outcomes = {}
-        for token, chance in enumerate(self.target(tuple(PROMPT))):
-            if chance:
-                follow(found, (token,), self.decode((*PROMPT, token)), chance, 0)
+        for token, probability in enumerate(self.target(tuple(PROMPT))):
+            if probability:
+                follow(found, (token,), self.decode((*PROMPT, token)), probability, 0)
         return {answer: np.array([p, c - p, a]) for answer, (p, c, a) in found.items()}  # prefill is no cycle
 
     def _decode(self, row: tuple[int, ...]) -> Outcomes:
@@ -138,12 +138,12 @@ class Enumeration:
         return found
 
     def _verify(
-        self, found: Outcomes, row: tuple[int, ...], drafts: tuple[int, ...], laws: list, chance: float
+        self, found: Outcomes, row: tuple[int, ...], drafts: tuple[int, ...], laws: list, probability: float
     ) -> None:
-        for taken in range(self.width + 1 if chance else 0):
+        for taken in range(self.width + 1 if probability else 0):
             here = (*row, *drafts[:taken])
             if (taken and here[-1] == END) or len(here) == len(PROMPT) + ROOM:  # the rest is cut off
-                follow(found, drafts[:taken], self.decode(here), chance, taken)
+                follow(found, drafts[:taken], self.decode(here), probability, taken)
                 return
             p = self.target(here)
             share = min(1.0, p[drafts[taken]] / laws[taken][drafts[taken]]) if taken < self.width else 0.0
@@ -155,18 +155,18 @@ class Enumeration:
                         found,
                         committed,
                         self.decode((*row, *committed)),
-                        chance * (1 - share) * mass / sum(left),
+                        probability * (1 - share) * mass / sum(left),
                         taken,
                     )
-            chance *= share
-            if not chance:
+            probability *= share
+            if not probability:
                 return
 
 
 @every_method
 @pytest.mark.parametrize(("top_p", "scale"), [(1.0, 1.0), (0.95, 1.0), (1.0, 0.4)])
 def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str, top_p: float, scale: float) -> None:
-    """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its chance is the target's."""
+    """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its probability is the target's."""
     pair = pair_of(method, 3, 2, scale)
     for width in (1, 2):
         tree = Enumeration(pair, width, 0.7, top_p)
@@ -177,12 +177,12 @@ def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str
         for answer, cycles, accepted in zip(
             outcomes, found.cycles[:, width - 1], found.accepted[:, width - 1], strict=True
         ):
-            chance, of_cycles, of_accepted = outcomes[answer]
+            probability, of_cycles, of_accepted = outcomes[answer]
             row = (*PROMPT, *answer)
             own = math.prod(tree.target(row[:n])[row[n]] for n in range(len(PROMPT), len(row)))
-            assert chance == pytest.approx(own, rel=1e-4)
-            assert float(cycles) == pytest.approx(of_cycles / chance, rel=1e-4), answer
-            assert float(accepted) == pytest.approx(of_accepted / chance, rel=1e-4, abs=1e-6), answer
+            assert probability == pytest.approx(own, rel=1e-4)
+            assert float(cycles) == pytest.approx(of_cycles / probability, rel=1e-4), answer
+            assert float(accepted) == pytest.approx(of_accepted / probability, rel=1e-4, abs=1e-6), answer
         assert len(outcomes) > 10 and float(found.accepted[:, width - 1].max()) > 0.1, "the comparison says nothing"
 
 
@@ -239,8 +239,8 @@ def forget(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPOILED = {
-    "q without temperature": ("compute_draft_chances", lambda real, *given: real(*given[:-1], 1.0)),
-    "p without top-p": ("compute_target_chances", lambda real, *given: real(*given[:-1], 1.0)),
+    "q without temperature": ("compute_draft_probabilities", lambda real, *given: real(*given[:-1], 1.0)),
+    "p without top-p": ("compute_target_probabilities", lambda real, *given: real(*given[:-1], 1.0)),
     "q not divided by p": (
         "compute_acceptance",
         lambda real, own, target, *more: real(own, torch.ones_like(target), *more),
@@ -261,7 +261,7 @@ def test_a_spoiled_replay_is_told_from_live_runs(method: str, spoiled: str, monk
 def test_a_token_that_rounding_puts_outside_top_p_has_its_probability_before() -> None:
     last, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
     inside, outside = (
-        sampled_drafts.compute_target_chances(last, head, torch.tensor([token]), 1.0, 0.5) for token in (0, 2)
+        sampled_drafts.compute_target_probabilities(last, head, torch.tensor([token]), 1.0, 0.5) for token in (0, 2)
     )
     assert inside.tolist() == [1.0] and outside.item() == pytest.approx(math.exp(1) / (math.exp(5) + 1 + math.exp(1)))
 

@@ -31,11 +31,11 @@ def slow_nodes(draft, embedding, ids, features, p: int, shape: TreeShape, tree_s
     for _ in range(steps):
         level: list[Node] = []
         for parent in beam:
-            chances = guess(draft, embedding, ids, features, p, list(parent.path))
-            likeliest = sorted(range(len(chances)), key=lambda i: (-chances[i].item(), i))[:topk]
+            probabilities = guess(draft, embedding, ids, features, p, list(parent.path))
+            likeliest = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i].item(), i))[:topk]
             for rank, i in enumerate(likeliest, 1):
-                chance = chances[i].item()
-                score = parent.score + math.log(chance) if tree_scoring == "eagle" else parent.score * chance
+                probability = probabilities[i].item()
+                score = parent.score + math.log(probability) if tree_scoring == "eagle" else parent.score * probability
                 token = int(draft.to_target(torch.tensor(i)))
                 level.append(Node(score, (*parent.path, token), rank, len(found) + len(level)))
         found += level
@@ -79,8 +79,8 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, opt
             assert here["depth"] == [len(n.path) for n in nodes]
             assert here["sibling_rank"] == [n.sibling for n in nodes]
             assert (here["rank_in_depth"], here["accepted_nodes"]) == (levels, taken)
-            chances = [math.exp(n.score) if tree_scoring == "eagle" else n.score for n in nodes]
-            assert here["path_probability"] == pytest.approx(chances, rel=1e-4)
+            probabilities = [math.exp(n.score) if tree_scoring == "eagle" else n.score for n in nodes]
+            assert here["path_probability"] == pytest.approx(probabilities, rel=1e-4)
             number, bonus = number + 1, bonus + sum(taken) + 1
     assert number == len(cycles.row)
 
@@ -135,12 +135,17 @@ def test_a_tally_adds_up_by_hand() -> None:
         pytest.approx(1.85),
         2,
     )
-    assert found["promise", "0"] == (1, 2, 0.75, 1) and found["promise", "1"] == (1, 2, pytest.approx(1.85), 2)
+    assert found["expected_accepted", "0"] == (1, 2, 0.75, 1) and found["expected_accepted", "1"] == (
+        1,
+        2,
+        pytest.approx(1.85),
+        2,
+    )
     assert found["depth", "2"] == (None, 2, pytest.approx(1.15), 1)
     assert found["sibling", "1"] == (None, 4, pytest.approx(2.6), 3)
     assert found["rank", "1"] == (None, 2, pytest.approx(1.45), 2)
     # What lies on an edge is in the bucket above it.
-    assert found["chance", "0.5-0.6"] == (None, 1, 0.5, 1) and found["chance", "0.9-1"][1:] == (
+    assert found["path_probability", "0.5-0.6"] == (None, 1, 0.5, 1) and found["path_probability", "0.9-1"][1:] == (
         2,
         pytest.approx(1.85),
         2,
@@ -154,7 +159,7 @@ def test_a_tally_adds_up_by_hand() -> None:
 def test_buckets_come_in_their_order() -> None:
     order = list(tallied())
     assert [what for what, _ in order] == sorted((what for what, _ in order), key=tree_statistics.GROUPING_ORDER.index)
-    assert [b for what, b in order if what == "chance"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
+    assert [b for what, b in order if what == "path_probability"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
     assert tree_statistics.LENGTH_EDGES[:9] == (0, 8, 12, 16, 24, 32, 48, 64, 96)
     assert (
         list(tree_statistics.LENGTH_EDGES) == sorted(tree_statistics.LENGTH_EDGES)

@@ -54,18 +54,18 @@ def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Par
 
 def make_up_results(p: schema.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
-    chance = random.Random(4)
+    rng = random.Random(4)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
     for workload in p.benchmark.torch_workloads:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
                 torch_records.write_torch_cell(
-                    _made_up_cell(chance, workload, checkpoint, TreeShape.parse(name), skill[checkpoint])
+                    _made_up_cell(rng, workload, checkpoint, TreeShape.parse(name), skill[checkpoint])
                 )
     for checkpoint, segment in p.train_draft.checkpoints.items():
         lines = [",".join(ReplayedTree.list_keys())]
         for tree in p.replay_trees.list_trees():
-            tau = _tau(skill[checkpoint], tree) + chance.uniform(-0.15, 0.15)
+            tau = _tau(skill[checkpoint], tree) + rng.uniform(-0.15, 0.15)
             rate = (tau - 1) / tree.num_steps
             shape = tree.num_steps, tree.topk, tree.num_draft_tokens
             counted = 900, round(900 * (tau - 1)), tree.num_steps - 0.5, " ".join(["0.8"] * tree.num_steps)
@@ -118,10 +118,10 @@ def make_up_import(name: str) -> None:
 
 
 def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
-    """Buckets that could be true: 60 cycles a tree, half of what is promised is kept."""
+    """Buckets that could be true: 60 cycles a tree, half of the expected drafts are accepted."""
     buckets = {
         "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
-        "token": ("digits", "structure"), "sibling": ("1", "2", "3"), "chance": ("0.01-0.02", "0.9-1"),
+        "token": ("digits", "structure"), "sibling": ("1", "2", "3"), "path_probability": ("0.01-0.02", "0.9-1"),
     }  # fmt: skip
     return [
         TreeBucket(
@@ -129,9 +129,9 @@ def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
             tree=tree.name,
             by=what,
             bucket=bucket,
-            promised=80.0,
+            expected_accepted=80.0,
             accepted=40,
-            cycles=None if what in ("sibling", "chance") else 30,
+            cycles=None if what in ("sibling", "path_probability") else 30,
             nodes=30 * (tree.num_draft_tokens - 1),
         )
         for tree in trees
@@ -140,14 +140,14 @@ def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
     ]
 
 
-def _made_up_cell(chance: random.Random, workload: str, checkpoint: str, tree: TreeShape, skill: float) -> Row:
-    tau = _tau(skill, tree) + chance.uniform(-0.1, 0.1)
+def _made_up_cell(rng: random.Random, workload: str, checkpoint: str, tree: TreeShape, skill: float) -> Row:
+    tau = _tau(skill, tree) + rng.uniform(-0.1, 0.1)
     speedup = tau / (1.18 + 0.06 * tree.num_steps + 0.01 * tree.num_draft_tokens)
-    latency, prompts = chance.uniform(0.55, 0.65), 12
+    latency, prompts = rng.uniform(0.55, 0.65), 12
     metrics = {
-        "tau": tau, "tau_low": tau - chance.uniform(0.1, 0.3), "tau_high": tau + chance.uniform(0.1, 0.3),
+        "tau": tau, "tau_low": tau - rng.uniform(0.1, 0.3), "tau_high": tau + rng.uniform(0.1, 0.3),
         "accept_rate": (tau - 1) / tree.num_steps, "node_accept_rate": (tau - 1) / (tree.num_draft_tokens - 1),
-        "prefill_latency_s": 0.021 + chance.random() / 1000, "e2e_latency_s": latency / speedup,
+        "prefill_latency_s": 0.021 + rng.random() / 1000, "e2e_latency_s": latency / speedup,
         "output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup, "speedup_low": speedup * 0.95,
         "speedup_high": speedup * 1.04, "identical_share": 1.0,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The report's part on replays: the front, the table of what is promised and kept, and the points that are drawn."""
+"""The report's part on replays: the front, the table of expected and accepted drafts, and the points that are drawn."""
 
 import itertools
 import random
@@ -19,13 +19,13 @@ def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
 
 
 def some_trees(seed: int) -> list[ReplayedTree]:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     shapes = itertools.product((2, 5, 8), (1, 2, 3), (4, 8, 16))
-    return [tree(*shape, round(chance.uniform(1, 3), 1)) for shape in shapes]
+    return [tree(*shape, round(rng.uniform(1, 3), 1)) for shape in shapes]
 
 
 def bucket(name: str, what: str, where: str, **counts: float | None) -> TreeBucket:
-    known = {"cycles": None, "nodes": None, "promised": None, "accepted": 0} | counts
+    known = {"cycles": None, "nodes": None, "expected_accepted": None, "accepted": 0} | counts
     return TreeBucket(checkpoint="e003", tree=name, by=what, bucket=where, **known)
 
 
@@ -65,17 +65,17 @@ def test_steps_are_those_that_most_of_the_trees_asked_for_have() -> None:
 
 def test_the_table_adds_rows_and_siblings_up() -> None:
     inside = [
-        bucket("t2_3_6", "row", "q1", cycles=2, nodes=10, promised=3.0, accepted=1),
-        bucket("t2_3_6", "row", "q2", cycles=2, nodes=10, promised=5.0, accepted=5),
+        bucket("t2_3_6", "row", "q1", cycles=2, nodes=10, expected_accepted=3.0, accepted=1),
+        bucket("t2_3_6", "row", "q2", cycles=2, nodes=10, expected_accepted=5.0, accepted=5),
         bucket("t2_3_6", "sibling", "1", nodes=8, accepted=4),
         bucket("t2_3_6", "sibling", "2", nodes=6, accepted=1),
         bucket("t2_3_6", "sibling", "3", nodes=4, accepted=1),
         bucket("t2_3_6", "sibling", "4", nodes=2, accepted=0),
-        bucket("t1_1_2", "context", "0-8", cycles=0, nodes=0, promised=0.0),
+        bucket("t1_1_2", "context", "0-8", cycles=0, nodes=0, expected_accepted=0.0),
     ]  # fmt: skip
     (line,) = trees.build_statistics_table(inside)
     assert (line.tree, line.cycles, line.tau, line.nodes) == ("t2_3_6", 4, 2.5, 5)
-    assert (line.promised, line.accepted, line.kept_share) == (2, 1.5, 0.75)
+    assert (line.expected_accepted, line.accepted, line.kept_share) == (2, 1.5, 0.75)
     assert [nodes for nodes, _ in line.siblings] == [0.4, 0.3, 0.3]
     assert [accepted for _, accepted in line.siblings] == [pytest.approx(n / 6) for n in (4, 1, 1)]
 
@@ -106,11 +106,18 @@ def test_kinds_are_shares_of_the_answers_tokens() -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["digits\n40 tokens", "structure\n10 tokens"]
 
 
-def test_chances_are_drawn_against_what_they_are_worth() -> None:
+def test_path_probabilities_are_drawn_against_the_share_accepted() -> None:
     inside = [
-        bucket("t8_2_16", "chance", "0.1-0.2", nodes=100, promised=15.0, accepted=30),
-        bucket("t8_2_16", "chance", "0.2-0.3", nodes=100, promised=25.0, accepted=0),
-        bucket("t8_2_16", "chance", "0.9-1", nodes=trees.MIN_BUCKET_COUNT - 1, promised=18.0, accepted=18),
+        bucket("t8_2_16", "path_probability", "0.1-0.2", nodes=100, expected_accepted=15.0, accepted=30),
+        bucket("t8_2_16", "path_probability", "0.2-0.3", nodes=100, expected_accepted=25.0, accepted=0),
+        bucket(
+            "t8_2_16",
+            "path_probability",
+            "0.9-1",
+            nodes=trees.MIN_BUCKET_COUNT - 1,
+            expected_accepted=18.0,
+            accepted=18,
+        ),
     ]
     assert lines(trees.draw_calibration, inside) == {"8_2_16": [(pytest.approx(0.15), pytest.approx(0.3))]}
 

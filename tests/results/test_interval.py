@@ -36,10 +36,10 @@ def test_one_value_says_nothing_of_how_it_scatters() -> None:
 
 
 def test_it_holds_the_truth_nineteen_times_in_twenty() -> None:
-    chance = random.Random(3)
+    rng = random.Random(3)
     held = 0
     for _ in range(2000):
-        low, high = interval.compute_mean_interval([chance.gauss(1.7, 0.2) for _ in range(3)])
+        low, high = interval.compute_mean_interval([rng.gauss(1.7, 0.2) for _ in range(3)])
         held += low <= 1.7 <= high
     assert held / 2000 == pytest.approx(0.95, abs=0.015)
 
@@ -65,10 +65,12 @@ def recorded() -> list[Population]:
 
 
 def skewed() -> Population:
-    """Prompts whose drafts are accepted with chances of their own, and whose answers' lengths are skewed as real ones are."""
+    """Prompts, each with its own acceptance, whose answers' lengths are skewed as real ones are."""
     draws, steps, prompts = np.random.default_rng(7), 8, 20_000
-    chance = draws.beta(4, 2, prompts)[:, None]
-    histogram = np.concatenate([chance ** np.arange(steps) * (1 - chance), chance**steps], axis=1)  # of a cycle
+    acceptance = draws.beta(4, 2, prompts)[:, None]
+    histogram = np.concatenate(
+        [acceptance ** np.arange(steps) * (1 - acceptance), acceptance**steps], axis=1
+    )  # of a cycle
     tokens = np.minimum(np.ceil(draws.lognormal(5, 0.8, prompts)), 1024)
     cycles = np.maximum(1, tokens / (histogram @ np.arange(1, steps + 2))).astype(int)
     accepted = draws.multinomial(cycles, histogram) @ np.arange(steps + 1)
@@ -157,9 +159,9 @@ def test_the_speedups_interval_covers_prompts_and_machines(ease: float, weather:
 
 def test_the_median_of_few_repeats_is_as_uncertain_as_their_mean() -> None:
     """Bug: of the quartiles of five values alone, 95% intervals held the truth in 86% of draws."""
-    chance, covered = random.Random(5), 0
+    rng, covered = random.Random(5), 0
     for _ in range(2000):
-        found = interval.estimate_median([chance.gauss(1.7, 0.1) for _ in range(5)])
+        found = interval.estimate_median([rng.gauss(1.7, 0.1) for _ in range(5)])
         half = interval.compute_margin(found.error, 5)
         assert half is not None
         covered += abs(found.value - 1.7) <= half * found.value

@@ -43,7 +43,7 @@ def simulate(
 
     One thing happens at a time: all prompts that wait are read in one pass, while the others wait; else a cycle of all.
     """
-    chance, now, numbers = random.Random(1), 0.0, count()
+    rng, now, numbers = random.Random(1), 0.0, count()
     waiting, running, idle = list(answers), list[SimulatedRequest](), [0.0] * at_once  # idle: since when, of each slot
     while waiting or running:
         if taken := min(len(waiting), len(idle)):
@@ -57,7 +57,7 @@ def simulate(
         now += cycle_s
         for request in running:
             request.cycles += 1
-            request.left -= draw(chance)
+            request.left -= draw(rng)
         for request in [r for r in running if r.left <= 0]:
             running.remove(request)
             idle.append(now)
@@ -82,21 +82,21 @@ def make_point(at_once: int, answers: list[int], draw: Draw, cycle_s: float, pre
 
 def draw_lengths(longest: int) -> list[int]:
     """As simulated_answers.py: from half of the length to the whole."""
-    chance = random.Random(2)
-    return [round(longest * chance.uniform(0.5, 1)) for _ in range(REQUESTS)]
+    rng = random.Random(2)
+    return [round(longest * rng.uniform(0.5, 1)) for _ in range(REQUESTS)]
 
 
-def accept_alike(chance: random.Random) -> int:
+def accept_alike(rng: random.Random) -> int:
     return int(ACCEPT_LENGTH)
 
 
 def accept_by_chance(mean: float) -> Draw:
     """Return a draw of 1 to 8 tokens a cycle, `mean` on average."""
     share = (mean - 1) / 7
-    return lambda chance: 1 + sum(chance.random() < share for _ in range(7))
+    return lambda rng: 1 + sum(rng.random() < share for _ in range(7))
 
 
-def one_token(chance: random.Random) -> int:
+def one_token(rng: random.Random) -> int:
     return 1
 
 

@@ -10,7 +10,7 @@ from tests.served_cells import replayed_tree
 
 ROW = {
     "checkpoint": "e003", "tree": "t8_2_16", "by": "context", "bucket": "64-96",
-    "cycles": 3, "nodes": 45, "promised": 4.5, "accepted": 6,
+    "cycles": 3, "nodes": 45, "expected_accepted": 4.5, "accepted": 6,
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_no_tree_looked_into_is_no_row(here: None) -> None:
     [
         (None, "not found"),
         ("", r"lacks the columns \['accepted', 'bucket', 'by', "),
-        ("checkpoint,tree,by,bucket,cycles,nodes,promised\n", r"lacks the columns \['accepted'\]"),
+        ("checkpoint,tree,by,bucket,cycles,nodes,expected_accepted\n", r"lacks the columns \['accepted'\]"),
         (
             ",".join(TreeBucket.list_keys()) + "\ne003,t8_2_16,context,64-96,many,45,4.5,6\n",
             "has a line that holds a wrong cycles: .*found 'many'",

@@ -189,8 +189,8 @@ def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> No
         """One load each, whose repeats take so many seconds a token."""
         made = MeasuredServer(name)
         for cap, load in enumerate(paces, 1):
-            chance = random.Random(cap)
-            turns = [[SimpleNamespace(records=records(chance, 4, 50, cap, pace, 1))] for pace in load]
+            rng = random.Random(cap)
+            turns = [[SimpleNamespace(records=records(rng, 4, 50, cap, pace, 1))] for pace in load]
             made.loads[200, cap] = turns  # type: ignore[assignment]
         return made
 

@@ -26,7 +26,7 @@ def successors(path: tuple[int, ...], kind: str, seed: int, tree_scoring: str = 
     probability, or its logarithm.
     """
     as_asked = torch.log_softmax if tree_scoring == "eagle" else torch.softmax
-    if kind == "ties":  # many equal chances
+    if kind == "ties":  # many equal probabilities
         return as_asked(torch.tensor([1.0, 1.0, 1.0, 1.0, -torch.inf]), 0).tolist()
     generator = torch.Generator().manual_seed(hash((path, seed)) & 0x7FFFFFFF)
     logits = torch.randn(VOCAB, generator=generator) * (200 if kind == "saturated" else 2)  # 200: exact zeros and ones
@@ -52,10 +52,10 @@ def enumerate_candidates(
     for step in range(steps):
         level = []
         for score, path, number in beam:
-            chances = successors(path, kind, seed, tree_scoring)
-            for token in best(chances, topk):
-                chance = chances[token] if step == 0 else joined(score, chances[token])
-                level.append((chance, (*path, token), number))
+            probabilities = successors(path, kind, seed, tree_scoring)
+            for token in best(probabilities, topk):
+                probability = probabilities[token] if step == 0 else joined(score, probabilities[token])
+                level.append((probability, (*path, token), number))
         first = len(found)
         found += level
         beam = [(level[i][0], level[i][1], first + i) for i in best([c[0] for c in level], topk)]
@@ -69,10 +69,10 @@ def tensors(kind: str, seed: int, steps: int, topk: int, tree_scoring: str) -> d
     numbers = list(range(topk))
     scores, tokens, parents = [beam], [ids], [torch.full_like(ids, -1)]
     for step in range(1, steps):
-        chances = torch.tensor([[successors(p, kind, seed, tree_scoring) for p in paths]])
-        chances, new_ids = draft_tree.select_topk(chances, topk)
+        probabilities = torch.tensor([[successors(p, kind, seed, tree_scoring) for p in paths]])
+        probabilities, new_ids = draft_tree.select_topk(probabilities, topk)
         new_scores, beam, indices = draft_tree.extend_beam(
-            beam, chances, draft_tree.TREE_SCORINGS[tree_scoring].combine_scores
+            beam, probabilities, draft_tree.TREE_SCORINGS[tree_scoring].combine_scores
         )
         new_ids = new_ids.flatten(1)
         scores.append(new_scores)
@@ -190,7 +190,7 @@ def test_best_of_a_vocabulary_breaks_ties_by_place_too(count: int, k: int, kinds
 
 
 def test_products_stay_ordered_when_they_underflow() -> None:
-    """Products of tiny chances reach denormals and zero; their bits still order as their values do."""
+    """Products of tiny probabilities reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
     assert draft_tree.select_topk(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]
 
@@ -202,15 +202,15 @@ def test_logarithms_order_as_their_values_do() -> None:
 
 
 def test_logarithms_tell_apart_what_products_cannot() -> None:
-    """A path of ten chances of 1e-5: its product is 0 in float32, so that SGLang can't tell it from a worse one."""
+    """A path of ten probabilities of 1e-5: its product is 0 in float32, so that SGLang can't tell it from a worse one."""
     logits = torch.tensor([[0.0, -11.5, -23.0]])
     by_name = {name: how.score_logits(logits) for name, how in draft_tree.TREE_SCORINGS.items()}
     paths = {
         name: [
-            functools.reduce(draft_tree.TREE_SCORINGS[name].combine_scores, [chances[0, token]] * 10)
+            functools.reduce(draft_tree.TREE_SCORINGS[name].combine_scores, [probabilities[0, token]] * 10)
             for token in (1, 2)
         ]
-        for name, chances in by_name.items()
+        for name, probabilities in by_name.items()
     }
     assert paths["sglang"][0] == paths["sglang"][1] == 0 and paths["eagle"][0] > paths["eagle"][1]
 
