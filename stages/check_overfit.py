@@ -149,7 +149,7 @@ def _check_threshold(params: schema.Params, name: str, measurement: OverfitMeasu
     """Return the report of a draft. Raises ValueError where tau is below the threshold of check_overfit.min_tau."""
     settings, losses, perfect_tau = params.check_overfit, measurement.losses, measurement.perfect_tau
     ttt_steps, num_steps = params.train_draft.ttt_steps, _count_chain_drafts(params, name)
-    # The trainer counts matches with what is taught even where the row has another token, so a whole chain can be reached.
+    # The trainer counts matches with the labels even where the row has another token, so a whole chain can be reached.
     of_whole_chains = scale_threshold(settings.min_tau, 1 + num_steps, ttt_steps)
     if measurement.engine_tau is None:
         tau, required = measurement.trainer_tau, of_whole_chains

@@ -213,7 +213,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     if found.same_head and found.same_choice:
         checks.check_drawn_tokens(p, difference)
         print(
-            f"note: {difference}. It is the class's own head, so the class caps its logits; drafts are taught without"
+            f"note: {difference}. It is the class's own head, so the class caps its logits; drafts are trained without"
         )
         return 1.0
     raise ValueError(

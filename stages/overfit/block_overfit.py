@@ -1,7 +1,7 @@
 """The overfit gate of a block draft: a fresh one of a segment's method and sizes, by its own loss.
 
-Each step draws anchors of the row again, as training does. DFlash and DFlash2 are taught the row's own tokens; DSpark mostly the
-target's distribution, so its chains get as far as the target's most likely tokens are the row's, as EAGLE-3's do.
+Each step draws anchors of the row again, as training does. The labels of DFlash and DFlash2 are the row's own tokens; of
+DSpark mostly the target's distribution, so its chains get as far as the target's most likely tokens are the row's, as EAGLE-3's do.
 
 Letters: R anchors, D drafts of a block.
 """
@@ -40,7 +40,7 @@ class BlockOverfit(OverfitRun):
 
     @torch.no_grad()
     def count_accepted(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> Sequence[int]:
-        """Count argmax matches with what is taught, of blocks at every position of the answer, some at a time."""
+        """Count argmax matches with the labels, of blocks at every position of the answer, some at a time."""
         anchors = block_loss.list_anchors(row.mask, torch.zeros_like(row.ids))
         accepted: list[int] = []
         for anchor_group in anchors.split(self.objective.num_anchors):

@@ -23,7 +23,7 @@ class OverfitRun(ABC):
     learns_own_tokens = False  # the row's own; else what the target is most likely to answer
 
     def compute_perfect_tau(self, row: HiddenStatesRow, head: Tensor) -> float:
-        """Return tau of a draft that has learned all that it is taught, along the row's answer; head [V, H] is the target's."""
+        """Return tau of a draft that has learned all its labels, along the row's answer; head [V, H] is the target's."""
         answer = slice(row.prompt_length, None)
         if self.learns_own_tokens:
             return forced_decode.compute_chain_tau([True] * (len(row.ids[answer]) - 1), self.num_steps)

@@ -56,7 +56,7 @@ def build_segment_config(name: str, p: schema.Params, root: dict[str, Any], targ
 
 
 def estimate_epoch(p: schema.Params, segment: BlockSegment, rows: int, length: int) -> BlockWork:
-    """Return the most that an epoch of `rows` rows of `length` tokens has: full packs, every position taught, whole blocks."""
+    """Return the most that an epoch of `rows` rows of `length` tokens has: full packs, all positions supervised, whole blocks."""
     tokens = rows * length
     pack = min(tokens, p.train_draft.batch_tokens)
     blocks = tokens / max(pack, 1) * min(segment.anchors, pack)

@@ -1,10 +1,10 @@
 """The loss of a block draft: anchors, labels of their blocks, and the weighted loss in chunks.
 
 Anchors (DeepSpec, common.py:109-169; SpecForge, dflash_family_model.py:179-210): a position is a candidate iff it and the next
-token are taught, in one document. Up to a number of them is drawn uniformly without replacement.
+token are supervised, in one document. Up to a number of them is drawn uniformly without replacement.
 
 Draft d of the block at anchor a has the label y[a + 1 + d] in all methods (draft/block_draft.py). It is valid iff that token
-and all tokens between are taught tokens of the anchor's document: a block ends at the first hole, as in DeepSpec. SpecForge's
+and all tokens between are supervised tokens of the anchor's document: a block ends at the first hole, as in DeepSpec. SpecForge's
 DFlash tests each label alone; such labels after a hole are left out here.
 
 Loss of a valid draft, weight exp(-d / decay) (DeepSpec, loss.py:25-37; SpecForge's exp(-(i - 1) / decay) of slot i = d + 1 is
@@ -87,7 +87,7 @@ class BlockLoss(NamedTuple):
 
 
 def sample_anchors(is_taught: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """Return up to `num_anchors` anchors [R], ascending, of a pack with taught tokens [S] bool and documents [S], on the CPU."""
+    """Return up to `num_anchors` anchors [R], ascending, of a pack, supervised [S] bool and documents [S], on the CPU."""
     index = list_anchors(is_taught, documents)
     chosen = torch.randperm(len(index), generator=generator)[:num_anchors]
     return index[chosen].sort().values

@@ -1,4 +1,4 @@
-"""Training of block drafts (DFlash, DFlash2, DSpark) on packs: which blocks are taught, and the loss of a pack.
+"""Training of block drafts (DFlash, DFlash2, DSpark) on packs: which blocks are supervised, and the loss of a pack.
 
 Of each pack up to `num_anchors` anchors are drawn, again in every epoch, by train_draft.seed and the pack's index in training
 (epoch, step, pack); so neither the number of processes nor a resume changes them. Labels and loss: block_loss.py.
@@ -34,7 +34,7 @@ OBJECTIVES = {
 
 @dataclass(kw_only=True)
 class BlockPack(SupervisedPack):
-    """Concatenated rows, and the blocks that are taught."""
+    """Concatenated rows, and the blocks that are supervised."""
 
     anchors: Tensor  # [R] int64: indices into the pack
     label_tokens: Tensor  # [R, D]; this and the following are the fields of BlockLabels
