@@ -30,7 +30,7 @@ Disk at 8B shape, 2,000 rows of 760 tokens on average, fp8: target 16 GB, hidden
     extract   weights 16.4 GB, buffers 8.6, MLP of one block 9.7, streams and norms 6: about 41 GB; no mask, since the flash
               kernel takes borders
     train     weights, moments, tables, logits of a chunk 15 GB; pack 4.3 to 8.6; states and their gradients, joined and by step,
-              30; keys and values of 7 steps 4; one step computed again 30 at most: about 85 GB with every position taught.
+              30; keys and values of 7 steps 4; one step computed again 30 at most: about 85 GB with every position supervised.
               Without computing again (training/ttt.py) 1.25 MiB a token: 180 GB. FlexAttention's blocks: 4 tables of 1,024²
     replay    features, fused, keys and values 8 GB, tables 0.4; places are expanded as many at once as 2^27 logits allow, 6 of
               them at topks 1 and 4; cycles traced likewise

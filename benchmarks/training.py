@@ -5,8 +5,8 @@ bfloat16 written as extract_hiddens would, then epochs of train_draft's own loop
 (research/measured_anchors.md): 16.46 GFLOP a token of dense 2,048-token rows; the card's bf16 peak is 989 TFLOP/s by its
 datasheet, about 790 by a large matrix product. MFU is counted against 989, and only for `dense`.
 
-    dense     rows of 2,048 tokens, all of them taught
-    real      lognormal lengths, mean 850, at most 4,096, the last 60% of each row taught
+    dense     rows of 2,048 tokens, all of them supervised
+    real      lognormal lengths, mean 850, at most 4,096, the last 60% of each row supervised
     long      one row of 32,768 tokens
 
 `--method dflash dspark` trains block drafts (training_blocks.py): five layers, blocks of 16 or 7, 512 anchors a pack of 4,096
@@ -160,13 +160,13 @@ def rows(args: argparse.Namespace, scenario: str):
     torch.manual_seed(1)
     while made < args.tokens:
         length = LENGTHS[scenario](rng)
-        taught = torch.arange(length) >= (0 if scenario != "real" else round(0.4 * length))
+        supervised = torch.arange(length) >= (0 if scenario != "real" else round(0.4 * length))
         hidden = 0 if args.online else args.hidden
         split = len(args.layer_ids) * hidden
         features = torch.randn(length, split + hidden, device=device, dtype=torch.bfloat16).cpu()
         ids = torch.randint(0, args.vocab, (length,), dtype=torch.int32)
         yield format.HiddenStatesRow(
-            str(made), ids, taught, int((~taught).sum()), "stop",
+            str(made), ids, supervised, int((~supervised).sum()), "stop",
             features=features[:, :split].contiguous(), last=features[:, split:].contiguous(),
         )  # fmt: skip
         made += length

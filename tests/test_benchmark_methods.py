@@ -52,9 +52,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with every checkpoint of CHECKPOINTS, on a tiny random target; we stand in it."""
-    project = tmp_path_factory.mktemp("taught")
+    project = tmp_path_factory.mktemp("trained")
     for name in ("artifacts", "tiny"):
         (project / name).symlink_to(talking_made / name)
     (project / "params.yaml").write_text((talking_made / "params.yaml").read_text())
@@ -99,7 +99,7 @@ def taught(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def tables(taught: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(trained_project: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return manifest.read_embedding_and_head(manifest.read_manifest())
 
 
@@ -142,7 +142,7 @@ def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: 
     found = registry.TRAINABLE_METHODS["eagle"].compute_loss(
         eagle, pack, embedding, head, ttt.TrainingObjective(1), None
     )
-    near, soft, hits, taught = 0.0, 0.0, 0, 0
+    near, soft, hits, supervised = 0.0, 0.0, 0, 0
     for row in rows():
         ids = row.ids.long()
         guessed = layer(eagle, embedding[ids[1:]], row.last[:-1])  # of position p, for p + 1
@@ -152,9 +152,9 @@ def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: 
                 logits, teacher = guessed[p] @ head.T, row.last[p + 1] @ head.T
                 soft += cross_entropy(logits, teacher).item()
                 hits += int(logits.argmax() == teacher.argmax())
-                taught += 1
-    assert taught == pack.supervised_per_step[0] > 100
-    assert found.total_loss.item() == pytest.approx((near + 0.1 * soft) / taught, rel=1e-4)
+                supervised += 1
+    assert supervised == pack.supervised_per_step[0] > 100
+    assert found.total_loss.item() == pytest.approx((near + 0.1 * soft) / supervised, rel=1e-4)
     assert float(found.loss_per_step[0]) == pytest.approx(near + 0.1 * soft, rel=1e-4)
     assert int(found.argmax_matches.sum()) == hits
     found.total_loss.backward()
@@ -162,7 +162,7 @@ def test_eagles_loss_is_smooth_l1_and_a_tenth_of_the_soft_cross_entropy(tables: 
 
 
 def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) -> None:
-    """Over the draft's vocabulary, where the target's likeliest token is in it, as EAGLE-3 is taught."""
+    """Over the draft's vocabulary, where the target's likeliest token is in it, as EAGLE-3 learns it."""
     embedding, head = tables
     heads = loaded("heads1", "medusa", head)
     kept = heads.t2d.nonzero()[:, 0]
@@ -201,7 +201,9 @@ def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
 
 
 @pytest.mark.parametrize(("chained", "straight"), [("eagle3ep", "eagle_straight"), ("heads3", "heads_straight")])
-def test_a_chain_of_segments_is_bit_for_bit_one_straight_run(taught: Path, chained: str, straight: str) -> None:
+def test_a_chain_of_segments_is_bit_for_bit_one_straight_run(
+    trained_project: Path, chained: str, straight: str
+) -> None:
     for file in ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json"):
         assert (Path("drafts") / chained / file).read_bytes() == (Path("drafts") / straight / file).read_bytes()
     log = json.loads(Path(f"results/train/{straight}.json").read_text())["epochs"]
@@ -238,7 +240,7 @@ def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [*DRAFTED, *DRAFTLESS])
-def test_a_row_says_what_was_decoded(taught: Path, name: str) -> None:
+def test_a_row_says_what_was_decoded(trained_project: Path, name: str) -> None:
     benchmark_methods.main(name)
     found = method_records.read_method_cell(name, "a stage")
     assert found["metrics"]["identical_share"] == 1.0
@@ -275,7 +277,7 @@ def _tensors(name: str) -> dict[str, torch.Tensor]:
     return checkpoint.read_tensors(checkpoint.locate_checkpoint(name) / "draft/model.safetensors", "a test")
 
 
-def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> None:
+def test_a_row_of_drawn_answers_says_what_plain_decoding_says(trained_project: Path) -> None:
     before = Path("params.yaml").read_text()
     workload = {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM, "temperature": 0.8, "top_p": 0.95}
     try:
@@ -287,7 +289,7 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(taught: Path) -> N
         Path("params.yaml").write_text(before)
 
 
-def test_a_row_repeats_until_its_speedup_is_known(taught: Path) -> None:
+def test_a_row_repeats_until_its_speedup_is_known(trained_project: Path) -> None:
     """Bug: `until` and `repeats` of the workload were ignored; each prompt was decoded once."""
     before = Path("params.yaml").read_text()
     workload = {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM}
@@ -314,7 +316,7 @@ def test_a_row_repeats_until_its_speedup_is_known(taught: Path) -> None:
     assert spent.stopping.half_width == pytest.approx(half, rel=1e-12)
 
 
-def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
+def test_a_static_tree_follows_the_checkpoints_accuracies(trained_project: Path) -> None:
     settings = schema.load_params().get_method_row("medusa")
     assert isinstance(settings, StaticRow)
     accuracy = [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]
@@ -327,7 +329,7 @@ def test_a_static_tree_follows_the_checkpoints_accuracies(taught: Path) -> None:
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_is_not_there_is_named_with_what_to_run(taught: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_named_with_what_to_run(trained_project: Path) -> None:
     Path("drafts/heads3").rename("drafts/elsewhere")
     try:
         with pytest.raises(
@@ -338,7 +340,7 @@ def test_a_checkpoint_that_is_not_there_is_named_with_what_to_run(taught: Path) 
         Path("drafts/elsewhere").rename("drafts/heads3")
 
 
-def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
+def test_another_methods_checkpoint_is_refused(trained_project: Path) -> None:
     with pytest.raises(ValueError, match="is of the method eagle, expected medusa"):
         method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("eagle1"), "medusa", "train_draft@eagle1")
     with pytest.raises(ValueError, match="is of the method eagle3, expected eagle"):
@@ -347,7 +349,7 @@ def test_another_methods_checkpoint_is_refused(taught: Path) -> None:
         eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("heads1"), "train_draft@heads1")
 
 
-def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path: Path) -> None:
+def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path, tmp_path: Path) -> None:
     config, tensors = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("heads1"), "medusa", "a test")
     wrong = partial(checkpoint.find_shape_problem, list_shapes=method_checkpoint.list_method_shapes)
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
@@ -357,7 +359,7 @@ def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(taught: Path, tmp_path
     assert "lacks 'heads'" in wrong({k: v for k, v in config.items() if k != "heads"}, tensors)
 
 
-def test_a_row_that_is_not_listed_is_named(taught: Path) -> None:
+def test_a_row_that_is_not_listed_is_named(trained_project: Path) -> None:
     with pytest.raises(
         ValueError, match="benchmark_methods has no 'hydra'; it has eagle3, eagle2, eagle, medusa, lookahead"
     ):

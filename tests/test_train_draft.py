@@ -260,7 +260,7 @@ def finish(project: Path, name: str = "straight") -> dict:
 
 
 def test_labels_are_the_targets_own_logits_with_its_scale(project: Path, small_run: Path, tmp_path: Path) -> None:
-    """Bug: drafts of targets that divide their logits (Granite) were taught a distribution that is far too certain."""
+    """Bug: drafts of targets that divide their logits (Granite) were trained on a distribution that is far too certain."""
     other = shutil.copytree(project, tmp_path / "other")
     about = json.loads((project / "artifacts/target/target.json").read_text())
     (project / "artifacts/target/target.json").write_text(json.dumps(about | {"logits_scale": 0.25}))

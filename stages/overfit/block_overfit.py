@@ -1,7 +1,8 @@
 """The overfit gate of a block draft: a fresh one of a segment's method and sizes, by its own loss.
 
 Each step draws anchors of the row again, as training does. The labels of DFlash and DFlash2 are the row's own tokens; of
-DSpark mostly the target's distribution, so its chains get as far as the target's most likely tokens are the row's, as EAGLE-3's do.
+DSpark mostly the target's distribution, so its chains get as far as the target's most likely tokens are the row's, as those of
+EAGLE-3 do.
 
 Letters: R anchors, D drafts of a block.
 """

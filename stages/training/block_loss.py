@@ -86,27 +86,27 @@ class BlockLoss(NamedTuple):
         return 1 + self.acceptance.cumprod(1).sum(1).mean()
 
 
-def sample_anchors(is_taught: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
+def sample_anchors(is_supervised: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
     """Return up to `num_anchors` anchors [R], ascending, of a pack, supervised [S] bool and documents [S], on the CPU."""
-    index = list_anchors(is_taught, documents)
+    index = list_anchors(is_supervised, documents)
     chosen = torch.randperm(len(index), generator=generator)[:num_anchors]
     return index[chosen].sort().values
 
 
-def list_anchors(is_taught: Tensor, documents: Tensor) -> Tensor:
+def list_anchors(is_supervised: Tensor, documents: Tensor) -> Tensor:
     """Return all candidates [R], ascending."""
-    candidates = is_taught[:-1] & is_taught[1:] & (documents[:-1] == documents[1:])
+    candidates = is_supervised[:-1] & is_supervised[1:] & (documents[:-1] == documents[1:])
     return candidates.nonzero()[:, 0]
 
 
 def build_block_labels(
-    ids: Tensor, is_taught: Tensor, documents: Tensor, anchors: Tensor, num_drafts: int
+    ids: Tensor, is_supervised: Tensor, documents: Tensor, anchors: Tensor, num_drafts: int
 ) -> BlockLabels:
-    """Return the labels of blocks at anchors [R] of a pack: ids, is_taught and documents [S]."""
+    """Return the labels of blocks at anchors [R] of a pack: ids, is_supervised and documents [S]."""
     index = anchors[:, None] + 1 + torch.arange(num_drafts, device=ids.device)  # [R, D]
     inside = index < len(ids)
     index = index.clamp(max=len(ids) - 1)
-    is_valid = inside & is_taught[index] & (documents[index] == documents[anchors, None])
+    is_valid = inside & is_supervised[index] & (documents[index] == documents[anchors, None])
     tokens = torch.where(inside, ids[index], 0)
     previous = torch.cat([ids[anchors, None], tokens[:, :-1]], 1)
     is_valid = is_valid.cumprod(1).bool()

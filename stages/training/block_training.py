@@ -46,8 +46,8 @@ class BlockPack(SupervisedPack):
     @classmethod
     def at_anchors(cls, rows: Sequence[PackRow], anchors: Tensor, num_drafts: int, pinned: bool = False) -> "BlockPack":
         """Build the pack of blocks at anchors [R] on the CPU."""
-        packed, is_taught = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
-        labels = block_loss.build_block_labels(packed.ids, is_taught, packed.row_index, anchors, num_drafts)
+        packed, is_supervised = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
+        labels = block_loss.build_block_labels(packed.ids, is_supervised, packed.row_index, anchors, num_drafts)
         return cls(
             **vars(packed),
             anchors=anchors,
@@ -85,12 +85,12 @@ class BlockTrainingObjective:
 
     def build_pack(self, rows: Sequence[PackRow], pack_index: PackIndex, pinned: bool) -> BlockPack:
         """Build a pack on the CPU, its anchors drawn by the seed and `pack_index`."""
-        is_taught = torch.cat([r.mask for r in rows])
+        is_supervised = torch.cat([r.mask for r in rows])
         documents = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(r.ids) for r in rows]))
         # torch's generator uses 32 bits of a seed: SeedSequence mixes all four numbers into them
         (seed,) = np.random.SeedSequence((self.seed, *pack_index)).generate_state(1).tolist()
         generator = torch.Generator().manual_seed(seed)
-        anchors = block_loss.sample_anchors(is_taught, documents, self.num_anchors, generator)
+        anchors = block_loss.sample_anchors(is_supervised, documents, self.num_anchors, generator)
         return BlockPack.at_anchors(rows, anchors, self.num_steps, pinned)
 
     def list_weights(self) -> list[float]:

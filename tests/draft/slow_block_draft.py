@@ -163,7 +163,7 @@ class Document(NamedTuple):
     """One row of t tokens."""
 
     ids: Tensor  # [t]
-    is_taught: Tensor  # [t] bool
+    is_supervised: Tensor  # [t] bool
     features: Tensor  # [t, K*H]
     last: Tensor  # [t, H]
 
@@ -180,18 +180,18 @@ class DraftLoss(NamedTuple):
 def block_losses(
     draft: BlockDraft, embedding: Tensor, head: Tensor, row: Document, a: int, objective: BlockLossWeights
 ) -> list[DraftLoss]:
-    """The losses of the drafts at anchor a, up to the first token that is not taught."""
+    """The losses of the drafts at anchor a, up to the first token that is not supervised."""
     ids = row.ids.tolist()
     states = block_states(draft, embedding, ids, row.features, a)
     previous = [*ids, *[0] * draft.config.block_size][a : a + draft.config.num_drafts]
     logits, selected = draft_logits(draft, states, head, previous), None
-    if draft.candidate_selector is not None:  # the slots' own logits are taught too
+    if draft.candidate_selector is not None:  # the slots' own logits are supervised too
         logits, selected = [head @ h for h in states[1:]], logits
     confidence = None if draft.confidence_head is None else confidences(draft, states, previous)
     losses: list[DraftLoss] = []
     for d, of_draft in enumerate(logits):
         t = a + 1 + d
-        if t >= len(ids) or not row.is_taught[t]:
+        if t >= len(ids) or not row.is_supervised[t]:
             break
         q, p = torch.softmax(of_draft, 0), torch.softmax(head @ row.last[t - 1], 0)
         loss = -objective.ce * q[ids[t]].log() + objective.l1 * (q - p).abs().sum()

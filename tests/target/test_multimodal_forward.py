@@ -288,7 +288,7 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
         assert walked == [s.num_accepted for s in steps[1:]][: len(walked)]
         assert (
             len(walked) >= len(steps) - 2
-        )  # a last cycle may stand on the answer's last token, where nothing is taught
+        )  # a last cycle may stand on the answer's last token, where nothing is supervised
 
 
 def test_company_changes_nothing(run: Run) -> None:

@@ -108,8 +108,8 @@ def test_gradients_of_the_selector_are_the_same_in_every_run() -> None:
     generator = torch.Generator().manual_seed(2)
     length = 300
     ids = torch.randint(22, (length,), generator=generator)
-    taught, documents = torch.ones(length).bool(), torch.zeros(length, dtype=torch.int64)
-    labels = build_block_labels(ids, taught, documents, torch.arange(length - 1), draft.config.num_drafts)
+    supervised, documents = torch.ones(length).bool(), torch.zeros(length, dtype=torch.int64)
+    labels = build_block_labels(ids, supervised, documents, torch.arange(length - 1), draft.config.num_drafts)
     hidden = torch.randn(length - 1, 16, draft.config.hidden_size, generator=generator)
     last, threads = torch.randn(length, draft.config.hidden_size, generator=generator), torch.get_num_threads()
     torch.set_num_threads(2)

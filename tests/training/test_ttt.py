@@ -44,7 +44,7 @@ def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
 
 
 def learned(mask: list[int], steps: int, kind: str) -> list[list[int]]:
-    """The label tokens that each step is taught."""
+    """The labels of each step."""
     gates = ttt.build_supervision_mask(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
     return [[p + 2 + k for p in gate.nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
 
@@ -85,7 +85,7 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
     found = torch.autograd.grad(result.total_loss, list(draft.parameters()))
     total = torch.zeros(())
     for k in range(STEPS):
-        losses, hits, taught = [], 0, 0
+        losses, hits, supervised = [], 0, 0
         for row in rows:
             ids, tokens, assistant = row.ids.tolist(), len(row.ids), row.mask.tolist()
             for p in range(tokens - 2 - k):
@@ -95,13 +95,13 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
                 logits = scale * head @ row.last[p + 1 + k]
                 probs = guess(draft, embedding, ids, row.features, p, ids[p + 2 : p + 2 + k])
                 answer, drafted = int(logits.argmax()), int(draft.to_target(probs.argmax()))
-                taught, hits = taught + 1, hits + (answer == drafted)
+                supervised, hits = supervised + 1, hits + (answer == drafted)
                 if bool(draft.t2d[answer]):
                     losses.append(slow_loss(loss, logits, probs, draft.t2d))
-        assert pack.supervised_per_step[k] == taught
+        assert pack.supervised_per_step[k] == supervised
         assert int(result.argmax_matches[k].sum()) == hits
         assert result.loss_per_step[k].item() == pytest.approx(float(sum(x.detach() for x in losses)), rel=1e-4)
-        total = total + 0.8**k * sum(losses) / max(1, taught)
+        total = total + 0.8**k * sum(losses) / max(1, supervised)
     assert result.total_loss.item() == pytest.approx(total.item(), rel=1e-4)
     expected = torch.autograd.grad(total, list(draft.parameters()))
     for (name, _), a, b in zip(draft.named_parameters(), found, expected, strict=True):
