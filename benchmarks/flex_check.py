@@ -18,7 +18,8 @@ from triton.testing import do_bench
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.training import attention_mask, block_training, ttt
 from stages.training.block_training import OBJECTIVES, BlockTrainingObjective
 from stages.training.packed_rows import PackIndex

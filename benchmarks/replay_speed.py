@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
+from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
+from stages.draft.eagle3_config import DraftConfig
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayOutput, compute_capacity, replay_answers
 from stages.replay.replay_batch import ReplayBatch

@@ -94,14 +94,12 @@ def write_draft(folder: Path, name: str, model) -> DraftOnDisk:
     blocks, dtype = model.config.num_hidden_layers, str(model.dtype)[6:]
     if name == "eagle3":
         layers = feature_layers.default_eagle3_feature_layers(blocks)
-        draft: Eagle3Draft | BlockDraft = engine.draft_for(model, min(32000, model.config.vocab_size))
-        sizes = {key: getattr(draft.config, key) for key in eagle3_checkpoint.SIZE_KEYS}
+        eagle3 = engine.draft_for(model, min(32000, model.config.vocab_size))
         config = eagle3_checkpoint.build_eagle3_config(
-            sizes, draft.config.rope, layers, blocks, [model.config.eos_token_id]
+            eagle3.config, layers, blocks, [model.config.eos_token_id], dtype
         )
-        config["dtype"] = dtype
-        eagle3_checkpoint.write_eagle3_draft(folder, config, draft.state_dict())
-        return DraftOnDisk(folder, draft, config, EAGLE3_TREE, layers)
+        eagle3_checkpoint.write_eagle3_draft(folder, config, eagle3.state_dict())
+        return DraftOnDisk(folder, eagle3, config, EAGLE3_TREE, layers)
     layers = [layer for layer in FEATURE_LAYERS if layer < blocks - 1]
     draft = draw_draft(model, name, 5, layers, 0.02)
     config = block_checkpoint.build_block_config(draft.config, blocks, dtype)

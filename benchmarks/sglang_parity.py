@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from stages.draft import eagle3_checkpoint
+from stages.draft.eagle3_config import DraftConfig
 from stages.target import feature_layers, hooks, loading, packed_forward
 
 V, D, H, LAYERS, MOST = 4096, 1024, 1024, 12, 2048
@@ -59,16 +60,15 @@ def make_target(folder: Path, name: str) -> None:
 
 def make_draft(folder: Path) -> None:
     """A random draft of that target; what it drafts is of no account."""
-    shape = {**SHAPE, "draft_vocab_size": D}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    sizes = DraftConfig(**SHAPE, draft_vocab_size=D, rope=rope)
     folder.mkdir(parents=True, exist_ok=True)
-    config = eagle3_checkpoint.build_eagle3_config(
-        shape, rope, feature_layers.default_eagle3_feature_layers(LAYERS), LAYERS, [1]
-    )
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    layers = feature_layers.default_eagle3_feature_layers(LAYERS)
+    config = eagle3_checkpoint.build_eagle3_config(sizes, layers, LAYERS, [1], "bfloat16")
+    (folder / "config.json").write_text(json.dumps(config))
     tensors = {
         name: torch.randn(size, dtype=torch.bfloat16) * 0.02
-        for name, size in eagle3_checkpoint.list_tensor_shapes(config).items()
+        for name, size in eagle3_checkpoint.list_tensor_shapes(sizes).items()
     }
     tensors |= {"d2t": torch.zeros(D, dtype=torch.int64), "t2d": torch.arange(V) < D}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -34,7 +34,8 @@ from benchmarks.engine import go_on_after_failure
 from benchmarks.extraction import FLOP as TARGET_FLOP
 from benchmarks.random_target import build_config, build_model
 from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjective, build_block_draft, describe_work
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft

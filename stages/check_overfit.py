@@ -21,6 +21,7 @@ from tqdm import trange
 
 from stages.data import conversations
 from stages.draft import block_initialisation, checkpoint, eagle3_checkpoint
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine import forced_decode
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
@@ -121,7 +122,8 @@ def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, 
         return Eagle3Overfit(config, tensors, layers, settings, device, target_manifest.logits_scale)
     segment, longest = settings.checkpoints[name], int(reader.read_index(HIDDENS)["length"].max() or 0)
     assert isinstance(segment, BlockSegment), name
-    draft, _ = block_initialisation.build_untrained_draft(name, segment, config, target_manifest, params, longest)
+    sizes = DraftConfig.from_json(config)
+    draft, _ = block_initialisation.build_untrained_draft(name, segment, sizes, target_manifest, params, longest)
     return BlockOverfit(draft, segment, settings.seed, device, target_manifest.logits_scale)
 
 

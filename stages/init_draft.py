@@ -5,6 +5,7 @@ fusion starts near the mean of the three feature layers. With `init_draft.from` 
 a published draft (warm start).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from stages.draft import (
     published_files,
     vocabulary,
 )
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
 from stages.params.section import ROOT_CHECKPOINT
@@ -38,29 +40,31 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
     target_manifest = manifest.read_manifest()
     checks.check_draft_vocab(params, target_manifest.vocab_size)
     counts = {split: _count_tokens(split, target_manifest.vocab_size) for split in ("train", "eval")}
-    draft, config = (
+    draft, layers = (
         _load_published_draft(params, target_manifest)
         if params.init_draft.from_
         else _build_fresh_draft(params, target_manifest, counts["train"])
     )
     required = _count_required_positions(params)
-    if config["max_position_embeddings"] < required:
+    if draft.config.max_position_embeddings < required:
         raise ValueError(
-            f"params.yaml: init_draft.max_position_embeddings {config['max_position_embeddings']} is below "
+            f"params.yaml: init_draft.max_position_embeddings {draft.config.max_position_embeddings} is below "
             f"extract_hiddens.max_length + train_draft.ttt_steps = {required}: later positions would be trained wrong; raise "
             "it (or that of draft_config_path), or set null for the target's"
         )
     folder = checkpoint.locate_checkpoint(name)
+    config = build_config_json(draft.config, layers, target_manifest)
     eagle3_checkpoint.write_eagle3_draft(folder, config, draft.state_dict())
     checkpoint.write_state(folder, {}, {"epoch": 0, "step": 0})
-    _write_report(name, config, draft, counts)
+    _write_report(name, draft, counts)
 
 
-def _write_report(name: str, config: dict[str, Any], draft: Eagle3Draft, counts: dict[str, torch.Tensor]) -> None:
+def _write_report(name: str, draft: Eagle3Draft, counts: dict[str, torch.Tensor]) -> None:
     """Write and print the coverage of the vocabulary by counts [V] of each split."""
+    config = draft.config
     report = {
-        "draft_vocab_size": config["draft_vocab_size"],
-        "target_vocab_size": config["vocab_size"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_vocab_size": config.vocab_size,
         "distinct_tokens_train": int((counts["train"] > 0).sum()),
         "coverage_train": vocabulary.compute_coverage(counts["train"], draft.t2d),
         "coverage_eval": vocabulary.compute_coverage(counts["eval"], draft.t2d),
@@ -68,25 +72,25 @@ def _write_report(name: str, config: dict[str, Any], draft: Eagle3Draft, counts:
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
     print(
-        f"{name}: {report['draft_parameters']:,} parameters, draft vocabulary {config['draft_vocab_size']} of "
-        f"{config['vocab_size']}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
+        f"{name}: {report['draft_parameters']:,} parameters, draft vocabulary {config.draft_vocab_size} of "
+        f"{config.vocab_size}, covers {report['coverage_eval']:.2%} of the eval answers' tokens"
     )
     if report["coverage_eval"] < LEAST_COVERAGE:
         print(
             f"warning: {1 - report['coverage_eval']:.1%} of the eval answers' tokens are not in the draft's vocabulary, and each "
-            f"ends a chain of accepted drafts; raise init_draft.draft_vocab_size (null: all {config['vocab_size']})"
+            f"ends a chain of accepted drafts; raise init_draft.draft_vocab_size (null: all {config.vocab_size})"
         )
 
 
 def _build_fresh_draft(
     params: schema.Params, target_manifest: TargetManifest, counts: torch.Tensor
-) -> tuple[Eagle3Draft, dict[str, Any]]:
-    """Return a draft with random weights and the vocabulary by counts [V], and its config.json."""
+) -> tuple[Eagle3Draft, list[int]]:
+    """Return a draft with random weights and the vocabulary by counts [V], and its feature layers."""
     config = infer_config(params, target_manifest)
-    chosen = vocabulary.choose_vocabulary(counts, config["draft_vocab_size"], target_manifest.eos_token_ids)
+    chosen = vocabulary.choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
     d2t, t2d = vocabulary.build_vocabulary_maps(chosen, target_manifest.vocab_size)
     torch.manual_seed(params.init_draft.seed)
-    draft = Eagle3Draft(DraftConfig.from_json(config))
+    draft = Eagle3Draft(config)
     draft.d2t.copy_(d2t)
     draft.t2d.copy_(t2d)
     for name, parameter in draft.named_parameters():
@@ -95,29 +99,41 @@ def _build_fresh_draft(
         if name == "fc.weight":
             count = feature_layers.NUM_EAGLE3_FEATURES
             parameter.data += torch.eye(target_manifest.hidden_size).repeat(1, count) / count
-    return draft, config
+    return draft, choose_feature_layers(params, target_manifest)
 
 
-def infer_config(params: schema.Params, target_manifest: TargetManifest) -> dict[str, Any]:
-    """Return config.json of a new draft: sizes of params.yaml, and of the target where those are null.
+def infer_config(params: schema.Params, target_manifest: TargetManifest) -> DraftConfig:
+    """Return a new draft's sizes and options: those of params.yaml, and of the target where they are null.
 
     Raises ValueError where a new draft is asked for and the feature layers that it reads are not stored.
     """
     init = params.init_draft
-    shape: dict[str, Any] = {key: getattr(target_manifest, key, None) for key in eagle3_checkpoint.SIZE_KEYS} | {
-        "intermediate_size": init.intermediate_size or target_manifest.intermediate_size,
-        "draft_vocab_size": init.draft_vocab_size or target_manifest.vocab_size,
-        "max_position_embeddings": _choose_max_positions(params, target_manifest.max_position_embeddings),
-    }
+    inferred = DraftConfig(
+        hidden_size=target_manifest.hidden_size,
+        intermediate_size=init.intermediate_size or target_manifest.intermediate_size,
+        num_attention_heads=target_manifest.num_attention_heads,
+        num_key_value_heads=target_manifest.num_key_value_heads,
+        head_dim=target_manifest.head_dim,
+        vocab_size=target_manifest.vocab_size,
+        draft_vocab_size=init.draft_vocab_size or target_manifest.vocab_size,
+        max_position_embeddings=_choose_max_positions(params, target_manifest.max_position_embeddings),
+        rms_norm_eps=target_manifest.rms_norm_eps,
+        rope=target_manifest.rope,
+        **_list_options(params),
+    )
+    return _override_config(params, target_manifest, choose_feature_layers(params, target_manifest), inferred)
+
+
+def choose_feature_layers(params: schema.Params, target_manifest: TargetManifest) -> list[int]:
+    """Return the feature layers of a new draft, of EAGLE-3's own where none is made, but its size estimated."""
     own_layers = feature_layers.default_eagle3_feature_layers(target_manifest.num_layers)
-    layers = own_layers  # also where no new draft is made, but its size estimated
-    if init.makes_fresh_draft:
-        layers = init.choose_feature_layers(target_manifest.feature_layers, own_layers)
-    return _build_config(params, target_manifest, layers, shape, target_manifest.rope, _list_options(params))
+    if not params.init_draft.makes_fresh_draft:
+        return own_layers
+    return params.init_draft.choose_feature_layers(target_manifest.feature_layers, own_layers)
 
 
-def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, dict[str, Any]]:
-    """Return a published draft in float32, with its own vocabulary, and its config.json.
+def _load_published_draft(params: schema.Params, target_manifest: TargetManifest) -> tuple[Eagle3Draft, list[int]]:
+    """Return a published draft in float32, with its own vocabulary, and its feature layers.
 
     Raises ValueError where params.yaml has other sizes or norms than its weights.
     """
@@ -131,21 +147,23 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     print(f"{ROOT_CHECKPOINT} starts from {name}" + (f" at {commit}" if commit else ""))
     for note in published.notes:
         print(f"note: {note}")
+    given = DraftConfig.from_json(published.config)
     vocab_size = init.draft_vocab_size or target_manifest.vocab_size
-    _check_agreement("draft_vocab_size", vocab_size, published.config["draft_vocab_size"])
-    _check_agreement("intermediate_size", init.intermediate_size, published.config["intermediate_size"])
+    _check_agreement("draft_vocab_size", vocab_size, given.draft_vocab_size)
+    _check_agreement("intermediate_size", init.intermediate_size, given.intermediate_size)
     for key, requested in _list_options(params).items():
         if key != "sliding_window":  # has no weights, so training may add or drop it
-            _check_agreement(key, requested, bool(published.options.get(key)))
-    shape = {key: published.config[key] for key in eagle3_checkpoint.SIZE_KEYS}
-    shape["max_position_embeddings"] = _choose_max_positions(params, published.config["max_position_embeddings"])
-    options = {**published.options, "sliding_window": init.sliding_window}
+            _check_agreement(key, requested, getattr(given, key))
+    max_positions = _choose_max_positions(params, given.max_position_embeddings)
+    inferred = replace(given, max_position_embeddings=max_positions, sliding_window=init.sliding_window)
     layers = eagle3_checkpoint.read_feature_layers(published.config, target_manifest.num_layers)
     _check_agreement("feature_layers", init.feature_layers, layers)
-    config = _build_config(params, target_manifest, layers, shape, published.config["rope_parameters"], options)
+    config = _override_config(params, target_manifest, layers, inferred)
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"):
-        _check_agreement(f"draft_config_path: {key}", config[key], published.config[key])
-    return Eagle3Draft.from_checkpoint(config, published.tensors), config
+        _check_agreement(f"draft_config_path: {key}", getattr(config, key), getattr(given, key))
+    draft = Eagle3Draft(config)
+    draft.load_state_dict(published.tensors)
+    return draft, layers
 
 
 def _check_agreement(key: str, requested: Any, found: Any) -> None:
@@ -171,21 +189,22 @@ def _choose_max_positions(params: schema.Params, inherited: int) -> int:
     return params.init_draft.max_position_embeddings or max(inherited, _count_required_positions(params))
 
 
-def _build_config(
-    params: schema.Params,
-    target_manifest: TargetManifest,
-    layers: list[int],
-    shape: dict[str, Any],
-    rope: dict[str, Any],
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """Return config.json of a draft that reads `layers`, overridden by the file of draft_config_path."""
-    ids, path = (layers, target_manifest.num_layers, target_manifest.eos_token_ids), params.init_draft.draft_config_path
-    config = eagle3_checkpoint.build_eagle3_config(shape, rope, *ids, options)
+def _override_config(
+    params: schema.Params, target_manifest: TargetManifest, layers: list[int], inferred: DraftConfig
+) -> DraftConfig:
+    """Return the sizes of a draft that reads `layers`, overridden by the file of draft_config_path."""
+    path = params.init_draft.draft_config_path
     if path is None:
-        return config
-    shape, rope = config_override.apply_override(config_override.read_override(Path(path)), shape, rope, config)
-    return eagle3_checkpoint.build_eagle3_config(shape, rope, *ids, options)
+        return inferred
+    fixed = build_config_json(inferred, layers, target_manifest)
+    return config_override.apply_override(config_override.read_override(Path(path)), inferred, fixed)
+
+
+def build_config_json(config: DraftConfig, layers: list[int], target_manifest: TargetManifest) -> dict[str, Any]:
+    """Return config.json of a draft of this target that reads `layers`."""
+    return eagle3_checkpoint.build_eagle3_config(
+        config, layers, target_manifest.num_layers, target_manifest.eos_token_ids
+    )
 
 
 def _count_tokens(split: str, vocab_size: int) -> torch.Tensor:

@@ -165,9 +165,9 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
         grid = settings.list_trees(sizes.num_drafts)
         return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)
     draft, config = load_eagle3_draft(p, name, p.target.device, dtype)
-    _check_draft(name, config["vocab_size"], config["hidden_size"], made)
+    _check_draft(name, draft.config.vocab_size, draft.config.hidden_size, made)
     layers = eagle3_checkpoint.read_feature_layers(config, made.num_layers)
-    limits = config["draft_vocab_size"], config.get("sliding_window")
+    limits = draft.config.draft_vocab_size, draft.config.sliding_window
     return ReplayedDraft(
         Eagle3Replay(draft, embedding, settings.tree_scoring), dtype, device, layers, *limits, grid, traced
     )

@@ -26,6 +26,7 @@ from stages.data import conversations
 from stages.draft import block_checkpoint, block_initialisation, checkpoint, eagle3_checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.methods import method_checkpoint, registry
@@ -229,7 +230,9 @@ def _initialise_method_draft(segment: Segment, head: Tensor, logits_scale: float
     root, tensors = eagle3_checkpoint.read_eagle3_draft(
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
-    config = method_checkpoint.build_method_config(segment.non_eagle3_method, root, settings.dtype, segment.num_heads)
+    config = method_checkpoint.build_method_config(
+        segment.non_eagle3_method, DraftConfig.from_json(root), settings.dtype, segment.num_heads
+    )
     method = registry.TRAINABLE_METHODS[segment.non_eagle3_method]
     model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed, logits_scale)
     return DraftModel(model, config, segment.non_eagle3_method)
@@ -243,7 +246,8 @@ def _initialise_block_draft(
         checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
     )
     longest = int(reader.read_index(HIDDENS)["length"].max() or 0)
-    model, config = block_initialisation.build_untrained_draft(name, segment, root, target, params, longest)
+    sizes = DraftConfig.from_json(root)
+    model, config = block_initialisation.build_untrained_draft(name, segment, sizes, target, params, longest)
     return DraftModel(model, config, segment.non_eagle3_method)
 
 

@@ -46,9 +46,10 @@ def make(project: Path) -> None:
         Path("artifacts/target").mkdir(parents=True)
         manifest.write_manifest(Path("artifacts/target"), made)
         edit_params(project, {"init_draft": {"draft_vocab_size": None}})
-        draft, config = init_draft._build_fresh_draft(
+        draft, layers = init_draft._build_fresh_draft(
             schema.load_params(), made, torch.ones(made.vocab_size, dtype=torch.int64)
         )
+        config = init_draft.build_config_json(draft.config, layers, made)
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         rows = [_eval_row(tokenizer, number, text) for number, text in enumerate(read_questions()[:EVAL_ROWS])]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import chdir
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from stages import benchmark_methods, extract_hiddens, init_draft, prepare_prompts, train_draft
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format, reader
 from stages.methods import method_checkpoint, registry
 from stages.params import schema
@@ -193,7 +193,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
 def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
     config, tensors = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
-    made = method_checkpoint.build_method_config("medusa", config, "float32", 3)
+    made = method_checkpoint.build_method_config("medusa", DraftConfig.from_json(config), "float32", 3)
     heads = registry.TRAINABLE_METHODS["medusa"].initialise(made, head, tensors["d2t"], tensors["t2d"], 0, 1.0)
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
@@ -351,7 +351,7 @@ def test_another_methods_checkpoint_is_refused(trained_project: Path) -> None:
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path, tmp_path: Path) -> None:
     config, tensors = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("heads1"), "medusa", "a test")
-    wrong = partial(checkpoint.find_shape_problem, list_shapes=method_checkpoint.list_method_shapes)
+    wrong = method_checkpoint.find_method_draft_problem
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
     assert "outs.1.weight is (89, 128), expected (90, 128)" in wrong(config, cut)
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}

@@ -345,7 +345,9 @@ def test_a_draft_reads(
     made = describe(project, stored)
     edit_params(project, {"init_draft": {"feature_layers": read}})
     with chdir(project):
-        config = init_draft.infer_config(schema.load_params(), made)
+        p = schema.load_params()
+        layers = init_draft.choose_feature_layers(p, made)
+        config = init_draft.build_config_json(init_draft.infer_config(p, made), layers, made)
     assert eagle3_checkpoint.read_feature_layers(config, LAYERS) == expected
     assert ("eagle_config" in config) == (expected != EAGLE3)
 
@@ -363,7 +365,7 @@ def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path
     with chdir(project):
         p = schema.load_params()
         checks.check_feature_layers(p, made.feature_layers, EAGLE3)
-        assert init_draft.infer_config(p, made)["hidden_size"] == H  # for estimates
+        assert init_draft.infer_config(p, made).hidden_size == H  # for estimates
 
 
 def test_layers_of_a_block_draft_that_are_not_stored_are_refused_before_anything_is_sampled(

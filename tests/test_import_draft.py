@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from stages import init_draft
 from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from stages.data import conversations
 from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams
@@ -131,7 +132,7 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     static = StaticTree.from_paths(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
         name: registry.TRAINABLE_METHODS[name].initialise(
-            method_checkpoint.build_method_config(name, made, "float32", 4),
+            method_checkpoint.build_method_config(name, DraftConfig.from_json(made), "float32", 4),
             head,
             tensors["d2t"],
             tensors["t2d"],

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from pipeline import recipes, reproduce
 from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
 from stages.literature import published
 from stages.params import schema
 from stages.params.block_draft_methods import BLOCK_METHODS
@@ -124,7 +124,7 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
     shape, found = target_size.read_target_size(p), estimate.estimate_recipe(p, about)
     draft = init_draft.infer_config(p, shape.manifest)
     with torch.device("meta"):
-        parameters = sum(x.numel() for x in Eagle3Draft(DraftConfig.from_json(draft)).parameters())
+        parameters = sum(x.numel() for x in Eagle3Draft(draft).parameters())
     assert parameters == sum(estimate.count_draft_parameters(draft).values())
     assert found.disk_bytes > 0 and (found.gpu_hours > 0) == (p.target.device != "cpu")
 

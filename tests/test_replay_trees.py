@@ -58,7 +58,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with chdir(project):
         make_target(1)
         p, target = schema.load_params(), manifest.read_manifest()
-        draft, config = init_draft._build_fresh_draft(p, target, torch.arange(V))
+        draft, layers = init_draft._build_fresh_draft(p, target, torch.arange(V))
+        config = init_draft.build_config_json(draft.config, layers, target)
         scatter(draft, 0.3, 2)
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
         engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
@@ -256,7 +257,8 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
     made = manifest.read_manifest()
     edit_params(project, {"init_draft": {"draft_vocab_size": None}})
     wider = SimpleNamespace(**{**vars(made), "vocab_size": V + 3})
-    draft, config = init_draft._build_fresh_draft(schema.load_params(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
+    draft, layers = init_draft._build_fresh_draft(schema.load_params(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
+    config = init_draft.build_config_json(draft.config, layers, made)
     eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
     assert refused() == (
         "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages import benchmark_methods, prepare_target
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.draft.loading import LoadedDraft
 from stages.engine import cell_context, sampling
 from stages.engine.decode import Engine

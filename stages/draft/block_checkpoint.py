@@ -171,7 +171,7 @@ def find_block_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor])
         parsed = parse_block_config(config)
     except ValueError as error:
         return str(error)
-    return find_shape_problem(config, tensors, lambda _config: list_block_tensor_shapes(parsed))
+    return find_shape_problem(tensors, list_block_tensor_shapes(parsed))
 
 
 def write_block_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ import torch
 from stages.draft import block_checkpoint
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
+from stages.draft.eagle3_config import DraftConfig
 from stages.draft.mask_token import choose_mask_token
 from stages.params import schema
 from stages.params.draft_sections import DFLASH2_SIZES, BlockSegment, Dflash2Segment, DsparkSegment
@@ -15,13 +16,13 @@ from stages.target.feature_layers import choose_block_feature_layers
 from stages.target.manifest import TargetManifest
 
 INITIAL_STD = 0.02  # transformers' initializer_range, of SpecForge and DeepSpec too
-SHARED_KEYS = (  # keys of e000's config.json that a block draft's layers take over
+SHARED_KEYS = (  # sizes of e000 that a block draft's layers take over
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 
 
 def build_untrained_draft(
-    name: str, segment: BlockSegment, root: dict[str, Any], target: TargetManifest, p: schema.Params, longest_row: int
+    name: str, segment: BlockSegment, root: DraftConfig, target: TargetManifest, p: schema.Params, longest_row: int
 ) -> tuple[BlockDraft, dict[str, Any]]:
     """Return the draft that the segment `name` starts from and its config.json; `root` is e000's, rows have `longest_row` tokens.
 
@@ -37,9 +38,9 @@ def build_untrained_draft(
 
 
 def build_initial_config(
-    name: str, segment: BlockSegment, root: dict[str, Any], target: TargetManifest, tokenizer: Any, dtype: str
+    name: str, segment: BlockSegment, root: DraftConfig, target: TargetManifest, tokenizer: Any, dtype: str
 ) -> dict[str, Any]:
-    """Return config.json of the untrained draft of the segment `name`, with the sizes of `root`, e000's config.json.
+    """Return config.json of the untrained draft of the segment `name`, with the sizes of `root`, that of e000.
 
     Raises ValueError for a draft that can't be built or that engines can't load.
     """
@@ -51,16 +52,16 @@ def build_initial_config(
 
 
 def choose_sizes(
-    segment: BlockSegment, root: dict[str, Any], target: TargetManifest, mask_token_id: int
+    segment: BlockSegment, root: DraftConfig, target: TargetManifest, mask_token_id: int
 ) -> BlockDraftConfig:
-    """Return the segment's draft: the sizes of a layer are those of `root`, e000's config.json."""
+    """Return the segment's draft: the sizes of a layer are those of `root`, e000's."""
     stored = target.feature_layers, target.num_layers
     return BlockDraftConfig(
-        **{key: root[key] for key in SHARED_KEYS},
+        **{key: getattr(root, key) for key in SHARED_KEYS},
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_hidden_layers=segment.layers,
-        rope=root["rope_parameters"],
+        rope=root.rope,
         method=segment.method,
         block_size=segment.block_size,
         mask_token_id=mask_token_id,

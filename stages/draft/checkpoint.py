@@ -5,7 +5,7 @@ methods/method_checkpoint.py. `state/` holds optimizer moments as safetensors, i
 progress as JSON.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +110,8 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
 
 
-def find_shape_problem(
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    list_shapes: Callable[[dict[str, Any]], dict[str, tuple[int, ...]]],
-) -> str:
+def find_shape_problem(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> str:
     """Describe wrong names and shapes of tensors, or return an empty string."""
-    try:
-        expected = list_shapes(config)
-    except KeyError as error:
-        return f"config.json lacks {error}"
     if set(expected) != set(tensors):
         return f"missing tensors {sorted(set(expected) - set(tensors))}, unknown {sorted(set(tensors) - set(expected))}"
     wrong = [n for n, s in expected.items() if tuple(tensors[n].shape) != s]

@@ -5,9 +5,11 @@ effect on a draft are ignored. Any other key is refused. AngelSlim has the same 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stages.draft.eagle3_config import DraftConfig
 from stages.draft.published_files import unify_rope_parameters
 
 COUNT_KEYS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -34,10 +36,8 @@ def read_override(path: Path) -> dict[str, Any]:
     return found
 
 
-def apply_override(
-    given: dict[str, Any], shape: dict[str, Any], rope: dict[str, Any], fixed: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `shape` and `rope` overridden by the keys `given`; `fixed` is the config.json without them.
+def apply_override(given: dict[str, Any], inferred: DraftConfig, fixed: dict[str, Any]) -> DraftConfig:
+    """Return the inferred sizes and RoPE overridden by the keys `given`; `fixed` is the config.json without them.
 
     Raises ValueError for a key that is unknown, of a wrong type, or different from its fixed value.
     """
@@ -57,16 +57,14 @@ def apply_override(
             )
         if value != fixed[key]:
             raise _make_refusal(key, value, f"expected {fixed[key]!r}, the value of the target or params.yaml")
-    shape = shape | {key: given[key] for key in (*COUNT_KEYS, "rms_norm_eps") if key in given}
-    if shape["num_attention_heads"] % shape["num_key_value_heads"]:
-        raise _make_refusal(
-            "num_attention_heads", shape["num_attention_heads"], "expected a multiple of num_key_value_heads"
-        )
-    if shape["head_dim"] % 2:
-        raise _make_refusal("head_dim", shape["head_dim"], "expected an even number, since RoPE rotates pairs")
+    c = replace(inferred, **{key: given[key] for key in (*COUNT_KEYS, "rms_norm_eps") if key in given})
+    if c.num_attention_heads % c.num_key_value_heads:
+        raise _make_refusal("num_attention_heads", c.num_attention_heads, "expected a multiple of num_key_value_heads")
+    if c.head_dim % 2:
+        raise _make_refusal("head_dim", c.head_dim, "expected an even number, since RoPE rotates pairs")
     if any(key in given for key in ROPE_KEYS):
-        rope = _override_rope(rope, {key: given[key] for key in ROPE_KEYS if key in given})
-    return shape, rope
+        return replace(c, rope=_override_rope(c.rope, {key: given[key] for key in ROPE_KEYS if key in given}))
+    return c
 
 
 def _override_rope(rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

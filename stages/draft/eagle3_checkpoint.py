@@ -5,7 +5,7 @@ on every write and read. config.json says which feature layers the draft reads: 
 and are not written; other layers are, in each engine's convention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
 from stages.runtime import atomic
 from stages.target.feature_layers import (
     NUM_EAGLE3_FEATURES,
@@ -28,24 +29,19 @@ NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residua
 # vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
 # it refuses this architecture, which it does not know.
 QK_NORM_CONFIG = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
-SIZE_KEYS = (  # keys of config.json that give the sizes of the layer
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
-)  # fmt: skip
 
 
-def list_tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def list_tensor_shapes(c: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a draft, by name."""
-    h, d, v = config["hidden_size"], config["draft_vocab_size"], config["vocab_size"]
-    q, kv = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-    m = config["intermediate_size"]
+    h, d, v, m = c.hidden_size, c.draft_vocab_size, c.vocab_size, c.intermediate_size
+    q, kv = c.head_dim * c.num_attention_heads, c.head_dim * c.num_key_value_heads
     options: dict[str, tuple[int, ...]] = {}
-    if config.get("norm_before_fc"):
+    if c.norm_before_fc:
         options["input_norm.weight"] = (NUM_EAGLE3_FEATURES * h,)
-    if config.get("fc_norm"):
+    if c.fc_norm:
         options |= {f"fc_norm.{layer}.weight": (h,) for layer in range(NUM_EAGLE3_FEATURES)}
-    if config["model_type"] == QK_NORM_CONFIG["model_type"]:
-        options |= {f"midlayer.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+    if c.qk_norm:
+        options |= {f"midlayer.self_attn.{x}_norm.weight": (c.head_dim,) for x in "qk"}
     return {
         "fc.weight": (h, NUM_EAGLE3_FEATURES * h),
         "midlayer.input_layernorm.weight": (h,),
@@ -67,21 +63,20 @@ def list_tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def build_eagle3_config(
-    shape: dict[str, Any],
-    rope: dict[str, Any],
+    c: DraftConfig,
     feature_layers: list[int],
     num_layers: int,
     eos_token_ids: list[int],
-    options: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    size_keys: Sequence[str] = SIZE_KEYS,
 ) -> dict[str, Any]:
-    """Return config.json of a draft from its sizes `shape` (SIZE_KEYS) and the target's rope_parameters `rope`.
+    """Return config.json of a draft of a target of `num_layers`; the sizes are written in the order of `size_keys`.
 
     RoPE is written in both spellings: transformers 5 reads rope_parameters, SGLang and vLLM may read rope_theta and
     rope_scaling. With `mrope_section` in it, engines give the draft the target's positions on three axes, otherwise plain
-    positions. `options` are those of DraftConfig; only enabled ones are written. docs/drafts.md lists the engines that
-    support each.
+    positions. Of the options only enabled ones are written. docs/drafts.md lists the engines that support each.
     """
-    on = {name: value for name, value in (options or {}).items() if value}
+    rope = c.rope
     plain = rope.get("rope_type", "default") == "default" and "mrope_section" not in rope
     scaling = None if plain else {k: v for k, v in rope.items() if k != "rope_theta"}
     config = {
@@ -91,13 +86,13 @@ def build_eagle3_config(
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "dtype": "float32",
+        "dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling,
         "rope_parameters": rope,
-        **shape,
+        **{key: getattr(c, key) for key in size_keys},
     }
     if feature_layers != engine_default_feature_layers(num_layers):
         # SGLang adds one to the ids in eagle_config; vLLM uses its top-level list unchanged.
@@ -106,10 +101,10 @@ def build_eagle3_config(
             LAYER_IDS_KEY: to_after_layer_ids(feature_layers),
         }
         config[LAYER_IDS_KEY] = feature_layers
-    config |= {name: True for name in NORM_OPTIONS if name in on}
-    if "sliding_window" in on:  # vLLM applies the window only to layers of this type
-        config |= {"sliding_window": on["sliding_window"], "layer_types": ["sliding_attention"]}
-    return config | QK_NORM_CONFIG if "qk_norm" in on else config
+    config |= {name: True for name in NORM_OPTIONS if getattr(c, name)}
+    if c.sliding_window:  # vLLM applies the window only to layers of this type
+        config |= {"sliding_window": c.sliding_window, "layer_types": ["sliding_attention"]}
+    return config | QK_NORM_CONFIG if c.qk_norm else config
 
 
 def list_feature_layers(config: dict[str, Any], num_layers: int) -> dict[str, list[int]]:
@@ -170,7 +165,11 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
 
 def find_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """Describe wrong names, shapes or vocabulary maps of a draft, or return an empty string."""
-    if problem := find_shape_problem(config, tensors, list_tensor_shapes):
+    try:
+        expected = list_tensor_shapes(DraftConfig.from_json(config))
+    except ValueError as error:
+        return str(error)
+    if problem := find_shape_problem(tensors, expected):
         return problem
     d2t, t2d = tensors["d2t"], tensors["t2d"]
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:

@@ -8,6 +8,7 @@ A draft that would run differently here than on an engine is refused. A value th
 Sources: llama_eagle3.py of SGLang 0.5.17 and of vLLM, and the eagle3 model of speculators.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stages.draft import eagle3_checkpoint, published_files
+from stages.draft.eagle3_config import DraftConfig
 from stages.draft.published_files import PublishedDraft, ReadEmbeddingAndHead
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES, locate_feature_layers
 from stages.target.manifest import TargetManifest
@@ -55,7 +57,7 @@ def read_published_draft(
     _check_family(folder, raw)
     _check_architecture(folder, raw)
     notes: list[str] = []
-    shape, options, rope = (
+    sizes, options, rope = (
         _read_sizes(folder, raw),
         _read_options(raw, notes),
         published_files.unify_rope_parameters(raw),
@@ -69,19 +71,18 @@ def read_published_draft(
         )
     if rope_theta is not None:
         rope |= {"rope_theta": rope_theta}
-    published_files.note_few_positions(shape["max_position_embeddings"], manifest, notes)
+    draft = DraftConfig(**sizes, **options, rope=rope)
+    published_files.note_few_positions(draft.max_position_embeddings, manifest, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     if "embed_tokens.weight" in tensors:
         why = "embedding, as in SGLang; vLLM would take it"
         published_files.drop_copy(tensors, "embed_tokens.weight", why, read_embedding_and_head()[0], notes)
-    _fill_head(folder, raw, shape, tensors, read_embedding_and_head, notes)
-    _fill_vocabulary_maps(folder, shape, tensors)
+    _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)
+    _fill_vocabulary_maps(folder, draft, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
     dtype = published_files.unify_dtype(folder, tensors)
-    config = eagle3_checkpoint.build_eagle3_config(
-        shape, rope, layers, manifest.num_layers, manifest.eos_token_ids, options
-    )
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    draft, ids = replace(draft, qk_norm=options["qk_norm"]), (layers, manifest.num_layers, manifest.eos_token_ids)
+    config = eagle3_checkpoint.build_eagle3_config(draft, *ids, str(dtype).removeprefix("torch."), [*sizes])
     if problem := eagle3_checkpoint.find_draft_problem(config, tensors):
         raise ValueError(
             f"{folder} is no EAGLE-3 draft that we can run: {problem}. Expected one layer that reads [embedding, state] and a "
@@ -121,7 +122,7 @@ def _check_architecture(folder: Path, raw: dict[str, Any]) -> None:
 
 
 def _read_sizes(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the layer (eagle3_checkpoint.SIZE_KEYS)."""
+    """Return the sizes of the layer (SIZE_KEYS), in the order of imported drafts: another would change the files of old ones."""
     if missing := [key for key in REQUIRED_SIZES if raw.get(key) is None]:
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of an EAGLE-3 draft")
     heads = raw["num_attention_heads"]
@@ -176,7 +177,7 @@ def _read_feature_layers(folder: Path, raw: dict[str, Any], manifest: TargetMani
 def _fill_head(
     folder: Path,
     raw: dict[str, Any],
-    shape: dict[str, Any],
+    draft: DraftConfig,
     tensors: dict[str, Tensor],
     read_embedding_and_head: ReadEmbeddingAndHead,
     notes: list[str],
@@ -184,10 +185,10 @@ def _fill_head(
     """Copy the target's head where a draft over the target's whole vocabulary has none; append a note."""
     if "lm_head.weight" in tensors:
         return
-    if shape["draft_vocab_size"] != shape["vocab_size"]:
+    if draft.draft_vocab_size != draft.vocab_size:
         raise ValueError(
-            f"{folder} has no lm_head.weight, and its draft_vocab_size {shape['draft_vocab_size']} is not the target's "
-            f"{shape['vocab_size']}, whose head it could share; get the draft again"
+            f"{folder} has no lm_head.weight, and its draft_vocab_size {draft.draft_vocab_size} is not the target's "
+            f"{draft.vocab_size}, whose head it could share; get the draft again"
         )
     embedding, head = read_embedding_and_head()
     dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
@@ -195,9 +196,9 @@ def _fill_head(
     notes.append("it has no head of its own; the target's is taken, as engines do")
 
 
-def _fill_vocabulary_maps(folder: Path, shape: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _fill_vocabulary_maps(folder: Path, draft: DraftConfig, tensors: dict[str, Tensor]) -> None:
     """Set d2t, int64 offsets of ascending ids, and t2d from whichever of the two are present; sort lm_head to match."""
-    v, d = shape["vocab_size"], shape["draft_vocab_size"]
+    v, d = draft.vocab_size, draft.draft_vocab_size
     ids = _read_draft_ids(folder, tensors, v, d)
     order = ids.argsort()
     if not torch.equal(order, torch.arange(d)) and "lm_head.weight" in tensors:

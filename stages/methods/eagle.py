@@ -14,7 +14,8 @@ Letters as in `draft/eagle3.py`; P supervised positions, L steps.
 import torch
 from torch import Tensor, nn
 
-from stages.draft.eagle3 import DraftConfig, DraftMLP, Eagle3Draft, RMSNorm
+from stages.draft.eagle3 import DraftMLP, Eagle3Draft, RMSNorm
+from stages.draft.eagle3_config import DraftConfig
 from stages.training import attention_mask, chunked_loss, ttt
 
 CROSS_ENTROPY_WEIGHT = 0.1  # SmoothL1 has weight 1

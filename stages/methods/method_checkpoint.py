@@ -11,22 +11,23 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint
+from stages.draft.eagle3_config import SIZE_KEYS, DraftConfig
 from stages.runtime import atomic
 
 CHECKPOINT_METHODS = ("eagle", "medusa")
 
 
-def build_method_config(method: str, draft: dict[str, Any], dtype: str, heads: int | None = None) -> dict[str, Any]:
+def build_method_config(method: str, draft: DraftConfig, dtype: str, heads: int | None = None) -> dict[str, Any]:
     """Return the config.json of a new draft, with the shapes of an EAGLE-3 draft's, and for Medusa its vocabulary."""
     assert method in CHECKPOINT_METHODS, method
-    shared = {"method": method, "hidden_size": draft["hidden_size"], "vocab_size": draft["vocab_size"]}
+    shared = {"method": method, "hidden_size": draft.hidden_size, "vocab_size": draft.vocab_size}
     shared |= {"dtype": dtype, "rank_accuracy": None}
     if method == "medusa":
-        return {**shared, "draft_vocab_size": draft["draft_vocab_size"], "heads": heads}
-    layer = {key: draft[key] for key in eagle3_checkpoint.SIZE_KEYS if key not in shared}
-    rope = {"rope_parameters": draft["rope_parameters"], "model_type": "llama"}
-    return {**shared, **layer, "draft_vocab_size": draft["vocab_size"], **rope}
+        return {**shared, "draft_vocab_size": draft.draft_vocab_size, "heads": heads}
+    layer = {key: getattr(draft, key) for key in SIZE_KEYS if key not in shared}
+    rope = {"rope_parameters": draft.rope, "model_type": "llama"}
+    return {**shared, **layer, "draft_vocab_size": draft.vocab_size, **rope}
 
 
 def list_method_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -52,11 +53,18 @@ def list_method_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def find_method_draft_problem(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Describe missing keys, wrong names or shapes of a draft, or return an empty string."""
+    try:
+        expected = list_method_shapes(config)
+    except KeyError as error:
+        return f"config.json lacks {error}"
+    return checkpoint.find_shape_problem(tensors, expected)
+
+
 def write_method_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    assert not (
-        found := checkpoint.find_shape_problem(config, tensors, list_method_shapes)
-        or checkpoint.find_nonfinite_values(tensors)
-    ), found
+    found = find_method_draft_problem(config, tensors) or checkpoint.find_nonfinite_values(tensors)
+    assert not found, found
     with atomic.write_folder(folder / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors")
@@ -68,7 +76,7 @@ def read_method_draft(folder: Path, method: str, made_by: str) -> tuple[dict[str
     if (found := config.get("method", "eagle3")) != method:
         raise ValueError(f"{folder}/draft is of the method {found}, expected {method}; name a checkpoint of that")
     tensors = checkpoint.read_tensors(folder / "draft" / "model.safetensors", made_by)
-    if wrong := checkpoint.find_shape_problem(config, tensors, list_method_shapes):
+    if wrong := find_method_draft_problem(config, tensors):
         raise atomic.BrokenArtifactError(
             f"{folder}/draft is no draft of {method}: {wrong}", atomic.format_rerun_hint(made_by)
         )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stages.draft.eagle3 import DraftConfig
+from stages.draft.eagle3_config import DraftConfig
 from stages.methods import eagle, medusa
 from stages.methods.eagle import EagleDraft
 from stages.methods.medusa import MedusaDraft

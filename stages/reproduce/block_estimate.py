@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from stages.draft import block_checkpoint, block_initialisation
 from stages.draft.block_draft import BlockDraftConfig
+from stages.draft.eagle3_config import DraftConfig
 from stages.params import schema
 from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import BlockSegment
@@ -48,8 +48,8 @@ class BlockSize:
         return self.total * (16 if itemsize == 4 else 16 + 2 * itemsize)
 
 
-def build_segment_config(name: str, p: schema.Params, root: dict[str, Any], target: TargetManifest) -> BlockDraftConfig:
-    """Return the shape of a segment's draft; `root` is e000's config.json. Its mask token changes no size and is 0."""
+def build_segment_config(name: str, p: schema.Params, root: DraftConfig, target: TargetManifest) -> BlockDraftConfig:
+    """Return the shape of a segment's draft; `root` is that of e000. Its mask token changes no size and is 0."""
     segment = p.train_draft.checkpoints[name]
     assert isinstance(segment, BlockSegment), name
     return block_initialisation.choose_sizes(segment, root, target, mask_token_id=0)
@@ -69,7 +69,7 @@ def compute_block_flop(segment: BlockSegment, config: BlockDraftConfig) -> Block
     return BlockFlop.of_config(config, reads_target=bool(OBJECTIVES[segment.method].l1))
 
 
-def add_sizes(result: RecipeEstimate, p: schema.Params, manifest: TargetManifest, draft: dict[str, Any]) -> None:
+def add_sizes(result: RecipeEstimate, p: schema.Params, manifest: TargetManifest, draft: DraftConfig) -> None:
     """Add a line of each untrained block draft's parameters, and one of the memory that its training takes."""
     size = get_itemsize(p.train_draft.dtype)
     tables = 2 * manifest.vocab_size * manifest.hidden_size * size

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 
 from stages import init_draft
 from stages.draft import eagle3_checkpoint
+from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
@@ -104,14 +105,14 @@ def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -
 # Sizes
 
 
-def count_draft_parameters(draft: dict[str, Any]) -> dict[str, int]:
-    """Return the parameters of a draft's fc, layer and head by its config.json."""
+def count_draft_parameters(draft: DraftConfig) -> dict[str, int]:
+    """Return the parameters of a draft's fc, layer and head."""
     sizes = {name: torch.Size(shape).numel() for name, shape in eagle3_checkpoint.list_tensor_shapes(draft).items()}
     fc, head = sizes["fc.weight"], sizes["lm_head.weight"]
     return {"fc": fc, "head": head, "layer": sum(sizes.values()) - fc - head - sizes["d2t"] - sizes["t2d"]}
 
 
-def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, draft: dict[str, Any]) -> None:
+def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, draft: DraftConfig) -> None:
     manifest, size = target.manifest, get_itemsize(p.target.dtype)
     experts = f", {format_count(target.active)} of them active" if target.mixture else ""
     result.add_line(
@@ -122,8 +123,8 @@ def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, dra
         f"2 * {manifest.num_layers} layers * {manifest.num_key_value_heads} heads * {manifest.head_dim} * {size} bytes"
     )
     result.add_line("KV cache", f"{kv:,} bytes a token", derivation)
-    total, rope = sum(count_draft_parameters(draft).values()), draft["rope_parameters"]["rope_type"]
-    within, vocabulary = draft["intermediate_size"], draft["draft_vocab_size"]
+    total, rope = sum(count_draft_parameters(draft).values()), draft.rope["rope_type"]
+    within, vocabulary = draft.intermediate_size, draft.draft_vocab_size
     derivation = f"inferred: {manifest.hidden_size} wide, {within} within, vocabulary {vocabulary}, {rope} RoPE"
     result.add_line("draft", f"{format_count(total)} parameters", derivation)
     result.weight_bytes = target.parameters * size
@@ -138,7 +139,7 @@ def _add_sizes(result: RecipeEstimate, p: schema.Params, target: TargetSize, dra
 
 
 def _add_disk(
-    result: RecipeEstimate, p: schema.Params, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, rows: RowCounts, target: TargetSize, draft: DraftConfig
 ) -> None:
     manifest, total = target.manifest, sum(count_draft_parameters(draft).values())
     token, stored = _count_token_bytes(p, manifest), rows.stored_train + rows.sets * rows.evaluated
@@ -173,7 +174,7 @@ def _add_disk(
         result.add_line("to download, unless it is there", format_bytes(result.download_bytes), derivation)
 
 
-def _count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: dict[str, Any]) -> int:
+def _count_segment_parameters(p: schema.Params, name: str, manifest: TargetManifest, draft: DraftConfig) -> int:
     """Return the parameters of a segment's draft; those of other methods than blocks count as EAGLE-3's."""
     if isinstance(p.train_draft.checkpoints[name], BlockSegment):
         return BlockSize.of_config(block_estimate.build_segment_config(name, p, draft, manifest)).total
@@ -212,7 +213,7 @@ def _get_eval_rows(p: schema.Params) -> int:
 
 
 def _add_hours(
-    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: DraftConfig
 ) -> None:
     if p.sample_target.backend != "keep":
         tokens = min(rows.length, p.sample_target.max_new_tokens)
@@ -241,7 +242,7 @@ def _add_extraction(result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: Ro
 
 
 def _add_training(
-    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: DraftConfig
 ) -> None:
     length, train, gpus = rows.length, rows.train, p.train_draft.processes
     segments = p.train_draft.checkpoints.values()
@@ -267,7 +268,7 @@ def _describe_reading(p: schema.Params, target: TargetSize, tokens: float, secon
 
 
 def _add_block_training(
-    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: dict[str, Any]
+    result: RecipeEstimate, p: schema.Params, gpu: Gpu, rows: RowCounts, target: TargetSize, draft: DraftConfig
 ) -> None:
     """Add the hours of each segment of a block draft: its blocks, and the context that they read."""
     gpus = p.train_draft.processes
@@ -303,7 +304,7 @@ def compute_target_flop(target: TargetSize, length: int) -> float:
     return 2 * target.blocks + 2 * length * manifest.num_attention_heads * manifest.head_dim * manifest.num_layers
 
 
-def compute_train_flop(manifest: TargetManifest, draft: dict[str, Any], steps: int) -> float:
+def compute_train_flop(manifest: TargetManifest, draft: DraftConfig, steps: int) -> float:
     """Return the FLOP of training on one token.
 
     Counted are forward and backward of layer and head in each of `steps`, fc without its input's gradient, and the

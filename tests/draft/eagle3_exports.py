@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stages.draft import eagle3_checkpoint
+from stages.draft.eagle3_config import DraftConfig
 from stages.target.manifest import TargetManifest
 
 H, HEADS, KV, E, M, V, D, LAYERS = 8, 4, 2, 4, 20, 30, 5, 36
@@ -45,9 +46,10 @@ def export(
     folder: Path, options: dict[str, Any], layers: list[int] | None = None, rope: Any = None
 ) -> dict[str, Tensor]:
     """A draft of random weights as we write it, in folder/draft; returns its tensors."""
-    config = eagle3_checkpoint.build_eagle3_config(SHAPE, rope or ROPE, layers or [2, 18, 33], LAYERS, [7], options)
+    sizes = DraftConfig(**SHAPE, rope=rope or ROPE, **(options or {}))
+    config = eagle3_checkpoint.build_eagle3_config(sizes, layers or [2, 18, 33], LAYERS, [7])
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in eagle3_checkpoint.list_tensor_shapes(config).items()}
+    tensors = {n: torch.randn(s, generator=generator) for n, s in eagle3_checkpoint.list_tensor_shapes(sizes).items()}
     tensors["d2t"] = torch.tensor([token - index for index, token in enumerate(CHOSEN)])
     tensors["t2d"] = torch.tensor([token in CHOSEN for token in range(V)])
     eagle3_checkpoint.write_eagle3_draft(folder, config, tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from stages.draft import checkpoint, eagle3_checkpoint
+from stages.draft.eagle3_config import DraftConfig
 from stages.runtime import atomic
 
 H, HEADS, KV_HEADS, HEAD_DIM, M, V, D = 8, 4, 2, 3, 20, 30, 5  # HEADS * HEAD_DIM is not H, as in Qwen3
@@ -24,7 +25,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 LAYERS = 36
-CONFIG = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7])
+SIZES = DraftConfig(**SHAPE, rope=ROPE)
+CONFIG = eagle3_checkpoint.build_eagle3_config(SIZES, [2, 18, 33], LAYERS, [7])
 CHOSEN = [3, 4, 11, 12, 29]  # the target's tokens that the draft knows, ascending
 
 # As in SpecForge's checkpoints and SGLang 0.5.17's llama_eagle3.py; attention reads cat([embedding, feature]), 2H.
@@ -248,7 +250,7 @@ def test_transformers_reads_the_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["both", "new", "old"])
 def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
     """transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling, and take 10 000 without them."""
-    config = eagle3_checkpoint.build_eagle3_config(SHAPE, rope, [2, 18, 33], LAYERS, [7])
+    config = eagle3_checkpoint.build_eagle3_config(DraftConfig(**SHAPE, rope=rope), [2, 18, 33], LAYERS, [7])
     for key in {"both": [], "new": ["rope_theta", "rope_scaling"], "old": ["rope_parameters"]}[spelling]:
         del config[key]
     assert loaded(tmp_path, config).rope_parameters == rope
@@ -257,20 +259,21 @@ def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str,
 def test_default_rope_has_no_scaling_in_the_old_spelling() -> None:
     """vLLM and SGLang take a rope_scaling that is not null for a request to scale."""
     assert CONFIG["rope_scaling"] is None and CONFIG["rope_theta"] == 500_000.0
-    scaled = eagle3_checkpoint.build_eagle3_config(SHAPE, LLAMA3_ROPE, [2, 18, 33], LAYERS, [7])["rope_scaling"]
+    llama3 = DraftConfig(**SHAPE, rope=LLAMA3_ROPE)
+    scaled = eagle3_checkpoint.build_eagle3_config(llama3, [2, 18, 33], LAYERS, [7])["rope_scaling"]
     assert scaled == {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
 
 
 def test_default_layers_are_not_listed() -> None:
     """Both engines default to [2, n//2, n-3], and read a list differently, so the defaults are not listed."""
     for layers, count in (([2, 18, 33], 36), ([2, 16, 29], 32), ([2, 3, 4], 7)):
-        config = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, layers, count, [7])
+        config = eagle3_checkpoint.build_eagle3_config(SIZES, layers, count, [7])
         assert "eagle_config" not in config and "eagle_aux_hidden_state_layer_ids" not in config
 
 
 def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
     """SGLang captures at `id + 1`, vLLM at `id`: both must come to the residual stream entering blocks 1, 16 and 30."""
-    config = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, [1, 16, 30], LAYERS, [7])
+    config = eagle3_checkpoint.build_eagle3_config(SIZES, [1, 16, 30], LAYERS, [7])
     sglang = config["eagle_config"]
     assert sglang["use_aux_hidden_state"] is True
     assert [i + 1 for i in sglang["eagle_aux_hidden_state_layer_ids"]] == [1, 16, 30]
@@ -279,4 +282,4 @@ def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
 
 def test_one_end_token_is_a_number_and_several_are_a_list() -> None:
     assert CONFIG["eos_token_id"] == 7
-    assert eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]
+    assert eagle3_checkpoint.build_eagle3_config(SIZES, [2, 18, 33], LAYERS, [7, 9])["eos_token_id"] == [7, 9]

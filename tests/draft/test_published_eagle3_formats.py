@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.draft import eagle3_checkpoint, published_eagle3_formats, published_files
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from tests.draft.eagle3_exports import (
     CHOSEN,
     EMBEDDING,

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine import slot_pool
 from stages.engine.cuda_graphs import AsyncReadback
 from stages.engine.decode import Engine

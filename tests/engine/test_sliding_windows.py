@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft
+from stages.draft.eagle3 import Eagle3Draft
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine import sampling, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from stages.draft.eagle3 import DraftConfig
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.proposer import DraftingMethod, Proposer

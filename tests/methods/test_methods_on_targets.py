@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from stages.draft.eagle3 import DraftConfig
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.methods import registry
 from stages.methods.eagle import EagleDraft

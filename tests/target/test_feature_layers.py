@@ -4,7 +4,7 @@ import pytest
 
 from stages.draft import eagle3_checkpoint
 from stages.target import feature_layers
-from tests.draft.test_checkpoint import ROPE, SHAPE
+from tests.draft.test_checkpoint import SIZES
 
 # after layer k (SGLang, DFlash), HF index (vLLM, speculators), the index in transformers' hidden_states
 NUMBERINGS = [(0, 1, 1), (9, 10, 10), (33, 34, 34)]
@@ -18,7 +18,7 @@ def test_an_id_is_the_place_in_hidden_states(after_layer: int, index: int, hidde
 
 def test_an_exported_draft_lists_each_engines_numbering() -> None:
     after_layer, index, hidden_state = map(list, zip(*NUMBERINGS, strict=True))
-    config = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, hidden_state, 36, [7])
+    config = eagle3_checkpoint.build_eagle3_config(SIZES, hidden_state, 36, [7])
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == after_layer  # SGLang
     assert config["eagle_aux_hidden_state_layer_ids"] == index  # vLLM
     assert eagle3_checkpoint.read_feature_layers(config, 36) == hidden_state
@@ -27,7 +27,7 @@ def test_an_exported_draft_lists_each_engines_numbering() -> None:
 @pytest.mark.parametrize("num_layers", [7, 24, 36, 62])
 def test_a_draft_without_a_list_reads_the_default_of_the_engines(num_layers: int) -> None:
     layers = feature_layers.default_eagle3_feature_layers(num_layers)
-    config = eagle3_checkpoint.build_eagle3_config(SHAPE, ROPE, layers, num_layers, [7])
+    config = eagle3_checkpoint.build_eagle3_config(SIZES, layers, num_layers, [7])
     assert not [key for key in config if key.startswith("eagle")]
     assert eagle3_checkpoint.read_feature_layers(config, num_layers) == layers == [2, num_layers // 2, num_layers - 3]
 

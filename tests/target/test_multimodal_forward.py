@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from stages import prepare_target
 from stages.draft import eagle3_checkpoint
-from stages.draft.eagle3 import DraftConfig, Eagle3Draft, MultimodalFeatures
+from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
+from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
@@ -159,7 +160,7 @@ def test_engines_are_told_the_layout(tmp_path: Path) -> None:
     save_random_model(tmp_path, "qwen3 vl", False)
     made = described(tmp_path)
     config = eagle3_checkpoint.build_eagle3_config(
-        {}, made.rope, made.feature_layers, made.num_layers, made.eos_token_ids
+        DraftConfig(*[1] * 9, rope=made.rope), made.feature_layers, made.num_layers, made.eos_token_ids
     )
     expected = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     assert config["rope_scaling"] == expected
