@@ -126,7 +126,7 @@ class Server:
         found = self.ask("logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})
         return [log["message"] for log in found]
 
-    def sleeping(self, run: str) -> psutil.Process:
+    def find_sleeping_command(self, run: str) -> psutil.Process:
         """Return the command that printed `asleep`, as soon as the server has its line."""
         printed = wait_for(lambda: [line for line in self.messages(run) if line.startswith("asleep")])
         return psutil.Process(int(printed[0].split()[1]))
@@ -169,7 +169,7 @@ def test_a_run_shows_the_graph_the_outcomes_and_the_table(server: Server) -> Non
 
 
 def test_after_a_failure_nothing_downstream_runs_and_the_rest_stays(server: Server) -> None:
-    server.project.script(
+    server.project.write_stage(
         "middle", "from tqdm import tqdm\nfor _ in tqdm(range(3)): pass\nsys.exit('aerie: out of cheese')"
     )
     run = server.run()
@@ -198,16 +198,16 @@ def test_after_a_failure_nothing_downstream_runs_and_the_rest_stays(server: Serv
         "plan",
         "progress-middle",
     }  # the bar; the table on disk is from before the failure
-    server.project.script("middle")
+    server.project.write_stage("middle")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
     assert server.outcomes(run) == {"first": "Unchanged", "middle": "Restored", "last": "Unchanged"}
 
 
 def test_cancelling_in_the_pages_ends_the_stage(server: Server) -> None:
-    server.project.sleeper("middle")
+    server.project.write_sleeping_stage("middle")
     run = server.run()
-    command = server.sleeping(run)
+    command = server.find_sleeping_command(run)
     server.ask(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     assert server.ended(run)["type"] == "CANCELLED"
     assert has_ended(command.pid)
@@ -236,7 +236,7 @@ def test_a_bad_tree_is_refused_before_anything_runs(server: Server) -> None:
 
 def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(server: Server) -> None:
     root = server.project.root
-    server.project.script("middle")
+    server.project.write_stage("middle")
     assert server.ended(server.run())["type"] == "COMPLETED"
     server.project.commit()
     before = [(root / name).read_text() for name in ("params.yaml", "dvc.lock")]
@@ -253,9 +253,9 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
         command = [sys.executable, "-m", "pipeline", *words]
         return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
 
-    server.project.script("middle", "# edited")
+    server.project.write_stage("middle", "# edited")
     assert "commit or stash them:\n M middle.py" in pipeline("promote", workspace).stderr
-    server.project.script("middle")
+    server.project.write_stage("middle")
     done = pipeline("promote", workspace)
     assert done.returncode == 0, done.stderr
     assert "title: another" in (root / "params.yaml").read_text()
@@ -266,29 +266,29 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
 
 def test_a_transient_failure_is_retried_and_another_is_not(server: Server) -> None:
     once = "import pathlib; tried = pathlib.Path('tried.log'); again = tried.exists(); tried.touch()"
-    server.project.script("middle", f"{once}\nagain or sys.exit('requests.exceptions.ConnectionError: no route')")
+    server.project.write_stage("middle", f"{once}\nagain or sys.exit('requests.exceptions.ConnectionError: no route')")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
     assert server.outcomes(run)["middle"] == "Ran"
     assert wait_for(lambda: [line for line in server.messages(run) if "that may pass: attempt 2 of 3" in line])
-    server.project.script("middle", "sys.exit('aerie: a wrong number')")
+    server.project.write_stage("middle", "sys.exit('aerie: a wrong number')")
     run = server.run()
     assert server.ended(run)["type"] == "FAILED"
     assert not [line for line in server.messages(run) if "that may pass" in line]
-    server.project.script("middle")
+    server.project.write_stage("middle")
 
 
 def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(server: Server) -> None:
     """Bug: nothing ended its stage, which worked on beside the next run; and a cut dvc.lock stopped every run."""
     server.project.commit()
-    server.project.sleeper("middle")
-    command = server.sleeping(server.run())
+    server.project.write_sleeping_stage("middle")
+    command = server.find_sleeping_command(server.run())
     flow = command.parents()[1]  # its parent is DVC
     while processes.DVC_MODULE in flow.cmdline():
         flow = flow.parent()
     flow.kill()
     assert has_ended(command.pid, 30)
-    server.project.script("middle")
+    server.project.write_stage("middle")
     (server.project.root / "dvc.lock").write_text("")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
@@ -315,9 +315,9 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
 
     And a run that could not report its end, as after a power cut, was recorded as running for ever; cancelling it did nothing.
     """
-    server.project.sleeper("middle")
+    server.project.write_sleeping_stage("middle")
     run = server.run()
-    command = server.sleeping(run)
+    command = server.find_sleeping_command(run)
     server.process.kill()
     server.process.wait()
     assert has_ended(command.pid, 120)
@@ -332,8 +332,8 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
 
 def test_the_end_of_make_ui_ends_the_stage_at_work_and_the_server(server: Server) -> None:
     """Last, for it ends the server that the tests above share. Prefect's own way out leaves the stage running."""
-    server.project.sleeper("middle")
-    command = server.sleeping(server.run())
+    server.project.write_sleeping_stage("middle")
+    command = server.find_sleeping_command(server.run())
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(120) == 0
     assert has_ended(command.pid)

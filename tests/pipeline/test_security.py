@@ -125,10 +125,10 @@ def test_a_websocket_without_the_password_or_of_another_origin_is_closed(server:
 @pytest.fixture(scope="module")
 def ran(server: Server) -> str:
     """A run that has ended, so that a flow, a guard and stages have printed something."""
-    server.project.script("middle", "print('names', [name for name in os.environ if 'AUTH_STRING' in name])")
+    server.project.write_stage("middle", "print('names', [name for name in os.environ if 'AUTH_STRING' in name])")
     run = server.run()
     assert server.ended(run)["type"] == "COMPLETED"
-    server.project.script("middle")
+    server.project.write_stage("middle")
     return run
 
 

@@ -195,7 +195,7 @@ class Run:
         ]
         self.embedding, self.head = (t.weight.detach() for t in (self.model.get_input_embeddings(), self.model.lm_head))
         self.draft = random_draft(self.made)
-        self.learn()
+        self.overfit_draft()
 
     def overfit_draft(self) -> None:
         pack, objective = ttt.TrainingPack.from_rows(self.rows[:3], STEPS, "aligned"), ttt.TrainingObjective(STEPS)
