@@ -64,13 +64,13 @@ def recording_python(project: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_shell_runs_a_name_of_params_yaml(project: Path, recorded: Path, name: str) -> None:
+def test_no_shell_runs_a_name_of_params_yaml(project: Path, recording_python: Path, name: str) -> None:
     """Bug: dvc.yaml put names into its commands, so that a tree called "t8_1_9; touch x" ran `touch x` under `dvc repro`."""
     groups = without_deps(project)
     write_everywhere(project, name)
     (project / "told").unlink(missing_ok=True)
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", "--keep-going", *groups]
-    env = {**os.environ, "PATH": f"{recorded}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{recording_python}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
     assert done.returncode != 0
     assert not (project / "ran").exists(), done.stdout
