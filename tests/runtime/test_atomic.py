@@ -216,21 +216,22 @@ def test_broken_json_names_the_file_and_the_stage(tmp_path: Path, content: bytes
 
 # --- SIGKILL --------------------------------------------------------------------------------------------------------
 
-# Writes version after version of a file and a folder; each says which version it is in every word. With a number as
-# its second argument it writes one version and kills itself before it runs that line of atomic.py (counted as run).
+# Writes version after version of a file and a folder; each says which version it is in every word. With `forks` as its
+# second argument it reads numbers, and for each a fork writes one version and kills itself before it runs that line of
+# atomic.py (counted as run); it says the fork's exit code.
 WRITER = f"""
 import os, signal, sys
 from pathlib import Path
 from stages.runtime import atomic
 
-home, last_line, lines = Path(sys.argv[1]), int(sys.argv[2]), 0
+home, last_line, lines = Path(sys.argv[1]), 0, 0
 
 def trace(frame, event, argument):
     global lines
     if not frame.f_code.co_filename.endswith("runtime/atomic.py"):
         return None
     lines += event == "line"
-    if last_line and lines >= last_line:
+    if lines >= last_line:
         os.kill(os.getpid(), signal.SIGKILL)
     return trace
 
@@ -241,9 +242,13 @@ def write(version):
         for name in ("a", "b"):
             (new / name).write_text(text)
 
-if last_line:
-    sys.settrace(trace)
-    write(1)
+if sys.argv[2] == "forks":
+    for last_line in map(int, sys.stdin):
+        if (fork := os.fork()) == 0:
+            sys.settrace(trace)
+            write(1)
+            sys.exit()
+        print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
     sys.exit()
 version = 1
 while True:
@@ -253,9 +258,9 @@ while True:
 """
 
 
-def start(home: Path, last_line: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", WRITER, str(home), str(last_line)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+def start(home: Path, how: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", WRITER, str(home), how]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
 
 def version_of(path: Path) -> int:
@@ -285,14 +290,17 @@ def test_killed_before_any_line_of_it_a_write_leaves_old_or_new(tmp_path: Path) 
     """
     first_version(tmp_path)
     found = []
-    for line in range(1, 200):
-        code = start(tmp_path, line).wait(timeout=60)
-        found.append(versions(tmp_path))
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        first_version(tmp_path)
-        assert names(tmp_path) == ["file", "folder", "folder/a", "folder/b"]  # and no leftover
+    with start(tmp_path, "forks") as process:
+        assert process.stdin and process.stdout
+        for line in range(1, 200):
+            process.stdin.write(f"{line}\n")
+            code = int(process.stdout.readline())
+            found.append(versions(tmp_path))
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL
+            first_version(tmp_path)
+            assert names(tmp_path) == ["file", "folder", "folder/a", "folder/b"]  # and no leftover
     # Old, then the file new, then both: each for a while, so all stages of a write were met.
     assert sorted(set(found)) == [(0, 0), (1, 0), (1, 1)] and found == sorted(found) and len(found) > 20
     assert found.count((1, 1)) > 1, "no kill after the swap"
@@ -303,8 +311,9 @@ def test_killed_at_random_moments_a_write_leaves_old_or_new(tmp_path: Path, kill
     moments, reached = random.Random(1), (0, 0)
     first_version(tmp_path)
     for _ in range(kills):
-        process = start(tmp_path, 0)
-        assert process.stdout
+        process = start(tmp_path, "for ever")
+        assert process.stdin and process.stdout
+        process.stdin.close()
         for printed in range(
             1, moments.randint(1, 4) + 1
         ):  # version 1 is whole: from here on it rewrites what lies there
