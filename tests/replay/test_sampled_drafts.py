@@ -20,7 +20,7 @@ from stages.replay.block_replay import AnswerPositions, ReplayPack, compute_anch
 from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import scatter, small_target
-from tests.engine.test_sampling import warp_logits
+from tests.engine.test_sampling import prefill_once, warp_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -189,7 +189,7 @@ def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str
 # Live runs
 
 
-VOCAB, NUM_DRAFTS, ANSWER = 7, 3, 24
+VOCAB, NUM_DRAFTS, ANSWER, NUM_PROMPTS = 7, 3, 24, 30
 # By the number of drafts. Of three, 900 runs tell a replay without top-p from a right one; one draft takes more cycles a run.
 RUNS = {NUM_DRAFTS: 900, 1: 300}
 HOW = (0.6, 0.9)
@@ -201,13 +201,15 @@ class LiveRuns:
     def __init__(self, method: str, width: int):
         pair = pair_of(method, VOCAB, NUM_DRAFTS)
         engine, count = Engine(pair.target, [], list(FEATURES), pair.draft), RUNS[width]
-        prompts = torch.randint(0, VOCAB, (count, 4), generator=torch.Generator().manual_seed(1)).tolist()
+        drawn = torch.randint(0, VOCAB, (NUM_PROMPTS, 4), generator=torch.Generator().manual_seed(1))
+        prompts = drawn.repeat(count // NUM_PROMPTS, 1).tolist()
         hows = [SamplingParams(*HOW, None, seed, samples_drafts=True) for seed in range(count)]
         asked = [DecodeRequest(prompt, ANSWER, None, how) for prompt, how in zip(prompts, hows, strict=True)]
         runs: list[list] = [[] for _ in asked]
-        for updates in engine.decode_batch(asked, 200, TreeShape(width, 1, width + 1)):
-            for number, step in updates:
-                runs[number] += [step] if step else []
+        with prefill_once(engine):
+            for updates in engine.decode_batch(asked, 200, TreeShape(width, 1, width + 1)):
+                for number, step in updates:
+                    runs[number] += [step] if step else []
         self.rows = [
             [*prompt, *(t for step in run for t in step.tokens)] for prompt, run in zip(prompts, runs, strict=True)
         ]
