@@ -13,7 +13,7 @@ PARSE_YAML = schema.parse_yaml
 
 
 def parse_json_or_yaml(text: str) -> Any:
-    """Parse what `set_values` has written as JSON as such: YAML takes ten times as long, two thirds of the time of these tests."""
+    """Parse what `set_values` has written as JSON: as YAML it takes ten times as long, two thirds of these tests' time."""
     return json.loads(text) if text.startswith("{") else PARSE_YAML(text)
 
 
