@@ -4,6 +4,7 @@ import fcntl
 import gc
 import io
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -111,13 +114,35 @@ def copy_project(to: Path) -> Path:
 
 def edit_params(project: Path, changes: dict) -> None:
     """Set the given keys of the project's params.yaml; what is not named stays, comments are lost: keeping them takes 0.2 s."""
-    file, yaml, text = project / "params.yaml", YAML(typ="safe"), io.StringIO()
-    params = yaml.load(file)
+    file = project / "params.yaml"
+    params = parse_once(file.read_text(), YAML(typ="safe").load)
     for section, values in changes.items():
         params[section].update(values)
+    written = [_write_section(pickle.dumps({name: keys})) for name, keys in params.items()]
+    text = "".join(section for section, _ in written)
+    PARSED[text] = pickle.dumps({name: keys for _, read in written for name, keys in pickle.loads(read).items()})
+    file.write_text(text)
+
+
+@lru_cache(maxsize=1024)
+def _write_section(pickled: bytes) -> tuple[str, bytes]:
+    """Write a section as YAML -> its text and what is read of it; each once, since of twenty a test edits one or two."""
+    yaml, text = YAML(typ="safe"), io.StringIO()
     yaml.default_flow_style, yaml.sort_base_mapping_type_on_output, yaml.width = False, False, 400
-    yaml.dump(params, text)
-    file.write_text(text.getvalue())
+    yaml.dump(pickle.loads(pickled), text)
+    return text.getvalue(), pickle.dumps(YAML(typ="safe").load(text.getvalue()))
+
+
+PARSED: dict[str, bytes] = {}  # by the text of a params.yaml
+
+
+def parse_once(text: str, parse: Callable[[str], Any]) -> Any:
+    """Parse each text of params.yaml once in this process: that is nine tenths of the time to load it, which each stage does."""
+    if len(PARSED) > 500:
+        PARSED.clear()
+    if text not in PARSED:
+        PARSED[text] = pickle.dumps(parse(text))
+    return pickle.loads(PARSED[text])
 
 
 def dvc(project: Path, *arguments: str, module: str = "dvc", **more: str) -> subprocess.CompletedProcess[str]:
@@ -189,6 +214,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     if count := sum("Chromium" in reason or "browser" in reason for reason in reasons):
         terminalreporter.write_line(f"{count} browser tests were skipped: install Chromium (apt-get install chromium)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def params_parsed_once() -> Iterator[None]:
+    from stages.params import schema
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schema, "parse_yaml", partial(parse_once, parse=schema.parse_yaml))
+        yield
 
 
 @pytest.fixture(scope="session")
