@@ -234,7 +234,8 @@ def _initialise_method_draft(segment: Segment, head: Tensor, logits_scale: float
         segment.non_eagle3_method, DraftConfig.from_json(root), settings.dtype, segment.num_heads
     )
     method = registry.TRAINABLE_METHODS[segment.non_eagle3_method]
-    model = method.initialise(config, head, tensors["d2t"], tensors["t2d"], settings.seed, logits_scale)
+    inputs = registry.DraftInputs(config, head, logits_scale, tensors["d2t"], tensors["t2d"], settings.seed)
+    model = method.initialise(inputs)
     return DraftModel(model, config, segment.non_eagle3_method)
 
 

@@ -194,7 +194,9 @@ def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
     config, tensors = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
     made = method_checkpoint.build_method_config("medusa", DraftConfig.from_json(config), "float32", 3)
-    heads = registry.TRAINABLE_METHODS["medusa"].initialise(made, head, tensors["d2t"], tensors["t2d"], 0, 1.0)
+    heads = registry.TRAINABLE_METHODS["medusa"].initialise(
+        registry.DraftInputs(made, head, 1.0, tensors["d2t"], tensors["t2d"])
+    )
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
     assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads.logits(hidden))

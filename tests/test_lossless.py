@@ -132,12 +132,14 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     static = StaticTree.from_paths(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
     fresh = {
         name: registry.TRAINABLE_METHODS[name].initialise(
-            method_checkpoint.build_method_config(name, DraftConfig.from_json(made), "float32", 4),
-            head,
-            tensors["d2t"],
-            tensors["t2d"],
-            1,
-            1.0,
+            registry.DraftInputs(
+                method_checkpoint.build_method_config(name, DraftConfig.from_json(made), "float32", 4),
+                head,
+                1.0,
+                tensors["d2t"],
+                tensors["t2d"],
+                seed=1,
+            )
         )
         for name in method_checkpoint.CHECKPOINT_METHODS
     }

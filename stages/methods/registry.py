@@ -20,37 +20,52 @@ MAX_MEASURED_RANKS = 10  # guesses of a step whose accuracy is measured, as in M
 LossFunction = Callable[[Any, ttt.TrainingPack, Tensor, Tensor, ttt.TrainingObjective, Tensor | None], ttt.LossOutput]
 
 
+class DraftInputs(NamedTuple):
+    """What a method may need to build its draft; each takes some of it."""
+
+    config: dict[str, Any]  # of a checkpoint
+    head: Tensor  # [V, H] the target's
+    logits_scale: float  # of the target's class
+    d2t: Tensor | None = None  # the draft vocabulary; this and the seed for new weights
+    t2d: Tensor | None = None
+    seed: int = 0
+
+
+def _initialise_eagle(inputs: DraftInputs) -> EagleDraft:
+    return EagleDraft.initialise(DraftConfig.from_json(inputs.config), inputs.head, inputs.seed, inputs.logits_scale)
+
+
+def _build_eagle(inputs: DraftInputs) -> EagleDraft:
+    return EagleDraft(DraftConfig.from_json(inputs.config), inputs.head, inputs.logits_scale)
+
+
+def _initialise_medusa(inputs: DraftInputs) -> MedusaDraft:
+    assert inputs.d2t is not None and inputs.t2d is not None
+    return MedusaDraft.initialise(inputs.config, inputs.head, inputs.d2t, inputs.t2d, inputs.logits_scale)
+
+
+def _build_medusa(inputs: DraftInputs) -> MedusaDraft:
+    return MedusaDraft(inputs.config)
+
+
 class TrainableMethod(NamedTuple):
     """Constructors and loss of a method's draft."""
 
-    # config, head [V, H], d2t, t2d, seed, logits_scale
-    initialise: Callable[[dict[str, Any], Tensor, Tensor, Tensor, int, float], nn.Module]
-    build_uninitialised: Callable[[dict[str, Any], Tensor, float], nn.Module]  # config, head, logits_scale
+    initialise: Callable[[DraftInputs], nn.Module]
+    build_uninitialised: Callable[[DraftInputs], nn.Module]
     compute_loss: LossFunction
     predict_top_tokens: Callable[[Any, ttt.TrainingPack, Tensor, Tensor, int, int], list[Tensor]]
 
 
 TRAINABLE_METHODS = {
-    "eagle": TrainableMethod(
-        lambda config, head, _d2t, _t2d, seed, scale: EagleDraft.initialise(
-            DraftConfig.from_json(config), head, seed, scale
-        ),
-        lambda config, head, scale: EagleDraft(DraftConfig.from_json(config), head, scale),
-        eagle.compute_loss,
-        eagle.predict_top_tokens,
-    ),
-    "medusa": TrainableMethod(
-        lambda config, head, d2t, t2d, _seed, scale: MedusaDraft.initialise(config, head, d2t, t2d, scale),
-        lambda config, _head, _scale: MedusaDraft(config),
-        medusa.compute_loss,
-        medusa.predict_top_tokens,
-    ),
+    "eagle": TrainableMethod(_initialise_eagle, _build_eagle, eagle.compute_loss, eagle.predict_top_tokens),
+    "medusa": TrainableMethod(_initialise_medusa, _build_medusa, medusa.compute_loss, medusa.predict_top_tokens),
 }
 
 
 def build_draft(config: dict[str, Any], tensors: dict[str, Tensor], head: Tensor, logits_scale: float) -> Any:
     """Return a draft from a checkpoint's config.json and tensors, and the target's head with the scale of its logits."""
-    draft = TRAINABLE_METHODS[config["method"]].build_uninitialised(config, head, logits_scale)
+    draft = TRAINABLE_METHODS[config["method"]].build_uninitialised(DraftInputs(config, head, logits_scale))
     draft.load_state_dict(tensors)
     return draft
 
