@@ -52,8 +52,8 @@ finally:
 WRITES = {
     "safetensors": "import torch; from safetensors.torch import save_file\n"
     "    with atomic.write_file(out) as to: save_file({'a': torch.zeros(1 << 20)}, to)",
-    "safetensors in a folder": "import torch; from safetensors.torch import save_file\n"
-    "    with atomic.write_folder(out) as to: save_file({'a': torch.zeros(1 << 20)}, to / 'model.safetensors')",
+    "safetensors in a folder": "from safetensors.numpy import save_file\n"  # the same library's writer, without torch
+    "    with atomic.write_folder(out) as to: save_file({'a': numbers}, to / 'model.safetensors')",
     "polars": "import polars\n    with atomic.write_file(out) as to: polars.DataFrame({'a': numbers}).write_parquet(to)",
     "polars, streamed": "import polars\n"
     "    with atomic.write_file(out) as to: polars.LazyFrame({'a': numbers}).sink_parquet(to)",
