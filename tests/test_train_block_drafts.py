@@ -49,7 +49,7 @@ CHECKPOINTS = {
     name: {**keys, "from": start if start == "e000" else f"{method}{start}", "epochs": epochs}
     for method, keys in METHODS.items()
     for name, start, epochs in (
-        (f"{method}1", "e000", 1), (f"{method}20", "1", 19), (f"{method}_straight", "e000", 20),
+        (f"{method}1", "e000", 1), (f"{method}8", "1", 7), (f"{method}_straight", "e000", 8),
     )
 }  # fmt: skip
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
@@ -67,7 +67,7 @@ def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory
         "init_draft": {"draft_vocab_size": 90},
         "train_draft": {
             "checkpoints": {**CHECKPOINTS, "e003": {"from": "e000", "epochs": 1}}, "batch_tokens": 120, "packs_per_step": 3,
-            "warmup_steps": 0, "learning_rate": 0.003,
+            "warmup_steps": 0, "learning_rate": 0.006,
         },
         "replay_trees": {"checkpoints": ["e003"]},
         "benchmark_served": {"checkpoints": ["e003"]},
@@ -116,18 +116,18 @@ def read_files(name: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_segments_are_one_run_to_the_bit_and_the_loss_falls(trained_project: Path, method: str) -> None:
-    assert read_files(f"{method}20") == read_files(f"{method}_straight") != read_files(f"{method}1")
+    assert read_files(f"{method}8") == read_files(f"{method}_straight") != read_files(f"{method}1")
     log = read_log(f"{method}_straight")
     losses = [entry["loss"] for entry in log]
-    assert max(losses[-3:]) < losses[0] - 0.3  # little: the random target's head is small and frozen
+    assert max(losses[-3:]) < losses[0] - 0.25  # little: the random target's head is small and frozen
     assert {len(entry[key]) for entry in log for key in ("step_loss", "step_accuracy")} == {3}
-    chained = [entry["loss"] for name in (f"{method}1", f"{method}20") for entry in read_log(name)]
+    chained = [entry["loss"] for name in (f"{method}1", f"{method}8") for entry in read_log(name)]
     assert chained == losses
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_checkpoint_is_what_engines_load(trained_project: Path, method: str) -> None:
-    config, tensors = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(f"{method}20"), "a test")
+    config, tensors = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint(f"{method}8"), "a test")
     found, keys = block_checkpoint.parse_block_config(config), METHODS[method]
     root = json.loads(Path("drafts/e000/draft/config.json").read_text())
     assert (found.method, found.block_size, found.num_hidden_layers) == (method, keys["block_size"], keys["layers"])
@@ -144,7 +144,7 @@ def test_the_checkpoint_is_what_engines_load(trained_project: Path, method: str)
 
 
 def test_new_convolutions_change_nothing(trained_project: Path) -> None:
-    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dflash220"), "a test")
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dflash28"), "a test")
     draft = block_initialisation.initialise_block_draft(block_checkpoint.parse_block_config(config), 1)
     rows = torch.randn(1, 8, draft.config.hidden_size)
     for layer in draft.layers:
@@ -153,7 +153,7 @@ def test_new_convolutions_change_nothing(trained_project: Path) -> None:
 
 
 def test_new_weights_are_normal_and_norms_one(trained_project: Path) -> None:
-    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark20"), "a test")
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark8"), "a test")
     parsed = block_checkpoint.parse_block_config(config)
     one, same, other = (block_initialisation.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
     for name, weight in one.named_parameters():
@@ -190,7 +190,7 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
     trained_project: Path, method: str, monkeypatch: Any
 ) -> None:
     """From stored rows through the loader and the trainer, whose optimizer is stopped before it updates."""
-    trainer, hidden_states = build_trainer(f"{method}20", "float64")
+    trainer, hidden_states = build_trainer(f"{method}8", "float64")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 0)[:1]
     loader = PackLoader(hidden_states, trainer.objective, trainer.ranks, trainer.dtype)
     (step,) = loader.load_steps([(0, plan)])
@@ -226,8 +226,8 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
         assert (found - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
-def test_anchors_are_of_a_packs_index_whoever_builds_it(trained_project: Path) -> None:
-    trainer, hidden_states = build_trainer("dflash20", "float32")
+def test_anchors_are_of_a_packs_place_whoever_builds_it(trained_project: Path) -> None:
+    trainer, hidden_states = build_trainer("dflash8", "float32")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
     alone, *shared = (
         [
@@ -259,19 +259,19 @@ def test_a_run_stopped_after_an_epoch_goes_on_to_the_same_bits(copy: Path, monke
     monkeypatch.setattr(Trainer, "train_step", train_step)
     train_draft.main("dspark_straight")
     assert "resumed after epoch 2" in capsys.readouterr().out
-    assert read_files("dspark_straight") == read_files("dspark20")
+    assert read_files("dspark_straight") == read_files("dspark8")
 
 
 def test_bfloat16_goes_on_from_float32_masters(copy: Path) -> None:
     edit_params(copy, {"train_draft": {"dtype": "bfloat16"}})
-    for name in ("dspark1", "dspark20", "dspark_straight"):
+    for name in ("dspark1", "dspark8", "dspark_straight"):
         shutil.rmtree(f"drafts/{name}")
         train_draft.main(name)
-    assert read_files("dspark20") == read_files("dspark_straight")
-    draft, state = (load_file(f"drafts/dspark20/{part}") for part in RESULTS[::2])
+    assert read_files("dspark8") == read_files("dspark_straight")
+    draft, state = (load_file(f"drafts/dspark8/{part}") for part in RESULTS[::2])
     assert draft["fc.weight"].dtype == torch.bfloat16 and state["master.fc.weight"].dtype == torch.float32
     assert torch.equal(draft["fc.weight"], state["master.fc.weight"].bfloat16())
-    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark20"), "a test")
+    config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark8"), "a test")
     assert config["dtype"] == "bfloat16"
 
 
