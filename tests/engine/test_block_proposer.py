@@ -216,16 +216,15 @@ def replay_answers(kind: str, method: str) -> list[tuple[TreeShape, list[int], l
 def test_sampled_answers_are_those_of_plain_decoding(execution: str, method: str) -> None:
     """Tokens are drawn from the target alone, so one seed gives one answer, as transformers' own logits give it."""
     engine = build_engine(draft("trained", method))
-    hows = [SamplingParams(0.8, 1.0, None, seed) for seed in range(3)]
+    hows = [SamplingParams(0.8, 1.0, None, seed) for seed in range(2)]
     rows = [DecodeRequest(prompt, ROOM, None, how) for how in hows for prompt in test_decode.prompts()]
     expected = [sample_by_transformers(target(), ask.prompt, ask.sampling) for ask in rows]
-    assert len(set(map(tuple, expected))) > 6
-    alone = {tree: [decode(engine, ask, tree) for ask in rows] for tree in (TREES[2], TREES[4])}
-    for tree, found in alone.items():
-        assert [join(of_one) for of_one in found] == expected
-        together = steps(engine.decode_batch(rows, 3, tree), len(rows))
-        assert [join(of_one) for of_one in together] == expected
-    assert sum(step.num_accepted for of_one in alone[TREES[2]] for step in of_one) > 5
+    assert len(set(map(tuple, expected))) > 4
+    found = [[decode(engine, ask, TREES[2]) for ask in rows]]
+    found += [steps(engine.decode_batch(rows, 3, tree), len(rows)) for tree in (TREES[2], TREES[4])]
+    for answers in found:
+        assert [join(of_one) for of_one in answers] == expected
+    assert sum(step.num_accepted for answers in found[1:] for of_one in answers for step in of_one) > 5
 
 
 def test_slots_are_reused_from_prompt_to_prompt() -> None:
