@@ -142,7 +142,9 @@ def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def ragged_requests(how: str) -> list[DecodeRequest]:
-    return [DecodeRequest(PROMPT[: 1 + seed % 4], 5 + 2 * (seed % 5), None, make_sampling(how, seed)) for seed in range(5)]
+    return [
+        DecodeRequest(PROMPT[: 1 + seed % 4], 5 + 2 * (seed % 5), None, make_sampling(how, seed)) for seed in range(5)
+    ]
 
 
 @cache
