@@ -142,8 +142,8 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
         work.warmup_prompts
     ):  # uncounted: first calls allocate and select kernels
         for kind in DECODING_KINDS:
-            drawn = cell_context.make_sampling_params(work, question.id, 0, 0)
-            list(_start_decoding(work, kind, question.prompt_ids, question.id, drawn))
+            sampling_params = cell_context.make_sampling_params(work, question.id, 0, 0)
+            list(_start_decoding(work, kind, question.prompt_ids, question.id, sampling_params))
     prompt_set, tree = work.workload.prompts, work.tree
     answers, ended = stopping.decode_repeats(work.workload, partial(_decode_repeat, work), prints=work.ranks.first)
     rows = [answer.row for answer in answers]
@@ -163,33 +163,35 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
 
 def _decode_repeat(work: TorchCellContext, repeat: int) -> list[TorchAnswer]:
     """Decode every prompt once both ways, divided over processes; return the answers of all processes."""
-    mine = [
-        (number, answer)
-        for number, question in enumerate(workload_prompts.list_rows(work.prompts))
-        if number % work.ranks.world == work.ranks.rank
-        for answer in _decode_turns(work, question, repeat, number)
+    own_answers = [
+        (index, answer)
+        for index, question in enumerate(workload_prompts.list_rows(work.prompts))
+        if index % work.ranks.world == work.ranks.rank
+        for answer in _decode_turns(work, question, repeat, index)
     ]
-    every = distributed.all_gather_lists(work.ranks, mine)
-    return [answer for _, answer in sorted(every, key=lambda pair: pair[0])]  # turns of a prompt stay in order
+    all_answers = distributed.all_gather_lists(work.ranks, own_answers)
+    return [answer for _, answer in sorted(all_answers, key=lambda pair: pair[0])]  # turns of a prompt stay in order
 
 
-def _decode_turns(work: TorchCellContext, question: WorkloadPrompt, repeat: int, number: int) -> Iterator[TorchAnswer]:
+def _decode_turns(
+    work: TorchCellContext, question: WorkloadPrompt, repeat: int, prompt_index: int
+) -> Iterator[TorchAnswer]:
     """Yield the answer of each turn.
 
     The kind of decoding that goes first alternates over prompts, repeats and turns.
     """
     turn: QuestionTurn | None = question_turns.get_first_turn(question)
     while turn:
-        order = DECODING_KINDS if (number + repeat + turn.number) % 2 == 0 else DECODING_KINDS[::-1]
-        drawn = cell_context.make_sampling_params(work, question.id, repeat, turn.number)
+        order = DECODING_KINDS if (prompt_index + repeat + turn.number) % 2 == 0 else DECODING_KINDS[::-1]
+        sampling_params = cell_context.make_sampling_params(work, question.id, repeat, turn.number)
         timed = {
             kind: timing.time_decode(
-                partial(_start_decoding, work, kind, turn.ids, question.id, drawn), work.params.target.device
+                partial(_start_decoding, work, kind, turn.ids, question.id, sampling_params), work.params.target.device
             )
             for kind in order
         }
         outputs = {kind: decoded.tokens for kind, decoded in timed.items()}
-        row = _build_row(work, turn, repeat, drawn, timed)
+        row = _build_row(work, turn, repeat, sampling_params, timed)
         yield TorchAnswer(row, [step.num_accepted for step in timed["speculative"].cycles], outputs)
         turn = question_turns.build_next_turn(work, turn, outputs["plain"])
 
@@ -198,7 +200,7 @@ def _build_row(
     work: TorchCellContext,
     turn: QuestionTurn,
     repeat: int,
-    drawn: SamplingParams | None,
+    sampling_params: SamplingParams | None,
     timed: dict[str, timing.TimedDecode],
 ) -> PromptRow:
     """Return the row of an answer, not yet graded; `timed` is by kind of decoding."""
@@ -212,9 +214,9 @@ def _build_row(
         output_tokens=len(output),
         cycles=len(speculative.cycles),
         accepted=sum(step.num_accepted for step in speculative.cycles),
-        identical=None if drawn else output == plain_output,
+        identical=None if sampling_params else output == plain_output,
         divergence_margin=None
-        if drawn
+        if sampling_params
         else cell_context.measure_divergence_margin(work, turn.ids, prompt_id, output, plain_output),
         finish_reason="stop" if output[-1] in work.engine.end_tokens else "length",
         prefill_latency_s=speculative.prefill_s,
@@ -230,12 +232,12 @@ def _build_row(
 
 
 def _start_decoding(
-    work: TorchCellContext, kind: str, ids: list[int], prompt_id: str, drawn: SamplingParams | None
+    work: TorchCellContext, kind: str, ids: list[int], prompt_id: str, sampling_params: SamplingParams | None
 ) -> Iterator[DecodeStep]:
     images = work.images[prompt_id]
     if kind == "plain":
-        return work.engine.decode_plain(ids, work.max_new_tokens, images, drawn)
-    return work.engine.decode_speculative(ids, work.max_new_tokens, work.tree, images, drawn)
+        return work.engine.decode_plain(ids, work.max_new_tokens, images, sampling_params)
+    return work.engine.decode_speculative(ids, work.max_new_tokens, work.tree, images, sampling_params)
 
 
 def _grade_rows(
@@ -355,10 +357,10 @@ def _run_load(
     Each process has some of the slots, and their requests.
     """
     ranks, slots = work.ranks, min(load.concurrency or len(turns), len(turns))
-    numbers = [n for n in range(len(turns)) if n % slots % ranks.world == ranks.rank]
+    turn_indices = [n for n in range(len(turns)) if n % slots % ranks.world == ranks.rank]
     requests = {
         f"{turns[n].question.id}#{turns[n].number}": _make_request(work, turns[n], load.max_new_tokens, repeat)
-        for n in numbers
+        for n in turn_indices
     }
 
     def start_clock() -> float:
@@ -369,8 +371,10 @@ def _run_load(
     records = inprocess_load.decode_load(
         work.engine, requests, own_slots, None if kind == "plain" else work.tree, start_clock
     )
-    mine = list(zip(numbers, records, strict=True))
-    return [record for _, record in sorted(distributed.all_gather_lists(ranks, mine), key=lambda pair: pair[0])]
+    indexed_records = list(zip(turn_indices, records, strict=True))
+    return [
+        record for _, record in sorted(distributed.all_gather_lists(ranks, indexed_records), key=lambda pair: pair[0])
+    ]
 
 
 def _make_request(work: TorchCellContext, turn: QuestionTurn, length: int, repeat: int) -> DecodeRequest:

@@ -76,8 +76,8 @@ def main(name: str) -> None:
     w = get_named(p.benchmark.workloads, workload, "benchmark.workloads")
     prompts, warm = workload_prompts.read_prompts(workload)
     work = _build_context(p, settings, w, pl.concat([prompts, warm]))
-    every = pl.concat([prompts, warm])["prompt_ids"].list.len()
-    work.engine.slots.reserve_length(int(every.max() or 0) + work.max_new_tokens)
+    prompt_lengths = pl.concat([prompts, warm])["prompt_ids"].list.len()
+    work.engine.slots.reserve_length(int(prompt_lengths.max() or 0) + work.max_new_tokens)
     for prompt in workload_prompts.list_rows(warm):  # not counted: first calls allocate memory and select kernels
         for kind in DECODING_KINDS:
             list(work.start_decoding(kind, prompt, 0))
@@ -191,9 +191,9 @@ def _decode_repeat(
     """Decode every prompt once both ways; the kind of decoding that goes first alternates over prompts and repeats."""
     return [
         _decode_prompt(
-            work, prompt, repeat, DECODING_KINDS if (number + repeat) % 2 == 0 else DECODING_KINDS[::-1], device
+            work, prompt, repeat, DECODING_KINDS if (index + repeat) % 2 == 0 else DECODING_KINDS[::-1], device
         )
-        for number, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
 
 
@@ -201,8 +201,8 @@ def _decode_prompt(
     work: MethodRunContext, prompt: WorkloadPrompt, repeat: int, order: tuple[str, ...], device: str
 ) -> MethodAnswer:
     """Decode a prompt both ways, in `order`."""
-    both = {kind: time_decode(partial(work.start_decoding, kind, prompt, repeat), device) for kind in order}
-    speculative, plain = both["speculative"], both["plain"]
+    timed = {kind: time_decode(partial(work.start_decoding, kind, prompt, repeat), device) for kind in order}
+    speculative, plain = timed["speculative"], timed["plain"]
     output, plain_output, cycles = speculative.tokens, plain.tokens, speculative.cycles
     row = MethodPromptRow(
         id=prompt.id,

@@ -95,30 +95,30 @@ def _alternate(
 ) -> StoppingRecord:
     """Measure repeats of both servers, until the workload's rule ends them; return why there are no more."""
     rule = RepeatRule.of_workload(work.workload)
-    number, ended = 0, None
+    repeat, ended = 0, None
     while ended is None:
-        measure_repeat(number)
-        number += 1
-        ended = rule.judge(number, served_points.measure_widest_half(measured, baseline))
+        measure_repeat(repeat)
+        repeat += 1
+        ended = rule.judge(repeat, served_points.measure_widest_half(measured, baseline))
     return ended
 
 
-def _measure_together(work: ServedCellContext, pair: list[OpenedServer], number: int) -> None:
+def _measure_together(work: ServedCellContext, pair: list[OpenedServer], repeat: int) -> None:
     """Measure a repeat of two servers that are up, each load on both before the next."""
-    for _, opened, load in measured_loads.order_loads([(work, each) for each in pair], number):
-        measured_loads.run_load(work, opened, load, number)
+    for _, opened, load in measured_loads.order_loads([(work, server) for server in pair], repeat):
+        measured_loads.run_load(work, opened, load, repeat)
 
 
 def _measure_one_by_one(
     work: ServedCellContext,
     open_servers: Callable[[list[MeasuredServer]], contextlib.AbstractContextManager[list[OpenedServer]]],
     pair: Sequence[MeasuredServer],
-    number: int,
+    repeat: int,
 ) -> None:
     """Measure a repeat of two servers of which one can be up at a time, in alternating order."""
-    for one in measured_loads.order_turns(pair, number):
-        with open_servers([one]) as (opened,):
-            measured_loads.run_repeats(work, opened, [number])
+    for server in measured_loads.order_turns(pair, repeat):
+        with open_servers([server]) as (opened,):
+            measured_loads.run_repeats(work, opened, [repeat])
 
 
 # The cell

@@ -62,7 +62,7 @@ def main(workload_name: str) -> None:
         measured = list(_measure_or_read(work, plan, servers, folder))
         seconds = round(time.perf_counter() - started, 2)
         cycles = _list_cycles(measured)
-        fit = cost_fit.fit_cost_model([cycle for some in cycles.values() for cycle in some])
+        fit = cost_fit.fit_cost_model([cycle for length_cycles in cycles.values() for cycle in length_cycles])
         grids = [
             _build_grid(work, measured, length, cycles, fit, draft_config, gpus, seconds)
             for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
@@ -109,17 +109,19 @@ def _measure_or_read(
     missing = []
     for server in servers:
         paths = list(_list_paths(folder, server, contexts[server.config_name]))
-        if made := sum(path.exists() for path in paths):
-            print(f"resumed: {server.config_name}: {made} of {len(paths)} loads were measured before, kept in {folder}")
-        if made < len(paths):
+        if num_measured := sum(path.exists() for path in paths):
+            print(
+                f"resumed: {server.config_name}: {num_measured} of {len(paths)} loads were measured before, kept in {folder}"
+            )
+        if num_measured < len(paths):
             missing.append(server)
-    for number in range(0, len(missing), at_once):
-        group = missing[number : number + at_once]
+    for start in range(0, len(missing), at_once):
+        group = missing[start : start + at_once]
         with measured_loads.open_servers(plan, group, f"serving_costs-{work.workload_name}") as opened:
             _measure_in_turns([(contexts[each.server.config_name], each) for each in opened], folder)
     for server in servers:
-        kept = [_read_times(work, path) for path in _list_paths(folder, server, contexts[server.config_name])]
-        yield server, _join_repeats(kept)
+        repeats = [_read_times(work, path) for path in _list_paths(folder, server, contexts[server.config_name])]
+        yield server, _join_repeats(repeats)
 
 
 def _read_times(work: ServedCellContext, path: Path) -> ServedTimes:
@@ -140,9 +142,9 @@ def _locate_times(folder: Path, server: MeasuredServer, load: Load, repeat: int)
 def _measure_in_turns(servers: list[tuple[ServedCellContext, OpenedServer]], folder: Path) -> None:
     """Measure what is missing of each repeat on every server before the next repeat."""
     for repeat in range(servers[0][0].workload.repeats):
-        for work, each, load in measured_loads.order_loads(servers, repeat):
-            if not _locate_times(folder, each.server, load, repeat).exists():
-                _measure_load(work, each, load, repeat, folder)
+        for work, opened, load in measured_loads.order_loads(servers, repeat):
+            if not _locate_times(folder, opened.server, load, repeat).exists():
+                _measure_load(work, opened, load, repeat, folder)
 
 
 def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int, folder: Path) -> None:
@@ -159,45 +161,47 @@ def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, rep
     rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
     times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
     if server.simulated:
-        kept = [path for path in _list_paths(folder, server, work) if path.exists()]
-        _check_simulated(work, server, server.simulated.length, times, kept)
+        earlier_paths = [path for path in _list_paths(folder, server, work) if path.exists()]
+        _check_simulated(work, server, server.simulated.length, times, earlier_paths)
     atomic.write_json(_locate_times(folder, server, load, repeat), times.model_dump())
 
 
 def _check_simulated(
-    work: ServedCellContext, server: MeasuredServer, length: float, times: ServedTimes, kept: list[Path]
+    work: ServedCellContext, server: MeasuredServer, length: float, times: ServedTimes, earlier_paths: list[Path]
 ) -> None:
-    """Judge a load together with those of the server that are `kept`, also by a killed run: one may have too few cycles to tell.
+    """Judge a load together with the server's earlier ones at `earlier_paths`: one alone may have too few cycles to tell.
+
+    A killed run may have written them.
 
     Raises:
-        ValueError: if they did not accept as many tokens as the server was told to. Nothing of it is kept then.
+        ValueError: if they did not accept as many tokens as the server was told to. `earlier_paths` are deleted then.
     """
-    every = [times, *(_read_times(work, path) for path in kept)]
-    rows = [row for some in every for point in some.points for row in point.requests]
+    all_times = [times, *(_read_times(work, path) for path in earlier_paths)]
+    rows = [row for load_times in all_times for point in load_times.points for row in point.requests]
     cycles, accepted = sum(row.cycles or 0 for row in rows), sum(row.accepted or 0 for row in rows)
     try:
         simulated_acceptance.check_simulated(server.config_name, length, cycles, accepted, len(rows))
     except ValueError:
-        for path in kept:
+        for path in earlier_paths:
             path.unlink()
         raise
 
 
-def _join_repeats(every: list[ServedTimes]) -> ServedTimes:
+def _join_repeats(all_times: list[ServedTimes]) -> ServedTimes:
     """Return the times of one server, with one point for each load, of all its repeats."""
     by_load: dict[Load, list[LoadPoint]] = {}
-    for point in (point for times in every for point in times.points):
+    for point in (point for times in all_times for point in times.points):
         by_load.setdefault(point.load, []).append(point)
     points = [
-        same[0].model_copy(
+        repeats[0].model_copy(
             update={
-                "loads": [load for point in same for load in point.loads],
-                "requests": [row for point in same for row in point.requests],
+                "loads": [load for point in repeats for load in point.loads],
+                "requests": [row for point in repeats for row in point.requests],
             }
         )
-        for same in by_load.values()
+        for repeats in by_load.values()
     ]
-    return ServedTimes(version=every[0].version, points=points)
+    return ServedTimes(version=all_times[0].version, points=points)
 
 
 def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int, list[CycleTime]]:
@@ -223,7 +227,7 @@ def _build_grid(
     """Return the timing grid of one answer length."""
     points = [point for _, times in measured for point in times.points if point.max_new_tokens == length]
     requests = [r for point in points for r in point.requests if not r.failed]
-    baseline, plain = measured[0]
+    baseline, plain_times = measured[0]
     return TimingGrid(
         definitions=timing_grid.COST_DEFINITIONS,
         engine=work.setup.engine,
@@ -239,12 +243,14 @@ def _build_grid(
             "repeats": work.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
-        plain=cost_served.build_plain_steps(point for point in plain.points if point.max_new_tokens == length),
+        plain=cost_served.build_plain_steps(point for point in plain_times.points if point.max_new_tokens == length),
         grid=cycles[length],
-        other_lengths=[cycle for other, some in cycles.items() for cycle in some if other != length],
+        other_lengths=[
+            cycle for other_length, length_cycles in cycles.items() for cycle in length_cycles if other_length != length
+        ],
         fit=fit,
         hardware=server_setup.describe_hardware(work, baseline, gpus),
-        versions={work.setup.engine: plain.version} if plain.version else {},
+        versions={work.setup.engine: plain_times.version} if plain_times.version else {},
         seconds=seconds,
     )
 

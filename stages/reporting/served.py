@@ -112,14 +112,14 @@ def group_tables(rows: list[ServedRow]) -> list[ServedGroup]:
 def _build_group(rows: list[ServedRow], checkpoint: str | None) -> ServedGroup:
     plain = select_best_plain(rows)
     trees = [row for row in rows if row.decoding == SPECULATIVE and row.checkpoint == checkpoint]
-    ran = [row for row in trees if row.ran]
-    loads = sorted({row.load for row in ran} | set(plain), key=lambda load: load.sort_key)
+    measured_rows = [row for row in trees if row.ran]
+    loads = sorted({row.load for row in measured_rows} | set(plain), key=lambda load: load.sort_key)
     lines: list[ServedRow] = []
     for load in loads:
-        lines += [*(row for row in ran if row.load == load), *([plain[load]] if load in plain else [])]
+        lines += [*(row for row in measured_rows if row.load == load), *([plain[load]] if load in plain else [])]
     lines += [row for row in trees if not row.ran]
     lines += [row for row in rows if row.decoding == PLAIN and not row.ran]
-    top_tau = max((row.tau for row in ran if row.tau is not None), default=None)
+    top_tau = max((row.tau for row in measured_rows if row.tau is not None), default=None)
     return ServedGroup(checkpoint, lines, loads, top_tau)
 
 
@@ -139,16 +139,16 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
         engine = group.first.engine
         by = "by the torch engine" if engine == served_records.TORCH_ENGINE else f"served by {engine}"
         lines.append(f"{group.title}, {by}")
-        ran = [row for row in group.rows if row.ran]
-        if 0 < len(ran) <= MAX_TABLE_LINES:
-            lines += align_columns([*zip(*SERVED_HEADINGS, strict=True), *map(_format_served_row, ran)])
-        elif ran:
-            lines.append(f"{len(ran)} lines: results/served.csv")
+        measured_rows = [row for row in group.rows if row.ran]
+        if 0 < len(measured_rows) <= MAX_TABLE_LINES:
+            lines += align_columns([*zip(*SERVED_HEADINGS, strict=True), *map(_format_served_row, measured_rows)])
+        elif measured_rows:
+            lines.append(f"{len(measured_rows)} lines: results/served.csv")
         members = [row for row in rows if (row.workload, row.engine) == (group.first.workload, engine)]
         for sweep in build_sweeps(members):
             if sweep.checkpoint == group.checkpoint:
                 lines += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
-        for row in ran:
+        for row in measured_rows:
             lines += [f"! {describe_decoding(row)}, {row.load.shorten()}: {text}" for text in _list_remarks(row)]
         lines += [f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group.rows if not row.ran]
         lines.append("")
@@ -180,8 +180,8 @@ def format_tau_interval(row: ServedRow) -> str:
     """Return tau's interval, or why it has none; nothing without a tau."""
     if row.tau is None:
         return ""
-    together = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)  # counted by request: an interval
-    return format_interval(row.tau_low, row.tau_high, UNCOUNTED if together else ONE_PROMPT)
+    pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)  # counted by request: an interval
+    return format_interval(row.tau_low, row.tau_high, UNCOUNTED if pooled else ONE_PROMPT)
 
 
 def format_speedup_interval(row: ServedRow) -> str:
@@ -218,19 +218,19 @@ def explain_tau_gap(row: ServedRow) -> str:
 
 def summarise_served(rows: list[ServedRow]) -> dict[str, Any]:
     """Return what results/metrics.json has of served cells; the best is one whose interval lies above 1, or null."""
-    ran = [row for row in rows if row.decoding == SPECULATIVE and row.ran]
-    joined = [row for row in ran if row.speedup is not None]
+    measured_rows = [row for row in rows if row.decoding == SPECULATIVE and row.ran]
+    joined = [row for row in measured_rows if row.speedup is not None]
     faster = [row for row in joined if row.is_faster]
-    first = max(faster, key=lambda row: row.speedup or 0.0, default=None)
+    best = max(faster, key=lambda row: row.speedup or 0.0, default=None)
     load = ("workload", "checkpoint", "tree", "max_new_tokens", "concurrency")
     names = (*load, "tau", "speedup", "speedup_low", "speedup_high")
     return {
-        "points": len(ran),
+        "points": len(measured_rows),
         "plain_points": sum(row.decoding == PLAIN and row.ran for row in rows),
         "unsupported": sum(not row.ran for row in rows),
-        "not_compared": len(ran) - len(joined),
-        "off_replay": sum(row.replay_agrees == "no" for row in ran),
-        "best_by_speedup": first and {k: first[k] for k in names},
+        "not_compared": len(measured_rows) - len(joined),
+        "off_replay": sum(row.replay_agrees == "no" for row in measured_rows),
+        "best_by_speedup": best and {k: best[k] for k in names},
     }
 
 

@@ -131,8 +131,8 @@ def _describe_break_evens(
     for cap in caps:
         points = [(tokens, speedups[load]) for tokens in lengths if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
-            at = "without a limit of concurrency" if cap is None else f"at concurrency {cap}"
-            by_cap.append(f"{at}: {break_even.describe_crossings(points, 'answer length')}")
+            cap_label = "without a limit of concurrency" if cap is None else f"at concurrency {cap}"
+            by_cap.append(f"{cap_label}: {break_even.describe_crossings(points, 'answer length')}")
     return by_length, by_cap
 
 

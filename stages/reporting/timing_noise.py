@@ -137,15 +137,15 @@ OddTime = tuple[str, str, str]  # stage, label, what is odd
 def _compare_with_peers(timed: list[TimedCell], confirmed: Collection[str]) -> Iterator[OddTime]:
     """Yield the cells whose plain decoding or prefill is far from the median of the others that decode the same."""
     for cell in timed:
-        others = [other for other in timed if other.peers == cell.peers and other is not cell]
-        if not others:
+        peers = [peer for peer in timed if peer.peers == cell.peers and peer is not cell]
+        if not peers:
             continue
-        peer_median = median(other.plain_tok_s for other in others)
+        peer_median = median(peer.plain_tok_s for peer in peers)
         if cell.stage not in confirmed and not cell.allows(cell.plain_tok_s / peer_median):
             gap = _describe_gap(cell.plain_tok_s / peer_median)
             text = f"plain decoding, {cell.plain_tok_s:.0f} tokens/s, is {gap} its neighbours' {peer_median:.0f}"
             yield cell.stage, cell.label, text
-        prefills = [other.prefill_s for other in others if other.prefill_s]
+        prefills = [peer.prefill_s for peer in peers if peer.prefill_s]
         if cell.prefill_s and prefills and not 1 / FAR_PREFILL <= cell.prefill_s / median(prefills) <= FAR_PREFILL:
             text = f"a prefill of {cell.prefill_s:.3f} s beside its neighbours' {median(prefills):.3f}"
             yield cell.stage, cell.label, text
@@ -209,25 +209,25 @@ def _group_by_machine(grids: Iterable[TimingGrid]) -> list[tuple[Hardware, list[
     """Return the plain steps of one prompt at a time by machine, without those whose error is unknown."""
     found: list[tuple[Hardware, list[GridStep]]] = []
     for grid in grids:
-        plain = next((step for step in grid.plain if step.batch == 1), None)
-        margin = interval.compute_margin(plain.error, plain.samples) if plain else None
-        if plain is None or margin is None:
+        plain_step = next((step for step in grid.plain if step.batch == 1), None)
+        margin = interval.compute_margin(plain_step.error, plain_step.samples) if plain_step else None
+        if plain_step is None or margin is None:
             continue
-        same = (
+        machine_steps = (
             steps for hardware, steps in found if not timing_grid.list_hardware_differences(hardware, grid.hardware)
         )
-        steps = next(same, None)
+        steps = next(machine_steps, None)
         if steps is None:
             steps = []
             found.append((grid.hardware, steps))
-        steps.append(GridStep(grid.checkpoint, plain.step_s, margin))
+        steps.append(GridStep(grid.checkpoint, plain_step.step_s, margin))
     return found
 
 
 def _list_odd_times(cells: list[TorchCell], timed: list[TimedCell], grids: Iterable[TimingGrid]) -> Iterator[OddTime]:
-    beside_grids = _compare_with_grids(cells, grids)
-    yield from beside_grids.odd
-    yield from _compare_with_peers(timed, beside_grids.confirmed)
+    comparison = _compare_with_grids(cells, grids)
+    yield from comparison.odd
+    yield from _compare_with_peers(timed, comparison.confirmed)
     yield from _list_busy(timed)
     yield from _list_unsure(timed)
 
@@ -244,8 +244,8 @@ def _list_unsure(timed: list[TimedCell]) -> Iterator[OddTime]:
     for cell in timed:
         if cell.stopping and cell.stopping.rule == "most_repeats":
             half = cell.stopping.half_width
-            known = "without an interval" if half is None else f"at ±{half:.0%} of its speedup"
-            yield cell.stage, cell.label, f"its {cell.stopping.repeats} repeats, the most, were spent {known}"
+            precision = "without an interval" if half is None else f"at ±{half:.0%} of its speedup"
+            yield cell.stage, cell.label, f"its {cell.stopping.repeats} repeats, the most, were spent {precision}"
 
 
 def _describe_gap(ratio: float) -> str:

@@ -80,7 +80,7 @@ class VerdictLine:
     kind: VerdictKind
     advice: str  # "Launch t8_2_16 with e009", "Do not speculate"
     evidence: str
-    more: str = ""  # further evidence, or what to run
+    detail: str = ""  # further evidence, or what to run
     checkpoint: str | None = None  # of the tree that it is about: of a measured one where it names one
     is_contradicted: bool = False  # what was measured contradicts the prediction
 
@@ -96,7 +96,7 @@ class Verdict:
 
     kind: VerdictKind
     headline: str
-    more: tuple[str, ...]  # other loads, engines and methods
+    details: tuple[str, ...]  # other loads, engines and methods
     warnings: tuple[str, ...]  # of results
     remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
@@ -105,9 +105,9 @@ class Verdict:
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
-        left_out = len(self.warnings) - MAX_WARNINGS
-        shown = [*self.warnings[:MAX_WARNINGS], *([f"and {left_out} more, on the page"] if left_out > 0 else [])]
-        return [self.headline, *self.more, *(f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)])]
+        num_hidden = len(self.warnings) - MAX_WARNINGS
+        shown = [*self.warnings[:MAX_WARNINGS], *([f"and {num_hidden} more, on the page"] if num_hidden > 0 else [])]
+        return [self.headline, *self.details, *(f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)])]
 
     def list_warnings(self) -> list[str]:
         """Return the page's warnings."""
@@ -140,22 +140,28 @@ def build_verdict(
     served_cells = [cell for cell in cells if is_served(cell.checkpoint, cell.shape)]
     served_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, TreeShape.parse(row.tree))]
     judged = _collect_measured(served_cells, served_rows, doubted)
-    rest = [cell for cell in cells if cell not in served_cells], [row for row in served if row not in served_rows]
-    left_out = _collect_measured(*rest, doubted)
+    torch_only = [cell for cell in cells if cell not in served_cells], [row for row in served if row not in served_rows]
+    left_out = _collect_measured(*torch_only, doubted)
     lines = judge_loads(guesses, judged, replayable)
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
-    told = [_format_group(group) for group in groups[:MAX_LINES]]
+    texts = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
-        told.append(f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json")
+        texts.append(
+            f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json"
+        )
     warnings = [*sample_warnings, *_warn_of_measured(cells, served), *_warn_of_replays(replays)]
     is_contradicted = any(line.is_contradicted for line in lines)
-    more = [*told[1:], *_describe_other_engines(launch), *_describe_torch_only(left_out, judged, guesses, replayable)]
-    more += [*_describe_unsupported(served), *_summarise_methods(method_rows)]
-    more = [*([CONTRADICTED] if is_contradicted else []), *more]
+    details = [
+        *texts[1:],
+        *_describe_other_engines(launch),
+        *_describe_torch_only(left_out, judged, guesses, replayable),
+    ]
+    details += [*_describe_unsupported(served), *_summarise_methods(method_rows)]
+    details = [*([CONTRADICTED] if is_contradicted else []), *details]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
-        headline=told[0] if told else NOTHING_SERVED if left_out else NOTHING_TIMED,
-        more=tuple(more),
+        headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_TIMED,
+        details=tuple(details),
         warnings=tuple(warnings),
         remarks=tuple(remarks),
         doubted=doubted,
@@ -234,78 +240,81 @@ def judge_load(
     conditions: SpeedupConditions, guess: SpeedupEvidence | None, measured: list[SpeedupEvidence]
 ) -> VerdictLine:
     """Return what to do at a load. What was measured of a tree outweighs what is predicted of it."""
-    every = [*([guess] if guess else []), *measured]
-    best = max(measured or every, key=lambda one: one.speedup)
+    trees = [*([guess] if guess else []), *measured]
+    best = max(measured or trees, key=lambda tree: tree.speedup)
     faster = max(
-        (one for one in measured if one.is_faster), key=lambda one: (not one.is_doubted, one.speedup), default=None
+        (tree for tree in measured if tree.is_faster),
+        key=lambda tree: (not tree.is_doubted, tree.speedup),
+        default=None,
     )
-    own = next((one for one in measured if guess and one.name == guess.name), None)
+    same_tree = next((tree for tree in measured if guess and tree.name == guess.name), None)
     if guess and guess.is_faster:
         # What another checkpoint measures says nothing of this one.
-        alike = [one for one in measured if one.checkpoint == guess.checkpoint]
-        line = _judge_prediction(conditions, guess, own, faster, max(alike, key=lambda one: one.speedup, default=None))
-        is_contradicted = line.kind == "disputed" or (own is not None and own.is_below(guess))
-        named = own if own and own.is_faster else faster or best
+        same_checkpoint = [tree for tree in measured if tree.checkpoint == guess.checkpoint]
+        fastest = max(same_checkpoint, key=lambda tree: tree.speedup, default=None)
+        line = _judge_prediction(conditions, guess, same_tree, faster, fastest)
+        is_contradicted = line.kind == "disputed" or (same_tree is not None and same_tree.is_below(guess))
+        named = same_tree if same_tree and same_tree.is_faster else faster or best
     else:
-        line = _judge_measured(conditions, faster, best, every)
+        line = _judge_measured(conditions, faster, best, trees)
         is_contradicted = bool(guess and guess.is_slower and faster)
         named = faster or best
     return replace(line, checkpoint=named.checkpoint, is_contradicted=is_contradicted)
 
 
 def _judge_measured(
-    conditions: SpeedupConditions, faster: SpeedupEvidence | None, best: SpeedupEvidence, every: list[SpeedupEvidence]
+    conditions: SpeedupConditions, faster: SpeedupEvidence | None, best: SpeedupEvidence, trees: list[SpeedupEvidence]
 ) -> VerdictLine:
-    """Return what to do where no tree is predicted to be faster; arguments as _judge_prediction's, `every` are all there are."""
+    """Return what to do where no tree is predicted to be faster; `trees` is what is measured and predicted."""
     if faster:
         return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}")
-    said = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"
-    if all(one.low is None for one in every) or (best.speedup <= 1 and best.low is None):
-        return VerdictLine(conditions, "unknown", "No speedup is sure", said, "ask more prompts, or take three repeats")
-    if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(one.is_slower for one in every):
-        top = max(every, key=lambda one: one.speedup)
+    text = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"
+    if all(tree.low is None for tree in trees) or (best.speedup <= 1 and best.low is None):
+        return VerdictLine(conditions, "unknown", "No speedup is sure", text, "ask more prompts, or take three repeats")
+    if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(tree.is_slower for tree in trees):
+        top = max(trees, key=lambda tree: tree.speedup)
         nearest = "" if top.stage or top is best else f"the highest predicted, {top.name}, is {top}"
-        return VerdictLine(conditions, "plain", "Do not speculate", said, nearest)
-    return VerdictLine(conditions, "noisy", NOISY, said, _advise_more(conditions, best))
+        return VerdictLine(conditions, "plain", "Do not speculate", text, nearest)
+    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best))
 
 
 def _judge_prediction(
     conditions: SpeedupConditions,
     guess: SpeedupEvidence,
-    own: SpeedupEvidence | None,
+    same_tree: SpeedupEvidence | None,
     faster: SpeedupEvidence | None,
     best: SpeedupEvidence | None,
 ) -> VerdictLine:
     """Return what to do where a tree is predicted to be faster.
 
-    `own` is that tree's measurement, `faster` the fastest tree that was measured to be faster, `best` the fastest measured of
-    its checkpoint.
+    `same_tree` is that tree's measurement, `faster` the fastest tree that was measured to be faster, `best` the fastest
+    measured of its checkpoint.
     """
     launch, predicted = f"Launch {guess.name}", f"predicted {guess}"
-    if own and own.is_faster:
-        return VerdictLine(conditions, "launch", launch, predicted, f"measured {own}")
-    if own and faster:
-        more = f"{guess.name} is predicted {guess}, but measured {own}"
-        return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}", more)
+    if same_tree and same_tree.is_faster:
+        return VerdictLine(conditions, "launch", launch, predicted, f"measured {same_tree}")
+    if same_tree and faster:
+        detail = f"{guess.name} is predicted {guess}, but measured {same_tree}"
+        return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}", detail)
     if faster:
         name = faster.tree if faster.checkpoint == guess.checkpoint else faster.name
         return VerdictLine(conditions, "launch", launch, predicted, f"measured {name} {faster}")
     if best is None:
         section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
-        more = f"{guess.checkpoint} is not measured here ({section}.checkpoints): measure it before you rely on it"
-        return VerdictLine(conditions, "launch", launch, predicted, more)
-    said = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
+        detail = f"{guess.checkpoint} is not measured here ({section}.checkpoints): measure it before you rely on it"
+        return VerdictLine(conditions, "launch", launch, predicted, detail)
+    text = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
     if best.is_slower:
         return VerdictLine(
-            conditions, "disputed", "Prediction and measurement disagree", said, _advise_more(conditions, best)
+            conditions, "disputed", "Prediction and measurement disagree", text, _advise_rerun(conditions, best)
         )
-    return VerdictLine(conditions, "noisy", NOISY, said, _advise_more(conditions, best))
+    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best))
 
 
-def _advise_more(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
-    again = f"aerie rerun {best.stage} on an idle machine, or " if best.stage else ""
-    more = f"benchmark.workloads.{conditions.workload}.until" if conditions.workload else "time_trees.repeats"
-    return f"{again}raise {more}" if more.endswith("repeats") else f"{again}set {more}"
+def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
+    rerun = f"aerie rerun {best.stage} on an idle machine, or " if best.stage else ""
+    setting = f"benchmark.workloads.{conditions.workload}.until" if conditions.workload else "time_trees.repeats"
+    return f"{rerun}raise {setting}" if setting.endswith("repeats") else f"{rerun}set {setting}"
 
 
 # Words
@@ -314,15 +323,15 @@ def _advise_more(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
 def _format_group(group: list[VerdictLine]) -> str:
     """Return one text for lines that give the same advice; the evidence is that of the first."""
     line = group[0]
-    conditions, more = line.conditions, f"; {line.more}" if line.more else ""
+    conditions, detail = line.conditions, f"; {line.detail}" if line.detail else ""
     if len(group) > 1:
-        several = len({one.conditions.workload for one in group}) > 1
-        limits = [_format_limit(one.conditions, several) for one in group]
-        at = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{conditions.workload_suffix}"
-        return f"{line.advice} {at}: {line.evidence} {conditions.at_concurrency}{more}"
+        has_several_workloads = len({member.conditions.workload for member in group}) > 1
+        limits = [_format_limit(member.conditions, has_several_workloads) for member in group]
+        loads = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{conditions.workload_suffix}"
+        return f"{line.advice} {loads}: {line.evidence} {conditions.at_concurrency}{detail}"
     if line.kind == "launch":
-        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{conditions.workload_suffix}{more}"
-    return f"{line.advice} {conditions.at_concurrency}{conditions.workload_suffix}: {line.evidence}{more}"
+        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{conditions.workload_suffix}{detail}"
+    return f"{line.advice} {conditions.at_concurrency}{conditions.workload_suffix}: {line.evidence}{detail}"
 
 
 def _format_limit(conditions: SpeedupConditions, with_workload: bool) -> str:
@@ -332,30 +341,32 @@ def _format_limit(conditions: SpeedupConditions, with_workload: bool) -> str:
 
 def _describe_other_engines(launch: list[LaunchAdvice]) -> list[str]:
     """Return the pick of each engine that can't run the fastest tree of a load, as vLLM, which takes chains."""
-    told = []
+    lines = []
     for row in launch:
-        others = [other for other in launch if other.conditions == row.conditions]
-        top = max(others, key=lambda other: other.speedup)
+        rivals = [rival for rival in launch if rival.conditions == row.conditions]
+        top = max(rivals, key=lambda rival: rival.speedup)
         if row.enable and row.shape != top.shape:
             pick = SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
-            told.append(f"On {row.engine}: {pick.name}, predicted {pick} at concurrency {row.concurrency:g}")
-    return told
+            lines.append(f"On {row.engine}: {pick.name}, predicted {pick} at concurrency {row.concurrency:g}")
+    return lines
 
 
 def _describe_torch_only(
     left_out: Measurements, judged: Measurements, guesses: Predictions, replayable: Collection[str]
 ) -> list[str]:
     """Return the fastest tree that no serving engine runs, where it is above every tree that is advised about at its load."""
-    above: list[SpeedupEvidence] = []
+    faster: list[SpeedupEvidence] = []
     for conditions, found in left_out.items():
         guess = guesses.get(_find_predicted_conditions(conditions, replayable))
         rivals = [*judged.get(conditions, ()), *([guess] if guess else [])]
-        above += [one for one in found if all(rival.speedup < one.speedup for rival in rivals)]
-    if not above:
+        faster += [tree for tree in found if all(rival.speedup < tree.speedup for rival in rivals)]
+    if not faster:
         return []
-    pick = max(above, key=lambda one: (one.is_faster, one.speedup))
-    why = f"since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
-    return [f"Faster in the torch engine, {why}" if pick.is_faster else f"Left out above, {why} by the torch engine"]
+    pick = max(faster, key=lambda tree: (tree.is_faster, tree.speedup))
+    reason = f"since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
+    return [
+        f"Faster in the torch engine, {reason}" if pick.is_faster else f"Left out above, {reason} by the torch engine"
+    ]
 
 
 def _describe_unsupported(served: list[ServedRow]) -> list[str]:
@@ -367,15 +378,15 @@ def _describe_unsupported(served: list[ServedRow]) -> list[str]:
         if not row.ran:
             name = "plain decoding" if row.tree is None else f"{row.tree} with {row.checkpoint}"
             groups.setdefault((row.engine, row.remark), {})[name] = None
-    told = []
+    lines = []
     for (engine, remark), found in groups.items():
-        where, names = "in the torch engine" if engine == TORCH_ENGINE else f"on {engine}", list(found)
-        rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        told.append(f"Left out {where}: {', '.join(names[:MAX_NAMES])}{rest}; {remark}")
-    if len(told) > MAX_LEFT_OUT:
-        more = len(told) - MAX_LEFT_OUT
-        return [*told[:MAX_LEFT_OUT], f"{more} more reasons why trees are left out are in results/served.csv"]
-    return told
+        location, names = "in the torch engine" if engine == TORCH_ENGINE else f"on {engine}", list(found)
+        further = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        lines.append(f"Left out {location}: {', '.join(names[:MAX_NAMES])}{further}; {remark}")
+    if len(lines) > MAX_LEFT_OUT:
+        num_hidden = len(lines) - MAX_LEFT_OUT
+        return [*lines[:MAX_LEFT_OUT], f"{num_hidden} more reasons why trees are left out are in results/served.csv"]
+    return lines
 
 
 def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:

@@ -167,7 +167,7 @@ def predict_speedups(
     draft_sampling: DraftSampling = GREEDY,
 ) -> list[PredictedSpeedup]:
     """Return the prediction for each tree within the timing grid and each batch with a plain step."""
-    within = get_grid_bounds(cost)
+    bounds = get_grid_bounds(cost)
     found: list[PredictedSpeedup] = []
     for tree in select_temperature(trees, temperature, draft_sampling):
         found += [
@@ -180,7 +180,7 @@ def predict_speedups(
                 **vars(predict_speedup(tree, cost.fit, plain)),
             )
             for plain in cost.plain
-            if is_inside_grid(within, tree.shape, plain.batch)
+            if is_inside_grid(bounds, tree.shape, plain.batch)
         ]
     return found
 
@@ -228,15 +228,15 @@ def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
     return {axis: (min(values), max(values)) for axis, values in axes.items()}
 
 
-def is_inside_grid(within: dict[str, tuple[int, int]], tree: TreeShape, batch: int) -> bool:
+def is_inside_grid(bounds: dict[str, tuple[int, int]], tree: TreeShape, batch: int) -> bool:
     point = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
-    return all(low <= value <= high for value, (low, high) in zip(point, within.values(), strict=True))
+    return all(low <= value <= high for value, (low, high) in zip(point, bounds.values(), strict=True))
 
 
 def count_outside_grid(cost: TimingGrid, trees: Iterable[ReplayedTree]) -> int:
     """Return how many trees lie outside the timing grid at every batch."""
-    within = get_grid_bounds(cost)
-    return sum(not any(is_inside_grid(within, tree.shape, plain.batch) for plain in cost.plain) for tree in trees)
+    bounds = get_grid_bounds(cost)
+    return sum(not any(is_inside_grid(bounds, tree.shape, plain.batch) for plain in cost.plain) for tree in trees)
 
 
 def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: DescribeLaunch) -> list[LaunchAdvice]:
@@ -251,15 +251,15 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
     rows, found = list(predicted), []
     for engine in LAUNCHABLE_ENGINES:
         timed_on = engine if any(row.engine == engine for row in rows) else "torch"
-        mine = [row for row in rows if row.engine == timed_on]
-        for conditions in dict.fromkeys(row.conditions for row in mine):
-            group = [row for row in mine if row.conditions == conditions]
-            runnable = [(row, how) for row in group if (how := describe_launch(engine, row))]
+        engine_rows = [row for row in rows if row.engine == timed_on]
+        for conditions in dict.fromkeys(row.conditions for row in engine_rows):
+            group = [row for row in engine_rows if row.conditions == conditions]
+            runnable = [(row, launch) for row in group if (launch := describe_launch(engine, row))]
             if runnable:
                 advice = _choose_launch(engine, timed_on, runnable)
-                of_any = [pair for pair in runnable if pair[1].min_version is None]
-                if advice.min_version and of_any:
-                    advice = advice.model_copy(update={"runner_up": _choose_launch(engine, timed_on, of_any)})
+                any_version = [pair for pair in runnable if pair[1].min_version is None]
+                if advice.min_version and any_version:
+                    advice = advice.model_copy(update={"runner_up": _choose_launch(engine, timed_on, any_version)})
                 found.append(advice)
     return found
 

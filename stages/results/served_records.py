@@ -34,7 +34,7 @@ class ServerMemory(Record):
     gpu_total: float | None
 
     @property
-    def held(self) -> float | None:
+    def gpu_used(self) -> float | None:
         """Return the GPU memory that the server took."""
         return None if self.gpu_serving is None or self.gpu_before is None else self.gpu_serving - self.gpu_before
 

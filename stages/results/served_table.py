@@ -132,14 +132,14 @@ def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees
 
 
 def join_lines(
-    cells: Iterable[ServedCell], replayed: Mapping[str, list[ReplayedTree]], of_eval: Collection[str]
+    cells: Iterable[ServedCell], replayed: Mapping[str, list[ReplayedTree]], replayed_workloads: Collection[str]
 ) -> list[ServedTableLine]:
     """Return the lines of all points.
 
     Args:
         cells: as `read_served_cells` returns them.
         replayed: trees by checkpoint.
-        of_eval: workloads whose prompts were replayed.
+        replayed_workloads: workloads whose prompts were replayed.
     """
     found: list[ServedTableLine] = []
     baselines: dict[str, ServedCell] = {}
@@ -150,10 +150,10 @@ def join_lines(
         else:
             # A cell measured in alternation with its own baseline does not need the workload's.
             # The torch engine's never has another: with benchmark.mode eagle there is no baseline at all.
-            own = cell.baseline_points or cell.engine == served_records.TORCH_ENGINE
-            baseline = cell if own else baselines[cell.workload]
+            has_own_baseline = cell.baseline_points or cell.engine == served_records.TORCH_ENGINE
+            baseline = cell if has_own_baseline else baselines[cell.workload]
             trees = replayed.get(cell.checkpoint, [])
-            found += _build_speculative_lines(cell, baseline, trees, cell.workload in of_eval)
+            found += _build_speculative_lines(cell, baseline, trees, cell.workload in replayed_workloads)
             found += _build_plain_lines(cell, cell.baseline_points)
     return found
 
@@ -167,7 +167,7 @@ def _build_plain_lines(cell: ServedCell, points: list[LoadPoint]) -> Iterator[Se
 
 
 def _build_speculative_lines(
-    cell: ServedCell, baseline: ServedCell, trees: list[ReplayedTree], of_eval: bool
+    cell: ServedCell, baseline: ServedCell, trees: list[ReplayedTree], is_replayed: bool
 ) -> Iterator[ServedTableLine]:
     replay = replay_records.find_replayed_tau(trees, cell)
     if cell.status == served_records.UNSUPPORTED:
@@ -177,16 +177,16 @@ def _build_speculative_lines(
     # there are no points.
     longest = max((point.max_new_tokens for point in cell.points), default=0)
     for point in cell.points:
-        whole = of_eval and cell.temperature == 0 and point.max_new_tokens == longest
-        others = cell.baseline_points if baseline is cell else baseline.points
-        plain = next((other for other in others if other.load == point.load), None)
+        is_comparable = is_replayed and cell.temperature == 0 and point.max_new_tokens == longest
+        baseline_points = cell.baseline_points if baseline is cell else baseline.points
+        baseline_point = next((candidate for candidate in baseline_points if candidate.load == point.load), None)
         row = ServedRow(
             **_get_names(cell, SPECULATIVE),
             **_summarise_loads(point),
-            **_compare_with_replay(point, replay, whole),
-            **_compare_with_baseline(cell, point, baseline, plain),
+            **_compare_with_replay(point, replay, is_comparable),
+            **_compare_with_baseline(cell, point, baseline, baseline_point),
         )
-        yield ServedTableLine(row, cell, point, plain)
+        yield ServedTableLine(row, cell, point, baseline_point)
 
 
 # A line
@@ -233,7 +233,7 @@ def _mean_of_known(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _compare_with_replay(point: LoadPoint, replay: float | None, whole: bool) -> dict[str, Any]:
+def _compare_with_replay(point: LoadPoint, replay: float | None, is_comparable: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"replay_tau": replay}
     if point.acceptance is None:
         return found
@@ -241,19 +241,19 @@ def _compare_with_replay(point: LoadPoint, replay: float | None, whole: bool) ->
     if replay is None:
         return found
     ratio = point.acceptance.tau / replay
-    agrees = ("yes" if abs(ratio - 1) <= REPLAY_TOLERANCE else "no") if whole else None
+    agrees = ("yes" if abs(ratio - 1) <= REPLAY_TOLERANCE else "no") if is_comparable else None
     return found | {"replay_ratio": ratio, "replay_agrees": agrees}
 
 
 def _compare_with_baseline(
-    cell: ServedCell, point: LoadPoint, baseline: ServedCell, other: LoadPoint | None
+    cell: ServedCell, point: LoadPoint, baseline: ServedCell, baseline_point: LoadPoint | None
 ) -> dict[str, Any]:
-    """Return speedup, identical share and accuracies, or why there are none; `other` is the baseline's point."""
+    """Return speedup, identical share and accuracies, or why there are none; `baseline_point` is the baseline's point."""
     found: dict[str, Any] = {"accuracy": _get_accuracy(point)}
-    if why := _explain_no_speedup(cell, point, baseline, other):
-        return found | {"remark": f"not compared: {why}"}
-    assert other is not None, "_explain_no_speedup returns a reason"
-    throughputs, baseline_throughputs = ([load.output_throughput for load in p.loads] for p in (point, other))
+    if reason := _explain_no_speedup(cell, point, baseline, baseline_point):
+        return found | {"remark": f"not compared: {reason}"}
+    assert baseline_point is not None, "_explain_no_speedup returns a reason"
+    throughputs, baseline_throughputs = ([load.output_throughput for load in p.loads] for p in (point, baseline_point))
     speedups = [a / b for a, b in zip(throughputs, baseline_throughputs, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
     return found | {
@@ -261,12 +261,14 @@ def _compare_with_baseline(
         "speedup": fmean(speedups),
         "speedup_low": low,
         "speedup_high": high,
-        "baseline_accuracy": _get_accuracy(other),
-        "identical_share": _compute_identical_share(point, other) if cell.temperature == 0 else None,
+        "baseline_accuracy": _get_accuracy(baseline_point),
+        "identical_share": _compute_identical_share(point, baseline_point) if cell.temperature == 0 else None,
     }
 
 
-def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell, other: LoadPoint | None) -> str:
+def _explain_no_speedup(
+    cell: ServedCell, point: LoadPoint, baseline: ServedCell, baseline_point: LoadPoint | None
+) -> str:
     """Return why cell and baseline can't be compared, empty if they can. A cell's own baseline ran on the same server."""
     if baseline is cell and not cell.baseline_points:
         return "plain decoding was not measured (benchmark.mode: eagle)"
@@ -275,11 +277,11 @@ def _explain_no_speedup(cell: ServedCell, point: LoadPoint, baseline: ServedCell
             return f"the baseline is unsupported: {baseline.reason}"
         if differs := list(_list_differences(cell.fingerprint, baseline.fingerprint)):
             return f"the baseline differs in {'; '.join(differs)}"
-    if other is None:
+    if baseline_point is None:
         return f"the baseline has no load of {point.max_new_tokens} tokens at concurrency {point.concurrency}"
-    if (num_repeats := len(point.loads)) != (baseline_repeats := len(other.loads)):
+    if (num_repeats := len(point.loads)) != (baseline_repeats := len(baseline_point.loads)):
         return f"the baseline has {baseline_repeats} repeats, this cell {num_repeats}"
-    for name, loads in (("the baseline", other.loads), ("this cell", point.loads)):
+    for name, loads in (("the baseline", baseline_point.loads), ("this cell", point.loads)):
         if not all(load.output_throughput for load in loads):
             return f"{name} answered nothing"
     return ""
@@ -294,14 +296,14 @@ def _list_differences(first: Any, second: Any, name: str = "") -> Iterator[str]:
         yield f"{name} ({first!s:.60} against {second!s:.60})"
 
 
-def _compute_identical_share(point: LoadPoint, other: LoadPoint) -> float | None:
+def _compute_identical_share(point: LoadPoint, baseline_point: LoadPoint) -> float | None:
     """Return the share of identical answers among the requests answered by both."""
     answers, baseline_answers = (
         {(r.repeat, r.id, r.turn): r.answer for r in load_point.requests if not r.failed}
-        for load_point in (point, other)
+        for load_point in (point, baseline_point)
     )
-    same = [answers[key] == baseline_answers[key] for key in answers.keys() & baseline_answers.keys()]
-    return fmean(same) if same else None
+    matches = [answers[key] == baseline_answers[key] for key in answers.keys() & baseline_answers.keys()]
+    return fmean(matches) if matches else None
 
 
 def _get_accuracy(point: LoadPoint) -> float | None:

@@ -153,10 +153,10 @@ def test_memory_sums_what_is_known() -> None:
     ]
     plain, drafted = served.tabulate_memory(cells)["eval"]
     assert (plain.tree, plain.memory_sum) == (None, pytest.approx(3.2 + 101.9))
-    assert (drafted.memory_sum, drafted.memory.held) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
+    assert (drafted.memory_sum, drafted.memory.gpu_used) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
     cells[1].memory.draft = cells[1].memory.gpu_before = None
     (unknown,) = served.tabulate_memory(cells)["eval"][1:]
-    assert (unknown.memory_sum, unknown.memory.held) == (None, None)
+    assert (unknown.memory_sum, unknown.memory.gpu_used) == (None, None)
     assert served.tabulate_memory([ServedCell(**made_up("eval", "e009", "t8_2_16"))]) == {}
 
 

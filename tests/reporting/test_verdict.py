@@ -58,7 +58,7 @@ def test_a_prediction_and_a_measurement_that_agree_are_one_line() -> None:
     found = give(
         [predict(1.62, 1.24, 2.12)], [timed_cell("t8_3_16", 1.48, 1.15, 1.96), timed_cell("t5_1_6", 1.9, 0.8, 4.0)]
     )
-    assert (found.kind, found.more, found.warnings) == ("launch", (), ())
+    assert (found.kind, found.details, found.warnings) == ("launch", (), ())
     assert found.headline == (
         "Launch t6_4_32 with e009: predicted 1.62x (1.24 to 2.12) at concurrency 1; measured t8_3_16 1.48x (1.15 to 1.96)"
     )
@@ -257,7 +257,7 @@ def test_predictions_hold_for_replayed_prompts_only() -> None:
 def test_an_engine_that_cannot_run_the_fastest_tree_has_its_own() -> None:
     fast, chain = predict(1.6, 1.2, 2.1), predict(1.3, 1.1, 1.5, topk=1, num_draft_tokens=7)
     found = give([fast, chain], launch=[advise(fast), advise(chain, "vllm")])
-    assert found.more == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at concurrency 1",)
+    assert found.details == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at concurrency 1",)
 
 
 def test_many_loads_are_counted() -> None:
@@ -278,8 +278,8 @@ def test_methods_are_told_by_the_fastest_that_is_sure() -> None:
         MethodRow(row=row, speedup=speedup, speedup_low=low, speedup_high=speedup + 0.3, **values)
         for row, speedup, low in (("baseline", 1.0, None), ("ngram", 1.2, 1.1), ("lookahead", 1.9, 0.9))
     ]
-    assert give(methods=rows).more == ("Of 2 methods the fastest is ngram: measured 1.20x (1.10 to 1.50)",)
-    assert give(methods=[rows[0], rows[2]]).more == ("Of the methods none is clearly faster than plain decoding",)
+    assert give(methods=rows).details == ("Of 2 methods the fastest is ngram: measured 1.20x (1.10 to 1.50)",)
+    assert give(methods=[rows[0], rows[2]]).details == ("Of the methods none is clearly faster than plain decoding",)
 
 
 def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
@@ -334,7 +334,7 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     wide = {"checkpoint": "b003", "num_steps": 4, "topk": 2, "num_draft_tokens": 9}
     rows = [predict(2.5, 2.2, 2.8, **wide), predict(1.3, 1.1, 1.5)]
     found = give(rows, launch=[], families=BLOCKS)
-    assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.more == ()
+    assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.details == ()
     launch = [advise(rows[1])]
     cells = [
         timed_cell("t4_2_9", 2.6, 2.3, 2.9, checkpoint="b003"), timed_cell("t3_1_4", 2.0, 1.9, 2.1, checkpoint="b003"),
@@ -343,9 +343,9 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     found = give(rows, cells, launch=launch, families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.checkpoint == "e009"
     why = "since no serving engine runs this tree with this draft"
-    assert found.more == (f"Faster in the torch engine, {why}: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",)
+    assert found.details == (f"Faster in the torch engine, {why}: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",)
     slower = [*cells[:1], timed_cell("t7_1_8", 2.7, 2.5, 2.9, checkpoint="b003")]
-    assert give(cells=slower, families=BLOCKS).more == (), "bug: a slower tree was named beside the one to launch"
+    assert give(cells=slower, families=BLOCKS).details == (), "bug: a slower tree was named beside the one to launch"
     alone = give(rows[:1], cells[:2], launch=[], families=BLOCKS)
     assert "Launch" not in alone.headline and alone.kind == "unknown"
     served = [serve(8, 1.9, 1.7, 2.1, engine="torch", checkpoint="b003", tree="t4_2_9")]
@@ -357,38 +357,40 @@ def test_a_tree_above_the_best_measured_that_no_engine_runs_is_said_to_be_left_o
     cells = [timed_cell("t4_2_9", 0.9, 0.8, 1.1, checkpoint="b003"), timed_cell("t7_1_8", *SLOW, checkpoint="b003")]
     found = give(cells=cells, families=BLOCKS)
     assert "the best measured, t7_1_8 with b003, is 0.80x" in found.headline
-    (line,) = found.more
+    (line,) = found.details
     assert line == (
         "Left out above, since no serving engine runs this tree with this draft: t4_2_9 with b003, measured 0.90x "
         "(0.80 to 1.10) by the torch engine"
     )
     other = timed_cell("t7_1_8", *FAST, checkpoint="b003", workload="mine")
-    assert "t4_2_9" in give(cells=[*cells, other], families=BLOCKS).more[-1], "another workload's tree is no better one"
+    assert "t4_2_9" in give(cells=[*cells, other], families=BLOCKS).details[-1], (
+        "another workload's tree is no better one"
+    )
     rows = [
         serve(8, *ends, engine="torch", checkpoint="b003", tree=tree)
         for tree, ends in (("t4_2_9", FAST), ("t7_1_8", SLOW))
     ]
-    (line,) = give(served=rows, families=BLOCKS).more
+    (line,) = give(served=rows, families=BLOCKS).details
     assert line.endswith("runs this tree with this draft: t4_2_9 with b003, measured 1.50x (1.30 to 1.80)")
 
 
 def test_a_tree_that_no_engine_runs_is_left_out_silently_where_one_that_is_advised_about_is_faster() -> None:
     """Bug: the verdict compared a left-out tree with measured trees alone, and a surely faster left-out tree hid the fastest."""
     cells = [timed_cell("t4_2_9", *SLOW, checkpoint="b003")]
-    assert not any("t4_2_9" in line for line in give([predict(1.6, 1.2, 2.1)], cells, families=BLOCKS).more)
+    assert not any("t4_2_9" in line for line in give([predict(1.6, 1.2, 2.1)], cells, families=BLOCKS).details)
     sure, unsure = (
         timed_cell(tree, *ends, checkpoint="b003")
         for tree, ends in (("t4_2_9", (1.1, 1.05, 1.2)), ("t5_2_9", (1.5, 0.9, 2.1)))
     )
     cells = [sure, unsure, timed_cell("t7_1_8", 1.2, 1.1, 1.3, checkpoint="b003")]
-    assert "t5_2_9 with b003, measured 1.50x" in give(cells=cells, families=BLOCKS).more[-1]
+    assert "t5_2_9 with b003, measured 1.50x" in give(cells=cells, families=BLOCKS).details[-1]
 
 
 def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     """Bug: it said that no tree was timed."""
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
     assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
-    assert found.more[0].startswith("Left out above, since no serving engine runs this tree")
+    assert found.details[0].startswith("Left out above, since no serving engine runs this tree")
 
 
 def refuse(tree: str | None, reason: str, **changes: Any) -> ServedRow:
@@ -414,25 +416,25 @@ def test_trees_of_unsupported_cells_are_said_to_be_left_out() -> None:
     ]
     found = give(served=rows, families=BLOCKS)
     assert found.headline.startswith("Launch t5_1_6 with e009: measured 1.50x")
-    assert found.more == (
+    assert found.details == (
         f"Left out on vllm: t8_3_16 with e009, t8_3_16 with e003, t10_3_32 with e009; unsupported: {chains}",
         "Left out in the torch engine: t8_1_9 with b003; unsupported: this draft grows 7 drafts",
         "Left out on vllm: plain decoding; unsupported: no GPU",
     )
     alone = give(served=[refuse("t8_3_16", chains)])
     assert (alone.kind, alone.headline) == ("unknown", verdict.NOTHING_TIMED)
-    assert alone.more == (f"Left out on vllm: t8_3_16 with e009; unsupported: {chains}",)
+    assert alone.details == (f"Left out on vllm: t8_3_16 with e009; unsupported: {chains}",)
 
 
 def test_many_trees_of_unsupported_cells_are_counted() -> None:
     rows = [refuse(f"t8_{topk}_16", f"this tree has topk {topk}") for topk in range(2, 9)]
     rows += [refuse(f"t{steps}_4_16", "this tree has topk 2") for steps in range(2, 8)]
     found = give(served=rows)
-    assert found.more[0] == (
+    assert found.details[0] == (
         "Left out on vllm: t8_2_16 with e009, t2_4_16 with e009, t3_4_16 with e009, t4_4_16 with e009 and 3 more; unsupported: "
         "this tree has topk 2"
     )
-    assert found.more[verdict.MAX_LEFT_OUT :] == ("4 more reasons why trees are left out are in results/served.csv",)
+    assert found.details[verdict.MAX_LEFT_OUT :] == ("4 more reasons why trees are left out are in results/served.csv",)
 
 
 def test_the_chain_of_the_whole_block_is_advised() -> None:
