@@ -41,9 +41,9 @@ def open_servers(plan: ServerPlan, servers: list[MeasuredServer], owner: str) ->
 
     `owner` is the cell or the grid that they are measured for: another may have a server of the same configuration meanwhile.
     """
-    logs = {LOGS_FOLDER / owner / f"{one.config_name}.log": one for one in servers}
+    logs = {LOGS_FOLDER / owner / f"{server.config_name}.log": server for server in servers}
     with measured_server.open_servers(plan, logs) as opened:
-        yield [OpenedServer(one, url, check) for one, (url, check) in zip(servers, opened, strict=True)]
+        yield [OpenedServer(server, url, check) for server, (url, check) in zip(servers, opened, strict=True)]
 
 
 def order_turns(servers: Sequence[T], repeat: int) -> Iterable[T]:
@@ -79,13 +79,13 @@ def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: 
     The whole warm-up, of as many prompts as the load at most, runs before the first load at each concurrency, since engines
     compile kernels by the size of a batch; one prompt of it before each later load.
     """
-    one, started = opened.server, time.perf_counter()
-    is_warm = any(before.concurrency == load.concurrency for before in one.loads)
+    server, started = opened.server, time.perf_counter()
+    is_warm = any(earlier.concurrency == load.concurrency for earlier in server.loads)
     warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
     turns = asyncio.run(_run_turns(work, opened, load, repeat, warmup))
-    one.loads.setdefault(load, []).append(turns)
+    server.loads.setdefault(load, []).append(turns)
     took = turns, time.perf_counter() - started
-    print(served_points.describe_load(one, load, repeat, work.workload.most_repeats, *took), flush=True)
+    print(served_points.describe_load(server, load, repeat, work.workload.most_repeats, *took), flush=True)
 
 
 async def _run_turns(
@@ -97,8 +97,8 @@ async def _run_turns(
     workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + repeat)
     load_name = f"{measured.config_name}, {load}"
     requests, warmup = (
-        [served_requests.make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(some)]
-        for some in (prompts, warmup_prompts.head(len(prompts)))
+        [served_requests.make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(rows)]
+        for rows in (prompts, warmup_prompts.head(len(prompts)))
     )
     results: list[LoadResult] = []
     while requests:

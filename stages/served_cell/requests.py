@@ -63,12 +63,12 @@ def make_next_requests(work: ServedCellContext, loads: list[LoadResult], length:
     answers = [{r.question_id: r for r in load.records if not r.failure_reason} for load in loads]
     for row in workload_prompts.list_rows(work.prompts):
         later = row.later or []
-        if len(later) < turn or not all(row.id in of_turn for of_turn in answers):
+        if len(later) < turn or not all(row.id in turn_answers for turn_answers in answers):
             continue
         messages = list(row.messages or [])
-        for of_turn, question in zip(answers, later, strict=False):
+        for turn_answers, question in zip(answers, later, strict=False):
             messages += [
-                {"role": "assistant", "content": decode_text(work, of_turn[row.id])},
+                {"role": "assistant", "content": decode_text(work, turn_answers[row.id])},
                 {"role": "user", "content": question},
             ]
         ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)

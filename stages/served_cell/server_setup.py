@@ -99,8 +99,8 @@ def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
         return False
     flags = [*measured.speculation_flags, *work.setup.more]
     environment = measured.info.get("environment", {})
-    given = work.setup.engine, measured.draft, flags, environment, work.workload.top_k
-    return engine_flags.samples_drafts(*given)
+    configuration = work.setup.engine, measured.draft, flags, environment, work.workload.top_k
+    return engine_flags.samples_drafts(*configuration)
 
 
 def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
@@ -125,12 +125,12 @@ def _count_request_tokens(work: ServedCellContext) -> int:
 
 def check_positions(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> None:
     """Raises ValueError if the target or the draft has fewer positions than the longest request needs."""
-    needed = _count_request_tokens(work) + measured.num_draft_tokens
+    required = _count_request_tokens(work) + measured.num_draft_tokens
     target = work.manifest.max_position_embeddings
     for name, positions in (("the target", target), ("the draft", draft_config.get("max_position_embeddings", target))):
-        if positions < needed:
+        if positions < required:
             raise ValueError(
-                f"{name} holds {positions} positions (max_position_embeddings), expected at least {needed}: the longest "
+                f"{name} holds {positions} positions (max_position_embeddings), expected at least {required}: the longest "
                 f"prompt of workload {work.workload_name}, its answer and a tree. Lower max_new_tokens or choose shorter "
                 "prompts; a draft's is init_draft.max_position_embeddings, and rope allows more without training again"
             )

@@ -26,16 +26,18 @@ def simulate_answers(work: ServedCellContext) -> ServedCellContext:
     """Return the context for servers that simulate acceptance: their loads, and the tokens of each answer."""
     workload, lengths = work.workload, list(dict.fromkeys(length for length, _ in work.workload.list_loads()))
     rows = workload_prompts.list_rows(work.prompts)
-    answers = {length: _choose_tokens(rows, length, workload.ignore_eos, workload.seed) for length in lengths}
+    tokens_by_length = {length: _choose_tokens(rows, length, workload.ignore_eos, workload.seed) for length in lengths}
     if short := _find_short_length(work, lengths):
-        answers[short] = [max(1, round(tokens * short / lengths[0])) for tokens in answers[lengths[0]]]
+        tokens_by_length[short] = [
+            max(1, round(num_tokens * short / lengths[0])) for num_tokens in tokens_by_length[lengths[0]]
+        ]
     return replace(
         work,
-        workload=workload.model_copy(update={"max_new_tokens": list(answers)}),
+        workload=workload.model_copy(update={"max_new_tokens": list(tokens_by_length)}),
         simulated_answers={
-            (row.id, length): tokens
-            for length, of_rows in answers.items()
-            for row, tokens in zip(rows, of_rows, strict=True)
+            (row.id, length): num_tokens
+            for length, row_tokens in tokens_by_length.items()
+            for row, num_tokens in zip(rows, row_tokens, strict=True)
         },
     )
 
@@ -49,11 +51,11 @@ def _find_short_length(work: ServedCellContext, lengths: list[int]) -> int | Non
 
 def _choose_tokens(rows: Iterable[WorkloadPrompt], length: int, ignore_eos: bool, seed: int) -> list[int]:
     """Return the tokens of each answer under a limit of `length`."""
-    own = []
+    answer_tokens = []
     for row in rows:
         limit = workload_prompts.compute_max_new_tokens(row.length_share, length)
-        own.append(limit if ignore_eos or row.answer_tokens is None else min(limit, row.answer_tokens))
-    if len(set(own)) > 1:
-        return own
+        answer_tokens.append(limit if ignore_eos or row.answer_tokens is None else min(limit, row.answer_tokens))
+    if len(set(answer_tokens)) > 1:
+        return answer_tokens
     draw = random.Random(seed)
-    return [max(1, round(tokens * draw.uniform(SHORTEST_DRAWN_SHARE, 1))) for tokens in own]
+    return [max(1, round(tokens * draw.uniform(SHORTEST_DRAWN_SHARE, 1))) for tokens in answer_tokens]

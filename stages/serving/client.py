@@ -126,11 +126,11 @@ class ChatClient:
 
     def _note_awaited(self, urls: str, error: BaseException, is_alone: bool) -> None:
         """Say which servers can't be asked, at once: until the attempts end the stage would be silent."""
-        then = "the other servers are asked meanwhile"
+        note = "the other servers are asked meanwhile"
         if is_alone:
             after = f"in about {self.longest_wait_s:.0f} s" if len(self.urls) == 1 else "when the attempts have ended"
-            then = f"unless a server answers, the run stops {after} ({PARAMS_SECTION}.attempts: {self.attempts})"
-        _print_note(f"waiting for {urls}, which can't be asked yet: {error}; {then}")
+            note = f"unless a server answers, the run stops {after} ({PARAMS_SECTION}.attempts: {self.attempts})"
+        _print_note(f"waiting for {urls}, which can't be asked yet: {error}; {note}")
 
     def _note_still_awaited(self, endpoint: Endpoint, error: BaseException) -> None:
         """Say that a server can't be asked yet, now and then, while none has been."""
@@ -172,8 +172,8 @@ class ChatClient:
             try:
                 await self._identify(endpoint)
                 async with endpoint.semaphore or contextlib.nullcontext():
-                    whole = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
-                    reply = await self._http.send(endpoint.url, "POST", "/v1/chat/completions", json=whole)
+                    request_body = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
+                    reply = await self._http.send(endpoint.url, "POST", "/v1/chat/completions", json=request_body)
                     self._http.check(endpoint.url, reply)
                     answer = self._read_answer(endpoint, reply.body)
             except http_session.ExchangeFailedError as error:

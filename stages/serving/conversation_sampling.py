@@ -103,7 +103,7 @@ class ConversationSampler(Generic[A]):
         """Settle the requests of a group in order. Answers of shards that are already published come from journals."""
         answers: dict[int, dict[str, Any]] = {}  # turn -> the target's own message
         broken = False  # whether an earlier answer that this turn would quote is missing
-        for number, request in enumerate(group):
+        for index, request in enumerate(group):
             is_done = self.split.shards.is_published(request.position)
             history = [answers.get(k, message) for k, message in enumerate(request.messages[: request.answer_index])]
             try:
@@ -111,7 +111,7 @@ class ConversationSampler(Generic[A]):
                 if broken:
                     raise UnusableRequestError("earlier_turn_incomplete")
                 answer, sampled = await self._get_answer(
-                    request, history, prompt_ids, self._find_journals(group[number:]), is_done
+                    request, history, prompt_ids, self._find_journals(group[index:]), is_done
                 )
             except UnusableRequestError as error:
                 self._drop_request(request, error, is_done)
@@ -127,10 +127,10 @@ class ConversationSampler(Generic[A]):
                 if answer.reasoning:
                     answers[request.answer_index]["reasoning_content"] = answer.reasoning
 
-    def _find_journals(self, rest: list[TargetRequest]) -> list[int]:
+    def _find_journals(self, requests: list[TargetRequest]) -> list[int]:
         """Return the shards whose journals keep an answer: its own, and those whose rows will quote it."""
-        numbers = dict.fromkeys(self.split.shards.shard_of(request.position) for request in rest)
-        return [number for number in numbers if number not in self.split.shards.published]
+        shards = dict.fromkeys(self.split.shards.shard_of(request.position) for request in requests)
+        return [shard for shard in shards if shard not in self.split.shards.published]
 
     async def _get_answer(
         self,
@@ -148,13 +148,13 @@ class ConversationSampler(Generic[A]):
         shards = self.split.shards
         body = await _run(self.handler.build_body, request, history)
         key = make_journal_key(["server", request.id, body])
-        known = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
-        if known is None and is_done:
+        journaled = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
+        if journaled is None and is_done:
             raise UnusableRequestError("refused")  # by the run that published its shard
-        answer = client.ChatAnswer(**known) if known else await self._ask_server(request, body)
+        answer = client.ChatAnswer(**journaled) if journaled else await self._ask_server(request, body)
         sampled = self.handler.read_answer(request, history, prompt_ids, answer)
-        for number in journals:
-            shards.journal(number).add(key, asdict(answer))
+        for shard in journals:
+            shards.journal(shard).add(key, asdict(answer))
         return answer, sampled
 
     async def _ask_server(self, request: TargetRequest, body: dict[str, Any]) -> client.ChatAnswer:

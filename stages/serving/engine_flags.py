@@ -107,10 +107,10 @@ def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
 
 def explain_old_version(engine: str, version: str | None, config: dict[str, Any]) -> str | None:
     """Return why this version of an engine does not know a draft of that config.json; None if it does, or is not known."""
-    first = find_first_version(engine, config)
-    if first is None or engine_versions.has_change(f"DFlash2 in {engine}", engine, version):
+    first_version = find_first_version(engine, config)
+    if first_version is None or engine_versions.has_change(f"DFlash2 in {engine}", engine, version):
         return None
-    return f"{engine} {version} does not know {DFLASH2.architecture}, expected {first} or later"
+    return f"{engine} {version} does not know {DFLASH2.architecture}, expected {first_version} or later"
 
 
 def samples_drafts(
@@ -176,10 +176,10 @@ def build_setup_command(setup: ServerSetup, port: int, program: list[str], versi
 
     `program`, if not empty, replaces the engine's own.
     """
-    whole = server.build_server_command(
+    command = server.build_server_command(
         setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
     )
-    return [*(program or whole[:2]), *whole[2:], *setup.build_flags(version)]  # sglang serve, vllm serve
+    return [*(program or command[:2]), *command[2:], *setup.build_flags(version)]  # sglang serve, vllm serve
 
 
 # What a server reports of itself
@@ -245,9 +245,9 @@ def check_server_info(
         ValueError: if it runs another tree or another algorithm, or can't hold the requests: in a measurement each would
             look like a slow draft.
     """
-    wanted = _list_sglang_settings(draft) if draft else {"speculative_algorithm": None}
-    wanted.pop("speculative_draft_model_path", None)  # of a server that was running, elsewhere
-    for key, value in wanted.items():
+    expected = _list_sglang_settings(draft) if draft else {"speculative_algorithm": None}
+    expected.pop("speculative_draft_model_path", None)  # of a server that was running, elsewhere
+    for key, value in expected.items():
         if key in info and info[key] != value:
             raise ValueError(
                 f"the server reports {key} {info[key]}, expected {value}; start it with this cell's flags, or correct "
@@ -260,13 +260,13 @@ def check_server_info(
             "answer and a tree); raise --context-length, or max_position_embeddings of target or draft, or ask for less"
         )
     max_batch = info.get("effective_max_running_requests_per_dp", info.get("max_running_requests"))
-    for limit, what, key in (
+    for limit, resource, key in (
         (max_batch, "one batch", "--max-running-requests"),
         (_read_max_graph_batch(info), "its CUDA graphs", "--cuda-graph-max-bs-decode"),
     ):
         if concurrency is not None and isinstance(limit, int) and limit < concurrency:
             raise ValueError(
-                f"the server takes at most {limit} requests in {what}, expected {concurrency}, the workload's concurrency: "
+                f"the server takes at most {limit} requests in {resource}, expected {concurrency}, the workload's concurrency: "
                 f"beyond it they wait or run many times slower; raise benchmark_served.server.max_batch (or {key})"
             )
 

@@ -19,7 +19,7 @@ class Change:
 
     engine: str
     since: tuple[int, ...]
-    what: str
+    feature: str
 
 
 CHANGES = {
@@ -69,8 +69,8 @@ def find_version(engine: str, program: str) -> str | None:
 
 def _ask_version(program: str) -> str | None:
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
+        completed = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    said = re.findall(r"^v?(\d+\.\d[\w.+]*)$", done.stdout, re.MULTILINE)
-    return said[-1] if said and done.returncode == 0 else None
+    versions = re.findall(r"^v?(\d+\.\d[\w.+]*)$", completed.stdout, re.MULTILINE)
+    return versions[-1] if versions and completed.returncode == 0 else None

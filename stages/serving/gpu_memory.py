@@ -43,11 +43,11 @@ def sum_used_gib(gpus: list[GpuMemory]) -> float | None:
 
 def check_free_memory(gpus: list[GpuMemory], mem_fraction: float) -> None:
     """Raises ValueError if another process holds memory that the server will take: it would not start, or have a small cache."""
-    for number, gpu in enumerate(gpus):
+    for index, gpu in enumerate(gpus):
         free = gpu.total - gpu.used
         if free < mem_fraction * gpu.total:
             raise ValueError(
-                f"GPU {number} ({gpu.name}) has {format_gib(free)} of {format_gib(gpu.total)} free, expected at least "
+                f"GPU {index} ({gpu.name}) has {format_gib(free)} of {format_gib(gpu.total)} free, expected at least "
                 f"{mem_fraction:g} of it (benchmark_served.server.mem_fraction): another process holds {format_gib(gpu.used)}. "
                 "End it (nvidia-smi names it), choose another GPU with CUDA_VISIBLE_DEVICES, or lower mem_fraction"
             )
@@ -69,12 +69,12 @@ def check_weights_fit(weights: float, draft: float, cache_tokens: int, token_byt
         )
 
 
-def wait_for_release(before: list[GpuMemory]) -> float | None:
+def wait_for_release(gpus_before: list[GpuMemory]) -> float | None:
     """Wait until the ended server has released its memory and return what is in use; print a warning if it does not.
 
     Servers of other stages hold memory too: beside them there is nothing to wait for.
     """
-    until, used_before = time.monotonic() + RELEASE_S, sum_used_gib(before)
+    until, used_before = time.monotonic() + RELEASE_S, sum_used_gib(gpus_before)
     while (used := sum_used_gib(list_visible_gpus())) is not None and used > (used_before or 0) + RELEASED_GIB:
         if measurement_lock.has_other_servers():
             break

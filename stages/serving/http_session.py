@@ -107,7 +107,7 @@ class HttpSession:
 
     @asynccontextmanager
     async def open(
-        self, url: str, method: str, path: str, within_s: float | None = None, **more: Any
+        self, url: str, method: str, path: str, within_s: float | None = None, **kwargs: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a response whose body is still to be read. Redirects are not followed: they would carry the key elsewhere.
 
@@ -120,14 +120,14 @@ class HttpSession:
             self._proxies[url] = find_proxy(url)
         proxy = self._proxies[url]
         if within_s is not None:
-            more["timeout"] = aiohttp.ClientTimeout(within_s)
+            kwargs["timeout"] = aiohttp.ClientTimeout(within_s)
         with _translate_errors(within_s or self.timeout_s):
-            async with self._http.request(method, url + path, proxy=proxy, allow_redirects=False, **more) as response:
+            async with self._http.request(method, url + path, proxy=proxy, allow_redirects=False, **kwargs) as response:
                 yield response
 
-    async def send(self, url: str, method: str, path: str, **more: Any) -> HttpReply:
+    async def send(self, url: str, method: str, path: str, **kwargs: Any) -> HttpReply:
         """Return the response to one request; the timeout covers it from sending to the last byte."""
-        async with self.open(url, method, path, **more) as response:
+        async with self.open(url, method, path, **kwargs) as response:
             return await read_reply(response)
 
     def check(self, url: str, reply: HttpReply) -> None:
@@ -171,8 +171,8 @@ class HttpSession:
             engine = next((m["owned_by"] for m in served if m.get("owned_by") in ("sglang", "vllm")), "openai")
             if engine == "openai":
                 spec = await self.send(url, "GET", "/openapi.json", within_s=briefly)
-                known = json.loads(spec.body)["paths"] if spec.status == 200 else {}
-                if {"/load_model", "/v1/chat/completions"} <= set(known):
+                paths = json.loads(spec.body)["paths"] if spec.status == 200 else {}
+                if {"/load_model", "/v1/chat/completions"} <= set(paths):
                     return "transformers"  # it lists its cache, not what it serves
         except (KeyError, TypeError, ValueError):
             return "openai"

@@ -33,9 +33,9 @@ class LoadEngine(Protocol):
     @property
     def uses_cuda_graphs(self) -> bool: ...
 
-    def warm_up(self, asks: Any, slots: int, tree: Any, /) -> None: ...
+    def warm_up(self, requests: Any, slots: int, tree: Any, /) -> None: ...
 
-    def decode_batch(self, asks: Any, slots: int, tree: Any, /) -> Iterator[Any]: ...
+    def decode_batch(self, requests: Any, slots: int, tree: Any, /) -> Iterator[Any]: ...
 
 
 def decode_load(
@@ -52,14 +52,14 @@ def decode_load(
         tree: None decodes plainly.
         start_clock: called once the engine is ready; returns the time at which the load starts.
     """
-    asked = list(requests.values())
-    if asked:
-        engine.warm_up(asked, slots, tree)
+    batch = list(requests.values())
+    if batch:
+        engine.warm_up(batch, slots, tree)
         if engine.uses_cuda_graphs:  # prefill all prompts once, uncounted, as timing.time_decode does
-            list(engine.decode_batch([request._replace(max_new_tokens=1) for request in asked], slots, tree))
+            list(engine.decode_batch([request._replace(max_new_tokens=1) for request in batch], slots, tree))
     started = start_clock()
     records = [RequestRecord(name, input_tokens=len(request.prompt)) for name, request in requests.items()]
-    passes = engine.decode_batch(asked, slots, tree) if asked else ()
+    passes = engine.decode_batch(batch, slots, tree) if batch else ()
     accepted = _record_steps(records, passes, started)
     for record, counts in zip(records, accepted, strict=True):
         record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
@@ -75,17 +75,17 @@ def _record_steps(
 ) -> list[list[int]]:
     """Fill the records from the engine's passes; return the accepted draft tokens of each request's steps.
 
-    A pass holds (request number, step); a step of None means that the request has taken a slot.
+    A pass holds (request index, step); a step of None means that the request has taken a slot.
     """
     accepted: list[list[int]] = [[] for _ in records]
     for steps in passes:
         now = time.perf_counter() - started
-        for number, step in steps:
-            record = records[number]
+        for index, step in steps:
+            record = records[index]
             if step is None:
                 record.sent = now
             else:
                 record.events.append((now, len(step.tokens)))
                 record.ids += step.tokens
-                accepted[number].append(step.num_accepted)
+                accepted[index].append(step.num_accepted)
     return accepted

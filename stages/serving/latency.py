@@ -67,27 +67,27 @@ class RequestRecord:
 
 def summarise_load(records: list[RequestRecord]) -> LoadSummary:
     """Return the figures of N >= 1 records."""
-    done = [r for r in records if not r.failure_reason]
+    answered = [r for r in records if not r.failure_reason]
     duration_s = max(r.ended for r in records) - min(r.due for r in records)
-    given, taken = sum(r.input_tokens for r in done), sum(r.output_tokens for r in done)
-    counted = all(r.has_token_counts for r in done)
+    input_tokens, output_tokens = sum(r.input_tokens for r in answered), sum(r.output_tokens for r in answered)
+    counted = all(r.has_token_counts for r in answered)
     return LoadSummary(
         requests=len(records),
-        completed=len(done),
+        completed=len(answered),
         failed=dict(Counter(r.failure_reason for r in records if r.failure_reason)),
         duration_s=duration_s,
-        input_tokens=given,
-        output_tokens=taken,
-        request_throughput=len(done) / duration_s,
-        output_throughput=taken / duration_s,
-        total_throughput=(given + taken) / duration_s,
-        mean_at_once=sum(r.e2e_s for r in done) / duration_s,
-        ttft_s=summarise_distribution([r.ttft_s for r in done]),
-        tpot_s=summarise_distribution([s for r in done if (s := r.tpot_s) is not None]),
-        itl_s=summarise_distribution([s for r in done for s in r.token_gaps_s()]) if counted else None,
-        chunk_gap_s=summarise_distribution([s for r in done for s in r.chunk_gaps_s()]),
-        e2e_s=summarise_distribution([r.e2e_s for r in done]),
-        wait_s=summarise_distribution([r.sent - r.due for r in done]),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        request_throughput=len(answered) / duration_s,
+        output_throughput=output_tokens / duration_s,
+        total_throughput=(input_tokens + output_tokens) / duration_s,
+        mean_at_once=sum(r.e2e_s for r in answered) / duration_s,
+        ttft_s=summarise_distribution([r.ttft_s for r in answered]),
+        tpot_s=summarise_distribution([s for r in answered if (s := r.tpot_s) is not None]),
+        itl_s=summarise_distribution([s for r in answered for s in r.token_gaps_s()]) if counted else None,
+        chunk_gap_s=summarise_distribution([s for r in answered for s in r.chunk_gaps_s()]),
+        e2e_s=summarise_distribution([r.e2e_s for r in answered]),
+        wait_s=summarise_distribution([r.sent - r.due for r in answered]),
     )
 
 
@@ -103,11 +103,11 @@ def remove_pauses(records: list[RequestRecord]) -> None:
 
     The records are changed in place; when they were due stays.
     """
-    late = 0.0
+    shift_s = 0.0
     for r in sorted(records, key=lambda r: r.sent):
-        r.sent, r.ended = r.sent - late, r.ended - late
-        r.events = [(at - late, tokens) for at, tokens in r.events]
-        late, r.pause_s = late + r.pause_s, 0.0
+        r.sent, r.ended = r.sent - shift_s, r.ended - shift_s
+        r.events = [(time_s - shift_s, tokens) for time_s, tokens in r.events]
+        shift_s, r.pause_s = shift_s + r.pause_s, 0.0
 
 
 def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:
@@ -115,12 +115,12 @@ def join_turns(turns: list[list[RequestRecord]]) -> list[RequestRecord]:
 
     In the gap the prompts of the next turn are rendered. The records are changed in place.
     """
-    every: list[RequestRecord] = []
-    for found in turns:
-        if every:
-            late = min(r.due for r in found) - max(r.ended for r in every)
-            for r in found:
-                r.due, r.sent, r.ended = r.due - late, r.sent - late, r.ended - late
-                r.events = [(at - late, tokens) for at, tokens in r.events]
-        every += found
-    return every
+    joined: list[RequestRecord] = []
+    for records in turns:
+        if joined:
+            gap_s = min(r.due for r in records) - max(r.ended for r in joined)
+            for r in records:
+                r.due, r.sent, r.ended = r.due - gap_s, r.sent - gap_s, r.ended - gap_s
+                r.events = [(time_s - gap_s, tokens) for time_s, tokens in r.events]
+        joined += records
+    return joined

@@ -81,10 +81,10 @@ def list_warnings(
             f"{len(errors)} requests' accepted drafts can't be counted and are in no tau, the first: {errors[0]}"
         )
     longest = sorted(prompt_lengths, reverse=True)[: concurrency or len(prompt_lengths)]
-    needed = sum(longest) + len(longest) * tokens_beyond_prompt
-    if cache_tokens is not None and needed > cache_tokens:
+    required = sum(longest) + len(longest) * tokens_beyond_prompt
+    if cache_tokens is not None and required > cache_tokens:
         warnings.append(
-            f"the KV cache holds {cache_tokens} tokens, {needed} would be needed for {len(longest)} of the longest at once: "
+            f"the KV cache holds {cache_tokens} tokens, {required} would be needed for {len(longest)} of the longest at once: "
             "some may have waited in the engine, or been put back"
         )
     if concurrency is not None and warmup < len(longest):

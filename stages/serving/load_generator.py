@@ -115,17 +115,17 @@ async def run_load(
         if engine == "sglang":
             await _flush_cache(http, url)
         reader = CounterReader(http, url) if engine == "vllm" else None
-        before = await reader.read_settled() if reader else None
+        counters_before = await reader.read_settled() if reader else None
         generator = LoadGenerator(http, url, engine, check, on_request_end)
-        if before and arrivals.is_one_by_one and not any("num_spec_steps" in r.engine_meta for r in warmed):
-            generator.reader, generator.last_counters = reader, before
+        if counters_before and arrivals.is_one_by_one and not any("num_spec_steps" in r.engine_meta for r in warmed):
+            generator.reader, generator.last_counters = reader, counters_before
         records = await generator.send(requests, arrivals)
-        after = await reader.read_settled() if reader else None
+        counters_after = await reader.read_settled() if reader else None
         warmup_failed = dict(sorted(Counter(str(r.failure_reason) for r in failed).items()))
         found = LoadResult(engine, records, generator.max_in_flight, warmup_failed, generator.counting_errors)
-        if before and after:
-            _add_counters(found, before, after)
-        elif before or after:
+        if counters_before and counters_after:
+            _add_counters(found, counters_before, counters_after)
+        elif counters_before or counters_after:
             found.counting_errors.append("vLLM's /metrics could be read before the load or after it, not both times")
         if engine == "sglang":
             found.engine_figures = await _fetch_engine_figures(http, url)
@@ -157,10 +157,10 @@ class LoadGenerator:
             with http_session.raise_first_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = []
-                    for (request, path, body), when in zip(ready, due.tolist(), strict=True):
-                        if (wait_s := when - time.perf_counter()) > 0:
+                    for (request, path, body), due_s in zip(ready, due.tolist(), strict=True):
+                        if (wait_s := due_s - time.perf_counter()) > 0:
                             await asyncio.sleep(wait_s)
-                        tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, when)))
+                        tasks.append(group.create_task(self._send_in_turn(gate, request, path, body, due_s)))
         records = [task.result() for task in tasks]
         latency.remove_pauses(records)
         return records
@@ -170,7 +170,7 @@ class LoadGenerator:
             self._in_flight += 1
             self.max_in_flight = max(self.max_in_flight, self._in_flight)
             try:
-                record = await self._send_one(request, path, body, due)
+                record = await self._send_request(request, path, body, due)
                 if self.reader and "num_spec_steps" not in record.engine_meta:
                     await self._count_from_counters(record, self.reader)
                 return record
@@ -178,7 +178,7 @@ class LoadGenerator:
                 self._in_flight -= 1
                 self.on_request_end()
 
-    async def _send_one(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
+    async def _send_request(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
         record = RequestRecord(request.id, due, sent=time.perf_counter())
         stream, headers = AnswerStream(record, path == "/generate"), {"Content-Type": "application/json"}
         try:
@@ -202,13 +202,13 @@ class LoadGenerator:
 
     async def _count_from_counters(self, record: RequestRecord, reader: CounterReader) -> None:
         """Count the drafts of a request that has just ended, before the next is sent."""
-        before, now = self.last_counters, None
+        before, after = self.last_counters, None
         if before and not record.failure_reason:
             try:
-                now, record.counts = await reader.count_request(before, record.output_tokens)
+                after, record.counts = await reader.count_request(before, record.output_tokens)
             except ValueError as error:
                 self.counting_errors.append(f"{record.id}: {error}")
-        self.last_counters = now or await reader.read_settled()
+        self.last_counters = after or await reader.read_settled()
         record.pause_s = time.perf_counter() - record.ended
 
 
@@ -218,42 +218,42 @@ def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, b
     Raises:
         ValueError: if the engine doesn't take such a request.
     """
-    ids = bool(request.prompt) and isinstance(request.prompt[0], int)
-    likeliest = {} if request.top_k is None else {"top_k": request.top_k}
-    if ids and engine == "sglang":
+    has_token_ids = bool(request.prompt) and isinstance(request.prompt[0], int)
+    top_k = {} if request.top_k is None else {"top_k": request.top_k}
+    if has_token_ids and engine == "sglang":
         sampling = {
             "max_new_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "ignore_eos": request.ignore_eos,
-            **likeliest,
+            **top_k,
         }
         body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
         return "/generate", orjson.dumps(body)
-    own: dict[str, Any] = {"ignore_eos": request.ignore_eos, **likeliest}
+    extensions: dict[str, Any] = {"ignore_eos": request.ignore_eos, **top_k}
     if engine == "sglang":
-        own["return_spec_tokens_details"] = True  # ignored by SGLang up to 0.5.17
+        extensions["return_spec_tokens_details"] = True  # ignored by SGLang up to 0.5.17
     elif engine == "vllm":
-        own["return_token_ids"] = True
+        extensions["return_token_ids"] = True
     else:
-        if request.ignore_eos or likeliest or (ids and engine == "transformers"):
-            what = "ignore_eos" if request.ignore_eos else "top_k" if likeliest else "token ids as prompts"
+        if request.ignore_eos or top_k or (has_token_ids and engine == "transformers"):
+            feature = "ignore_eos" if request.ignore_eos else "top_k" if top_k else "token ids as prompts"
             raise ValueError(
-                f"{request.id}: expected an engine that takes {what}, found {engine}; ask without, or use sglang or vllm"
+                f"{request.id}: expected an engine that takes {feature}, found {engine}; ask without, or use sglang or vllm"
             )
-        own = {}
+        extensions = {}
     body = {
         "model": model,
-        "prompt" if ids else "messages": request.prompt,
+        "prompt" if has_token_ids else "messages": request.prompt,
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        **own,
+        **extensions,
         **request.engine_fields,
     }
-    return "/v1/completions" if ids else "/v1/chat/completions", orjson.dumps(body)
+    return "/v1/completions" if has_token_ids else "/v1/chat/completions", orjson.dumps(body)
 
 
 @contextlib.contextmanager

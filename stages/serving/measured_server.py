@@ -130,47 +130,47 @@ def open_servers(plan: ServerPlan, servers: dict[Path, MeasuredServer]) -> Itera
     The block has the turn to measure, which ends when the servers have ended: SGLang takes seven seconds, in which another
     stage's server would be measured slow.
     """
-    before, items = gpu_memory.list_visible_gpus(), [*servers.items()]
+    gpus_before, items = gpu_memory.list_visible_gpus(), [*servers.items()]
     groups = [items] if plan.can_start_together() else [[item] for item in items]
     with contextlib.ExitStack() as turn, contextlib.ExitStack() as stack:
         opened = [found for group in groups for found in _open_group(plan, group, stack)]
         turn.enter_context(measurement_lock.measure_server())
         yield opened
-    gpu_after = gpu_memory.wait_for_release(before)
-    for one in servers.values():
-        one.gpu_memory.gpu_after = gpu_after
+    gpu_after = gpu_memory.wait_for_release(gpus_before)
+    for measured in servers.values():
+        measured.gpu_memory.gpu_after = gpu_after
 
 
 def _open_group(
     plan: ServerPlan, group: list[tuple[Path, MeasuredServer]], stack: contextlib.ExitStack
 ) -> list[tuple[str, CheckServer]]:
     """Start servers at once, but for running ones, which `stack` will end; return (URL, check) of each, identified."""
-    before = gpu_memory.list_visible_gpus()
-    started = [(log, one) for log, one in group if one.config_name not in plan.base_urls]
+    gpus_before = gpu_memory.list_visible_gpus()
+    started = [(log, measured) for log, measured in group if measured.config_name not in plan.base_urls]
     if started and plan.setup.device != "cpu":
-        _check_memory(plan, [one for _, one in started], before[: plan.setup.tp])
+        _check_memory(plan, [measured for _, measured in started], gpus_before[: plan.setup.tp])
     running: dict[str, server.ServerProcess] = {}
-    for log, one in started:
-        running[one.config_name] = _prepare_process(plan, one, log)
+    for log, measured in started:
+        running[measured.config_name] = _prepare_process(plan, measured, log)
     if running:
         with measurement_lock.start_server():
             stack.enter_context(ServerGroup([*running.values()]))
     opened: list[tuple[str, CheckServer]] = []
-    for log, one in group:
-        if one.config_name not in running:
-            opened.append((server_urls.strip_api_path(plan.base_urls[one.config_name]), lambda: None))
-            asyncio.run(_identify_server(plan, one, *opened[-1]))
+    for log, measured in group:
+        if measured.config_name not in running:
+            opened.append((server_urls.strip_api_path(plan.base_urls[measured.config_name]), lambda: None))
+            asyncio.run(_identify_server(plan, measured, *opened[-1]))
             continue
-        mine = running[one.config_name]
-        opened.append((mine.base_url, mine.check_alive))
-        asyncio.run(_identify_server(plan, one, *opened[-1]))
-        one.weight_files_gib = plan.limit_reported_weights()
-        one.info |= _describe_process(plan.setup.engine, log, os.environ | mine.environment)
-        if _needs_vision_patch(plan, one):
-            one.notice = vision_patch.describe_outcome(log, str(one.info.get("version")))
+        process = running[measured.config_name]
+        opened.append((process.base_url, process.check_alive))
+        asyncio.run(_identify_server(plan, measured, *opened[-1]))
+        measured.weight_files_gib = plan.limit_reported_weights()
+        measured.info |= _describe_process(plan.setup.engine, log, os.environ | process.environment)
+        if _needs_vision_patch(plan, measured):
+            measured.notice = vision_patch.describe_outcome(log, str(measured.info.get("version")))
         # The driver reports memory by GPU, so servers that started at once share one figure.
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus()) if len(running) == 1 else None
-        one.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(before), serving)
+        measured.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(gpus_before), serving)
     return opened
 
 
@@ -204,9 +204,9 @@ def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> s
 
 def _describe_process(engine: str, log: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return what a server that was started here does not report of itself."""
-    told = engine_flags.read_vllm_log(log.read_text(errors="replace")) if engine == "vllm" else {}
+    log_facts = engine_flags.read_vllm_log(log.read_text(errors="replace")) if engine == "vllm" else {}
     variables = engine_flags.list_engine_variables(environment)
-    return told | ({"environment": variables} if variables else {})
+    return log_facts | ({"environment": variables} if variables else {})
 
 
 def _check_memory(plan: ServerPlan, servers: list[MeasuredServer], gpus: list[gpu_memory.GpuMemory]) -> None:
@@ -237,5 +237,5 @@ async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str,
             ) from None
     if engine != plan.setup.engine:
         raise ValueError(f"{url} is served by {engine}, expected {plan.setup.engine}; correct benchmark_served.engine")
-    needed = plan.request_tokens + measured.num_draft_tokens
-    engine_flags.check_server_info(measured.info, measured.draft, plan.max_concurrency, needed)
+    needed_tokens = plan.request_tokens + measured.num_draft_tokens
+    engine_flags.check_server_info(measured.info, measured.draft, plan.max_concurrency, needed_tokens)

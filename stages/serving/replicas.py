@@ -38,13 +38,13 @@ def plan_replicas(
     """
     groups = [None] if device == "cpu" else group_gpus(list_gpus(device), count_gpus_per_server(launch_args))
     servers = []
-    for number, gpus in enumerate(groups):
+    for index, gpus in enumerate(groups):
         port = find_free_port()
         kind = device.partition(":")[0]  # the only GPU it sees is its first
         line = build_server_command(engine, folder, port, dtype, kind, trust_remote_code) + list(launch_args)
-        log = logs / (f"{engine}_server.log" if len(groups) == 1 else f"{engine}_server_{number}.log")
-        on = f" on GPU {gpus}" if gpus else ""
-        print(f"starting {engine} on port {port}{on}; its log is {log}", flush=True)
+        log = logs / (f"{engine}_server.log" if len(groups) == 1 else f"{engine}_server_{index}.log")
+        placement = f" on GPU {gpus}" if gpus else ""
+        print(f"starting {engine} on port {port}{placement}; its log is {log}", flush=True)
         servers.append(
             ServerProcess(engine, line, port, log, timeout_s, restarts=MAX_RESTARTS, threads=threads, gpus=gpus)
         )
@@ -55,8 +55,8 @@ def list_gpus(device: str) -> list[str]:
     """Return the visible GPUs that `device` (cuda, cuda:1) means, as CUDA_VISIBLE_DEVICES names them."""
     count, named = len(list_visible_gpus()), list_named_gpus()
     names = [str(n) for n in range(count)] if named is None else named[:count]
-    number = device.partition(":")[2]
-    return names[int(number) : int(number) + 1] if number else names
+    gpu_index = device.partition(":")[2]
+    return names[int(gpu_index) : int(gpu_index) + 1] if gpu_index else names
 
 
 def count_gpus_per_server(launch_args: Sequence[str]) -> int:
@@ -72,8 +72,8 @@ def count_gpus_per_server(launch_args: Sequence[str]) -> int:
         raise ValueError(f"{SECTION}: {error}") from None
     if found.pop("enable_dp_attention"):
         del found["dp"]
-    if wrong := {key: size for key, size in found.items() if size < 1}:
-        raise ValueError(f"{SECTION}: expected sizes of at least 1, found {wrong}")
+    if invalid := {key: size for key, size in found.items() if size < 1}:
+        raise ValueError(f"{SECTION}: expected sizes of at least 1, found {invalid}")
     return math.prod(found.values())
 
 

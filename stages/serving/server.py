@@ -244,17 +244,17 @@ def build_server_command(
     change the distribution of the answers. SGLang's processes meet on a port of their own, which it would take from the kernel
     and bind a minute later: of eleven servers that started at once, one found it in use.
     """
-    first: list[str]
-    own: dict[str, Any]
-    first, own = {
+    program: list[str]
+    engine_flags: dict[str, Any]
+    program, engine_flags = {
         "transformers": ([sys.executable, "-m", "transformers.cli.transformers", "serve"], {"--device": device}),
         "sglang": ([locate_program("sglang"), "serve", "--model-path"], {"--sampling-defaults": "openai"}),
         "vllm": ([locate_program("vllm"), "serve"], {"--generation-config": "vllm"}),
     }[engine]
-    meeting = find_free_port() if engine == "sglang" else None
-    flags = {"--host": HOST, "--port": port, "--nccl-port": meeting, "--dtype": dtype, **own}
+    nccl_port = find_free_port() if engine == "sglang" else None
+    flags = {"--host": HOST, "--port": port, "--nccl-port": nccl_port, "--dtype": dtype, **engine_flags}
     flags["--trust-remote-code"] = trust_remote_code
-    return [*first, folder, *format_flags(flags)]
+    return [*program, folder, *format_flags(flags)]
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:

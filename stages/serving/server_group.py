@@ -33,7 +33,7 @@ class ServerGroup:
 
     def read_log_tails(self) -> str:
         return "".join(
-            f"\nThe last lines of its log, {one.log}:\n{read_log_tail(one.log)}"
-            for one in self.servers
-            if one.log.exists()
+            f"\nThe last lines of its log, {server.log}:\n{read_log_tail(server.log)}"
+            for server in self.servers
+            if server.log.exists()
         )

@@ -38,8 +38,8 @@ def main() -> None:
         while status is None and time.monotonic() < ends:
             time.sleep(ROUND_S)
             status = _reap_children(server.pid)
-    last = _kill_descendants(server.pid)
-    status = last if status is None else status
+    late_status = _kill_descendants(server.pid)
+    status = late_status if status is None else status
     os._exit(1 if status is None else status if status >= 0 else 128 - status)
 
 
@@ -52,12 +52,12 @@ def _prepare_server() -> None:
 
 def _wake_on_child_end() -> int:
     """Return a descriptor that can be read from once a child has ended."""
-    reads, writes = os.pipe()
-    os.set_blocking(reads, False)
-    os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # the default handler writes nothing
-    return reads
+    return read_end
 
 
 def _wait_for_server(server: int, wake: int) -> int | None:

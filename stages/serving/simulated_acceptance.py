@@ -43,9 +43,9 @@ class SimulatedAcceptance:
         """Return a server's flags of speculation with those of simulation."""
         if engine != "vllm":
             return flags
-        at = flags.index(VLLM_CONFIG_FLAG) + 1
-        config = json.loads(flags[at]) | {VLLM_METHOD_KEY: "synthetic", VLLM_LENGTH_KEY: self.length}
-        return [*flags[:at], json.dumps(config), *flags[at + 1 :]]
+        index = flags.index(VLLM_CONFIG_FLAG) + 1
+        config = json.loads(flags[index]) | {VLLM_METHOD_KEY: "synthetic", VLLM_LENGTH_KEY: self.length}
+        return [*flags[:index], json.dumps(config), *flags[index + 1 :]]
 
 
 def check_real(environment: Mapping[str, str], command: list[str]) -> None:
@@ -70,7 +70,7 @@ def check_version(engine: str, version: str | None) -> None:
         )
 
 
-def check_simulated(server_name: str, length: float, cycles: int, accepted: int, answers: int) -> None:
+def check_simulated(server_name: str, length: float, cycles: int, accepted: int, num_answers: int) -> None:
     """Raise ValueError if a server's cycles did not yield `length` tokens on average: it simulates nothing, or another length.
 
     The last cycle of each answer may be cut, to one token at least.
@@ -78,7 +78,7 @@ def check_simulated(server_name: str, length: float, cycles: int, accepted: int,
     if cycles < MIN_JUDGED_CYCLES:
         return
     found = 1 + accepted / cycles
-    uncut = found + answers * (math.ceil(length) - 1) / cycles
+    uncut = found + num_answers * (math.ceil(length) - 1) / cycles
     if found > length * (1 + MAX_DEVIATION) or uncut < length * (1 - MAX_DEVIATION):
         raise ValueError(
             f"{server_name}: {found:.2f} tokens in each of {cycles} cycles, expected {length:g}, as serving_costs.accept_length "

@@ -81,11 +81,11 @@ def _leave_out_cut(histogram: list[int], prefills: int, output_tokens: int) -> A
     """
     cycles, accepted = sum(histogram), _sum_accepted(histogram)
     cut = prefills + accepted + cycles - output_tokens
-    most = max((i for i, times in enumerate(histogram) if times), default=0)
-    if not 0 <= cut <= most:
+    longest = max((i for i, times in enumerate(histogram) if times), default=0)
+    if not 0 <= cut <= longest:
         raise ValueError(
             f"the engine's figures don't add up: {prefills} prefills, {cycles} cycles and {accepted} accepted drafts are not "
-            f"{output_tokens} tokens with 0 to {most} cut off; expected prefills + accepted + cycles - cut"
+            f"{output_tokens} tokens with 0 to {longest} cut off; expected prefills + accepted + cycles - cut"
         )
     return AcceptanceCounts(cycles, accepted - max(0, cut - 1), True, histogram)
 

@@ -102,9 +102,9 @@ class AnswerStream:
         r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM, with the usage
 
     def _record_tokens(self, total: int, now: float) -> None:
-        more = total - self.record.output_tokens
-        if more < 0:
+        new_tokens = total - self.record.output_tokens
+        if new_tokens < 0:
             raise ValueError(f"{total} tokens so far, after {self.record.output_tokens}")
-        if more:
-            self.record.events.append((now, more))
+        if new_tokens:
+            self.record.events.append((now, new_tokens))
             self.record.output_tokens = total

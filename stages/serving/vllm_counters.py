@@ -34,8 +34,8 @@ class CounterReader:
         """Return the counters once they no longer change; None if the server has none."""
         found = None
         for _ in range(MAX_READINGS):
-            last, found = found, await self.read()
-            if found == last:
+            previous, found = found, await self.read()
+            if found == previous:
                 break
             await asyncio.sleep(READING_PAUSE_S)
         return found
@@ -50,9 +50,9 @@ class CounterReader:
         Raises:
             ValueError: if the counters don't add up to the answer.
         """
-        now = await self.read()
-        if now is None or not spec_counters.covers_answer(before, now, output_tokens):
-            now = await self.read_settled()
-        if now is None:
+        after = await self.read()
+        if after is None or not spec_counters.covers_answer(before, after, output_tokens):
+            after = await self.read_settled()
+        if after is None:
             raise ValueError("vLLM's /metrics could be read before the request and not after it")
-        return now, spec_counters.count_vllm_request(before, now, output_tokens)
+        return after, spec_counters.count_vllm_request(before, after, output_tokens)
