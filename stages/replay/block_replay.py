@@ -59,9 +59,9 @@ class AnswerPositions(NamedTuple):
         offsets = counts.cumsum(0) - counts
         index = torch.arange(int(counts.sum()), device=ids.device)
         anchors = index + (starts - offsets).repeat_interleave(counts)
-        after = anchors[:, None] + 1 + torch.arange(num_drafts, device=ids.device)
-        is_inside = after < ends.repeat_interleave(counts)[:, None]
-        following = torch.where(is_inside, ids[after.clamp(max=len(ids) - 1)], -1)
+        draft_positions = anchors[:, None] + 1 + torch.arange(num_drafts, device=ids.device)
+        is_inside = draft_positions < ends.repeat_interleave(counts)[:, None]
+        following = torch.where(is_inside, ids[draft_positions.clamp(max=len(ids) - 1)], -1)
         return cls(anchors, ids[anchors], following, counts)
 
 
@@ -86,9 +86,9 @@ def compute_anchor_states(
     context = draft.project_context(pack.features[None], pack.positions[None])
     parts = [
         draft.select_drafting_slots(
-            draft.forward_pack(embedding, pack.ids, pack.positions, pack.documents, some, context)
+            draft.forward_pack(embedding, pack.ids, pack.positions, pack.documents, chunk, context)
         )
-        for some in anchors.split(anchors_per_batch)
+        for chunk in anchors.split(anchors_per_batch)
     ]
     return torch.cat(parts)
 
@@ -129,8 +129,8 @@ def replay_block_trees(
         check_block_tree(tree, draft.config.vocab_size, draft.config.num_drafts, draft.config.selector_top_k)
     tables = PositionTables(trees, len(states), tree_scoring, states.device)
     for topk in tables.topks:
-        given = states[:, : tables.num_steps], positions.anchor_tokens, topk, tree_scoring, positions_per_batch
-        for batch, candidates in _expand_positions(draft, head, *given):
+        inputs = states[:, : tables.num_steps], positions.anchor_tokens, topk, tree_scoring, positions_per_batch
+        for batch, candidates in _expand_positions(draft, head, *inputs):
             tables.fill_positions(batch, topk, candidates, positions.following[batch, : tables.num_steps])
     output = tables.walk(positions.counts)
     if not traced:
@@ -153,8 +153,8 @@ def _expand_positions(
     size = max(1, size if positions_per_batch is None else min(size, positions_per_batch))
     for start in range(0, max(1, len(states)), size):  # of no positions, a batch of none
         batch = slice(start, min(start + size, len(states)))
-        own = states[batch]
-        yield batch, expand_block(own @ head.T, own, anchor_tokens[batch], draft, topk, tree_scoring)
+        batch_states = states[batch]
+        yield batch, expand_block(batch_states @ head.T, batch_states, anchor_tokens[batch], draft, topk, tree_scoring)
 
 
 # Padded rows of answers, as the replay of EAGLE-3 takes them
@@ -193,8 +193,8 @@ def trace_block_cycles(
     positions = find_positions(answers, draft.config.num_drafts)
     index = (positions.counts.cumsum(0) - positions.counts)[row] + position
     states = compute_row_states(draft, embedding, answers, positions.anchors[index], positions_per_batch)
-    given = states[:, : tree.num_steps], positions.anchor_tokens[index], tree.topk, tree_scoring, positions_per_batch
-    parts = [candidates for _, candidates in _expand_positions(draft, head, *given)]
+    inputs = states[:, : tree.num_steps], positions.anchor_tokens[index], tree.topk, tree_scoring, positions_per_batch
+    parts = [candidates for _, candidates in _expand_positions(draft, head, *inputs)]
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     candidates = Candidates(*(torch.cat(column) for column in columns))
     return describe_cycles(row, position, candidates, positions.following[index, : tree.num_steps], tree, tree_scoring)
@@ -214,8 +214,8 @@ def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory
 def find_positions(answers: ReplayBatch, num_drafts: int) -> AnswerPositions:
     """Find the positions of padded rows; anchors are indices into the flattened rows."""
     ids = answers.ids
-    first = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
-    return AnswerPositions.build(ids.flatten(), first + answers.starts, first + answers.ends, num_drafts)
+    row_starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
+    return AnswerPositions.build(ids.flatten(), row_starts + answers.starts, row_starts + answers.ends, num_drafts)
 
 
 def compute_row_states(
@@ -233,16 +233,16 @@ def compute_row_states(
     parts = [features.new_zeros(0, c.num_drafts, c.hidden_size)]
     for row, (i, j) in enumerate(pairwise(offsets)):
         if i < j:
-            own = anchors[i:j] - row * length
-            size = int(own[-1]) + 1  # tokens up to the last anchor
-            chunk = min(positions_per_batch, _count_anchors_at_once(draft, size, ids.device))
+            row_anchors = anchors[i:j] - row * length
+            size = int(row_anchors[-1]) + 1  # tokens up to the last anchor
+            chunk = min(positions_per_batch, _count_anchors_per_batch(draft, size, ids.device))
             documents = torch.zeros_like(positions[:size])
             pack = ReplayPack(ids[row, :size], features[row, :size], positions[:size], documents)
-            parts.append(compute_anchor_states(draft, embedding, pack, own, chunk))
+            parts.append(compute_anchor_states(draft, embedding, pack, row_anchors, chunk))
     return torch.cat(parts)
 
 
-def _count_anchors_at_once(draft: BlockDraft, num_tokens: int, device: torch.device) -> int:
+def _count_anchors_per_batch(draft: BlockDraft, num_tokens: int, device: torch.device) -> int:
     """Return how many anchors, each attending to a context of `num_tokens`, keep the attention logits of a layer within
     MAX_INTERMEDIATE_ELEMENTS: R blocks of B slots have R B (S + R B) logits a head.
     """

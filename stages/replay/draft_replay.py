@@ -73,16 +73,16 @@ class BlockReplay:
     def replay(
         self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
     ) -> ReplayOutput:
-        given = self.draft, self.embedding, self.head, batch
-        return block_replay.replay_block_answers(*given, trees, self.tree_scoring, num_positions, traced)
+        inputs = self.draft, self.embedding, self.head, batch
+        return block_replay.replay_block_answers(*inputs, trees, self.tree_scoring, num_positions, traced)
 
     def trace(self, batch: ReplayBatch, cycle_starts: Tensor, tree: TreeShape, num_positions: int) -> TreeCycles:
-        given = self.draft, self.embedding, self.head, batch
-        return block_replay.trace_block_cycles(*given, cycle_starts, tree, self.tree_scoring, num_positions)
+        inputs = self.draft, self.embedding, self.head, batch
+        return block_replay.trace_block_cycles(*inputs, cycle_starts, tree, self.tree_scoring, num_positions)
 
     def replay_sampled(
         self, batch: ReplayBatch, temperature: float, top_p: float, num_positions: int
     ) -> ExpectedCounts:
         """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
-        given = self.draft, self.embedding, self.head, batch
-        return sampled_drafts.replay_sampled_answers(*given, temperature, top_p, num_positions, self.logits_scale)
+        inputs = self.draft, self.embedding, self.head, batch
+        return sampled_drafts.replay_sampled_answers(*inputs, temperature, top_p, num_positions, self.logits_scale)

@@ -39,19 +39,19 @@ def find_fewest_cycles(acceptable: Tensor, counts: Tensor, num_steps: int) -> tu
     """
     offsets, longest = counts.cumsum(0) - counts, int(counts.max())
     dtype, drafts = choose_integer_type(2 * longest), torch.arange(num_steps + 1, device=acceptable.device)
-    never = torch.iinfo(dtype).max  # never added to: accepting no draft is always possible, and costs less
+    unreachable = torch.iinfo(dtype).max  # never added to: accepting no draft is always possible, and costs less
     best = torch.zeros(
         len(acceptable), len(counts), dtype=dtype, device=acceptable.device
     )  # [G, B] f from the first position on
     ahead = torch.full(
-        (*best.shape, num_steps + 1), never, dtype=dtype, device=acceptable.device
+        (*best.shape, num_steps + 1), unreachable, dtype=dtype, device=acceptable.device
     )  # f of the next S + 1 positions
     ahead[..., 0] = 0  # the answer's end
     ahead[..., 1:2] = -1  # and beyond its bonus
-    for left in range(1, longest + 1):  # positions from here to the answer's end
-        here = acceptable[:, offsets + (counts - left).clamp(min=0)]  # [G, B]
-        f = 2 + torch.where(drafts <= here[..., None], ahead, never).amin(-1)
-        best = torch.where(counts == left, f, best)
+    for remaining in range(1, longest + 1):  # positions from here to the answer's end
+        max_accepted = acceptable[:, offsets + (counts - remaining).clamp(min=0)]  # [G, B]
+        f = 2 + torch.where(drafts <= max_accepted[..., None], ahead, unreachable).amin(-1)
+        best = torch.where(counts == remaining, f, best)
         ahead = torch.cat([f[..., None], ahead[..., :-1]], dim=-1)
     cycles = (best.long() + 1) // 2
     accepted = counts + (2 * cycles - best) - cycles
@@ -73,8 +73,8 @@ def evaluate_threshold_trees(scores: Tensor, numbers: Tensor, topk: int, thresho
     on_path = torch.gather(entry, 1, numbers.clamp(min=0)).masked_fill(numbers < 0, q)  # [N, S]
     accepted = on_path[..., None] <= torch.arange(q, device=entry.device)  # [N, S, Q]
     drafts = accepted.cumsum(1, dtype=choose_integer_type(steps))
-    held = nodes.unflatten(1, (steps, q)).cumsum(1).cumsum(2).to(choose_integer_type(scores.shape[1]))
-    return drafts.permute(2, 1, 0), held.permute(2, 1, 0)
+    node_counts = nodes.unflatten(1, (steps, q)).cumsum(1).cumsum(2).to(choose_integer_type(scores.shape[1]))
+    return drafts.permute(2, 1, 0), node_counts.permute(2, 1, 0)
 
 
 def interpolate_adaptive_tau(sums: np.ndarray, num_draft_tokens: int) -> float:
@@ -85,5 +85,5 @@ def interpolate_adaptive_tau(sums: np.ndarray, num_draft_tokens: int) -> float:
     """
     accepted, cycles, nodes = sums
     tau, mean_nodes = 1 + accepted / np.maximum(cycles, 1), 1 + nodes / np.maximum(cycles, 1)
-    above = max(1, int(np.argmax(mean_nodes >= num_draft_tokens)))  # the first threshold that gives as many
-    return float(np.interp(num_draft_tokens, mean_nodes[above - 1 : above + 1], tau[above - 1 : above + 1]))
+    index = max(1, int(np.argmax(mean_nodes >= num_draft_tokens)))  # the first threshold that gives as many
+    return float(np.interp(num_draft_tokens, mean_nodes[index - 1 : index + 1], tau[index - 1 : index + 1]))

@@ -133,8 +133,8 @@ class PositionTables:
             self.oracle_drafts[chosen, positions] = torch.minimum((numbers[:, :s] >= 0).sum(1), nodes[:, None]).to(
                 dtype
             )
-        here = self.topks.index(topk), ..., positions
-        self.threshold_accepted[here], self.threshold_nodes[here] = evaluate_threshold_trees(
+        table_index = self.topks.index(topk), ..., positions
+        self.threshold_accepted[table_index], self.threshold_nodes[table_index] = evaluate_threshold_trees(
             scores, numbers, topk, self.thresholds
         )
 
@@ -160,12 +160,12 @@ def replay_answers(
     for tree in trees:
         check_tree(tree, draft.config.draft_vocab_size, draft.config.sliding_window)
     ids, multimodal = answers.ids, answers.multimodal
-    first, last = (answers.starts - 1).tolist(), (answers.ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
+    starts, stops = (answers.starts - 1).tolist(), (answers.ends - 2).tolist()  # bonus token y_0 .. y_{n-2}
     ranges = [
-        PositionRange(b, start, max(start, stop)) for b, (start, stop) in enumerate(zip(first, last, strict=True))
+        PositionRange(b, start, max(start, stop)) for b, (start, stop) in enumerate(zip(starts, stops, strict=True))
     ]
     counts = torch.tensor([r.stop - r.start for r in ranges], device=ids.device)
-    tables, done = PositionTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
+    tables, filled = PositionTables(trees, int(counts.sum()), tree_scoring, ids.device), 0
     fused, keys, values = encode_prefix(draft, ids, answers.features, embedding, multimodal)
     following = gather_following_tokens(ids, answers.ends, tables.num_steps)
 
@@ -173,19 +173,19 @@ def replay_answers(
     longest = max(1, MAX_INTERMEDIATE_ELEMENTS[ids.device.type] // (queries * ids.shape[1]))
     for batch_ranges in _batch_ranges(ranges, longest, positions_per_batch):
         batch = PositionBatch.build(batch_ranges, ids.device)
-        at = batch.row, batch.position
+        index = batch.row, batch.position
         rope_positions = draft.get_rope_positions(
-            batch.position, None if multimodal is None else multimodal.positions[at]
+            batch.position, None if multimodal is None else multimodal.positions[index]
         )
         bonus = embedding[ids[batch.row, batch.position + 1]]
-        hidden = _compute_first_states(draft, batch, bonus, fused[at], rope_positions, keys, values)
+        hidden = _compute_first_states(draft, batch, bonus, fused[index], rope_positions, keys, values)
         attend = partial(_attend_ranges, draft, batch, keys, values)
         expanded = expand_beams(
             draft, embedding, hidden, rope_positions, attend, tables.num_steps, tables.topks, tree_scoring
         )
-        positions = slice(done, done := done + len(batch.position))
+        positions = slice(filled, filled := filled + len(batch.position))
         for topk, candidates in expanded.items():
-            tables.fill_positions(positions, topk, candidates, following[at])
+            tables.fill_positions(positions, topk, candidates, following[index])
     output = tables.walk(counts)
     return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], counts)) if traced else output
 
@@ -233,9 +233,9 @@ def compute_capacity(draft: Eagle3Draft, trees: Sequence[TreeShape], memory: int
     steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
     cached = 2 * c.num_key_value_heads * c.head_dim
     token = (7 * c.hidden_size + 2 * cached) * size + count_table_bytes(trees)
-    own = 2 * steps * cached  # old and new
+    own_cached = 2 * steps * cached  # old and new
     layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
-    node = (own + layer) * size + 16 * max(topks)
+    node = (own_cached + layer) * size + 16 * max(topks)
     return ReplayCapacity(
         max(1, memory // 2 // token), max(1, memory // 2 // (sum(topks) * node + count_candidate_bytes(trees)))
     )
@@ -264,16 +264,16 @@ def _choose_count_types(trees: Sequence[TreeShape]) -> tuple[torch.dtype, torch.
 def _batch_ranges(ranges: Sequence[PositionRange], longest: int, batch_size: int) -> Iterator[list[PositionRange]]:
     """Cut the ranges to at most `longest` positions, and yield batches of at most `batch_size` positions."""
     batch: list[PositionRange] = []
-    left = batch_size
+    room = batch_size
     for span in ranges:
         start = span.start
         while start < span.stop:
-            stop = min(span.stop, start + min(longest, left))
+            stop = min(span.stop, start + min(longest, room))
             batch.append(PositionRange(span.row, start, stop))
-            left, start = left - (stop - start), stop
-            if not left:
+            room, start = room - (stop - start), stop
+            if not room:
                 yield batch
-                batch, left = [], batch_size
+                batch, room = [], batch_size
     if batch:
         yield batch
 
@@ -288,8 +288,8 @@ def match_answer_path(candidates: Candidates, following: Tensor, topk: int) -> T
         start, stop = get_step_range(step, topk)
         matches = candidates.parents[:, start:stop] == parent
         matches &= candidates.tokens[:, start:stop] == following[:, step, None]
-        number = start + matches.int().argmax(1)  # at most one matches: siblings carry different tokens
-        parent = torch.where(matches.any(1), number, -2)[:, None]  # no node has the parent -2
+        matched = start + matches.int().argmax(1)  # at most one matches: siblings carry different tokens
+        parent = torch.where(matches.any(1), matched, -2)[:, None]  # no node has the parent -2
         numbers.append(parent)
     return torch.cat(numbers, 1)
 
@@ -312,16 +312,16 @@ def rank_candidates(scores: Tensor, numbers: Tensor, num_steps: int, topk: int) 
     rank[n, d, s] counts the candidates of the first s + 1 steps that precede it, by (score descending, number ascending);
     MISSING_RANK where the number is negative. It means nothing for steps before the candidate's own.
     """
-    every = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
+    all_numbers = torch.arange(scores.shape[1], device=scores.device, dtype=torch.int32)
     rank = []
     for number in numbers.unbind(1):
         score = torch.gather(scores, 1, number.clamp(min=0)[:, None])
-        before = (scores > score) | ((scores == score) & (every < number[:, None]))  # [N, C]
-        first = before[:, :topk].sum(1, keepdim=True, dtype=torch.int32)
-        later = first[:, :0]
+        precedes = (scores > score) | ((scores == score) & (all_numbers < number[:, None]))  # [N, C]
+        in_first_step = precedes[:, :topk].sum(1, keepdim=True, dtype=torch.int32)
+        in_later_steps = in_first_step[:, :0]
         if num_steps > 1:
-            later = before[:, topk:].unflatten(1, (num_steps - 1, -1)).sum(2, dtype=torch.int32)
-        by_step = torch.cat([first, later], 1).cumsum(1, dtype=torch.int32)  # [N, S]
+            in_later_steps = precedes[:, topk:].unflatten(1, (num_steps - 1, -1)).sum(2, dtype=torch.int32)
+        by_step = torch.cat([in_first_step, in_later_steps], 1).cumsum(1, dtype=torch.int32)  # [N, S]
         rank.append(torch.where(number[:, None] < 0, MISSING_RANK, by_step))
     return torch.stack(rank, 1)
 

@@ -52,8 +52,8 @@ def replay_sampled_drafts(
     """Return the expected counts of sampled drafts on answers that were sampled at a temperature with a top-p."""
     # The draft's logits are those of its states times the head's table, as in engines.
     target = compute_target_probabilities(last, head, positions.following[:, 0], temperature / logits_scale, top_p)
-    own = compute_draft_probabilities(draft, head, states, positions, temperature)
-    return walk_expected_cycles(compute_acceptance(own, target, positions.following), positions.counts)
+    proposal = compute_draft_probabilities(draft, head, states, positions, temperature)
+    return walk_expected_cycles(compute_acceptance(proposal, target, positions.following), positions.counts)
 
 
 @torch.inference_mode()
@@ -84,10 +84,10 @@ def compute_target_probabilities(
     before top-p.
     """
     found = [last.new_zeros(0, dtype=torch.float64)]
-    for some, of_some in zip(*(x.split(_count_rows(head)) for x in (last, tokens)), strict=True):
-        logits, at = some @ head.T, of_some[:, None]
-        probabilities = compute_probabilities(logits, temperature, top_p).gather(1, at)[:, 0]
-        uncut = compute_probabilities(logits, temperature).gather(1, at)[:, 0]
+    for chunk, chunk_tokens in zip(*(x.split(_count_rows(head)) for x in (last, tokens)), strict=True):
+        logits, token_column = chunk @ head.T, chunk_tokens[:, None]
+        probabilities = compute_probabilities(logits, temperature, top_p).gather(1, token_column)[:, 0]
+        uncut = compute_probabilities(logits, temperature).gather(1, token_column)[:, 0]
         found.append(torch.where(probabilities > 0, probabilities, uncut).double())
     return torch.cat(found)
 
@@ -104,20 +104,20 @@ def compute_draft_probabilities(
     previous = torch.cat([positions.anchor_tokens[:, None], labels[:, :-1]], 1)
     found = [states.new_zeros(0, states.shape[1], dtype=torch.float64)]
     size = max(1, _count_rows(head) // states.shape[1])
-    for some, before, after in zip(*(x.split(size) for x in (states, previous, labels)), strict=True):
-        probabilities = compute_probabilities(draft.compute_logits(some, before, head), temperature)
-        found.append(probabilities.gather(2, after[..., None])[..., 0].double())
+    for chunk, tokens_before, next_tokens in zip(*(x.split(size) for x in (states, previous, labels)), strict=True):
+        probabilities = compute_probabilities(draft.compute_logits(chunk, tokens_before, head), temperature)
+        found.append(probabilities.gather(2, next_tokens[..., None])[..., 0].double())
     return torch.cat(found)
 
 
 def compute_acceptance(draft_probabilities: Tensor, target_probabilities: Tensor, following: Tensor) -> Tensor:
     """Return beta [L, D] of drafts [L, D]: draft d of position a is the token after position a + d; 0 past the answer's end."""
     num_positions, num_drafts = following.shape
-    at = torch.arange(num_positions, device=following.device)[:, None] + torch.arange(
+    positions = torch.arange(num_positions, device=following.device)[:, None] + torch.arange(
         num_drafts, device=following.device
     )
     target = target_probabilities[
-        at.clamp(max=max(0, num_positions - 1))
+        positions.clamp(max=max(0, num_positions - 1))
     ]  # [L, D]; past the end of an answer of another
     return torch.where(following >= 0, (draft_probabilities / target).clamp(max=1), 0.0)
 
@@ -136,14 +136,14 @@ def walk_expected_cycles(acceptance: Tensor, counts: Tensor) -> ExpectedCounts:
     visits[..., 0] = 1  # a cycle starts at the first position
     cycles, reaching = visits.new_zeros(num_answers, num_drafts), visits.new_zeros(num_answers, num_drafts, num_drafts)
     for position in range(at_least.shape[1]):
-        visits_here = visits[..., position] * (counts > position)[:, None]  # [B, G]
+        position_visits = visits[..., position] * (counts > position)[:, None]  # [B, G]
         padded = torch.nn.functional.pad(at_least[:, None, position], (1, 0), value=1.0)
-        some = torch.nn.functional.pad(padded, (0, 1)) * reachable  # [B, G, D + 2]
-        visits[..., position + 1 : position + num_drafts + 2] += visits_here[..., None] * (
-            some[..., :-1] - some[..., 1:]
+        tail_probabilities = torch.nn.functional.pad(padded, (0, 1)) * reachable  # [B, G, D + 2]
+        visits[..., position + 1 : position + num_drafts + 2] += position_visits[..., None] * (
+            tail_probabilities[..., :-1] - tail_probabilities[..., 1:]
         )
-        cycles += visits_here
-        reaching += visits_here[..., None] * some[..., 1:-1]
+        cycles += position_visits
+        reaching += position_visits[..., None] * tail_probabilities[..., 1:-1]
     return ExpectedCounts(reaching.sum(-1), cycles, reaching)
 
 

@@ -31,10 +31,10 @@ def classify_tokens(tokenizer: Any, ids: Iterable[int]) -> Tensor:
 
     Special tokens are structure.
     """
-    wanted = sorted(set(ids))
+    distinct_ids = sorted(set(ids))
     special = set(tokenizer.all_special_ids)
-    found = torch.zeros(wanted[-1] + 1, dtype=torch.int64)
-    for token in wanted:
+    found = torch.zeros(distinct_ids[-1] + 1, dtype=torch.int64)
+    for token in distinct_ids:
         found[token] = TOKEN_CLASSES.index(
             "structure" if token in special else classify_text(tokenizer.decode([token]))
         )

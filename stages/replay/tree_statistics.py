@@ -54,15 +54,15 @@ def trace_cycles(
 ) -> TreeCycles:
     """Return the cycles of one tree, row by row."""
     row, position = cycle_starts.nonzero(as_tuple=True)  # [C]
-    number = (cycle_starts.cumsum(1) - 1)[row, position]  # [C] of the cycle in its row
-    before = answers.starts - 1  # [B] index of each prompt's last token
-    verified = before[:, None].repeat(1, max(int(cycle_starts.sum(1).max()), 1))  # [B, R] the last verified token
-    verified[row, number] = before[row] + position
-    every = _expand_cycles(draft, embedding, answers, verified, tree, tree_scoring)
-    index = row * verified.shape[1] + number  # [C]
-    candidates = Candidates(every.scores[index], every.tokens[index], every.parents[index])
+    cycle = (cycle_starts.cumsum(1) - 1)[row, position]  # [C] index of the cycle in its row
+    prompt_ends = answers.starts - 1  # [B] index of each prompt's last token
+    verified = prompt_ends[:, None].repeat(1, max(int(cycle_starts.sum(1).max()), 1))  # [B, R] the last verified token
+    verified[row, cycle] = prompt_ends[row] + position
+    expanded = _expand_cycles(draft, embedding, answers, verified, tree, tree_scoring)
+    index = row * verified.shape[1] + cycle  # [C]
+    candidates = Candidates(expanded.scores[index], expanded.tokens[index], expanded.parents[index])
 
-    following = gather_following_tokens(answers.ids, answers.ends, tree.num_steps)[row, verified[row, number]]  # [C, S]
+    following = gather_following_tokens(answers.ids, answers.ends, tree.num_steps)[row, verified[row, cycle]]  # [C, S]
     return describe_cycles(row, position, candidates, following, tree, tree_scoring)
 
 
@@ -103,13 +103,13 @@ def _expand_cycles(
     positions = draft.get_rope_positions(verified, stored)
     parts = []
     cycles_at_once = max(1, MAX_ATTENTION_LOGITS // (draft.config.num_attention_heads * tree.topk * ids.shape[1]))
-    for here in _split_cycles(len(verified), verified.shape[1], cycles_at_once):
-        rows = here[0]
-        mask = build_prefix_mask(verified[here], ids.shape[1], draft.config.sliding_window)
-        at_verified = torch.gather(fused[rows], 1, verified[here][..., None].expand(-1, -1, fused.shape[-1]))
-        given = positions[here], keys[rows], values[rows], mask
-        state = compute_first_state(draft, embedding[bonus[here]], at_verified, *given)
-        parts.append(expand_candidates(draft, embedding, state, *given, tree.num_steps, tree.topk, tree_scoring))
+    for batch in _split_cycles(len(verified), verified.shape[1], cycles_at_once):
+        rows = batch[0]
+        mask = build_prefix_mask(verified[batch], ids.shape[1], draft.config.sliding_window)
+        verified_states = torch.gather(fused[rows], 1, verified[batch][..., None].expand(-1, -1, fused.shape[-1]))
+        context = positions[batch], keys[rows], values[rows], mask
+        state = compute_first_state(draft, embedding[bonus[batch]], verified_states, *context)
+        parts.append(expand_candidates(draft, embedding, state, *context, tree.num_steps, tree.topk, tree_scoring))
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     return Candidates(*(torch.cat(column) for column in columns))
 
@@ -127,11 +127,11 @@ def _mark_accepted_nodes(candidates: Candidates, nodes: Tensor, following: Tenso
     """Return [C, N] bool: the nodes on the answer's path, from the root down to the first that the tree lacks."""
     tokens, parents = torch.gather(candidates.tokens, 1, nodes), torch.gather(candidates.parents, 1, nodes)
     accepted = torch.zeros_like(nodes, dtype=torch.bool)
-    last = torch.full_like(nodes[:, :1], -1)  # the root
+    parent = torch.full_like(nodes[:, :1], -1)  # the root
     for token in following.T:
-        matches = (parents == last) & (tokens == token[:, None])  # at most one: siblings carry different tokens
+        matches = (parents == parent) & (tokens == token[:, None])  # at most one: siblings carry different tokens
         accepted |= matches
-        last = torch.where(matches, nodes, -2).amax(1, keepdim=True)  # no node has the parent -2
+        parent = torch.where(matches, nodes, -2).amax(1, keepdim=True)  # no node has the parent -2
     return accepted
 
 
@@ -178,8 +178,8 @@ class TreeStatistics:
         lengths, probabilities = _name_buckets(LENGTH_EDGES), _name_buckets(PROBABILITY_EDGES)
         self._count_cycles("row", [names[r] for r in cycles.row.tolist()], cycles)
         self._count_cycles("context", [lengths[i] for i in _assign_buckets(root + 1, LENGTH_EDGES).tolist()], cycles)
-        answered = _assign_buckets(cycles.root_position, LENGTH_EDGES)
-        self._count_cycles("answer", [lengths[i] for i in answered.tolist()], cycles)
+        answer_buckets = _assign_buckets(cycles.root_position, LENGTH_EDGES)
+        self._count_cycles("answer", [lengths[i] for i in answer_buckets.tolist()], cycles)
         self._count_cycles("after", _name_token_classes(classes[ids[cycles.row, root]]), cycles)
         self._count_cycles(
             "expected_accepted", [str(int(expected)) for expected in probability.double().sum(1).tolist()], cycles
@@ -221,15 +221,15 @@ class TreeStatistics:
             np.bincount(bucket_index, weights, len(values))
             for weights in (np.ones_like(probability), probability, accepted)
         ]
-        for number, value in enumerate(values.tolist()):
-            self._count(grouping, name(value), 0, *(of[number] for of in sums))
+        for index, value in enumerate(values.tolist()):
+            self._count(grouping, name(value), 0, *(column[index] for column in sums))
 
     def _count_tokens(self, cycles: TreeCycles, root: Tensor, ids: Tensor, ends: Tensor, classes: Tensor) -> None:
         """Count each token of an answer but the first, which prefill samples, as an accepted draft or a bonus."""
-        for row, at, accepted in zip(cycles.row.tolist(), root.tolist(), cycles.accepted.tolist(), strict=True):
-            names = _name_token_classes(classes[ids[row, at + 1 : min(at + 2 + accepted, int(ends[row]))]])
-            for number, name in enumerate(names):
-                self._count("token", name, int(number == accepted), 0, 0, int(number < accepted))
+        for row, start, accepted in zip(cycles.row.tolist(), root.tolist(), cycles.accepted.tolist(), strict=True):
+            names = _name_token_classes(classes[ids[row, start + 1 : min(start + 2 + accepted, int(ends[row]))]])
+            for index, name in enumerate(names):
+                self._count("token", name, int(index == accepted), 0, 0, int(index < accepted))
 
     def _count(self, grouping: str, bucket: str, *counts: float) -> None:
         self.counts.setdefault((grouping, bucket), np.zeros(len(COUNT_COLUMNS)))
