@@ -49,9 +49,9 @@ def _merge_own_steps_torch(out: Tensor, lse: Tensor, query: Tensor, keys: Tensor
     scores = (grouped * keys.float()[:, :, :, None]).sum(-1) / math.sqrt(width)  # [S, Q, G, R]
     prefix_lse = lse.unflatten(1, (groups, -1))  # [Q, G, R]
     merged_lse = torch.logaddexp(prefix_lse, torch.logsumexp(scores, dim=0))
-    own = ((scores - merged_lse).exp()[..., None] * values.float()[:, :, :, None]).sum(0)  # [Q, G, R, E]
-    prefix = (prefix_lse - merged_lse).exp()[..., None] * out.float().unflatten(1, (groups, -1))
-    return (prefix + own).flatten(1, 2)
+    own_part = ((scores - merged_lse).exp()[..., None] * values.float()[:, :, :, None]).sum(0)  # [Q, G, R, E]
+    prefix_part = (prefix_lse - merged_lse).exp()[..., None] * out.float().unflatten(1, (groups, -1))
+    return (prefix_part + own_part).flatten(1, 2)
 
 
 @dataclass

@@ -208,9 +208,9 @@ class _ChunkedBlockLoss(torch.autograd.Function):
         """`tensors`: states [P, H], previous tokens [P, r] or None, then weights of the heads or None, which chunks share."""
         states, embedded, *shared = tensors
         assert states is not None
-        dtype, wanted = _choose_dtype(states), ctx.needs_input_grad[2:]
+        dtype, needs_grad = _choose_dtype(states), ctx.needs_input_grad[2:]
         gradients = [  # summed over chunks, so in float32 for those that chunks share
-            torch.zeros_like(x, dtype=x.dtype if i < 2 else dtype) if x is not None and wanted[i] else None
+            torch.zeros_like(x, dtype=x.dtype if i < 2 else dtype) if x is not None and needs_grad[i] else None
             for i, x in enumerate(tensors)
         ]
         total = torch.zeros((), dtype=dtype, device=states.device)
@@ -218,16 +218,17 @@ class _ChunkedBlockLoss(torch.autograd.Function):
         matches = torch.zeros(len(states), dtype=torch.bool, device=states.device)
         for start in range(0, len(states), inputs.drafts_per_chunk):
             chunk = slice(start, start + inputs.drafts_per_chunk)
-            own = [None if x is None else x[chunk] for x in (states, embedded)]
+            slices = [None if x is None else x[chunk] for x in (states, embedded)]
             leaves = [
-                None if x is None else x.detach().requires_grad_(wanted[i]) for i, x in enumerate([*own, *shared])
+                None if x is None else x.detach().requires_grad_(needs_grad[i])
+                for i, x in enumerate([*slices, *shared])
             ]
             with torch.enable_grad():
                 value, parts, match = _compute_chunk_loss(inputs, chunk, confidence_reads_markov, *leaves)
-            learning = [i for i, x in enumerate(leaves) if x is not None and wanted[i]]
+            learning = [i for i, x in enumerate(leaves) if x is not None and needs_grad[i]]
             if learning:
-                found = torch.autograd.grad(value, [leaves[i] for i in learning], allow_unused=True)
-                _add_gradients(gradients, learning, found, chunk)
+                chunk_gradients = torch.autograd.grad(value, [leaves[i] for i in learning], allow_unused=True)
+                _add_gradients(gradients, learning, chunk_gradients, chunk)
             total += value.detach()
             by_part[:, chunk], matches[chunk] = parts, match
         gradients = [None if g is None or x is None else g.to(x.dtype) for g, x in zip(gradients, tensors, strict=True)]
@@ -241,13 +242,13 @@ class _ChunkedBlockLoss(torch.autograd.Function):
 
 
 def _add_gradients(
-    gradients: Sequence[Tensor | None], learning: Sequence[int], found: Sequence[Tensor | None], chunk: slice
+    gradients: Sequence[Tensor | None], indices: Sequence[int], chunk_gradients: Sequence[Tensor | None], chunk: slice
 ) -> None:
     """Add the gradients of a chunk in place: the first two tensors belong to its drafts, the others to all."""
-    for i, new in zip(learning, found, strict=True):
-        whole = gradients[i]
-        if new is not None and whole is not None:
-            (whole[chunk] if i < 2 else whole).add_(new)
+    for i, chunk_gradient in zip(indices, chunk_gradients, strict=True):
+        gradient = gradients[i]
+        if chunk_gradient is not None and gradient is not None:
+            (gradient[chunk] if i < 2 else gradient).add_(chunk_gradient)
 
 
 def _compute_chunk_loss(
@@ -278,8 +279,8 @@ def _compute_chunk_loss(
     if target_logits is not None:
         alpha = (1 - l1.detach() / 2).clamp(0, 1)
     if confidence_weight is not None and confidence_bias is not None:
-        read = torch.cat([states, embedded], -1) if confidence_reads_markov and embedded is not None else states
-        estimate = (read @ confidence_weight[0] + confidence_bias).to(dtype)
+        features = torch.cat([states, embedded], -1) if confidence_reads_markov and embedded is not None else states
+        estimate = (features @ confidence_weight[0] + confidence_bias).to(dtype)
         bce = nn.functional.binary_cross_entropy_with_logits(estimate, alpha, reduction="none")
         loss = loss + inputs.objective.confidence * bce
     if embedded is not None and successors is not None and projection is not None:

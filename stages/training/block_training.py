@@ -122,8 +122,8 @@ def compute_loss(
     hidden = draft.forward_pack(
         embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attend, parts
     )
-    given = draft, hidden, pack.labels, pack.last, head, objective.loss, divisor
-    found = block_loss.compute_block_loss(*given, watch_acceptance=False, logits_scale=objective.logits_scale)
+    inputs = draft, hidden, pack.labels, pack.last, head, objective.loss, divisor
+    found = block_loss.compute_block_loss(*inputs, watch_acceptance=False, logits_scale=objective.logits_scale)
     by_draft = objective.loss.ce * found.ce + objective.loss.l1 * found.l1
     by_draft = by_draft + objective.loss.confidence * found.confidence + objective.loss.selector * found.selector
     return LossOutput(found.total_loss, by_draft.sum(0), found.matches.T)

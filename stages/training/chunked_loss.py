@@ -175,7 +175,7 @@ def _compute_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tenso
 
 def _compute_acceptance(q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Return alpha [R], the sum of min(p, q), and its gradient by the logits [R, D]."""
-    below = q < p
-    share = torch.where(below, q, 0.0).sum(-1)
+    is_below = q < p
+    share = torch.where(is_below, q, 0.0).sum(-1)
     alpha = torch.minimum(q, p).sum(-1).clamp(min=1e-6)
-    return alpha, q * (below.float() - share[:, None])
+    return alpha, q * (is_below.float() - share[:, None])

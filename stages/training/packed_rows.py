@@ -130,5 +130,5 @@ def _pack_multimodal(rows: Sequence[Any], pinned: bool) -> dict[str, Tensor]:
 
 
 def _concatenate(parts: list[Tensor], pinned: bool) -> Tensor:
-    whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
-    return torch.cat(parts, out=whole)
+    joined = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=pinned)
+    return torch.cat(parts, out=joined)

@@ -157,10 +157,10 @@ class PackLoader:
                 )
 
     def _build_pack(self, rows: list[int], supervised: bool, pack_index: PackIndex) -> SupervisedPack:
-        read = [self.reader.read_row(i, self.dtype) for i in rows]
+        stored_rows = [self.reader.read_row(i, self.dtype) for i in rows]
         on_gpu = self.ranks.device.startswith("cuda")
-        pack = self.objective.build_pack(read, pack_index, pinned=on_gpu)
-        pack = self.online.add_images(pack, read) if self.online else pack
+        pack = self.objective.build_pack(stored_rows, pack_index, pinned=on_gpu)
+        pack = self.online.add_images(pack, stored_rows) if self.online else pack
         return pack if supervised else pack.without_supervision()
 
 

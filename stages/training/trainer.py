@@ -138,10 +138,10 @@ class Trainer:
         started = time.perf_counter()
         # Summed loss, argmax matches and supervised positions of each step.
         totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
-        for number, step in enumerate(steps):
+        for index, step in enumerate(steps):
             totals += self.train_step(step.packs)
             bar.update(step.num_rows)
-            if number % LOG_STEPS == 0:
+            if index % LOG_STEPS == 0:
                 loss = self._check_loss(totals)
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                 self.log_step(self.step, {"step/loss": loss, "step/learning_rate": self._get_learning_rate()})

@@ -182,8 +182,8 @@ def compute_loss(
         counts = torch.tensor(pack.supervised_per_step, device=head.device)
     weights = decay / counts.clamp(min=1)
     output_head = chunked_loss.OutputHead(draft.normalise_output, draft.lm_head.weight, draft.d2t, draft.t2d)
-    given = output_head, states, pack, head, weights, objective.loss, objective.logits_scale
-    return LossOutput(*chunked_loss.compute_chunked_loss(*given))
+    inputs = output_head, states, pack, head, weights, objective.loss, objective.logits_scale
+    return LossOutput(*chunked_loss.compute_chunked_loss(*inputs))
 
 
 def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, num_steps: int) -> list[Tensor]:
@@ -218,7 +218,7 @@ def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, nu
         partial(checkpoint, run_step, use_reentrant=False, preserve_rng_state=False) if pack.is_oversized else run_step
     )
     for k, num_queries in enumerate(pack.queries_per_step):
-        own_keys, own_values = ([x[:num_queries] for x in own] for own in (own_keys, own_values))
+        own_keys, own_values = ([x[:num_queries] for x in tensors] for tensors in (own_keys, own_values))
         hidden, key, value = run(k, hidden[:num_queries], own_keys, own_values)
         if key is not None and value is not None:
             own_keys, own_values = [*own_keys, key], [*own_values, value]
