@@ -35,7 +35,7 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
     """Return config.json of a block draft. Raises ValueError for one that engines can't load."""
     c.check()
     rope = c.rope
-    plain = rope.get("rope_type", "default") == "default"
+    is_default_rope = rope.get("rope_type", "default") == "default"
     shared = {"mask_token_id": c.mask_token_id, "target_layer_ids": feature_layers.to_after_layer_ids(c.feature_layers)}
     config = {
         "architectures": [BLOCK_METHODS[c.method].architecture],
@@ -43,7 +43,7 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
         **{key: getattr(c, key) for key in SIZE_KEYS},
         "hidden_act": "silu",
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if plain else {key: value for key, value in rope.items() if key != "rope_theta"},
+        "rope_scaling": None if is_default_rope else {key: value for key, value in rope.items() if key != "rope_theta"},
         "rope_parameters": rope,
         "tie_word_embeddings": False,
         "attention_bias": False,
@@ -98,10 +98,10 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         "mask_token_id": nested["mask_token_id"],
         "target_layer_ids": nested["target_layer_ids"],
     }
-    for where, keys in (("", config), ("dflash_config.", nested)):
+    for prefix, keys in (("", config), ("dflash_config.", nested)):
         for key, value in expected.items():
             if keys.get(key, value) != value:
-                raise ValueError(f"{where}{key} is {keys[key]!r}, expected {value!r} for {config['architectures'][0]}")
+                raise ValueError(f"{prefix}{key} is {keys[key]!r}, expected {value!r} for {config['architectures'][0]}")
     if nested.get("causal") or nested.get("use_swa"):
         raise ValueError(
             "dflash_config has causal or use_swa, expected neither: slots see their whole block and context"
@@ -160,8 +160,8 @@ def list_block_tensor_shapes(c: BlockDraftConfig) -> dict[str, tuple[int, ...]]:
     if r:
         shapes |= {f"markov_head.markov_w{i}.weight": (c.vocab_size, r) for i in (1, 2)}
     if c.confidence_head:
-        read = h + (r if c.confidence_head_with_markov else 0)
-        shapes |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
+        num_inputs = h + (r if c.confidence_head_with_markov else 0)
+        shapes |= {"confidence_head.proj.weight": (1, num_inputs), "confidence_head.proj.bias": (1,)}
     return shapes
 
 

@@ -81,8 +81,8 @@ class BlockDraftConfig:
             if any(sizes.values()):
                 raise ValueError(f"{', '.join(sizes)} belong to dflash2: leave them out, or set method to dflash2")
             return
-        if sizes[least := min(sizes, key=sizes.__getitem__)] < 1:
-            raise ValueError(f"{least} is {sizes[least]}, expected 1 or more for dflash2")
+        if sizes[smallest := min(sizes, key=sizes.__getitem__)] < 1:
+            raise ValueError(f"{smallest} is {sizes[smallest]}, expected 1 or more for dflash2")
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size is {self.conv_group_size}, expected a divisor of the hidden size {self.hidden_size}"

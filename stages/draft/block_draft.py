@@ -73,8 +73,8 @@ class BlockContext(NamedTuple):
         Rows beyond the accepted drafts may be written too, since a later cycle overwrites them before it sees them.
         """
         request = torch.arange(len(positions), device=positions.device)[:, None]
-        for old, more in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
-            old[request, positions] = more
+        for cached, written in zip((*self.keys, *self.values), (*new.keys, *new.values), strict=True):
+            cached[request, positions] = written
 
 
 class BlockLayer(nn.Module):
@@ -196,8 +196,8 @@ class CandidateSelector(nn.Module):
 
     def forward(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
         """Return logits [..., V], -inf but for candidates, after `previous` [...]; logits and states [..., H] may broadcast."""
-        own, candidates = self.list_candidates(logits)
-        scores = self.score_candidates(own, candidates, states, previous)
+        candidate_logits, candidates = self.list_candidates(logits)
+        scores = self.score_candidates(candidate_logits, candidates, states, previous)
         return Shortlist(logits, candidates).spread(scores, logits.shape[-1], -torch.inf)
 
     def list_candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,10 +205,10 @@ class CandidateSelector(nn.Module):
         candidates = logits.topk(self.top_k, dim=-1).indices.sort(dim=-1).values  # [..., C]
         return logits.gather(-1, candidates), candidates
 
-    def score_candidates(self, own: Tensor, candidates: Tensor, states: Tensor, previous: Tensor) -> Tensor:
-        """Return the logits [..., C] of candidates with logits `own`, both [..., C], after the tokens `previous` [...]."""
+    def score_candidates(self, logits: Tensor, candidates: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Return the conditioned logits of candidates from their `logits`, both [..., C], after the tokens `previous` [...]."""
         context = self.predecessor_codebook[previous] * self.hidden_projection(states)  # [..., r]
-        return own + (context[..., None, :] * self.successor_codebook[candidates]).sum(-1)
+        return logits + (context[..., None, :] * self.successor_codebook[candidates]).sum(-1)
 
 
 class Shortlist(NamedTuple):
@@ -217,7 +217,7 @@ class Shortlist(NamedTuple):
     logits: Tensor  # [..., V] of the slots' own, or [..., C] of a selector's candidates
     ids: Tensor | None  # [..., C] of the candidates, ascending; None: the whole vocabulary
 
-    def at(self, index: Any) -> "Shortlist":
+    def select(self, index: Any) -> "Shortlist":
         """Return the part at an index of the dimensions before the last."""
         return Shortlist(self.logits[index], None if self.ids is None else self.ids[index])
 
@@ -225,12 +225,12 @@ class Shortlist(NamedTuple):
         """Return the tokens at indices [..., K] of the shortlist, whose dimensions may broadcast."""
         return indices if self.ids is None else self.ids.expand(*indices.shape[:-1], -1).gather(-1, indices)
 
-    def spread(self, values: Tensor, vocab_size: int, rest: float) -> Tensor:
-        """Scatter values [..., V] or [..., C] of the shortlist to [..., V]; tokens that are not in it get `rest`."""
+    def spread(self, values: Tensor, vocab_size: int, fill_value: float) -> Tensor:
+        """Scatter values [..., V] or [..., C] of the shortlist to [..., V]; tokens that are not in it get `fill_value`."""
         if self.ids is None:
             return values
-        whole = values.new_full((*values.shape[:-1], vocab_size), rest)
-        return whole.scatter(-1, self.ids.expand(values.shape), values)
+        full = values.new_full((*values.shape[:-1], vocab_size), fill_value)
+        return full.scatter(-1, self.ids.expand(values.shape), values)
 
 
 class ConfidenceHead(nn.Module):
@@ -374,9 +374,9 @@ class BlockDraft(RotaryModule):
             return logits.argmax(-1)
         shortlist, drafts = self.build_shortlist(logits), [anchor_tokens]
         for slot in range(states.shape[-2]):
-            own = shortlist.at((..., slot, slice(None)))
-            best = self.condition_shortlist(own, states[..., slot, :], drafts[-1]).argmax(-1, keepdim=True)
-            drafts.append(own.get_tokens(best)[..., 0])
+            slot_shortlist = shortlist.select((..., slot, slice(None)))
+            best = self.condition_shortlist(slot_shortlist, states[..., slot, :], drafts[-1]).argmax(-1, keepdim=True)
+            drafts.append(slot_shortlist.get_tokens(best)[..., 0])
         return torch.stack(drafts[1:], -1)
 
 

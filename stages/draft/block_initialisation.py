@@ -87,10 +87,10 @@ def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
 
 def check_positions(config: BlockDraftConfig, longest_row: int, name: str) -> None:
     """Raise ValueError where blocks of a row of `longest_row` tokens reach past the positions that engines prepare."""
-    needed = longest_row + config.block_size
-    if config.max_position_embeddings < needed:
+    end = longest_row + config.block_size
+    if config.max_position_embeddings < end:
         raise ValueError(
-            f"params.yaml: train_draft.checkpoints.{name}: blocks of rows of {longest_row} tokens reach position {needed}, "
+            f"params.yaml: train_draft.checkpoints.{name}: blocks of rows of {longest_row} tokens reach position {end}, "
             f"expected at most e000's max_position_embeddings {config.max_position_embeddings}: raise "
             "init_draft.max_position_embeddings, or lower block_size or extract_hiddens.max_length"
         )

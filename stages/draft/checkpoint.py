@@ -114,5 +114,5 @@ def find_shape_problem(tensors: dict[str, Tensor], expected: dict[str, tuple[int
     """Describe wrong names and shapes of tensors, or return an empty string."""
     if set(expected) != set(tensors):
         return f"missing tensors {sorted(set(expected) - set(tensors))}, unknown {sorted(set(tensors) - set(expected))}"
-    wrong = [n for n, s in expected.items() if tuple(tensors[n].shape) != s]
-    return "; ".join(f"{n} is {tuple(tensors[n].shape)}, expected {expected[n]}" for n in wrong)
+    mismatched = [n for n, s in expected.items() if tuple(tensors[n].shape) != s]
+    return "; ".join(f"{n} is {tuple(tensors[n].shape)}, expected {expected[n]}" for n in mismatched)

@@ -36,13 +36,13 @@ def read_override(path: Path) -> dict[str, Any]:
     return found
 
 
-def apply_override(given: dict[str, Any], inferred: DraftConfig, fixed: dict[str, Any]) -> DraftConfig:
-    """Return the inferred sizes and RoPE overridden by the keys `given`; `fixed` is the config.json without them.
+def apply_override(overrides: dict[str, Any], inferred: DraftConfig, fixed: dict[str, Any]) -> DraftConfig:
+    """Return the inferred sizes and RoPE overridden by `overrides`; `fixed` is the config.json without them.
 
     Raises ValueError for a key that is unknown, of a wrong type, or different from its fixed value.
     """
     overridable = (*COUNT_KEYS, "rms_norm_eps", *ROPE_KEYS)
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key in COUNT_KEYS and not (type(value) is int and value > 0):
             raise _make_refusal(key, value, "expected a whole number above 0")
         if key == "rms_norm_eps" and not (type(value) is float and value > 0):
@@ -57,22 +57,22 @@ def apply_override(given: dict[str, Any], inferred: DraftConfig, fixed: dict[str
             )
         if value != fixed[key]:
             raise _make_refusal(key, value, f"expected {fixed[key]!r}, the value of the target or params.yaml")
-    c = replace(inferred, **{key: given[key] for key in (*COUNT_KEYS, "rms_norm_eps") if key in given})
+    c = replace(inferred, **{key: overrides[key] for key in (*COUNT_KEYS, "rms_norm_eps") if key in overrides})
     if c.num_attention_heads % c.num_key_value_heads:
         raise _make_refusal("num_attention_heads", c.num_attention_heads, "expected a multiple of num_key_value_heads")
     if c.head_dim % 2:
         raise _make_refusal("head_dim", c.head_dim, "expected an even number, since RoPE rotates pairs")
-    if any(key in given for key in ROPE_KEYS):
-        return replace(c, rope=_override_rope(c.rope, {key: given[key] for key in ROPE_KEYS if key in given}))
+    if any(key in overrides for key in ROPE_KEYS):
+        return replace(c, rope=_override_rope(c.rope, {key: overrides[key] for key in ROPE_KEYS if key in overrides}))
     return c
 
 
-def _override_rope(rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the RoPE keys `given` in the spelling of transformers, completed by `rope`: its theta, or its scaling."""
-    if "rope_scaling" not in given and "rope_parameters" not in given:
-        return rope | {"rope_theta": float(given["rope_theta"])}
-    has_theta = "rope_theta" in (given.get("rope_parameters") or {})
-    return unify_rope_parameters(({} if has_theta else {"rope_theta": rope["rope_theta"]}) | given)
+def _override_rope(rope: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE keys of `overrides` in the spelling of transformers, completed by `rope`: its theta, or its scaling."""
+    if "rope_scaling" not in overrides and "rope_parameters" not in overrides:
+        return rope | {"rope_theta": float(overrides["rope_theta"])}
+    has_theta = "rope_theta" in (overrides.get("rope_parameters") or {})
+    return unify_rope_parameters(({} if has_theta else {"rope_theta": rope["rope_theta"]}) | overrides)
 
 
 def _make_refusal(key: str, value: Any, reason: str) -> ValueError:

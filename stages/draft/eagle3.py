@@ -200,8 +200,8 @@ def attend_prefix_and_ancestors(
     if own_k is None or own_v is None:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return torch.einsum("bqgrt,btge->bqgre", weights, v).flatten(2, 3)
-    own = torch.einsum("bqgre,bqsge->bqgrs", q, own_k)
-    weights = torch.softmax(torch.cat([scores, own], dim=-1), dim=-1, dtype=torch.float32).to(q.dtype)
+    own_scores = torch.einsum("bqgre,bqsge->bqgrs", q, own_k)
+    weights = torch.softmax(torch.cat([scores, own_scores], dim=-1), dim=-1, dtype=torch.float32).to(q.dtype)
     prefix_weights, own_weights = weights.split([k.shape[1], own_k.shape[2]], dim=-1)
     out = torch.einsum("bqgrt,btge->bqgre", prefix_weights, v)
     return (out + torch.einsum("bqgrs,bqsge->bqgre", own_weights, own_v)).flatten(2, 3)
@@ -239,10 +239,10 @@ def encode_prefix(
     hidden, embeds = draft.fuse_features(features), embedding[following]
     if multimodal is not None:
         mask = multimodal.image_token_mask
-        after_first = mask.nonzero()[:, 1] > 0  # no position precedes an image token at index 0
-        embeds[:, :-1][mask[:, 1:]] = multimodal.image_embeddings[after_first].to(embeds.dtype)
-    in_row = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    positions = draft.get_rope_positions(in_row, None if multimodal is None else multimodal.positions)
+        has_predecessor = mask.nonzero()[:, 1] > 0  # no position precedes an image token at index 0
+        embeds[:, :-1][mask[:, 1:]] = multimodal.image_embeddings[has_predecessor].to(embeds.dtype)
+    index_in_row = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    positions = draft.get_rope_positions(index_in_row, None if multimodal is None else multimodal.positions)
     return hidden, *draft.compute_keys_values(draft.build_layer_input(embeds, hidden), draft.compute_rope(positions))
 
 

@@ -123,13 +123,13 @@ def list_feature_layers(config: dict[str, Any], num_layers: int) -> dict[str, li
 
 def _choose_engine_default(num_layers: int) -> list[int]:
     """Return the engines' default. Raises ValueError for a target of fewer than 7 blocks, where it is no three streams."""
-    default, ours = engine_default_feature_layers(num_layers), default_eagle3_feature_layers(num_layers)
-    if default != ours:
+    default, eagle3_default = engine_default_feature_layers(num_layers), default_eagle3_feature_layers(num_layers)
+    if default != eagle3_default:
         raise ValueError(
             f"no {LAYER_IDS_KEY}, and EAGLE-3's own layers are 2, n//2 and n-3, which of this target's {num_layers} blocks are "
             f"{', '.join(map(str, default))}; expected three in increasing order, since SGLang and vLLM capture each once and in "
             "the blocks' order. Write the streams that the draft was trained on into that key, at the top level, each by the "
-            f"block that it enters, for example {ours}; or choose another draft"
+            f"block that it enters, for example {eagle3_default}; or choose another draft"
         )
     return default
 

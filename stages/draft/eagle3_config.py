@@ -37,5 +37,5 @@ class DraftConfig:
         """Return the fields found in a draft's config.json; its other keys are ignored. Raises ValueError for a missing key."""
         if missing := [key for key in REQUIRED_KEYS if key not in config]:
             raise ValueError(f"config.json lacks {missing[0]!r}")
-        given = {f.name: config[f.name] for f in fields(cls) if f.name in config}
-        return cls(**given, rope=config["rope_parameters"], qk_norm=config["model_type"] == "qwen3")
+        values = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        return cls(**values, rope=config["rope_parameters"], qk_norm=config["model_type"] == "qwen3")

@@ -10,28 +10,28 @@ from typing import Any
 from stages.target.manifest import TargetManifest
 
 
-def choose_mask_token(wanted: int | None, tokenizer: Any, target: TargetManifest) -> int:
-    """Return the mask token: `wanted`, or the first row of the target's embedding that the tokenizer does not use.
+def choose_mask_token(requested: int | None, tokenizer: Any, target: TargetManifest) -> int:
+    """Return the mask token: `requested`, or the first row of the target's embedding that the tokenizer does not use.
 
-    Raises ValueError where `wanted` is a token of text or outside of the embedding, or where there is none to choose.
+    Raises ValueError where `requested` is a token of text or outside of the embedding, or where there is none to choose.
     """
     used, num_rows = set(tokenizer.get_vocab().values()), target.vocab_size
     unused = next((i for i in range(num_rows) if i not in used), None)
     spare = _list_spare_tokens(tokenizer, target)
     proposed = unused if unused is not None else next(iter(spare), None)
-    if wanted is not None and (wanted >= num_rows or (wanted in used and wanted not in spare)):
+    if requested is not None and (requested >= num_rows or (requested in used and requested not in spare)):
         found = (
             "outside of the embedding"
-            if wanted >= num_rows
-            else f"the token {tokenizer.convert_ids_to_tokens(wanted)!r}"
+            if requested >= num_rows
+            else f"the token {tokenizer.convert_ids_to_tokens(requested)!r}"
         )
         advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
         raise ValueError(
-            f"mask_token_id is {wanted}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "
+            f"mask_token_id is {requested}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "
             f"uses: {advice}"
         )
-    if wanted is not None:
-        return wanted
+    if requested is not None:
+        return requested
     if proposed is None:
         raise ValueError(
             f"mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use; it uses all "

@@ -161,14 +161,14 @@ class _BlockKeys:
     def find(self, key: str) -> dict[str, Any]:
         """Return the values of `key` by where they stand."""
         sections = {f"{name}.{key}": self.raw.get(name) or {} for name in BLOCK_SECTIONS}
-        return {place: keys[key] for place, keys in {key: self.raw, **sections}.items() if keys.get(key) is not None}
+        return {path: keys[key] for path, keys in {key: self.raw, **sections}.items() if keys.get(key) is not None}
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`. Raises ValueError where it stands twice with different values."""
         found = self.find(key)
         first = next(iter(found.values()), default)
         if any(value != first for value in found.values()):
-            listed = " and ".join(f"{place} {value!r}" for place, value in found.items())
+            listed = " and ".join(f"{path} {value!r}" for path, value in found.items())
             raise ValueError(
                 f"{self.folder}/config.json has {listed}, expected one value: engines would run different drafts; keep the one "
                 "that it was trained with"
@@ -189,24 +189,24 @@ class _BlockKeys:
 
 def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
     """Return the method. Raises ValueError for an architecture that we don't run, and for keys of another method than its."""
-    raw, place = keys.raw, f"{keys.folder}/config.json"
+    raw, path = keys.raw, f"{keys.folder}/config.json"
     kind, architectures = raw.get("speculators_model_type"), raw.get("architectures")
     projector = keys.get("projector_type")
     stated = {"speculators_model_type": kind, "architectures": architectures, "projector_type": projector}
-    given = ", ".join(f"{key} {value!r}" for key, value in stated.items() if value)
+    names = ", ".join(f"{key} {value!r}" for key, value in stated.items() if value)
     methods = {METHOD_NAMES.get(str(name)) for name in (kind, *(architectures or ()), projector) if name}
     if len(methods) != 1 or None in methods:
         raise ValueError(
-            f"{place}: {given or 'no architectures'}, expected one of {', '.join(METHOD_NAMES)}, and one method: Domino, "
+            f"{path}: {names or 'no architectures'}, expected one of {', '.join(METHOD_NAMES)}, and one method: Domino, "
             "LiLiCorr and others are other models, whose weights a loader of DFlash would drop or read one slot off; choose "
             "another draft, or correct the name where only that is wrong"
         )
     method = str(methods.pop())
-    anchored = {where: value for key in FIRST_SLOT_KEYS for where, value in keys.find(key).items()}
-    if wrong := {where: value for where, value in anchored.items() if value != (method == "dspark")}:
-        where, value = next(iter(wrong.items()))
+    anchored = {key_path: value for key in FIRST_SLOT_KEYS for key_path, value in keys.find(key).items()}
+    if mismatched := {key_path: value for key_path, value in anchored.items() if value != (method == "dspark")}:
+        key_path, value = next(iter(mismatched.items()))
         raise ValueError(
-            f"{place}: {where} is {value!r}, expected {method == 'dspark'} for {given}: a checkpoint of another method. Its "
+            f"{path}: {key_path} is {value!r}, expected {method == 'dspark'} for {names}: a checkpoint of another method. Its "
             f"slots predict {'the token after their' if value else 'their own'} position, and it would run one slot off, with "
             "tau near 1; correct the name or the key, whichever is wrong, or choose another draft"
         )
@@ -216,12 +216,12 @@ def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
         )
     if method != "dspark" and keys.get("markov_rank"):
         raise ValueError(
-            f"{place}: markov_rank is {keys.get('markov_rank')}, expected none for {given}: a Markov head is DSpark's, and "
+            f"{path}: markov_rank is {keys.get('markov_rank')}, expected none for {names}: a Markov head is DSpark's, and "
             "engines would run the draft without it; where it is a DSpark draft, write architectures [Qwen3DSparkModel]"
         )
     if method != "dflash2" and (found := [key for key in DFLASH2_SIZES if keys.get(key)]):
         raise ValueError(
-            f"{place}: {found[0]} is {keys.get(found[0])}, expected none for {given}: convolutions and a selector are DFlash2's, "
+            f"{path}: {found[0]} is {keys.get(found[0])}, expected none for {names}: convolutions and a selector are DFlash2's, "
             "and engines would run the draft without them; where it is a DFlash2 draft, write architectures [DFlash2DraftModel]"
         )
     return method
@@ -231,10 +231,10 @@ def _check_values(keys: _BlockKeys) -> None:
     """Raise ValueError where a key of REQUIRED_VALUES has another value, and for layers that are not of full attention."""
     raw = keys.raw
     for key, required in REQUIRED_VALUES.items():
-        for place, found in keys.find(key).items():
+        for path, found in keys.find(key).items():
             if found != required:
                 raise ValueError(
-                    f"{keys.folder}/config.json: {place} is {found!r}, expected {required!r}: we run block drafts of plain "
+                    f"{keys.folder}/config.json: {path} is {found!r}, expected {required!r}: we run block drafts of plain "
                     "full-attention layers with a vanilla Markov head, and this is another model; choose another draft"
                 )
     model_type = raw.get("model_type", MODEL_TYPES[0])
@@ -267,27 +267,30 @@ def _read_feature_layers(keys: _BlockKeys, manifest: TargetManifest) -> list[int
 
     Raises ValueError where the lists disagree, are out of order or beyond the target, or name streams that are not stored.
     """
-    place, num_layers = f"{keys.folder}/config.json", manifest.num_layers
-    left = {f"{where} {ids}, layers left": to_entering_ids(ids) for where, ids in keys.find("target_layer_ids").items()}
-    entered = {
-        f"{where} {ids}, layers entered": list(ids)
-        for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-        for where, ids in keys.find(key).items()
+    path, num_layers = f"{keys.folder}/config.json", manifest.num_layers
+    left_layers = {
+        f"{key_path} {ids}, layers left": to_entering_ids(ids)
+        for key_path, ids in keys.find("target_layer_ids").items()
     }
-    lists = left | entered
+    entered_layers = {
+        f"{key_path} {ids}, layers entered": list(ids)
+        for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+        for key_path, ids in keys.find(key).items()
+    }
+    lists = left_layers | entered_layers
     if any(type(i) is not int for ids in lists.values() for i in ids):
         raise ValueError(
-            f"{place} has {' and '.join(lists)}, expected lists of numbers; write those that it was trained with"
+            f"{path} has {' and '.join(lists)}, expected lists of numbers; write those that it was trained with"
         )
     if not lists:
         raise ValueError(
-            f"{place} lists no feature layers, expected target_layer_ids; write those that it was trained with"
+            f"{path} lists no feature layers, expected target_layer_ids; write those that it was trained with"
         )
-    source, layers = published_files.select_feature_layers(place, lists)
-    told = keys.get("num_target_layers", num_layers)
-    if told != num_layers or not layers or layers[0] < 1 or layers[-1] > num_layers - 1:
+    source, layers = published_files.select_feature_layers(path, lists)
+    stated = keys.get("num_target_layers", num_layers)
+    if stated != num_layers or not layers or layers[0] < 1 or layers[-1] > num_layers - 1:
         raise ValueError(
-            f"{place}: {source}, of a target of {told} layers, expected streams entering blocks 1 to {num_layers - 1} of the "
+            f"{path}: {source}, of a target of {stated} layers, expected streams entering blocks 1 to {num_layers - 1} of the "
             f"target's ({manifest.model}) {num_layers}: beyond them engines capture nothing, or not the same; choose a draft "
             "for this target, or set target.model"
         )
@@ -298,16 +301,16 @@ def _read_feature_layers(keys: _BlockKeys, manifest: TargetManifest) -> list[int
 def _check_width(keys: _BlockKeys, config: BlockDraftConfig, notes: list[str]) -> None:
     """Raise ValueError where speculators proposes more tokens than a block drafts; append a note where it proposes fewer."""
     methods = (keys.raw.get("speculators_config") or {}).get("proposal_methods") or []
-    for told in (method["speculative_tokens"] for method in methods if method.get("speculative_tokens")):
-        if told > config.num_drafts:
+    for width in (method["speculative_tokens"] for method in methods if method.get("speculative_tokens")):
+        if width > config.num_drafts:
             raise ValueError(
-                f"{keys.folder}/config.json: speculative_tokens is {told}, expected at most {config.num_drafts}, the drafts of "
+                f"{keys.folder}/config.json: speculative_tokens is {width}, expected at most {config.num_drafts}, the drafts of "
                 f"a block of {config.block_size} of the method {config.method}: a wider block than the draft was trained for "
                 f"is another draft; write {config.num_drafts}, or choose another draft"
             )
-        if told < config.num_drafts:
+        if width < config.num_drafts:
             notes.append(
-                f"speculative_tokens is {told}: read as the {config.num_drafts} drafts of a block of {config.block_size} rows, "
+                f"speculative_tokens is {width}: read as the {config.num_drafts} drafts of a block of {config.block_size} rows, "
                 "as it was trained; vLLM would run narrower blocks"
             )
 
@@ -334,16 +337,16 @@ def _unify_markov_head(keys: _BlockKeys, method: str, tensors: dict[str, Tensor]
     """
     if method != "dspark":
         return 0
-    rank, given = keys.require_count("markov_rank"), [name for name in MARKOV_TENSORS if name in tensors]
-    if bool(rank) != bool(given):
-        found = f"{', '.join(given)} in the files" if given else "no weights of it in the files"
+    rank, markov_tensors = keys.require_count("markov_rank"), [name for name in MARKOV_TENSORS if name in tensors]
+    if bool(rank) != bool(markov_tensors):
+        found = f"{', '.join(markov_tensors)} in the files" if markov_tensors else "no weights of it in the files"
         raise ValueError(
             f"{keys.folder}: markov_rank is {rank}, with {found}; expected {' and '.join(MARKOV_TENSORS)} where it is above 0, "
             "and only there: an engine would draft with random ones, or without them; get the draft again"
         )
     if not rank:
-        like, rows = tensors.get("fc.weight", torch.zeros(())), keys.raw["vocab_size"]
-        tensors |= {name: torch.zeros(rows, 1, dtype=like.dtype) for name in MARKOV_TENSORS}
+        example, rows = tensors.get("fc.weight", torch.zeros(())), keys.raw["vocab_size"]
+        tensors |= {name: torch.zeros(rows, 1, dtype=example.dtype) for name in MARKOV_TENSORS}
         notes.append(
             "markov_rank is 0: written as a Markov head of rank 1 whose bias is zero, the same drafts; engines want a head"
         )

@@ -75,8 +75,8 @@ def read_published_draft(
     published_files.note_few_positions(draft.max_position_embeddings, manifest, notes)
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     if "embed_tokens.weight" in tensors:
-        why = "embedding, as in SGLang; vLLM would take it"
-        published_files.drop_copy(tensors, "embed_tokens.weight", why, read_embedding_and_head()[0], notes)
+        explanation = "embedding, as in SGLang; vLLM would take it"
+        published_files.drop_copy(tensors, "embed_tokens.weight", explanation, read_embedding_and_head()[0], notes)
     _fill_head(folder, raw, draft, tensors, read_embedding_and_head, notes)
     _fill_vocabulary_maps(folder, draft, tensors)
     options["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
@@ -205,8 +205,8 @@ def _fill_vocabulary_maps(folder: Path, draft: DraftConfig, tensors: dict[str, T
         ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][order]
     t2d = torch.zeros(v, dtype=torch.bool)
     t2d[ids] = True
-    given = tensors.get("t2d")
-    if given is not None and not (given.shape == (v,) and torch.equal(given != 0, t2d)):
+    stored_t2d = tensors.get("t2d")
+    if stored_t2d is not None and not (stored_t2d.shape == (v,) and torch.equal(stored_t2d != 0, t2d)):
         raise ValueError(f"{folder}: t2d does not mark the tokens that d2t lists; get the draft again")
     tensors["d2t"], tensors["t2d"] = ids - torch.arange(d), t2d
 

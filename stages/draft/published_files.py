@@ -66,16 +66,16 @@ def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError where both are present with different thetas, and for partial rotary embeddings.
     """
-    new, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    thetas = {float(t) for t in (new.get("rope_theta"), config.get("rope_theta")) if t is not None}
+    current, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    thetas = {float(t) for t in (current.get("rope_theta"), config.get("rope_theta")) if t is not None}
     if len(thetas) > 1:
         raise ValueError(
-            f"config.json: rope_theta is {config['rope_theta']} and in rope_parameters {new['rope_theta']}"
+            f"config.json: rope_theta is {config['rope_theta']} and in rope_parameters {current['rope_theta']}"
         )
-    old = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
-    if scaling and "rope_type" not in old:
-        old["rope_type"] = scaling.get("type", "default")
-    rope = {"rope_type": "default", **(new or old), "rope_theta": thetas.pop() if thetas else 10_000.0}
+    legacy = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
+    if scaling and "rope_type" not in legacy:
+        legacy["rope_type"] = scaling.get("type", "default")
+    rope = {"rope_type": "default", **(current or legacy), "rope_theta": thetas.pop() if thetas else 10_000.0}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: not supported"
@@ -143,7 +143,7 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
     """
     tensors: dict[str, Tensor] = {}
     for file in _list_safetensors(folder):
-        read: dict[str, Tensor] = {}  # by their names in the file, for messages
+        file_tensors: dict[str, Tensor] = {}  # by their names in the file, for messages
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
@@ -154,10 +154,10 @@ def read_tensors(folder: Path, renames: Sequence[tuple[str, str]]) -> dict[str, 
                         raise ValueError(
                             f"{file} has {renamed} under two names, {name} one of them, expected one; export the draft again"
                         )
-                    tensors[renamed] = read[name] = opened.get_tensor(name)
+                    tensors[renamed] = file_tensors[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is missing, cut or broken ({error}); get the draft again") from None
-        if problem := checkpoint.find_nonfinite_values(read):
+        if problem := checkpoint.find_nonfinite_values(file_tensors):
             raise ValueError(
                 f"{file}: {problem}; export the draft again from a checkpoint whose loss was finite, or get the draft again"
             )
@@ -185,14 +185,14 @@ def _list_safetensors(folder: Path) -> list[Path]:
     )
 
 
-def drop_copy(tensors: dict[str, Tensor], name: str, why: str, target: Tensor, notes: list[str]) -> None:
+def drop_copy(tensors: dict[str, Tensor], name: str, explanation: str, target: Tensor, notes: list[str]) -> None:
     """Drop the draft's copy of the tensor `target` of the target's; append a note where the two differ.
 
-    `why` is the name of the target's tensor, and why its copy is left out.
+    `explanation` is the name of the target's tensor, and why its copy is left out.
     """
-    own = tensors.pop(name)
-    if own.shape != target.shape or not torch.equal(own.float(), target.to(own.dtype).float()):
-        table, reason = why.split(", ", 1)
+    copy = tensors.pop(name)
+    if copy.shape != target.shape or not torch.equal(copy.float(), target.to(copy.dtype).float()):
+        table, reason = explanation.split(", ", 1)
         notes.append(f"{name.removesuffix('.weight')} differs from the target's {table}; left out, {reason}")
 
 
@@ -220,8 +220,8 @@ def select_feature_layers(source_name: str, lists: Mapping[str, list[int]]) -> t
     Raises:
         ValueError: where the lists disagree, or ids are out of order.
     """
-    (source, layers), *others = lists.items()
-    if any(other != layers for _, other in others):
+    (source, layers), *other_lists = lists.items()
+    if any(ids != layers for _, ids in other_lists):
         raise ValueError(
             f"{source_name} lists feature layers twice, {' and '.join(lists)}: these are the streams entering blocks "
             f"{' and '.join(map(str, lists.values()))}, expected one list: engines would run different drafts; keep the key by "

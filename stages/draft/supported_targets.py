@@ -23,10 +23,10 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     """
     model = params.target.model
     loading.check_attention(config, model)
-    if other := layer_state.describe_other_state(config):
+    if state := layer_state.describe_other_state(config):
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "
-            f"own in {other}, expected keys and values alone in all layers: the torch engine, by which check_overfit, time_trees "
+            f"own in {state}, expected keys and values alone in all layers: the torch engine, by which check_overfit, time_trees "
             "and benchmark decode, can't take rejected drafts out of another state (linear attention, Mamba). Take another "
             "target, as Llama, Qwen3, Mixtral or Gemma 3"
         )

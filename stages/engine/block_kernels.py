@@ -40,7 +40,7 @@ class FusedBlockExpansion:
             if independent is not None:
                 scores, ids = (x[slot, :, : len(tokens) // prompts].flatten(0, 1).contiguous() for x in independent)
                 return scores, ids
-            own = shortlist.at((slice(None), slot, None))
+            own = shortlist.select((slice(None), slot, None))
             given = own, states[:, slot, None], tokens.view(prompts, -1)
             scores, indices = k.select_topk(self.draft.condition_shortlist(*given).flatten(0, 1), topk, tree_scoring)
             return scores, own.get_tokens(indices.view(prompts, -1, topk)).flatten(0, 1)

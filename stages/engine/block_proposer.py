@@ -161,7 +161,7 @@ class BlockProposer(Proposer):
             return drawn.view(num_slots, count), probabilities
         shortlist, tokens, distributions = draft.build_shortlist(logits), [anchors], []
         for slot in range(count):
-            own = shortlist.at((slice(None), slot))
+            own = shortlist.select((slice(None), slot))
             scores = draft.condition_shortlist(own, states[:, slot], tokens[-1])
             distributions.append(compute_probabilities(scores, temperature))
             drawn = draw_tokens(distributions[-1], uniforms[:, slot])

@@ -49,7 +49,7 @@ def expand_block(
 
     def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and ids [N, M, K] of the successors of tokens [N, M]; independent slots are scored once for all M."""
-        own = shortlist.at((slice(None), slot, None))
+        own = shortlist.select((slice(None), slot, None))
         logits = draft.condition_shortlist(own, states[:, slot, None], tokens)  # [N, M or 1, V]
         best, indices = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
         shape = -1, tokens.shape[1], -1
