@@ -300,7 +300,7 @@ def test_more_memory_and_narrower_blocks_allow_larger_batches() -> None:
     some, more, fewer = (
         compute_block_capacity(*given) for given in ((draft, trees, 1 << 20), (draft, trees, 1 << 24), (wide, trees, 1 << 20))
     )  # fmt: skip
-    assert some.places < more.places and some.tokens < more.tokens and fewer.places < some.places
+    assert some.positions < more.positions and some.tokens < more.tokens and fewer.positions < some.positions
     assert compute_block_capacity(replace_sizes(draft, hidden_size=64), trees, 1) == (1, 1)
 
 

@@ -287,5 +287,5 @@ def test_more_memory_and_fewer_topks_allow_larger_batches() -> None:
     some, more, fewer = (compute_capacity(draft, trees, memory) for trees, memory in (
         ([NARROW, WIDE], 1 << 20), ([NARROW, WIDE], 1 << 24), ([NARROW], 1 << 20),
     ))  # fmt: skip
-    assert some.places < more.places and some.tokens < more.tokens and some.places < fewer.places
+    assert some.positions < more.positions and some.tokens < more.tokens and some.positions < fewer.positions
     assert compute_capacity(draft, [TreeShape(16, 10, 64)], 1) == (1, 1)
