@@ -162,7 +162,7 @@ def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str,
     assert proxy.faults["500"] >= 5 and proxy.faults["reset"] >= 3 and proxy.faults["hang"] >= 1
     again = Counter(report(project)["asked_again"])
     assert again["http 500"] == proxy.faults["500"] and again["timeout"] == proxy.faults["hang"]
-    assert again["connection"] == proxy.faults["reset"] and proxy.asked == 60 + sum(again.values())
+    assert again["connection"] == proxy.faults["reset"] and proxy.num_requests == 60 + sum(again.values())
 
 
 @pytest.mark.long

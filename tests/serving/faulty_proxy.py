@@ -15,7 +15,7 @@ class Proxy(Fake):
     def __init__(self, upstream: str, fault: Callable[[int], str | None]) -> None:
         super().__init__()
         self.upstream, self.fault = upstream.removeprefix("http://").split(":"), fault
-        self.asked, self.faults = 0, Counter[str]()
+        self.num_requests, self.faults = 0, Counter[str]()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -25,7 +25,7 @@ class Proxy(Fake):
             body = await reader.readexactly(length)
             fault = None
             if "/v1/chat/completions" in lines[0]:
-                fault, self.asked = self.fault(self.asked), self.asked + 1
+                fault, self.num_requests = self.fault(self.num_requests), self.num_requests + 1
                 self.faults[fault or "none"] += 1
             if fault == "hang":
                 await asyncio.sleep(60)
@@ -34,8 +34,8 @@ class Proxy(Fake):
                 writer.write(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 await writer.drain()
                 return
-            whole = await self._relayed("\r\n".join([lines[0], "Connection: close", *lines[1:]]).encode() + body)
-            writer.write(whole[: len(whole) - 20] if fault == "reset" else whole)
+            reply = await self._relay("\r\n".join([lines[0], "Connection: close", *lines[1:]]).encode() + body)
+            writer.write(reply[: len(reply) - 20] if fault == "reset" else reply)
             await writer.drain()
             if fault == "reset":  # the client has most of it by now
                 await asyncio.sleep(0.02)
@@ -47,7 +47,7 @@ class Proxy(Fake):
         finally:
             writer.close()
 
-    async def _relayed(self, request: bytes) -> bytes:
+    async def _relay(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*self.upstream)
         try:
             writer.write(request)

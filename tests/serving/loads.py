@@ -11,18 +11,23 @@ from tests.serving.misbehaving_server import Fake
 AT_ONCE = Arrivals(math.inf, None, 0)
 
 
-def asks(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
-    known = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
-    known |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
-    return [LoadRequest(id=str(number), **known) for number in range(count)]
+def make_requests(count: int, prompt: Any = None, **changes: Any) -> list[LoadRequest]:
+    fields = {"prompt": [{"role": "user", "content": "hello"}] if prompt is None else prompt}
+    fields |= {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": None, "ignore_eos": False} | changes
+    return [LoadRequest(id=str(index), **fields) for index in range(count)]
 
 
-def run(url: str, wanted: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **how: Any) -> LoadResult:
-    settings = {"request_timeout_s": 60.0, "warmup": [], "section": "benchmark_served.server", "engine": "openai"} | how
-    return asyncio.run(load_generator.run_load(url, "tiny", wanted, arrivals, **settings))
+def run_load(url: str, requests: list[LoadRequest], arrivals: Arrivals = AT_ONCE, **overrides: Any) -> LoadResult:
+    settings = {
+        "request_timeout_s": 60.0,
+        "warmup": [],
+        "section": "benchmark_served.server",
+        "engine": "openai",
+    } | overrides
+    return asyncio.run(load_generator.run_load(url, "tiny", requests, arrivals, **settings))
 
 
-def sglang(fake: Fake) -> Fake:
+def add_sglang_pages(fake: Fake) -> Fake:
     fake.pages |= {
         "/flush_cache": b"Cache flushed.",
         "/server_info": {"internal_states": [{"avg_spec_accept_length": 2.5}]},

@@ -25,9 +25,9 @@ def completion(text: str, model: str = "tiny", **changes: Any) -> dict[str, Any]
 
 
 def echo(body: dict[str, Any], _number: int) -> dict[str, Any]:
-    """An answer that depends on all that was asked, and on nothing else."""
-    asked = json.dumps(body, sort_keys=True).encode()
-    return completion(f"place: {hashlib.sha256(asked).hexdigest()[:12]}", body["model"])
+    """Return an answer that depends on the whole request, and on nothing else."""
+    data = json.dumps(body, sort_keys=True).encode()
+    return completion(f"place: {hashlib.sha256(data).hexdigest()[:12]}", body["model"])
 
 
 def spread(delay_s: float, seed: int) -> float:
@@ -46,14 +46,14 @@ class Streamed:
     counts: bool = True  # OpenAI's dialect: says with every chunk how many tokens there are, else at the end
     incremental: bool = False  # SGLang's dialect: only what is new
     stamped: bool = False  # the text is when each chunk was sent, by the machine's one clock
-    wrong: str | None = None  # after the chunks, instead of an end: reset, hang, close, or the message of an error
+    failure: str | None = None  # after the chunks, instead of an end: reset, hang, close, or the message of an error
     prompt_tokens: int = 7
     ready: Callable[[], bool] = lambda: (
         True
     )  # before each chunk: whether it may go; so a test sets an order, not a time
 
 
-def spelt(first: int, last: int) -> str:
+def spell_words(first: int, last: int) -> str:
     return "".join(f"w{i} " for i in range(first, last))
 
 
@@ -75,7 +75,7 @@ class Fake:
         self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
-        self.most_at_once = self._at_once = 0
+        self.max_at_once = self._at_once = 0
 
     @property
     def url(self) -> str:
@@ -95,7 +95,7 @@ class Fake:
                     self.arrived.append(time.perf_counter())
                     self.headers.append(words)
                     self._at_once += 1
-                    self.most_at_once = max(self.most_at_once, self._at_once)
+                    self.max_at_once = max(self.max_at_once, self._at_once)
                     try:
                         if not await self._chat(path, json.loads(body), reader, writer):
                             return
@@ -120,101 +120,103 @@ class Fake:
     async def _chat(
         self, path: str, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """Whether the connection lives on."""
+        """Answer a request; return whether the connection stays open."""
         self.bodies.append(body)
-        said = self.reply(body, len(self.bodies) - 1)
-        if isinstance(said, Streamed):
+        reply = self.reply(body, len(self.bodies) - 1)
+        if isinstance(reply, Streamed):
             try:
-                return await self._stream(path, said, reader, writer)
+                return await self._stream(path, reply, reader, writer)
             except ConnectionError:
                 self.given_up += 1
                 raise
         await asyncio.sleep(self.delay_of(body))
-        if said == "hang":
+        if reply == "hang":
             await asyncio.sleep(30)
             return False
-        if said == "drip":  # a byte now and then: no single read is ever late
+        if reply == "drip":  # a byte now and then: no single read is ever late
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             for _ in range(100):
                 writer.write(b" ")
                 await writer.drain()
                 await asyncio.sleep(0.1)
             return False
-        if said == "reset":
+        if reply == "reset":
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
             return False
-        if said == "cut":  # the promised length is longer than what comes
-            whole = json.dumps(completion("never whole")).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole) + whole[: len(whole) // 2])
+        if reply == "cut":  # the promised length is longer than what comes
+            data = json.dumps(completion("never whole")).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[: len(data) // 2])
             await writer.drain()
             return False
-        if said == "half":  # whole as HTTP, cut as JSON
+        if reply == "half":  # whole as HTTP, cut as JSON
             self._send(writer, 200, json.dumps(completion("half"))[:30].encode())
-        elif isinstance(said, int):
-            self._send(writer, said, {"error": {"message": f"status {said}"}})
+        elif isinstance(reply, int):
+            self._send(writer, reply, {"error": {"message": f"status {reply}"}})
         else:
-            self._send(writer, 200, said)
+            self._send(writer, 200, reply)
         return True
 
     async def _stream(
-        self, path: str, said: Streamed, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, path: str, reply: Streamed, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        begun, sent = time.perf_counter(), list[float]()
-        self.streams.append(sent)
+        started, sent_times = time.perf_counter(), list[float]()
+        self.streams.append(sent_times)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        say = self._native if path == "/generate" else self._openai
+        build_event = self._native if path == "/generate" else self._openai
         if path == "/v1/chat/completions":
             self._event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        done, total = 0, sum(tokens for _, tokens in said.chunks)
-        for at_s, tokens in said.chunks:
-            if (rest_s := begun + at_s - time.perf_counter()) > 0:
+        num_sent, total = 0, sum(tokens for _, tokens in reply.chunks)
+        for at_s, tokens in reply.chunks:
+            if (wait_s := started + at_s - time.perf_counter()) > 0:
                 await writer.drain()
-                await asyncio.sleep(rest_s)
-            while not (may := said.ready()) and not reader.at_eof():
+                await asyncio.sleep(wait_s)
+            while not (is_ready := reply.ready()) and not reader.at_eof():
                 await asyncio.sleep(0.001)
-            if not may or reader.at_eof():  # a writer learns it only some writes later
+            if not is_ready or reader.at_eof():  # a writer learns it only some writes later
                 raise ConnectionResetError
-            done += tokens
-            sent.append(time.perf_counter())
-            self._event(writer, say(path, said, done - tokens, done, done == total and not said.wrong))
-        if said.wrong:
-            return await self._break(said.wrong, writer)
+            num_sent += tokens
+            sent_times.append(time.perf_counter())
+            self._event(
+                writer, build_event(path, reply, num_sent - tokens, num_sent, num_sent == total and not reply.failure)
+            )
+        if reply.failure:
+            return await self._break(reply.failure, writer)
         if path != "/generate":
-            usage = {"prompt_tokens": said.prompt_tokens, "completion_tokens": done}
-            more = {"sglext": said.meta} if said.meta else {"metrics": {"speculative_decoding": said.metrics}}
-            self._event(writer, {"choices": [], "usage": usage, **(more if said.meta or said.metrics else {})})
+            usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": num_sent}
+            details = {"sglext": reply.meta} if reply.meta else {"metrics": {"speculative_decoding": reply.metrics}}
+            self._event(writer, {"choices": [], "usage": usage, **(details if reply.meta or reply.metrics else {})})
         self._chunk(writer, b"data: [DONE]\n\n")
         self._chunk(writer, b"")
         await writer.drain()
         return True
 
-    def _native(self, _path: str, said: Streamed, first: int, last: int, end: bool) -> dict[str, Any]:
-        begin = first if said.incremental else 0
-        meta = {"id": "x", "prompt_tokens": said.prompt_tokens, "completion_tokens": last, "finish_reason": None}
-        if end:
-            meta |= {"finish_reason": {"type": said.finish, "message": "stopped by its operator"}, **said.meta}
-        return {"text": spelt(begin, last), "output_ids": list(range(begin, last)), "meta_info": meta}
+    def _native(self, _path: str, reply: Streamed, start: int, stop: int, is_last: bool) -> dict[str, Any]:
+        begin = start if reply.incremental else 0
+        meta = {"id": "x", "prompt_tokens": reply.prompt_tokens, "completion_tokens": stop, "finish_reason": None}
+        if is_last:
+            meta |= {"finish_reason": {"type": reply.finish, "message": "stopped by its operator"}, **reply.meta}
+        return {"text": spell_words(begin, stop), "output_ids": list(range(begin, stop)), "meta_info": meta}
 
-    def _openai(self, path: str, said: Streamed, first: int, last: int, end: bool) -> dict[str, Any]:
-        text = f"{time.perf_counter()} " if said.stamped else spelt(first, last)
+    def _openai(self, path: str, reply: Streamed, start: int, stop: int, is_last: bool) -> dict[str, Any]:
+        text = f"{time.perf_counter()} " if reply.stamped else spell_words(start, stop)
         choice: dict[str, Any] = (
             {"index": 0, "delta": {"content": text}} if path.endswith("chat/completions") else {"text": text}
         )
-        choice["finish_reason"] = said.finish if end else None
-        usage = {"usage": {"prompt_tokens": said.prompt_tokens, "completion_tokens": last}} if said.counts else {}
+        choice["finish_reason"] = reply.finish if is_last else None
+        usage = {"usage": {"prompt_tokens": reply.prompt_tokens, "completion_tokens": stop}} if reply.counts else {}
         return {"choices": [choice], **usage}
 
-    async def _break(self, wrong: str, writer: asyncio.StreamWriter) -> bool:
-        if wrong == "hang":
+    async def _break(self, failure: str, writer: asyncio.StreamWriter) -> bool:
+        if failure == "hang":
             await asyncio.sleep(30)
-        elif wrong == "reset":
+        elif failure == "reset":
             await writer.drain()
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
             return False
-        elif wrong != "close":
-            self._event(writer, {"error": {"message": wrong, "code": 400 if "too long" in wrong else 500}})
+        elif failure != "close":
+            self._event(writer, {"error": {"message": failure, "code": 400 if "too long" in failure else 500}})
         self._chunk(writer, b"")  # a whole body, by HTTP
         await writer.drain()
         return True
@@ -259,14 +261,14 @@ class Fake:
         await asyncio.sleep(0)  # what is closed tells its protocol so
 
 
-def main(port: int, seconds: float, how: str) -> None:
+def main(port: int, seconds: float, mode: str) -> None:
     def answer(body: dict[str, Any], _number: int) -> Any:
-        if how != "stream":
+        if mode != "stream":
             return completion("ok", body["model"])
         tokens = body["max_tokens"] if "max_tokens" in body else body["sampling_params"]["max_new_tokens"]
         return Streamed([((i + 1) * seconds, 1) for i in range(tokens)], stamped=True)
 
-    delay = (lambda body: spread(seconds, body["seed"])) if how == "spread" else seconds
+    delay = (lambda body: spread(seconds, body["seed"])) if mode == "spread" else seconds
     fake = Fake(answer, delay, port)
     fake.pages = {"/flush_cache": b"", "/server_info": {}}
     loop = asyncio.new_event_loop()

@@ -13,27 +13,27 @@ from tests.serving.misbehaving_server import Fake, completion, echo
 BODY = {"messages": [{"role": "user", "content": "hello"}], "seed": 1}
 
 
-def asks(urls: list[str], bodies: list[dict[str, Any]], **settings: Any) -> Any:
-    """Every answer, or the exception in its place; and the client."""
+def send_requests(urls: list[str], bodies: list[dict[str, Any]], **settings: Any) -> Any:
+    """Return each answer, or the exception instead of it, and the client."""
 
     async def run() -> tuple[list[Any], client.ChatClient]:
-        how = {"concurrency": 16, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02} | settings
-        async with client.ChatClient(urls, "tiny", **how) as http:
+        options = {"concurrency": 16, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02} | settings
+        async with client.ChatClient(urls, "tiny", **options) as http:
             return await asyncio.gather(*(http.complete(b) for b in bodies), return_exceptions=True), http
 
     return asyncio.run(run())
 
 
-def numbered(count: int) -> list[dict[str, Any]]:
+def make_bodies(count: int) -> list[dict[str, Any]]:
     return [{**BODY, "seed": n} for n in range(count)]
 
 
 @pytest.mark.parametrize(
-    "wrong", [500, 502, 503, 429, "reset", "cut", "half", "hang", "drip", {"choices": []}, None], ids=str
+    "failure", [500, 502, 503, 429, "reset", "cut", "half", "hang", "drip", {"choices": []}, None], ids=str
 )
-def test_what_may_pass_is_asked_again(wrong: Any) -> None:
-    with Fake(lambda body, number: wrong if number == 0 else echo(body, number)) as fake:
-        (answer,), http = asks([fake.url], [BODY], timeout_s=1.5 if wrong in ("hang", "drip") else 60.0)
+def test_transient_failures_are_retried(failure: Any) -> None:
+    with Fake(lambda body, index: failure if index == 0 else echo(body, index)) as fake:
+        (answer,), http = send_requests([fake.url], [BODY], timeout_s=1.5 if failure in ("hang", "drip") else 60.0)
     assert answer.text.startswith("place: ")
     assert answer.finish_reason == "stop"
     assert len(fake.bodies) == 2 and fake.bodies[0] == fake.bodies[1]
@@ -41,35 +41,35 @@ def test_what_may_pass_is_asked_again(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_what_is_refused_is_not_asked_again(status: int) -> None:
+def test_refused_requests_are_not_retried(status: int) -> None:
     with Fake(lambda *_: status) as fake:
-        (answer,), _ = asks([fake.url], [BODY])
+        (answer,), _ = send_requests([fake.url], [BODY])
     assert isinstance(answer, http_session.RequestRefusedError) and f"HTTP {status}" in str(answer)
     assert len(fake.bodies) == 1
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_what_concerns_every_row_stops_the_run(status: int) -> None:
+def test_failures_that_concern_every_request_stop_the_run(status: int) -> None:
     with Fake(lambda *_: status) as fake:
-        (answer,), _ = asks([fake.url], [BODY])
+        (answer,), _ = send_requests([fake.url], [BODY])
     assert isinstance(answer, ValueError) and f"HTTP {status}" in str(answer)
     assert len(fake.bodies) == 1
 
 
-def test_another_model_is_no_answer() -> None:
+def test_an_answer_of_another_model_is_refused() -> None:
     with Fake(lambda *_: completion("hi", "other")) as fake:
-        (answer,), _ = asks([fake.url], [BODY])
+        (answer,), _ = send_requests([fake.url], [BODY])
     assert isinstance(answer, ValueError)
     assert "answered as model 'other', expected 'tiny'" in str(answer)
     with Fake(lambda *_: completion("hi", "tiny@main")) as fake:  # as transformers says it
-        (answer,), _ = asks([fake.url], [BODY])
+        (answer,), _ = send_requests([fake.url], [BODY])
     assert answer.text == "hi"
 
 
 def test_a_server_of_another_model_is_refused_before_anything_is_asked() -> None:
     with Fake(models={"data": [{"id": "other", "owned_by": "vllm"}]}) as fake:
         with pytest.raises(ValueError, match=r"serves other, expected tiny; correct sample_target.server.base_urls"):
-            asks([fake.url], [BODY])
+            send_requests([fake.url], [BODY])
         assert not fake.bodies
 
 
@@ -78,15 +78,15 @@ def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
         async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
             return await http.complete(BODY, {"vllm": {"return_token_ids": True}, "sglang": {"top_k": -1}})
 
-    says = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
-    with Fake(lambda *_: says, models={"data": [{"id": "tiny", "owned_by": "vllm"}]}) as fake:
+    reply = completion("hi", choice={"token_ids": [4, 5]}, prompt_token_ids=[1, 2])
+    with Fake(lambda *_: reply, models={"data": [{"id": "tiny", "owned_by": "vllm"}]}) as fake:
         answer = asyncio.run(run(fake.url))
     assert (answer.prompt_ids, answer.answer_ids) == ([1, 2], [4, 5])
     assert fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
 
 
 @pytest.mark.parametrize(
-    ("reply", "says"),
+    ("reply", "problem"),
     [
         (
             completion("hi", choice={"token_ids": ["token_id:17"]}),
@@ -103,57 +103,57 @@ def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
         (b"<html>Log in</html>", "Invalid JSON: expected value at line 1 column 1, in b'<html>Log in</html>'"),
     ],
 )
-def test_what_is_nearly_a_chat_completion_is_named_with_its_field(reply: Any, says: str) -> None:
+def test_a_malformed_chat_completion_is_reported_with_its_field(reply: Any, problem: str) -> None:
     """Bug: a traceback, where the answer was used, without the server and the field."""
     with Fake(lambda *_: reply) as fake:
-        (answer,), _ = asks([fake.url], [BODY], attempts=2)
+        (answer,), _ = send_requests([fake.url], [BODY], attempts=2)
     assert isinstance(answer, ValueError)
-    assert fake.url in str(answer) and "not a chat completion" in str(answer) and says in str(answer)
+    assert fake.url in str(answer) and "not a chat completion" in str(answer) and problem in str(answer)
 
 
 def test_attempts_end_and_the_message_names_the_last_failure() -> None:
     with Fake(lambda *_: 503) as fake:
-        (answer,), _ = asks([fake.url], [BODY], attempts=3)
+        (answer,), _ = send_requests([fake.url], [BODY], attempts=3)
     assert isinstance(answer, ValueError)
     assert "no answer in 3 attempts" in str(answer) and "HTTP 503" in str(answer)
     assert len(fake.bodies) == 3
 
 
-def test_a_tenth_broken_a_twentieth_cut_and_some_hung_lose_nothing() -> None:
+def test_no_answer_is_lost_to_broken_cut_and_hung_replies() -> None:
     """Issue 3's faults: 10% of responses 500, 5% reset in the middle, 2% hang."""
     rng = random.Random(1)
     faults = ["reset"] * 3 + ["cut"] * 2 + ["hang"] * 2 + [500] * 10
 
-    def reply(body: dict[str, Any], number: int) -> Any:
-        place = rng.randrange(100)
-        return faults[place] if place < len(faults) else echo(body, number)
+    def reply(body: dict[str, Any], index: int) -> Any:
+        percent = rng.randrange(100)
+        return faults[percent] if percent < len(faults) else echo(body, index)
 
-    with Fake(reply) as one, Fake(reply) as two:
-        answers, http = asks([one.url, two.url], numbered(200), timeout_s=1.0)
+    with Fake(reply) as first, Fake(reply) as second:
+        answers, http = send_requests([first.url, second.url], make_bodies(200), timeout_s=1.0)
     assert [a.text for a in answers] == [
-        echo({"model": "tiny", **b}, 0)["choices"][0]["message"]["content"] for b in numbered(200)
+        echo({"model": "tiny", **b}, 0)["choices"][0]["message"]["content"] for b in make_bodies(200)
     ]
     assert sum(http.retries_by_reason.values()) > 10
 
 
-def test_a_dead_server_is_left_alone_and_taken_back() -> None:
+def test_a_failing_server_is_avoided_and_used_again_once_it_answers() -> None:
     down = {"now": True}
-    with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as sick, Fake(delay_s=0.01) as well:
-        answers, http = asks([sick.url, well.url], numbered(100), first_backoff_s=60.0)
+    with Fake(lambda b, n: 500 if down["now"] else echo(b, n)) as failing, Fake(delay_s=0.01) as healthy:
+        answers, http = send_requests([failing.url, healthy.url], make_bodies(100), first_backoff_s=60.0)
         assert all(isinstance(a, client.ChatAnswer) for a in answers)
         # 8 of the 16 at once go there first; after three failures in a row nobody else does.
-        assert len(sick.bodies) <= 16
+        assert len(failing.bodies) <= 16
         down["now"] = False
-        answers, http = asks([sick.url, well.url], numbered(100))
-        answered = {e.url: e.answered for e in http.endpoints}
-        assert answered[sick.url] > 20 and answered[well.url] > 0  # the one that is well is the slower
+        answers, http = send_requests([failing.url, healthy.url], make_bodies(100))
+        answer_counts = {e.url: e.answered for e in http.endpoints}
+        assert answer_counts[failing.url] > 20 and answer_counts[healthy.url] > 0  # the one that is well is the slower
 
 
-def test_a_server_that_is_away_at_first_is_met_later() -> None:
-    with Fake() as well:
-        with Fake() as gone:
+def test_a_server_that_cannot_be_reached_loses_no_request() -> None:
+    with Fake() as healthy:
+        with Fake() as late:
             pass
-        answers, _ = asks([gone.url, well.url], numbered(20))
+        answers, _ = send_requests([late.url, healthy.url], make_bodies(20))
     assert all(isinstance(a, client.ChatAnswer) for a in answers)
 
 
@@ -162,40 +162,40 @@ def test_a_server_that_is_never_up_is_named_at_once_and_while_it_is_waited_for(
 ) -> None:
     """Bug: not a word for the minute until the attempts had ended."""
     monkeypatch.setattr(client, "NOTE_INTERVAL_S", 0.0)
-    with Fake() as gone:
+    with Fake() as closed:
         pass
-    (answer,), _ = asks([gone.url], [BODY], attempts=3)
+    (answer,), _ = send_requests([closed.url], [BODY], attempts=3)
     assert isinstance(answer, ValueError) and "no answer in 3 attempts" in str(answer)
-    first, *more = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert first.startswith(f"note: waiting for {gone.url}, which can't be asked yet: ClientConnectorError")
+    first, *later = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert first.startswith(f"note: waiting for {closed.url}, which can't be asked yet: ClientConnectorError")
     assert first.endswith("; unless a server answers, the run stops in about 0 s (sample_target.server.attempts: 3)")
-    assert len(more) == 3
-    assert all(line.startswith(f"note: still waiting for {gone.url}, 0 s so far: Client") for line in more)
+    assert len(later) == 3
+    assert all(line.startswith(f"note: still waiting for {closed.url}, 0 s so far: Client") for line in later)
 
 
-def test_the_wait_for_servers_is_told_as_long_as_it_is() -> None:
+def test_the_longest_wait_is_the_sum_of_a_requests_pauses() -> None:
     """The wait is the sum of a request's pauses, which double from 1 s up to 30 s."""
     assert [client.ChatClient([], "tiny", 1, 1.0, attempts).longest_wait_s for attempts in (1, 3, 6)] == [1, 7, 61]
 
 
-def test_a_server_that_comes_up_is_said_to_answer(capfd: pytest.CaptureFixture[str]) -> None:
-    with Fake() as well:
-        with Fake() as gone:
+def test_a_note_says_when_a_server_has_come_up(capfd: pytest.CaptureFixture[str]) -> None:
+    with Fake() as healthy:
+        with Fake() as late:
             pass
 
         async def run() -> None:
-            how = {"concurrency": 2, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02}
-            async with client.ChatClient([gone.url, well.url], "tiny", **how) as http:
+            options = {"concurrency": 2, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02}
+            async with client.ChatClient([late.url, healthy.url], "tiny", **options) as http:
                 with contextlib.ExitStack() as stack:
-                    await asyncio.to_thread(stack.enter_context, Fake(port=gone.port))  # it has a loop of its own
+                    await asyncio.to_thread(stack.enter_context, Fake(port=late.port))  # it has a loop of its own
                     while not http.endpoints[0].answered:
-                        await asyncio.gather(*(http.complete(b) for b in numbered(2)))
+                        await asyncio.gather(*(http.complete(b) for b in make_bodies(2)))
 
         asyncio.run(run())
     first, last = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert first.startswith(f"note: waiting for {gone.url}, which can't be asked yet: ")
+    assert first.startswith(f"note: waiting for {late.url}, which can't be asked yet: ")
     assert first.endswith("; the other servers are asked meanwhile")
-    assert last == f"note: {gone.url} answers now"
+    assert last == f"note: {late.url} answers now"
 
 
 def test_a_server_that_loads_its_model_is_asked_again_which_engine_it_is() -> None:
@@ -214,24 +214,26 @@ def test_a_server_that_loads_its_model_is_asked_again_which_engine_it_is() -> No
 def test_a_server_with_too_many_requests_names_the_setting_of_how_many() -> None:
     """Bug: the message advised to see to the servers, or to raise attempts or timeout_s."""
     with Fake(lambda *_: 429) as fake:
-        (answer,), _ = asks([fake.url], [BODY], attempts=2, concurrency=16)
+        (answer,), _ = send_requests([fake.url], [BODY], attempts=2, concurrency=16)
     assert "HTTP 429" in str(answer) and "; lower sample_target.server.concurrency, 16, the requests in fl" in str(
         answer
     )
 
 
-def test_never_more_at_once_than_said_and_the_idlest_first() -> None:
+def test_concurrency_is_limited_and_the_idlest_server_comes_first() -> None:
     with Fake(delay_s=0.3) as slow, Fake() as fast:
-        answers, _ = asks([slow.url, fast.url], numbered(120), concurrency=8)
+        answers, _ = send_requests([slow.url, fast.url], make_bodies(120), concurrency=8)
     assert all(isinstance(a, client.ChatAnswer) for a in answers)
-    assert slow.most_at_once + fast.most_at_once <= 9
+    assert slow.max_at_once + fast.max_at_once <= 9
     assert len(fast.bodies) > len(slow.bodies)
 
 
-def test_the_key_is_sent_and_never_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "swordfish")
     with Fake(lambda *_: 401) as fake:
-        (answer,), http = asks([fake.url], [BODY], key=http_session.read_api_key("MY_KEY", "sample_target.server"))
+        (answer,), http = send_requests(
+            [fake.url], [BODY], key=http_session.read_api_key("MY_KEY", "sample_target.server")
+        )
     assert "authorization: bearer swordfish" in fake.headers[0].lower()
     assert "swordfish" not in f"{answer} {answer!r} {http!r} {vars(http)}"
     monkeypatch.delenv("MY_KEY")
@@ -239,11 +241,11 @@ def test_the_key_is_sent_and_never_said(monkeypatch: pytest.MonkeyPatch) -> None
         http_session.read_api_key("MY_KEY", "sample_target.server")
 
 
-def test_an_answer_from_elsewhere_is_not_followed() -> None:
+def test_redirects_are_not_followed() -> None:
     """A redirect would carry the key to whoever it names."""
     with Fake() as other, Fake(lambda *_: 307) as fake:
         fake.location = f"{other.url}/v1/chat/completions"
-        (answer,), _ = asks([fake.url], [BODY], key="swordfish")
+        (answer,), _ = send_requests([fake.url], [BODY], key="swordfish")
     assert isinstance(answer, ValueError) and "HTTP 307" in str(answer)
     assert len(fake.bodies) == 1 and not other.bodies
 
@@ -266,7 +268,7 @@ def test_a_proxy_of_the_environment_is_for_other_machines(monkeypatch: pytest.Mo
     assert [http_session.find_proxy(url) for url in urls] == ["http://proxy:3128", None, None, None, None, None]
     with Fake() as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
-        (answer,), _ = asks(["http://nowhere.invalid:8000"], [BODY])
+        (answer,), _ = send_requests(["http://nowhere.invalid:8000"], [BODY])
     assert isinstance(answer, ValueError | client.ChatAnswer) and proxy.paths[0].startswith(
         "http://nowhere.invalid:8000/"
     )

@@ -31,9 +31,9 @@ def test_the_command_lines_of_seed_002() -> None:
     assert flag(plain, "--mem-fraction-static") == "0.85" and "--enable-torch-compile" in plain
     assert flag(plain, "--max-running-requests") == flag(plain, "--cuda-graph-max-bs-decode") == "64"
     assert plain[-2:] == ["--attention-backend", "triton"]  # the user's own come last, so that they win
-    told = engine_flags.build_speculation_flags("sglang", DRAFT, {})
-    assert flag(told, "--speculative-algorithm") == "EAGLE3"
-    assert [flag(told, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
+    flags = engine_flags.build_speculation_flags("sglang", DRAFT, {})
+    assert flag(flags, "--speculative-algorithm") == "EAGLE3"
+    assert [flag(flags, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
         "5",
         "8",
         "32",
@@ -45,8 +45,8 @@ def test_vllm_is_told_of_a_chain_in_json() -> None:
     line = engine_flags.build_setup_command(setup, 8000, ["/env/bin/vllm", "serve"])
     assert line[:3] == ["/env/bin/vllm", "serve", "/models/t"] and "--no-enable-prefix-caching" in line
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
-    (_, told) = engine_flags.build_speculation_flags("vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6), {})
-    assert json.loads(told) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
+    (_, flags) = engine_flags.build_speculation_flags("vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6), {})
+    assert json.loads(flags) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
 
 
 @pytest.mark.parametrize("version", ["0.5.10", "0.5.17", None])
@@ -57,8 +57,8 @@ def test_an_idle_sglang_leaves_its_core_to_the_server_that_is_measured(version: 
 
 
 def test_a_draft_window_is_sglangs_without_the_query() -> None:
-    told = engine_flags.build_speculation_flags("sglang", DRAFT, {"sliding_window": 512})
-    assert flag(told, "--speculative-draft-window-size") == "511"
+    flags = engine_flags.build_speculation_flags("sglang", DRAFT, {"sliding_window": 512})
+    assert flag(flags, "--speculative-draft-window-size") == "511"
 
 
 def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,15 +70,17 @@ def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("engine", "tree", "config", "said"),
+    ("engine", "tree", "config", "problem"),
     [
         ("vllm", (5, 2, 8), {}, "topk 2"),
         ("sglang", (8, 2, 8), {}, "num_steps \\+ 1 = 9, found 8"),
         ("sglang", (5, 1, 6), {"model_type": "qwen3"}, "no q/k norms"),
     ],
 )
-def test_what_an_engine_cannot_run(engine: str, tree: tuple[int, int, int], config: dict[str, Any], said: str) -> None:
-    assert re.search(said, engine_flags.explain_unsupported(engine, *tree, config) or "")
+def test_what_an_engine_cannot_run_is_explained(
+    engine: str, tree: tuple[int, int, int], config: dict[str, Any], problem: str
+) -> None:
+    assert re.search(problem, engine_flags.explain_unsupported(engine, *tree, config) or "")
     assert engine_flags.explain_unsupported(engine, 5, 1, 6, {"model_type": "llama"}) is None
 
 
@@ -91,8 +93,8 @@ BLOCKS = {
 def test_dflash2_needs_engines_that_know_it() -> None:
     """SGLang 0.5.17 skips its tensors in silence."""
     config = {"architectures": ["DFlash2DraftModel"], "block_size": 16}
-    said = engine_flags.explain_old_version("sglang", "0.5.17", config)
-    assert said == "sglang 0.5.17 does not know DFlash2DraftModel, expected 0.5.23 or later"
+    reason = engine_flags.explain_old_version("sglang", "0.5.17", config)
+    assert reason == "sglang 0.5.17 does not know DFlash2DraftModel, expected 0.5.23 or later"
     assert (engine_flags.find_first_version("sglang", config), engine_flags.find_first_version("vllm", config)) == (
         "0.5.23",
         "0.33",
@@ -137,34 +139,34 @@ def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorith
     """Both blocks draft 7 tokens: DFlash's first slot drafts nothing."""
     config = BLOCKS[algorithm]
     assert engine_flags.explain_unsupported(engine, 7, 1, 8, config) is None
-    for tree, said in (
+    for tree, problem in (
         ((7, 2, 8), "the torch engine alone runs it"),
         ((2, 2, 6), "this tree has topk 2"),
         ((6, 1, 7), "has 7 drafts and this chain 6.*take t7_1_8"),
         ((8, 1, 9), "has 7 drafts and this chain 8.*take t7_1_8"),
     ):
-        assert re.search(said, engine_flags.explain_unsupported(engine, *tree, config) or "")
+        assert re.search(problem, engine_flags.explain_unsupported(engine, *tree, config) or "")
     assert engine_flags.choose_algorithm(config, "EAGLE3") == algorithm
     assert engine_flags.choose_algorithm({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE3") == "EAGLE3"
-    told = engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft("/d", algorithm, 7, 1, 8), config)
+    flags = engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft("/d", algorithm, 7, 1, 8), config)
     if engine == "sglang":
-        assert told == [
+        assert flags == [
             "--speculative-algorithm", algorithm, "--speculative-draft-model-path", "/d",
             "--speculative-num-draft-tokens", "8",
         ]  # fmt: skip
     else:
-        (name, text) = told
+        (name, text) = flags
         assert name == "--speculative-config"
         assert json.loads(text) == {"method": algorithm.lower(), "model": "/d", "num_speculative_tokens": 7}
 
 
 def test_a_server_with_a_block_draft_is_known_by_algorithm_and_width() -> None:
     """SGLang reports num_steps and topk of blocks as 1."""
-    said = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    info = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
     draft = engine_flags.ServedDraft("/d", "DSPARK", 7, 1, 8)
-    engine_flags.check_server_info(said | {"speculative_num_draft_tokens": 8}, draft, None, 100)
+    engine_flags.check_server_info(info | {"speculative_num_draft_tokens": 8}, draft, None, 100)
     with pytest.raises(ValueError, match="speculative_num_draft_tokens 5, expected 8"):
-        engine_flags.check_server_info(said | {"speculative_num_draft_tokens": 5}, draft, None, 100)
+        engine_flags.check_server_info(info | {"speculative_num_draft_tokens": 5}, draft, None, 100)
 
 
 GRAPHS = {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4, 32]}}
@@ -172,7 +174,7 @@ TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_nu
 
 
 @pytest.mark.parametrize(
-    ("said", "draft", "problem"),
+    ("info", "draft", "problem"),
     [
         ({"speculative_algorithm": None}, DRAFT, "speculative_algorithm None, expected EAGLE3"),
         ({"speculative_algorithm": "EAGLE3", **TREE, "speculative_num_steps": 3}, DRAFT, "num_steps 3, expected 5"),
@@ -187,38 +189,38 @@ TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_nu
         ({}, DRAFT, None),  # vLLM says nothing of itself
     ],
 )
-def test_a_server_that_is_not_the_one_meant(said: dict[str, Any], draft: Any, problem: str | None) -> None:
+def test_a_server_with_other_settings_is_refused(info: dict[str, Any], draft: Any, problem: str | None) -> None:
     if problem is None:
-        engine_flags.check_server_info(said, draft, 64, 1500)
+        engine_flags.check_server_info(info, draft, 64, 1500)
         return
     with pytest.raises(ValueError, match=problem):
-        engine_flags.check_server_info(said, draft, 64, 1500)
+        engine_flags.check_server_info(info, draft, 64, 1500)
 
 
-def test_what_a_real_server_said_of_itself() -> None:
+def test_the_recorded_server_info_of_sglang_is_read() -> None:
     """Recorded on a GPU, with tree 5_4_16 and 64 at once."""
-    seen = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
-    body = json.dumps(seen["server_info"]).encode()
+    recorded = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
+    body = json.dumps(recorded["server_info"]).encode()
 
     class Http:
         async def send(self, *_asked: str) -> Any:
             return SimpleNamespace(status=200, body=body)
 
-    said = asyncio.run(engine_flags.fetch_server_info(cast(Any, Http()), "http://x", "sglang"))
-    assert engine_flags.read_server_memory(said) == engine_flags.ReportedMemory(
+    info = asyncio.run(engine_flags.fetch_server_info(cast(Any, Http()), "http://x", "sglang"))
+    assert engine_flags.read_server_memory(info) == engine_flags.ReportedMemory(
         weights=0.002, kv_cache=60.836, kv_tokens=36451920
     )
-    engine_flags.check_server_info(said, engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
-    for draft, at_once, problem in (
+    engine_flags.check_server_info(info, engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
+    for draft, concurrency, problem in (
         (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),
         (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 2, 16), 64, "speculative_eagle_topk 4, expected 2"),
         (None, 64, "speculative_algorithm EAGLE3, expected None"),
     ):
         with pytest.raises(ValueError, match=problem):
-            engine_flags.check_server_info(said, draft, at_once, 1600)
+            engine_flags.check_server_info(info, draft, concurrency, 1600)
 
 
-def test_what_a_real_server_said_of_a_request() -> None:
+def test_the_recorded_figures_of_a_request_are_read() -> None:
     """Twelve tokens, none of them a draft: one from prefill, eleven from verify passes."""
     meta = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())["generate"]["meta_info"]
     found = spec_counters.count_request(meta, 12)
@@ -257,8 +259,8 @@ def test_an_environment_says_its_engines_version(tmp_path: Path, monkeypatch: py
         (tmp_path / f"env/bin/{name}").symlink_to(sys.executable)
         assert engine_versions.find_version("sglang", str(tmp_path / f"env/bin/{name}")) == "0.4.9.post6"
     assert engine_versions.find_version("sglang", str(tmp_path / "nowhere")) is None
-    for said, version in (("INFO 11-23 starts\n0.26.0", "0.26.0"), ("no version here", None)):
-        (tmp_path / "vllm").write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+    for output, version in (("INFO 11-23 starts\n0.26.0", "0.26.0"), ("no version here", None)):
+        (tmp_path / "vllm").write_text(f"#!/bin/sh\nprintf '{output}\\n'\n")
         (tmp_path / "vllm").chmod(0o755)
         assert engine_versions.find_version("vllm", str(tmp_path / "vllm")) == version
     monkeypatch.setattr(engine_versions, "VERSION_TIMEOUT_S", 0.01)
@@ -267,5 +269,5 @@ def test_an_environment_says_its_engines_version(tmp_path: Path, monkeypatch: py
 
 
 def test_variables_of_an_engine_are_recorded_without_secrets() -> None:
-    given = {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_API_KEY": "s", "HF_TOKEN": "s", "PATH": "p"}
-    assert engine_flags.list_engine_variables(given) == {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    environment = {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_API_KEY": "s", "HF_TOKEN": "s", "PATH": "p"}
+    assert engine_flags.list_engine_variables(environment) == {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -7,19 +7,19 @@ import pytest
 
 from stages.serving import gpu_memory, measurement_lock
 
-SAID = "0, GPU-aa, NVIDIA H200, 1024, 143771\n1, GPU-bb, NVIDIA H200, 71885, 143771\n"
+OUTPUT = "0, GPU-aa, NVIDIA H200, 1024, 143771\n1, GPU-bb, NVIDIA H200, 71885, 143771\n"
 
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<END\n{SAID}END\n")
+    program.write_text(f"#!/bin/sh\ncat <<END\n{OUTPUT}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_nvidia_smi_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_memory.list_visible_gpus() == []
 
@@ -27,7 +27,7 @@ def test_a_machine_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("chosen", "used"), [(None, [1.0, 70.2]), ("1", [70.2]), ("GPU-bb,0", [70.2, 1.0]), ("", []), ("7", [])]
 )
-def test_only_those_that_the_server_will_see(
+def test_only_gpus_of_cuda_visible_devices_are_listed(
     chosen: str | None, used: list[float], smi: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chosen is not None:
@@ -48,9 +48,9 @@ def test_memory_beside_other_stages_servers_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(gpu_memory, "RELEASE_S", 0.2)
-    before = [gpu._replace(used=0.0) for gpu in gpu_memory.list_visible_gpus()]
+    gpus_before = [gpu._replace(used=0.0) for gpu in gpu_memory.list_visible_gpus()]
     with measurement_lock.start_server():
-        assert gpu_memory.wait_for_release(before) == pytest.approx(71.2, abs=0.1)
+        assert gpu_memory.wait_for_release(gpus_before) == pytest.approx(71.2, abs=0.1)
     assert not capsys.readouterr().out
-    gpu_memory.wait_for_release(before)
+    gpu_memory.wait_for_release(gpus_before)
     assert "GiB are still in use 0.2 s after the server's end, 0 B were before" in capsys.readouterr().out

@@ -54,11 +54,11 @@ def test_a_connection_that_the_server_closed_while_nobody_looked_is_not_taken_ag
 
     async def run() -> None:
         async with http_session.HttpSession("tiny", 10.0, "benchmark_served.server") as http:
-            async with http.open(url, "POST", "/generate") as said:
-                assert await said.text() == "yes"
+            async with http.open(url, "POST", "/generate") as response:
+                assert await response.text() == "yes"
             time.sleep(3 * CLOSES_S)  # the loop is busy, and doesn't hear of it
-            async with http.open(url, "POST", "/generate") as said:
-                assert await said.text() == "yes"
+            async with http.open(url, "POST", "/generate") as response:
+                assert await response.text() == "yes"
 
     if fails:
         with pytest.raises(http_session.ExchangeFailedError, match="Server disconnected"):

@@ -11,18 +11,18 @@ from stages.serving import latency
 from stages.serving.latency import RequestRecord
 
 
-def record(sent: float, events: list[tuple[float, int]], **changes: Any) -> RequestRecord:
-    known: dict[str, Any] = {
-        "id": "a", "due": sent, "sent": sent, "ended": events[-1][0] if events else sent, "events": events,
+def make_record(sent_s: float, events: list[tuple[float, int]], **changes: Any) -> RequestRecord:
+    fields: dict[str, Any] = {
+        "id": "a", "due": sent_s, "sent": sent_s, "ended": events[-1][0] if events else sent_s, "events": events,
         "has_token_counts": True, "input_tokens": 10, "output_tokens": sum(n for _, n in events), "finish_reason": "length",
         "failure_reason": None,
     }  # fmt: skip
-    return RequestRecord(**known | changes)
+    return RequestRecord(**fields | changes)
 
 
 def test_a_request_by_hand() -> None:
     """The first token after 0.1 s; 0.2 s later three at once, 0.05 s later the last of five."""
-    r = record(0.9, [(1.0, 1), (1.2, 3), (1.25, 1)])
+    r = make_record(0.9, [(1.0, 1), (1.2, 3), (1.25, 1)])
     assert r.ttft_s == pytest.approx(0.1)
     assert r.e2e_s == pytest.approx(0.35)
     assert r.tpot_s == pytest.approx(0.25 / 4)
@@ -31,55 +31,55 @@ def test_a_request_by_hand() -> None:
 
 
 def test_one_token_has_no_time_per_token() -> None:
-    r = record(1.0, [(1.5, 1)])
+    r = make_record(1.0, [(1.5, 1)])
     assert r.tpot_s is None and r.chunk_gaps_s() == [] and r.token_gaps_s() == []
     found = asdict(latency.summarise_load([r]))
     assert found["tpot_s"] is None and found["itl_s"] is None
     assert found["ttft_s"] == {"mean": 0.5, "p50": 0.5, "p90": 0.5, "p99": 0.5}
 
 
-def some(seed: int) -> list[RequestRecord]:
+def make_records(seed: int) -> list[RequestRecord]:
     rng = random.Random(seed)
     records = []
-    for number in range(40):
+    for index in range(40):
         due = rng.uniform(0, 5)
         sent = due + rng.expovariate(3)
         times = np.cumsum([rng.expovariate(8) for _ in range(rng.randint(1, 30))]) + sent
         failed = "timeout" if rng.random() < 0.2 else None
         events = [(float(t), rng.randint(1, 5)) for t in times]
         records.append(
-            record(sent, events, id=str(number), due=due, failure_reason=failed, input_tokens=rng.randint(1, 900))
+            make_record(sent, events, id=str(index), due=due, failure_reason=failed, input_tokens=rng.randint(1, 900))
         )
     return records
 
 
-def between(values: list[float], percent: float) -> float:
+def compute_percentile(values: list[float], percent: float) -> float:
     """A percentile by the book: the sorted values at equal distances from 0 to 100%, straight lines between."""
     values = sorted(values)
-    place = percent / 100 * (len(values) - 1)
-    low = int(place)
-    return values[low] + (place - low) * (values[min(low + 1, len(values) - 1)] - values[low])
+    position = percent / 100 * (len(values) - 1)
+    low = int(position)
+    return values[low] + (position - low) * (values[min(low + 1, len(values) - 1)] - values[low])
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
-    records = some(seed)
+    records = make_records(seed)
     begun = min(r.due for r in records)
-    done = [r for r in records if not r.failure_reason]
+    answered = [r for r in records if not r.failure_reason]
     truth: dict[str, list[float]] = {
         name: [] for name in ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "wait_s")
     }
-    for r in done:
+    for r in answered:
         truth["wait_s"].append(r.sent - r.due)
-        last = None
-        for when, tokens in r.events:
-            if last is None:
-                truth["ttft_s"].append(when - r.sent)
+        previous_s = None
+        for time_s, output_tokens in r.events:
+            if previous_s is None:
+                truth["ttft_s"].append(time_s - r.sent)
             else:
-                truth["chunk_gap_s"].append(when - last)
-                for _ in range(tokens):
-                    truth["itl_s"].append((when - last) / tokens)
-            last = when
+                truth["chunk_gap_s"].append(time_s - previous_s)
+                for _ in range(output_tokens):
+                    truth["itl_s"].append((time_s - previous_s) / output_tokens)
+            previous_s = time_s
         truth["e2e_s"].append(r.events[-1][0] - r.sent)
         if r.output_tokens > 1:
             truth["tpot_s"].append((r.events[-1][0] - r.events[0][0]) / (r.output_tokens - 1))
@@ -87,30 +87,39 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
     for name, values in truth.items():
         assert found[name]["mean"] == pytest.approx(sum(values) / len(values)), name
         for percent in (50, 90, 99):
-            assert found[name][f"p{percent}"] == pytest.approx(between(values, percent)), name
+            assert found[name][f"p{percent}"] == pytest.approx(compute_percentile(values, percent)), name
     duration = max(r.ended for r in records) - begun
-    tokens = sum(n for r in done for _, n in r.events)
-    given = sum(r.input_tokens for r in done)
+    output_tokens = sum(n for r in answered for _, n in r.events)
+    input_tokens = sum(r.input_tokens for r in answered)
     assert found["duration_s"] == pytest.approx(duration)
-    assert found["output_throughput"] == pytest.approx(tokens / duration)
-    assert found["total_throughput"] == pytest.approx((tokens + given) / duration)
-    assert found["request_throughput"] == pytest.approx(len(done) / duration)
-    assert (found["requests"], found["completed"], found["failed"]) == (40, len(done), {"timeout": 40 - len(done)})
+    assert found["output_throughput"] == pytest.approx(output_tokens / duration)
+    assert found["total_throughput"] == pytest.approx((output_tokens + input_tokens) / duration)
+    assert found["request_throughput"] == pytest.approx(len(answered) / duration)
+    assert (found["requests"], found["completed"], found["failed"]) == (
+        40,
+        len(answered),
+        {"timeout": 40 - len(answered)},
+    )
     clock = np.linspace(begun, begun + duration, 200_001)
-    under_way = sum(((clock >= r.sent) & (clock < r.events[-1][0])).astype(int) for r in done)
-    assert found["mean_at_once"] == pytest.approx(np.mean(under_way), rel=1e-3)
+    in_flight = sum(((clock >= r.sent) & (clock < r.events[-1][0])).astype(int) for r in answered)
+    assert found["mean_at_once"] == pytest.approx(np.mean(in_flight), rel=1e-3)
 
 
-def test_what_failed_lengthens_the_run_and_gives_no_tokens() -> None:
-    good, bad = record(0.0, [(1.0, 1), (2.0, 1)]), record(0.0, [(1.0, 50)], failure_reason="timeout", ended=10.0)
-    found = asdict(latency.summarise_load([good, bad]))
+def test_failed_requests_count_in_the_duration_and_give_no_tokens() -> None:
+    answered, failed = (
+        make_record(0.0, [(1.0, 1), (2.0, 1)]),
+        make_record(0.0, [(1.0, 50)], failure_reason="timeout", ended=10.0),
+    )
+    found = asdict(latency.summarise_load([answered, failed]))
     assert found["duration_s"] == 10.0 and found["output_throughput"] == 0.2 and found["total_throughput"] == 1.2
     assert found["ttft_s"]["mean"] == 1.0
 
 
 def test_where_all_failed_there_is_no_latency() -> None:
     found = asdict(
-        latency.summarise_load([record(0.0, [], failure_reason=why, ended=0.7) for why in ("http 500", "cut")])
+        latency.summarise_load(
+            [make_record(0.0, [], failure_reason=reason, ended=0.7) for reason in ("http 500", "cut")]
+        )
     )
     assert found["failed"] == {"http 500": 1, "cut": 1} and found["completed"] == 0
     assert found["ttft_s"] is None and found["output_throughput"] == 0.0
@@ -118,11 +127,11 @@ def test_where_all_failed_there_is_no_latency() -> None:
 
 def test_without_counts_there_is_no_time_between_tokens() -> None:
     """A piece of text may be several tokens: what is between pieces is told, what is between tokens isn't."""
-    known, guessed = (
-        record(0.0, [(1.0, 1), (2.0, 1)]),
-        record(0.0, [(1.0, 1), (3.0, 1)], has_token_counts=False, output_tokens=9),
+    counted, uncounted = (
+        make_record(0.0, [(1.0, 1), (2.0, 1)]),
+        make_record(0.0, [(1.0, 1), (3.0, 1)], has_token_counts=False, output_tokens=9),
     )
-    found = asdict(latency.summarise_load([known, guessed]))
+    found = asdict(latency.summarise_load([counted, uncounted]))
     assert found["itl_s"] is None
     assert found["chunk_gap_s"]["mean"] == 1.5
     assert found["tpot_s"]["mean"] == pytest.approx((1.0 + 2.0 / 8) / 2)  # that needs their sum alone

@@ -4,21 +4,21 @@ import math
 import time
 
 from stages.serving.load_generator import Arrivals
-from tests.serving.loads import SCHEDULE, asks, run, sglang
+from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
 from tests.serving.misbehaving_server import Fake, Streamed
 
 
 def test_sglangs_histogram_becomes_our_counts() -> None:
     """9 tokens: the prefill's, cycles of 3, 1 and 4, of which a bonus is cut: so the last accepted 4."""
-    said = {
+    figures = {
         "spec_accept_histogram": [1, 0, 1, 0, 1],
         "spec_verify_ct": 3,
         "spec_accept_length": 3.0,
         "num_retractions": 0,
     }
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta=said))) as fake:
-        found = run(fake.url, asks(2, [1]), engine="sglang")
-        chat = run(fake.url, asks(1), engine="sglang")
+    with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, meta=figures))) as fake:
+        found = run_load(fake.url, make_requests(2, [1]), engine="sglang")
+        chat = run_load(fake.url, make_requests(1), engine="sglang")
     assert [r.counts for r in found.records] == [(3, 6, True, [1, 0, 1, 0, 1])] * 2
     assert found.records[0].engine_meta["spec_accept_length"] == 3.0 and found.engine_figures == {
         "avg_spec_accept_length": 2.5
@@ -27,31 +27,33 @@ def test_sglangs_histogram_becomes_our_counts() -> None:
 
 
 def test_sglangs_details_in_chat_are_read_where_it_says_them() -> None:
-    said = {"spec_tokens_details": {"spec_correct_drafts_histogram": [1, 0, 1, 0, 1], "spec_verify_ct": 3}}
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta=said))) as fake:
-        found = run(fake.url, asks(1), engine="sglang")
+    figures = {"spec_tokens_details": {"spec_correct_drafts_histogram": [1, 0, 1, 0, 1], "spec_verify_ct": 3}}
+    with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, meta=figures))) as fake:
+        found = run_load(fake.url, make_requests(1), engine="sglang")
     assert fake.bodies[0]["return_spec_tokens_details"] is True
     assert found.records[0].counts == (3, 6, True, [1, 0, 1, 0, 1])
 
 
 def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
-        found = run(fake.url, asks(1, [1]), engine="sglang")
+    with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
+        found = run_load(fake.url, make_requests(1, [1]), engine="sglang")
     assert found.records[0].failure_reason is None and found.records[0].counts is None
     assert len(found.counting_errors) == 1 and found.counting_errors[0].startswith(
         "0: the engine's figures don't add up"
     )
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))) as fake:
-        found = run(fake.url, asks(1, [1]), engine="sglang")
+    with add_sglang_pages(
+        Fake(lambda *_: Streamed(SCHEDULE, finish="abort", meta={"spec_accept_histogram": [9, 9]}))
+    ) as fake:
+        found = run_load(fake.url, make_requests(1, [1]), engine="sglang")
     assert found.records[0].failure_reason == "aborted" and not found.counting_errors  # half an answer needn't add up
 
 
-def counters(drafts: int, accepted: int, reached: list[int]) -> bytes:
+def counters(drafts: int, accepted: int, per_position: list[int]) -> bytes:
     """What vLLM's /metrics says."""
-    known = {"drafts": drafts, "draft_tokens": 4 * drafts, "accepted_tokens": accepted}
-    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}.0' for name, value in known.items()]
-    for place, times in enumerate(reached):
-        labels = f'engine="0",position="{place}"'
+    totals = {"drafts": drafts, "draft_tokens": 4 * drafts, "accepted_tokens": accepted}
+    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}.0' for name, value in totals.items()]
+    for position, times in enumerate(per_position):
+        labels = f'engine="0",position="{position}"'
         lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {times}.0")
     return "\n".join(lines).encode()
 
@@ -67,7 +69,7 @@ def test_vllms_counters_are_those_of_the_load_alone() -> None:
             return next(late, counters(16, 20, [8, 6, 4, 2]))
 
         fake.pages["/metrics"] = metrics
-        found = run(fake.url, asks(2, [1]), warmup=asks(1, [1]), engine="vllm")
+        found = run_load(fake.url, make_requests(2, [1]), warmup=make_requests(1, [1]), engine="vllm")
     assert found.counters == (6, 13, False, [1, 1, 1, 2, 1])
     assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 6}
     assert fake.bodies[0]["stream_options"]["continuous_usage_stats"] is True
@@ -76,15 +78,15 @@ def test_vllms_counters_are_those_of_the_load_alone() -> None:
 
 def test_vllms_counters_tell_each_request_that_is_sent_alone() -> None:
     """9 tokens each, and no reading of the counters in the load's time. The second's last cycle cuts its bonus and a draft."""
-    said = [counters(10, 7, [3, 2, 1, 1]), counters(13, 12, [5, 4, 2, 1]), counters(15, 20, [7, 6, 4, 3])]
+    figures = [counters(10, 7, [3, 2, 1, 1]), counters(13, 12, [5, 4, 2, 1]), counters(15, 20, [7, 6, 4, 3])]
     with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
 
         def metrics() -> bytes:
             time.sleep(0.3 if len(fake.bodies) == 1 else 0)
-            return said[min(len(fake.bodies), 2)]
+            return figures[min(len(fake.bodies), 2)]
 
         fake.pages["/metrics"] = metrics
-        found = run(fake.url, asks(2, [1]), Arrivals(math.inf, 1, 0), engine="vllm")
+        found = run_load(fake.url, make_requests(2, [1]), Arrivals(math.inf, 1, 0), engine="vllm")
     assert [r.counts for r in found.records] == [(3, 5, True, [1, 0, 1, 1, 0]), (2, 7, True, [0, 0, 0, 0, 2])]
     assert found.counters is None and not found.counting_errors
     assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 5}
@@ -96,13 +98,13 @@ def test_vllms_counters_tell_each_request_that_is_sent_alone() -> None:
 
 def test_vllm_tells_each_request_itself() -> None:
     """As 0.30 does where the server was started to; a load of several at once, too. One of the steps had no draft."""
-    said = {
+    figures = {
         "num_spec_steps": 3, "num_accepted_draft_tokens": 4, "num_draft_tokens": 15, "num_spec_tokens": 5,
         "acceptance_histogram": [1, 0, 2, 0, 0, 0], "mean_acceptance_length": 2.333, "per_step_accepted": None,
     }  # fmt: skip
-    with Fake(lambda *_: Streamed(SCHEDULE, metrics=said)) as fake:
+    with Fake(lambda *_: Streamed(SCHEDULE, metrics=figures)) as fake:
         fake.pages["/metrics"] = lambda: counters(10 + 3 * len(fake.bodies), 7, [3, 2, 1, 1])
-        found = run(fake.url, asks(3, [1]), warmup=asks(1, [1]), engine="vllm")
+        found = run_load(fake.url, make_requests(3, [1]), warmup=make_requests(1, [1]), engine="vllm")
     assert [r.counts for r in found.records] == [(4, 4, True, [2, 0, 2, 0, 0, 0])] * 3
     assert found.counters is None and not found.counting_errors
 
@@ -110,5 +112,5 @@ def test_vllm_tells_each_request_itself() -> None:
 def test_counters_that_are_read_only_once_are_told() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
         fake.pages["/metrics"] = lambda: b"" if fake.bodies else counters(1, 1, [1])
-        found = run(fake.url, asks(1, [1]), engine="vllm")
+        found = run_load(fake.url, make_requests(1, [1]), engine="vllm")
     assert found.counters is None and "not both times" in found.counting_errors[0]

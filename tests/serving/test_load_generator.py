@@ -18,7 +18,7 @@ from benchmarks import load_overhead
 from stages.runtime import free_port
 from stages.serving import latency, load_generator
 from stages.serving.load_generator import Arrivals, LoadRequest
-from tests.serving.loads import SCHEDULE, asks, run, sglang
+from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
 from tests.serving.misbehaving_server import Fake, Streamed
 
 ROOT = Path(__file__).parents[2]
@@ -44,28 +44,28 @@ def test_times_and_tokens_are_those_of_the_schedule(engine: str, prompt: Any, mo
         return sum(len(record.events) for record in read) == sum(map(len, fake.streams))
 
     monkeypatch.setattr(load_generator, "AnswerStream", Watched)
-    with sglang(Fake(lambda *_: Streamed(SCHEDULE, ready=noted))) as fake:
-        found = run(fake.url, asks(2, prompt), Arrivals(math.inf, 1, 0), engine=engine)
-    for record, arrived, sent in zip(found.records, fake.arrived, fake.streams, strict=True):
+    with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, ready=noted))) as fake:
+        found = run_load(fake.url, make_requests(2, prompt), Arrivals(math.inf, 1, 0), engine=engine)
+    for record, arrived, sent_times in zip(found.records, fake.arrived, fake.streams, strict=True):
         assert record.failure_reason is None and record.has_token_counts
         assert [tokens for _, tokens in record.events] == [1, 3, 1, 4]
         assert (record.output_tokens, record.input_tokens, record.finish_reason) == (9, 7, "length")
         assert record.text == "".join(f"w{i} " for i in range(9))
         order = [record.due, record.sent, arrived]
-        for truth, (when, _) in zip(sent, record.events, strict=True):
-            order += [truth, when]
+        for truth, (time_s, _) in zip(sent_times, record.events, strict=True):
+            order += [truth, time_s]
         assert [*order, record.ended] == sorted([*order, record.ended])
-        assert sent[0] - arrived <= record.ttft_s <= sent[1] - record.sent
-        assert record.e2e_s >= sent[3] - arrived >= SCHEDULE[3][0] - SCHEDULE[0][0]
+        assert sent_times[0] - arrived <= record.ttft_s <= sent_times[1] - record.sent
+        assert record.e2e_s >= sent_times[3] - arrived >= SCHEDULE[3][0] - SCHEDULE[0][0]
         assert len(record.token_gaps_s()) == 8
-    told = latency.summarise_load(found.records)
-    assert told.output_tokens == 18
-    assert told.duration_s >= fake.streams[1][3] - fake.arrived[0]
+    summary = latency.summarise_load(found.records)
+    assert summary.output_tokens == 18
+    assert summary.duration_s >= fake.streams[1][3] - fake.arrived[0]
 
 
 def test_a_server_that_does_not_count_is_not_believed_to_send_tokens() -> None:
     with Fake(lambda *_: Streamed(SCHEDULE, counts=False)) as fake:
-        found = run(fake.url, asks(2))
+        found = run_load(fake.url, make_requests(2))
     assert all(r.output_tokens == 9 and not r.has_token_counts and len(r.events) == 4 for r in found.records)
     assert latency.summarise_load(found.records).itl_s is None
 
@@ -89,42 +89,42 @@ def test_requests_reach_the_server_when_they_are_due() -> None:
     """Never before; and an open loop waits for nobody: the server answers none until all have come."""
     arrivals = Arrivals(60.0, None, 3)
     with Fake(lambda *_: Streamed([(0.0, 1)], ready=lambda: len(fake.arrived) == 40)) as fake:
-        found = run(fake.url, asks(40), arrivals)
+        found = run_load(fake.url, make_requests(40), arrivals)
     assert all(r.failure_reason is None for r in found.records) and found.max_in_flight == 40
     due = np.array([r.due for r in found.records])
     assert due - due[0] == pytest.approx(arrivals.sample_due_s(40), abs=1e-6)
-    sent = np.array([r.sent for r in found.records])
-    assert (sent >= due - 1e-3).all()  # a sleep may end a tick early
-    assert (np.sort(fake.arrived) >= sent).all()
+    sent_times = np.array([r.sent for r in found.records])
+    assert (sent_times >= due - 1e-3).all()  # a sleep may end a tick early
+    assert (np.sort(fake.arrived) >= sent_times).all()
 
 
 @pytest.mark.parametrize("rate", [math.inf, 400.0])
-def test_never_more_at_once_than_said_and_never_fewer_while_others_wait(rate: float) -> None:
+def test_the_concurrency_limit_is_kept_and_used_in_full(rate: float) -> None:
     """The server answers six when six have come: fewer at once would wait for ever."""
 
-    def six_are_there(number: int) -> Streamed:
-        return Streamed([(0.0, 1), (0.01, 2)], ready=lambda: len(fake.arrived) >= 6 * (number // 6 + 1))
+    def wait_for_six(index: int) -> Streamed:
+        return Streamed([(0.0, 1), (0.01, 2)], ready=lambda: len(fake.arrived) >= 6 * (index // 6 + 1))
 
-    with Fake(lambda _, number: six_are_there(number)) as fake:
-        found = run(fake.url, asks(60), Arrivals(rate, 6, 1))
+    with Fake(lambda _, index: wait_for_six(index)) as fake:
+        found = run_load(fake.url, make_requests(60), Arrivals(rate, 6, 1))
     assert all(r.failure_reason is None for r in found.records)
-    assert found.max_in_flight == 6 and fake.most_at_once == 6
-    sent, ended = (sorted(times) for times in zip(*((r.sent, r.ended) for r in found.records), strict=True))
-    assert [r.sent for r in found.records] == sent  # in their order
+    assert found.max_in_flight == 6 and fake.max_at_once == 6
+    sent_times, end_times = (sorted(times) for times in zip(*((r.sent, r.ended) for r in found.records), strict=True))
+    assert [r.sent for r in found.records] == sent_times  # in their order
     # Waiting is not the server's time: a request's clock starts when one of the six before it has ended.
-    assert all(start >= end for start, end in zip(sent[6:], ended, strict=False))
+    assert all(start >= end for start, end in zip(sent_times[6:], end_times, strict=False))
     assert all(r.due <= r.sent for r in found.records)
 
 
 def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
     half = [(0.01, 1), (0.02, 1)]
-    said = [
-        500, 503, 400, "reset", Streamed(half, wrong="reset"), Streamed(half, wrong="close"), Streamed(half, wrong="hang"),
-        Streamed(half, wrong="out of memory"), Streamed(half, wrong="too long"), Streamed(half, finish="abort"),
+    replies = [
+        500, 503, 400, "reset", Streamed(half, failure="reset"), Streamed(half, failure="close"), Streamed(half, failure="hang"),
+        Streamed(half, failure="out of memory"), Streamed(half, failure="too long"), Streamed(half, finish="abort"),
         Streamed([]), "half", Streamed(half),
     ]  # fmt: skip
-    with Fake(lambda _, number: said[number]) as fake:
-        found = run(fake.url, asks(len(said)), Arrivals(math.inf, 1, 0), request_timeout_s=1.5)
+    with Fake(lambda _, index: replies[index]) as fake:
+        found = run_load(fake.url, make_requests(len(replies)), Arrivals(math.inf, 1, 0), request_timeout_s=1.5)
     reasons = [r.failure_reason for r in found.records]
     assert reasons == [
         "http 500", "http 503", "refused", "connection", "connection", "cut", "timeout", "error", "refused", "aborted",
@@ -132,15 +132,15 @@ def test_failures_are_counted_by_reason_and_none_is_lost() -> None:
     ]  # fmt: skip
     assert "400" in found.records[2].failure_message and "too long" in found.records[8].failure_message
     assert [r.output_tokens for r in found.records[4:10]] == [2, 2, 2, 2, 2, 2]  # what had come until then
-    told = latency.summarise_load(found.records)
-    assert told.completed == 1 and sum(told.failed.values()) == len(said) - 1
-    assert len(fake.bodies) == len(said)  # nothing is asked again
+    summary = latency.summarise_load(found.records)
+    assert summary.completed == 1 and sum(summary.failed.values()) == len(replies) - 1
+    assert len(fake.bodies) == len(replies)  # nothing is asked again
 
 
 def test_a_deadline_is_from_sending_to_the_last_byte() -> None:
     """No single wait is long, and the stream would come to its end."""
     with Fake(lambda *_: Streamed([(0.02 * i, 1) for i in range(1, 100)])) as fake:
-        found = run(fake.url, asks(3), Arrivals(math.inf, 1, 0), request_timeout_s=0.45)
+        found = run_load(fake.url, make_requests(3), Arrivals(math.inf, 1, 0), request_timeout_s=0.45)
     assert [r.failure_reason for r in found.records] == ["timeout"] * 3
     assert all(r.ended - r.sent >= 0.45 and len(r.events) < 99 for r in found.records)
     assert "within 0.45 s" in found.records[0].failure_message
@@ -149,57 +149,59 @@ def test_a_deadline_is_from_sending_to_the_last_byte() -> None:
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_what_concerns_every_request_ends_the_load(status: int) -> None:
     with Fake(lambda *_: status) as fake, pytest.raises(ValueError, match=f"HTTP {status}") as failed:
-        run(fake.url, asks(50), Arrivals(math.inf, 2, 0))
+        run_load(fake.url, make_requests(50), Arrivals(math.inf, 2, 0))
     assert status == 404 or "benchmark_served.server.api_key_env" in str(failed.value)
     assert len(fake.bodies) <= 3
 
 
-def test_a_server_that_is_gone_is_looked_after() -> None:
+def test_a_failed_connection_calls_the_check() -> None:
     def check() -> None:
         raise ValueError("the sglang server ended with status 7")
 
-    with Fake() as gone:
+    with Fake() as closed:
         pass
     with pytest.raises(ValueError, match="ended with status 7"):
-        run(gone.url, asks(5), check=check)
+        run_load(closed.url, make_requests(5), check=check)
     with pytest.raises(
         ValueError, match=r"can't be asked: .*; is it running\? Correct benchmark_served.server.base_urls"
     ):
-        run(gone.url, asks(5), engine=None)
+        run_load(closed.url, make_requests(5), engine=None)
 
 
 def test_another_model_is_refused_before_anything_is_asked() -> None:
     with Fake(models={"data": [{"id": "other", "owned_by": "sglang"}]}) as fake:
         with pytest.raises(ValueError, match=r"serves other, expected tiny; correct benchmark_served.server.base_urls"):
-            run(fake.url, asks(3), engine=None)
+            run_load(fake.url, make_requests(3), engine=None)
         assert not fake.bodies
 
 
 def test_the_warm_up_counts_nowhere() -> None:
     """Its first request takes long and one fails; the cache is flushed between it and the load."""
-    said = {0: Streamed([(0.1, 1)]), 1: 500}
-    with sglang(Fake(lambda _, number: said.get(number, Streamed([(0.02, 1)])))) as fake:
-        found = run(fake.url, asks(5, [1]), Arrivals(math.inf, 4, 0), warmup=asks(3, [2]), engine="sglang")
+    replies = {0: Streamed([(0.1, 1)]), 1: 500}
+    with add_sglang_pages(Fake(lambda _, index: replies.get(index, Streamed([(0.02, 1)])))) as fake:
+        found = run_load(
+            fake.url, make_requests(5, [1]), Arrivals(math.inf, 4, 0), warmup=make_requests(3, [2]), engine="sglang"
+        )
     assert len(found.records) == 5 and all(r.due >= fake.streams[0][0] for r in found.records)
     assert found.warmup_failed == {"http 500": 1} and found.max_in_flight == 4
     assert fake.paths == ["/generate"] * 3 + ["/flush_cache?timeout=30"] + ["/generate"] * 5 + ["/server_info"]
     assert [b["input_ids"] for b in fake.bodies] == [[2]] * 3 + [[1]] * 5
 
 
-def test_a_warm_up_that_fails_whole_stops_it() -> None:
+def test_a_load_stops_where_the_whole_warm_up_fails() -> None:
     with (
         Fake(lambda *_: 500) as fake,
         pytest.raises(ValueError, match=r"failed all 2 requests of the warm-up, the first: HTTP 500 .*status 500"),
     ):
-        run(fake.url, asks(5), warmup=asks(2))
+        run_load(fake.url, make_requests(5), warmup=make_requests(2))
     with Fake() as fake, pytest.raises(ValueError, match="did not flush its cache: HTTP 404"):  # not an SGLang at all
-        run(fake.url, asks(5, [1]), engine="sglang")
+        run_load(fake.url, make_requests(5, [1]), engine="sglang")
 
 
 def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
-    with sglang(Fake(lambda *_: Streamed([(0.02, 1)]))) as fake:
+    with add_sglang_pages(Fake(lambda *_: Streamed([(0.02, 1)]))) as fake:
         fake.pages["/flush_cache"] = lambda: time.sleep(1.8) or b""
-        found = run(fake.url, asks(1, [1]), request_timeout_s=1.2, engine="sglang")
+        found = run_load(fake.url, make_requests(1, [1]), request_timeout_s=1.2, engine="sglang")
     assert found.records[0].failure_reason is None
 
 
@@ -208,24 +210,26 @@ def test_requests_in_each_dialect() -> None:
         path, data = load_generator.build_request(ask, engine, "tiny")
         return path, json.loads(data)
 
-    (ids,) = asks(1, [1, 2], ignore_eos=True, max_tokens=5, engine_fields={"image_data": ["x"]})
+    (ids,) = make_requests(1, [1, 2], ignore_eos=True, max_tokens=5, engine_fields={"image_data": ["x"]})
     assert body(ids, "sglang") == ("/generate", {
         "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "ignore_eos": True},
         "stream": True, "image_data": ["x"],
     })  # fmt: skip
-    path, said = body(ids, "vllm")
-    assert path == "/v1/completions" and said["prompt"] == [1, 2] and said["ignore_eos"] is True
-    (words,) = asks(1, max_tokens=5)
-    path, said = body(words, "openai")
-    assert path == "/v1/chat/completions" and said["messages"] == words.prompt and "ignore_eos" not in said
-    (few,) = asks(1, [1, 2], top_k=20)
-    assert body(few, "sglang")[1]["sampling_params"]["top_k"] == 20 and body(few, "vllm")[1]["top_k"] == 20
+    path, request_body = body(ids, "vllm")
+    assert path == "/v1/completions" and request_body["prompt"] == [1, 2] and request_body["ignore_eos"] is True
+    (words,) = make_requests(1, max_tokens=5)
+    path, request_body = body(words, "openai")
+    assert (
+        path == "/v1/chat/completions" and request_body["messages"] == words.prompt and "ignore_eos" not in request_body
+    )
+    (top_k,) = make_requests(1, [1, 2], top_k=20)
+    assert body(top_k, "sglang")[1]["sampling_params"]["top_k"] == 20 and body(top_k, "vllm")[1]["top_k"] == 20
     with pytest.raises(ValueError, match="takes top_k, found openai"):
-        load_generator.build_request(asks(1, top_k=20)[0], "openai", "tiny")
+        load_generator.build_request(make_requests(1, top_k=20)[0], "openai", "tiny")
     with pytest.raises(ValueError, match="0: expected an engine that takes ignore_eos, found openai"):
         load_generator.build_request(ids, "openai", "tiny")
     with pytest.raises(ValueError, match="takes token ids as prompts, found transformers"):
-        load_generator.build_request(asks(1, [1])[0], "transformers", "tiny")
+        load_generator.build_request(make_requests(1, [1])[0], "transformers", "tiny")
 
 
 def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
@@ -234,7 +238,7 @@ def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
             load_generator.run_load(
                 fake.url,
                 "tiny",
-                asks(20),
+                make_requests(20),
                 Arrivals(math.inf, 5, 0),
                 60.0,
                 [],
@@ -293,30 +297,30 @@ def test_objects_that_were_frozen_before_a_load_stay_so_and_others_do_not(frozen
         "        assert gc.get_freeze_count() > kept\n"
         "    assert (gc.get_freeze_count() > 0) == (kept > 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
 
 
-def test_records_come_in_the_order_of_the_asks() -> None:
+def test_records_come_in_the_order_of_the_requests() -> None:
     """The last is answered first."""
-    answered: list[str] = []
+    answered_ids: list[str] = []
 
     def reply(body: dict[str, Any], _number: int) -> Streamed:
-        return Streamed([(0.0, 1)], ready=lambda: len(answered) == body["seed"])
+        return Streamed([(0.0, 1)], ready=lambda: len(answered_ids) == body["seed"])
 
     class Watched(load_generator.AnswerStream):
         def end(self, now: float) -> None:
             super().end(now)
-            answered.append(self.record.id)
+            answered_ids.append(self.record.id)
 
     with Fake(reply) as fake, pytest.MonkeyPatch.context() as patch:
-        wanted = [
+        requests = [
             LoadRequest(str(n), [{"role": "user", "content": "x"}], 8, 0.0, 1.0, None, False, {"seed": 4 - n})
             for n in range(5)
         ]
         patch.setattr(load_generator, "AnswerStream", Watched)
-        found = run(fake.url, wanted)
-    assert answered == ["4", "3", "2", "1", "0"]
+        found = run_load(fake.url, requests)
+    assert answered_ids == ["4", "3", "2", "1", "0"]
     assert [r.id for r in found.records] == ["0", "1", "2", "3", "4"]
 
 

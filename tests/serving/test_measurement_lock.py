@@ -36,10 +36,10 @@ def test_servers_start_together_and_are_measured_one_at_a_time(tmp_path: Path, m
     words = [sys.executable, "-c", STAGE, str(log)]
     stages = [subprocess.Popen([*words, name, "3"]) for name in "abc"]
     assert [stage.wait(60) for stage in stages] == [0, 0, 0]
-    said = log.read_text().splitlines()
-    assert {line.split()[0] for line in said[:3]} == {"starts"}
-    measured = [line for line in said if line.startswith("measure")]
-    assert said[6:] == measured, "nobody was measured while another started"
+    events = log.read_text().splitlines()
+    assert {line.split()[0] for line in events[:3]} == {"starts"}
+    measured = [line for line in events if line.startswith("measure")]
+    assert events[6:] == measured, "nobody was measured while another started"
     assert all(
         first.split()[1] == second.split()[1] for first, second in zip(measured[::2], measured[1::2], strict=True)
     )

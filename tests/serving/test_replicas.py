@@ -48,9 +48,9 @@ def plan(device: str, *launch_args: str) -> ServerGroup:
     return replicas.plan_replicas("sglang", "/target", "bfloat16", device, False, launch_args, 60.0, Path("logs"), None)
 
 
-def is_listening(one: ServerProcess) -> bool:
+def is_listening(server: ServerProcess) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((free_port.HOST, one.port)) == 0
+        return probe.connect_ex((free_port.HOST, server.port)) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_each_group_of_gpus_has_a_server(
     four_gpus: Path, device: str, launch_args: list[str], expected: list[str | None]
 ) -> None:
     planned = plan(device, *launch_args).servers
-    assert [one.gpus for one in planned] == expected
-    assert len({one.port for one in planned}) == len({one.log for one in planned}) == len(expected)
-    assert all(one.line[-len(launch_args) :] == launch_args for one in planned if launch_args)
+    assert [server.gpus for server in planned] == expected
+    assert len({server.port for server in planned}) == len({server.log for server in planned}) == len(expected)
+    assert all(server.line[-len(launch_args) :] == launch_args for server in planned if launch_args)
 
 
 def test_unused_gpus_are_told(four_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,21 +98,21 @@ def test_replicas_start_together_each_on_its_gpus_and_end_together(four_gpus: Pa
     install(four_gpus)
     with plan("cuda", "--tp", "2") as running:
         assert all(map(is_listening, running.servers))
-        assert running.base_urls == [f"http://127.0.0.1:{one.port}" for one in running.servers]
-        assert [one.log.read_text().split("[")[0] for one in running.servers] == ["sees 4,5 ", "sees 6,7 "]
+        assert running.base_urls == [f"http://127.0.0.1:{server.port}" for server in running.servers]
+        assert [server.log.read_text().split("[")[0] for server in running.servers] == ["sees 4,5 ", "sees 6,7 "]
     assert not any(map(is_listening, running.servers))
 
 
-def test_one_that_cannot_start_stops_the_others(four_gpus: Path) -> None:
+def test_a_server_that_cannot_start_stops_the_others(four_gpus: Path) -> None:
     install(four_gpus, broken="6")
     planned = plan("cuda")
     with pytest.raises(ValueError, match=r"(?s)sglang server ended with status 1; its log, .*_2.log:.*no such device"):
         planned.__enter__()
     assert not any(map(is_listening, planned.servers))
-    assert [one.get_exit_status() is not None for one in planned.servers] == [True] * 4
+    assert [server.get_exit_status() is not None for server in planned.servers] == [True] * 4
 
 
-def test_one_that_is_closed_is_not_started_again(four_gpus: Path) -> None:
+def test_a_closed_server_is_not_restarted(four_gpus: Path) -> None:
     """A check in another thread may still run when the block ends."""
     install(four_gpus)
     with plan("cuda:0") as running:

@@ -47,7 +47,7 @@ def start_stage(program: str, port: int, log: Path) -> subprocess.Popen:
     return parent
 
 
-def test_it_is_ready_inside_and_gone_after(tmp_path: Path) -> None:
+def test_a_server_answers_inside_the_block_and_has_ended_after_it(tmp_path: Path) -> None:
     port = free_port.find_free_port()
     with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
@@ -95,12 +95,12 @@ def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     port, log = free_port.find_free_port(), tmp_path / "log"
     with server.ServerProcess("vllm", line(DAEMONISES, port), port, log, 60, settle_s=0.5, restarts=1) as running:
         daemon = int(httpx.get(running.base_url, trust_env=False).text)
-        falls(running)
+        crash(running)
         assert running.get_exit_status() == 7 and has_ended(daemon, 0)
         running.check_alive()
-        other = int(httpx.get(running.base_url, trust_env=False).text)
-        assert other != daemon
-    assert has_ended(other, 5)
+        new_daemon = int(httpx.get(running.base_url, trust_env=False).text)
+        assert new_daemon != daemon
+    assert has_ended(new_daemon, 5)
 
 
 @needs_subreaper
@@ -121,7 +121,7 @@ def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
     assert has_ended(child, 10)
 
 
-def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
+def test_a_server_has_ended_after_an_error_in_the_block(tmp_path: Path) -> None:
     port = free_port.find_free_port()
     children = []
 
@@ -135,19 +135,19 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
     assert has_ended(children[0])
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
-def test_it_is_gone_when_the_stage_is_killed(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize("kill_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_a_server_ends_when_its_stage_is_killed(tmp_path: Path, kill_signal: signal.Signals) -> None:
     port = free_port.find_free_port()
     parent = start_stage(SERVES, port, tmp_path / "log")
     child = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
-    os.kill(parent.pid, how)
+    os.kill(parent.pid, kill_signal)
     parent.wait(60)
     assert has_ended(child)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}", trust_env=False)
 
 
-def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
+def test_a_server_that_ends_at_start_shows_its_log(tmp_path: Path) -> None:
     port = free_port.find_free_port()
     broken = "import sys; print('CUDA is not there'); sys.exit(3)"
     begun = time.monotonic()
@@ -159,7 +159,7 @@ def test_one_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 60  # it was not given all the time it had to be ready
 
 
-def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
+def test_a_server_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     port = free_port.find_free_port()
     sleeps = ["sh", "-c", "echo $$; exec sleep 99"]
     with (
@@ -170,14 +170,14 @@ def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
     assert has_ended(int((tmp_path / "log").read_text().split()[0]))
 
 
-def test_one_whose_port_another_holds_is_ended_at_once(tmp_path: Path) -> None:
+def test_a_server_whose_port_is_taken_is_ended_at_once(tmp_path: Path) -> None:
     """Bug: SGLang 0.5.17 lives on without its HTTP server, and the stage waited for it until start_timeout_s."""
     port, log = free_port.find_free_port(), tmp_path / "log"
-    said = f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use"
+    message = f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use"
     lives_on = [
         "sh",
         "-c",
-        f'echo $$; echo "the port {port + 1}: address already in use"; sleep 1; echo "{said}"; exec sleep 99',
+        f'echo $$; echo "the port {port + 1}: address already in use"; sleep 1; echo "{message}"; exec sleep 99',
     ]
     begun = time.monotonic()
     with (
@@ -232,7 +232,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def falls(running: server.ServerProcess) -> None:
+def crash(running: server.ServerProcess) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{running.base_url}/fall", trust_env=False)
     until = time.monotonic() + 60
@@ -240,16 +240,18 @@ def falls(running: server.ServerProcess) -> None:
         time.sleep(0.01)
 
 
-def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_crashes_is_restarted_a_limited_number_of_times(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     port, log = free_port.find_free_port(), tmp_path / "log"
     with server.ServerProcess("vllm", line(FALLS, port), port, log, 60, settle_s=0.5, restarts=2, threads=3) as running:
         for often in (1, 2):
-            falls(running)
+            crash(running)
             running.check_alive()
             assert running.restarted == often
             assert httpx.get(running.base_url, trust_env=False).text == "up"
         running.check_alive()
-        falls(running)
+        crash(running)
         with pytest.raises(
             ValueError, match=r"(?s)the vllm server ended with status 7, after 2 restarts; its log, .*the engine fell"
         ):
@@ -258,7 +260,7 @@ def test_one_that_falls_is_started_again_and_then_no_more(tmp_path: Path, capfd:
     assert log.read_text().count("threads 3\n") == 3  # the log of before stays
 
 
-def test_one_that_ends_before_it_is_ready_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_server_that_ends_before_it_is_ready_is_not_restarted(tmp_path: Path) -> None:
     port, log = free_port.find_free_port(), tmp_path / "log"
     broken = "import sys; print('no such flag'); sys.exit(2)"
     with (

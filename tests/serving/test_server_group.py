@@ -34,4 +34,6 @@ def test_servers_are_told_to_end_before_any_has_ended(tmp_path: Path) -> None:
         servers.append(server.ServerProcess("sglang", line, port, tmp_path / f"log-{port}", 60, settle_s=5.0))
     with ServerGroup(servers) as group:
         assert len(set(group.base_urls)) == 3
-    assert sorted(path.name for path in tmp_path.glob("ended-*")) == sorted(f"ended-{one.port}" for one in servers)
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == sorted(
+        f"ended-{server.port}" for server in servers
+    )

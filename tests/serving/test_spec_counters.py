@@ -15,35 +15,35 @@ def engine(rng: random.Random, depth: int, limit: int, retractions: int) -> tupl
     Each token knows whether it was drafted; the answer is the first `limit` of them.
     """
     drafted = [False]  # the prefill's
-    histogram, put_back = [0] * (depth + 1), 0
-    again = sorted(rng.sample(range(1, limit), retractions))
+    histogram, retracted = [0] * (depth + 1), 0
+    restarts = sorted(rng.sample(range(1, limit), retractions))
     while len(drafted) < limit:
-        if again and len(drafted) >= again[0]:  # put back and prefilled again
-            again.pop(0)
+        if restarts and len(drafted) >= restarts[0]:  # put back and prefilled again
+            restarts.pop(0)
             drafted.append(False)
-            put_back += 1
+            retracted += 1
             continue
         accepted = rng.randint(0, depth)
         drafted += [True] * accepted + [False]
         histogram[accepted] += 1
     cycles = sum(histogram)
-    said = {"spec_correct_drafts_histogram": histogram, "spec_verify_ct": cycles, "num_retractions": put_back}
-    return said, limit, sum(drafted[:limit]), cycles
+    figures = {"spec_correct_drafts_histogram": histogram, "spec_verify_ct": cycles, "num_retractions": retracted}
+    return figures, limit, sum(drafted[:limit]), cycles
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
     rng = random.Random(seed)
-    said, tokens, accepted, cycles = engine(rng, rng.randint(1, 10), rng.randint(2, 60), rng.randint(0, 1))
-    found = spec_counters.count_request(said, tokens)
+    figures, tokens, accepted, cycles = engine(rng, rng.randint(1, 10), rng.randint(2, 60), rng.randint(0, 1))
+    found = spec_counters.count_request(figures, tokens)
     assert found and (found.cycles, found.accepted) == (cycles, accepted)
-    assert found.clipped and found.histogram == said["spec_correct_drafts_histogram"]
+    assert found.clipped and found.histogram == figures["spec_correct_drafts_histogram"]
 
 
 def test_the_example_of_the_docs() -> None:
     """14 tokens in 4 cycles: SGLang's own accept length is 3.5, of which the prefill's token is 0.25."""
-    said = {"spec_accept_histogram": [1, 0, 0, 3], "spec_verify_ct": 4, "spec_accept_length": 3.5}
-    found = spec_counters.count_request(said, 14)
+    figures = {"spec_accept_histogram": [1, 0, 0, 3], "spec_verify_ct": 4, "spec_accept_length": 3.5}
+    found = spec_counters.count_request(figures, 14)
     assert found == (4, 9, True, [1, 0, 0, 3])
     assert (found.accepted + found.cycles) / found.cycles == 3.25
 
@@ -56,7 +56,7 @@ def test_a_cut_last_cycle_by_hand() -> None:
     assert found and found.accepted == 5
 
 
-def test_who_does_not_speculate_says_nothing() -> None:
+def test_an_answer_without_speculation_has_no_counts() -> None:
     assert spec_counters.count_request({"finish_reason": "stop"}, 20) is None
     assert spec_counters.count_request({}, 1) == (0, 0, True, [])  # no cycle was needed
 
@@ -69,9 +69,9 @@ def test_who_does_not_speculate_says_nothing() -> None:
         ({"spec_accept_histogram": [0, 2], "spec_verify_ct": 3}, 5),
     ],
 )
-def test_figures_that_do_not_add_up_are_refused(said: dict[str, Any], tokens: int) -> None:
+def test_figures_that_do_not_add_up_are_refused(figures: dict[str, Any], tokens: int) -> None:
     with pytest.raises(ValueError, match="don't add up"):
-        spec_counters.count_request(said, tokens)
+        spec_counters.count_request(figures, tokens)
 
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.

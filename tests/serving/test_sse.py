@@ -23,14 +23,14 @@ def chunk(text: str | None, total: int | None = None, finish: str | None = None,
 
 
 def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: Any) -> dict[str, Any]:
-    said = {"prompt_tokens": 5, "completion_tokens": total, "finish_reason": finish, **meta}
-    return {"text": text, "output_ids": ids, "meta_info": said}
+    meta_info = {"prompt_tokens": 5, "completion_tokens": total, "finish_reason": finish, **meta}
+    return {"text": text, "output_ids": ids, "meta_info": meta_info}
 
 
 def read(data: bytes, generate: bool = False, size: int = 10**9) -> RequestRecord:
     stream = AnswerStream(RequestRecord("a"), generate)
-    for number, start in enumerate(range(0, len(data), size)):
-        stream.feed(data[start : start + size], float(number))
+    for index, start in enumerate(range(0, len(data), size)):
+        stream.feed(data[start : start + size], float(index))
     stream.end(99.0)
     return stream.record
 
@@ -58,47 +58,47 @@ def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
     assert stream.engine_meta["spec_verify_ct"] == 2
 
 
-def test_only_what_is_new_is_put_together() -> None:
-    told = sse(native("a", [7], 1), native(" b", [8, 9], 3), native(" c", [2], 4, END))
-    stream = read(told, generate=True)
+def test_incremental_output_is_concatenated() -> None:
+    data = sse(native("a", [7], 1), native(" b", [8, 9], 3), native(" c", [2], 4, END))
+    stream = read(data, generate=True)
     assert (stream.text, stream.ids, [n for _, n in stream.events]) == ("a b c", [7, 8, 9, 2], [1, 2, 1])
 
 
 def test_comments_carriage_returns_and_a_last_line_without_an_end() -> None:
-    told = b": ping\r\n\r\n" + CHAT.replace(b"\n", b"\r\n").replace(
+    data = b": ping\r\n\r\n" + CHAT.replace(b"\n", b"\r\n").replace(
         b"data: [DONE]\r\n\r\n", b": ping\r\n\r\ndata: [DONE]"
     )
-    assert read(told).output_tokens == 5
+    assert read(data).output_tokens == 5
     last = sse(native("a b", [7, 8], 2, END)).rstrip()
     assert read(last, generate=True).events == [(99.0, 2)]
 
 
 def test_text_without_counts_is_an_event_a_piece() -> None:
-    told = sse(chunk(""), chunk("a"), chunk("b c"), chunk("", 4, "length"))
-    stream = read(told)
+    data = sse(chunk(""), chunk("a"), chunk("b c"), chunk("", 4, "length"))
+    stream = read(data)
     assert not stream.has_token_counts and stream.output_tokens == 4
     assert [tokens for _, tokens in stream.events] == [1, 1]
     assert read(sse(chunk("a"), chunk("b"), chunk("", 2, "length"))).has_token_counts  # as many as there are tokens
 
 
 def test_thoughts_and_token_ids() -> None:
-    told = sse(
+    data = sse(
         {"choices": [{"delta": {"reasoning_content": "hm"}, "token_ids": [3]}]},
         {"choices": [{"delta": {"reasoning": "so"}, "token_ids": [4]}]},
         {"choices": [{"delta": {"content": "yes"}, "token_ids": [5, 2], "finish_reason": "stop"}]},
     )
-    stream = read(told)
+    stream = read(data)
     assert (stream.text, stream.ids, len(stream.events)) == ("yes", [3, 4, 5, 2], 3)
 
 
 def test_plain_completions_and_sglangs_details() -> None:
     details = {"spec_correct_drafts_histogram": [1, 1], "spec_verify_ct": 2}
-    told = sse(
+    data = sse(
         {"choices": [{"text": "a b", "finish_reason": None}], "usage": {"prompt_tokens": 5, "completion_tokens": 2}},
         {"choices": [{"text": " c", "finish_reason": "length"}], "usage": {"prompt_tokens": 5, "completion_tokens": 4}},
         {"choices": [], "sglext": {"spec_tokens_details": details}},
     )
-    stream = read(told)
+    stream = read(data)
     assert (stream.text, stream.output_tokens, stream.engine_meta) == ("a b c", 4, details)
 
 
@@ -119,13 +119,13 @@ def test_plain_completions_and_sglangs_details() -> None:
         (sse(chunk("a", 3), chunk("b", 2)), False, "malformed"),
     ],
 )
-def test_what_is_no_whole_answer_has_a_reason(told: bytes, generate: bool, reason: str) -> None:
+def test_an_incomplete_answer_fails_with_a_reason(data: bytes, generate: bool, reason: str) -> None:
     with pytest.raises(http_session.ExchangeFailedError) as failed:
-        read(told, generate)
+        read(data, generate)
     assert failed.value.reason == reason
 
 
-def test_a_refusal_that_comes_in_the_stream_is_one() -> None:
+def test_a_refusal_inside_the_stream_is_raised_as_one() -> None:
     """SGLang looks at the request when the response has begun: 200, and then that it is too long."""
     with pytest.raises(http_session.RequestRefusedError, match="HTTP 400 too long"):
         read(sse({"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}), True)

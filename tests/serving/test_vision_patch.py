@@ -135,15 +135,15 @@ def run_probe(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch, own
     (tmp_path / "probe.py").write_text(PROBE)
     environment = os.environ | vision_patch.build_environment()
     line = [sys.executable, "-B", str(tmp_path / "probe.py")]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
-    (tmp_path / "log").write_text(done.stderr)
-    return done
+    completed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+    (tmp_path / "log").write_text(completed.stderr)
+    return completed
 
 
 def test_the_draft_is_given_what_it_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run_probe(tmp_path, "0.5.17", monkeypatch)
-    assert eval(done.stdout) == CORRECT, done.stderr
-    assert "own sitecustomize" in done.stderr
+    completed = run_probe(tmp_path, "0.5.17", monkeypatch)
+    assert eval(completed.stdout) == CORRECT, completed.stderr
+    assert "own sitecustomize" in completed.stderr
     assert "drafted with the vision patch of SGLang 0.5.17" in str(
         vision_patch.describe_outcome(tmp_path / "log", "0.5.17")
     )
@@ -153,18 +153,19 @@ def test_the_draft_is_given_what_it_was_trained_on(tmp_path: Path, monkeypatch: 
 def test_another_version_is_left_alone_with_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    done = run_probe(tmp_path, version, monkeypatch)
-    assert eval(done.stdout) == FAULTY, done.stderr
-    assert f"aerie vision patch: not applied to SGLang {version}, expected 0.5.17" in done.stderr
+    completed = run_probe(tmp_path, version, monkeypatch)
+    assert eval(completed.stdout) == FAULTY, completed.stderr
+    assert f"aerie vision patch: not applied to SGLang {version}, expected 0.5.17" in completed.stderr
     notice = vision_patch.describe_outcome(tmp_path / "log", version)
     assert notice is None if version == "0.5.23" else "SGLang 0.5.18 was not patched" in str(notice)
 
 
 def test_a_changed_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run_probe(tmp_path, "0.5.17", monkeypatch, own_digests=False)
-    assert done.returncode and not done.stdout
+    completed = run_probe(tmp_path, "0.5.17", monkeypatch, own_digests=False)
+    assert completed.returncode and not completed.stdout
     assert (
-        "aerie vision patch: refused: sglang.srt.managers.mm_utils.general_mm_embed_routine has digest" in done.stderr
+        "aerie vision patch: refused: sglang.srt.managers.mm_utils.general_mm_embed_routine has digest"
+        in completed.stderr
     )
     with pytest.raises(ValueError, match=r"was to run with the vision patch.*its Python must read PYTHONPATH"):
         vision_patch.describe_outcome(tmp_path / "log", "0.5.17")
