@@ -15,7 +15,7 @@ from tests.serving.engine_double import FORK_VARIABLE
 
 
 @pytest.fixture(scope="module")
-def made(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_project(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
     project = tmp_path_factory.mktemp("served")
     for name in (
@@ -44,7 +44,7 @@ def forked_doubles(torch_server: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def running(made: Path, forked_doubles: None) -> Iterator[str]:
+def running_url(shared_project: Path, forked_doubles: None) -> Iterator[str]:
     """The URL of a server of e003 and t5_1_6 that somebody else started."""
     port = free_port.find_free_port()
     line = [
@@ -57,25 +57,30 @@ def running(made: Path, forked_doubles: None) -> Iterator[str]:
         "--speculative-algorithm",
         "EAGLE3",
     ]
-    line += ["--speculative-draft-model-path", str(made / "drafts/e003/draft"), "--speculative-num-steps", "5"]
+    line += [
+        "--speculative-draft-model-path",
+        str(shared_project / "drafts/e003/draft"),
+        "--speculative-num-steps",
+        "5",
+    ]
     line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs-decode", "8"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
-        patch.setenv("PYTHONPATH", str(made))
-        with server.ServerProcess("sglang", line, port, made / "log", 60):
+        patch.chdir(shared_project)
+        patch.setenv("PYTHONPATH", str(shared_project))
+        with server.ServerProcess("sglang", line, port, shared_project / "log", 60):
             yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
-def project(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """There, with settings of its own, and no cell."""
-    monkeypatch.chdir(made)
-    monkeypatch.setenv("PYTHONPATH", str(made))
-    shutil.copy(ROOT / "params.yaml", made)
-    shutil.rmtree(made / "results/cells", ignore_errors=True)
-    given = YAML(typ="safe").load((made / "params.yaml").read_text())["benchmark_served"]["server"]
+def project(shared_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the shared project with its own settings and without cells; it is the working directory."""
+    monkeypatch.chdir(shared_project)
+    monkeypatch.setenv("PYTHONPATH", str(shared_project))
+    shutil.copy(ROOT / "params.yaml", shared_project)
+    shutil.rmtree(shared_project / "results/cells", ignore_errors=True)
+    server_params = YAML(typ="safe").load((shared_project / "params.yaml").read_text())["benchmark_served"]["server"]
     edit_params(
-        made,
+        shared_project,
         {
             "target": {"num_threads": 1},
             "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}}},
@@ -83,8 +88,8 @@ def project(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "benchmark": {"workloads": {"eval": LOAD}, "checkpoints": ["e003"]},
             "benchmark_served": {
                 "workloads": ["eval"], "checkpoints": ["e003"], "trees": ["t5_1_6", "t8_2_16"],
-                "server": {**given, "command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
+                "server": {**server_params, "command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
             },
         },
     )  # fmt: skip
-    return made
+    return shared_project

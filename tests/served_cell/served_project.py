@@ -13,13 +13,13 @@ DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]
 LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
 
 
-def ask(project: Path, **changes: Any) -> None:
+def edit_server(project: Path, **changes: Any) -> None:
     """Change keys of benchmark_served.server."""
-    given = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
-    edit_params(project, {"benchmark_served": {"server": {**given, **changes}}})
+    server_params = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
+    edit_params(project, {"benchmark_served": {"server": {**server_params, **changes}}})
 
 
-def replayed(tree: str) -> dict[str, Any]:
+def read_replayed_tree(tree: str) -> dict[str, Any]:
     steps, topk, tokens = map(int, tree[1:].split("_"))
     return next(
         t

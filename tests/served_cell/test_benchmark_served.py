@@ -29,25 +29,28 @@ from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
 from tests.conftest import edit_params, has_ended
-from tests.served_cell.served_project import DOUBLE, LOAD, ask, replayed
+from tests.served_cell.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
 from tests.serving.engine_double import FORK_VARIABLE
 
 
 @pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
-def test_what_is_served_is_what_replay_said(tree: str, project: Path) -> None:
+def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
     """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
     benchmark_served.main("eval", "e003", tree)
     (found,) = served_records.read_served_cell("eval", "e003", tree)["points"]
-    expected = replayed(tree)
-    got = found["acceptance"]
-    assert (got["cycles"], got["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
-    assert got["tau"] == pytest.approx(expected["tau"], abs=1e-12) and got["tau_low"] <= got["tau"] <= got["tau_high"]
-    assert sum(got["histogram"]) == got["cycles"] and got["clipped"]
-    assert got["engine"]["avg_spec_accept_length"] == pytest.approx(got["tau"])
+    expected = read_replayed_tree(tree)
+    acceptance = found["acceptance"]
+    assert (acceptance["cycles"], acceptance["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
+    assert (
+        acceptance["tau"] == pytest.approx(expected["tau"], abs=1e-12)
+        and acceptance["tau_low"] <= acceptance["tau"] <= acceptance["tau_high"]
+    )
+    assert sum(acceptance["histogram"]) == acceptance["cycles"] and acceptance["clipped"]
+    assert acceptance["engine"]["avg_spec_accept_length"] == pytest.approx(acceptance["tau"])
     assert [r["failed"] for r in found["requests"]] == [None] * 6 and not found["warnings"]
 
 
-def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
+def test_a_baseline_cell_has_the_same_answers_without_a_draft(project: Path) -> None:
     benchmark_served.main("eval")
     benchmark_served.main("eval", "e003", "t5_1_6")
     plain, drafted = (
@@ -65,20 +68,20 @@ def test_a_baseline_says_the_same_without_a_draft(project: Path) -> None:
 
 
 def test_a_sweep_is_one_server_and_a_point_for_each_pair(
-    project: Path, running: str, monkeypatch: pytest.MonkeyPatch
+    project: Path, running_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the warm-up comes before the first load at each concurrency, at most as many prompts; one before the others."""
     read, run_load, warmups = workload_prompts.read_prompts, load_generator.run_load, []
     monkeypatch.setattr(workload_prompts, "read_prompts", lambda name: (read(name)[0], read(name)[0].head(3)))
 
-    async def note_warmup(*given: Any) -> Any:
-        warmups.append(len(given[5]))
-        return await run_load(*given)
+    async def note_warmup(*args: Any) -> Any:
+        warmups.append(len(args[5]))
+        return await run_load(*args)
 
     monkeypatch.setattr(load_generator, "run_load", note_warmup)
     sweep = {**LOAD, "num_prompts": [2, 6], "max_new_tokens": [5, 20], "concurrency": [1, 3], "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch_workloads": []}})
-    ask(project, base_urls={"e003-t5_1_6": running}, command=["/nowhere"], model="artifacts/target")
+    edit_server(project, base_urls={"e003-t5_1_6": running_url}, command=["/nowhere"], model="artifacts/target")
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
@@ -90,12 +93,12 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     assert warmups == [2, 3, 1, 1, 1, 1, 1, 1]
 
 
-def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, running: str) -> None:
+def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, running_url: str) -> None:
     talk = {**LOAD, "prompts": "mt_bench", "num_prompts": 3, "turns": "all", "max_new_tokens": 10}
     edit_params(
         project, {"benchmark": {"workloads": {"eval": LOAD, "talk": talk}}, "benchmark_served": {"workloads": ["talk"]}}
     )
-    ask(project, base_urls={"e003-t5_1_6": running}, model="artifacts/target")
+    edit_server(project, base_urls={"e003-t5_1_6": running_url}, model="artifacts/target")
     prepare_prompts.main("talk")
     benchmark_served.main("talk", "e003", "t5_1_6")
     (point,) = served_records.read_served_cell("talk", "e003", "t5_1_6")["points"]
@@ -109,30 +112,32 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
         assert second["prompt_tokens"] > first["prompt_tokens"] + len(row["later"][0].split())
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 def test_vllms_cycles_and_accepted_drafts_are_replays(
-    at_once: int, version: str, project: Path, monkeypatch: pytest.MonkeyPatch
+    concurrency: int, version: str, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each request: from 0.30 on as it reports them, before by the counters around it, if it is alone."""
     monkeypatch.setattr(engine_versions, "find_version", lambda *_: version)
-    ask(project, command=[*DOUBLE, "vllm", "serve"])
+    edit_server(project, command=[*DOUBLE, "vllm", "serve"])
     edit_params(
         project,
         {
-            "benchmark": {"workloads": {"eval": {**LOAD, "concurrency": at_once}}},
+            "benchmark": {"workloads": {"eval": {**LOAD, "concurrency": concurrency}}},
             "benchmark_served": {"engine": "vllm"},
         },
     )
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     (point,) = found["points"]
-    got, expected = point["acceptance"], replayed("t5_1_6")
+    acceptance, expected = point["acceptance"], read_replayed_tree("t5_1_6")
     assert ("--per-request-spec-decode-metrics" in found["server"]["command"]) == (version == "0.33.0")
-    assert got["cycles"] == int(expected["cycles"]) and got["tau"] == pytest.approx(expected["tau"], abs=1e-12)
-    known = version == "0.33.0" or at_once == 1
-    assert got["clipped"] == known and (got["tau_low"] is not None) == known
-    assert all((request["cycles"] is not None) == known for request in point["requests"])
+    assert acceptance["cycles"] == int(expected["cycles"]) and acceptance["tau"] == pytest.approx(
+        expected["tau"], abs=1e-12
+    )
+    by_request = version == "0.33.0" or concurrency == 1
+    assert acceptance["clipped"] == by_request and (acceptance["tau_low"] is not None) == by_request
+    assert all((request["cycles"] is not None) == by_request for request in point["requests"])
 
 
 def test_a_cell_says_whether_its_server_samples_drafts() -> None:
@@ -151,24 +156,24 @@ def test_a_cell_says_whether_its_server_samples_drafts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "tree", "said"),
+    ("engine", "tree", "problem"),
     [
         ("sglang", "t8_2_8", "at least num_steps + 1 = 9, found 8"),
         ("vllm", "t8_2_16", "chains only, this tree has topk 2"),
     ],
 )
-def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str, said: str, project: Path) -> None:
+def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str, problem: str, project: Path) -> None:
     """And no server is started: `command` would fail."""
-    ask(project, command=["/nowhere"])
+    edit_server(project, command=["/nowhere"])
     edit_params(project, {"benchmark_served": {"engine": engine}})
     benchmark_served.main("eval", "e003", tree)
     found = served_records.read_served_cell("eval", "e003", tree)
-    assert found["status"] == "unsupported" and said in found["reason"] and found["points"] == []
+    assert found["status"] == "unsupported" and problem in found["reason"] and found["points"] == []
     assert found.draft_sampling == "greedy"
 
 
 @pytest.mark.parametrize(
-    ("changes", "workload", "said"),
+    ("changes", "workload", "message"),
     [
         ({"algorithm": "EAGLE"}, {}, r"tau is exactly 1\.00, no draft was accepted in \d+ cycles.*algorithm is EAGLE.*EAGLE3"),
         ({"launch_args": ["--cuda-graph-max-bs-decode", "2"]}, {"concurrency": 4}, "at most 2 requests in its CUDA graphs, exp"),
@@ -180,35 +185,35 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
         ({"base_urls": {"e003-t5_1_6": "http://127.0.0.1:9"}}, {}, "http://127.0.0.1:9 can't be asked"),
     ],
 )  # fmt: skip
-def test_what_would_measure_something_else_stops_with_a_reason(
-    changes: dict[str, Any], workload: dict[str, Any], said: str, project: Path
+def test_settings_that_would_measure_something_else_are_refused(
+    changes: dict[str, Any], workload: dict[str, Any], message: str, project: Path
 ) -> None:
     """Each was reported by users as a slow draft: research/users.md, research/sglang.md."""
-    ask(project, **changes)
+    edit_server(project, **changes)
     edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch_workloads": []}})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         benchmark_served.main("eval", "e003", "t5_1_6")
     assert not served_records.locate_served_cell("eval", "e003", "t5_1_6").exists()
 
 
 def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
-    place = project / "drafts/e003/draft/config.json"
-    whole = atomic.read_json(place, "x")
-    atomic.write_json(place, {**whole, "max_position_embeddings": 80})
+    config_path = project / "drafts/e003/draft/config.json"
+    config = atomic.read_json(config_path, "x")
+    atomic.write_json(config_path, {**config, "max_position_embeddings": 80})
     try:
         with pytest.raises(ValueError, match=r"the draft holds 80 positions \(max_position_embeddings\)"):
             benchmark_served.main("eval", "e003", "t5_1_6")
     finally:
-        atomic.write_json(place, whole)
+        atomic.write_json(config_path, config)
 
 
-def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running: str) -> None:
-    ask(project, base_urls={"e003-t5_1_6": running}, model="artifacts/target", command=["/nowhere"])
+def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running_url: str) -> None:
+    edit_server(project, base_urls={"e003-t5_1_6": running_url}, model="artifacts/target", command=["/nowhere"])
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
-    assert found["points"][0]["acceptance"]["tau"] == pytest.approx(replayed("t5_1_6")["tau"])
+    assert found["points"][0]["acceptance"]["tau"] == pytest.approx(read_replayed_tree("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
-    ask(project, base_urls={"e003-t8_2_16": running}, model="artifacts/target", command=["/nowhere"])
+    edit_server(project, base_urls={"e003-t8_2_16": running_url}, model="artifacts/target", command=["/nowhere"])
     with pytest.raises(ValueError, match="reports speculative_num_steps 5, expected 8"):
         benchmark_served.main("eval", "e003", "t8_2_16")
 
@@ -221,34 +226,34 @@ def list_forks(folder: Path, server: str) -> list[psutil.Process]:
     return [c for c in found if c.info["ppid"] not in forks]  # a process that one of them starts is its copy at first
 
 
-def test_the_server_goes_with_the_stage(
+def test_the_server_ends_with_the_stage(
     project: Path, torch_server: str, forked_stages: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ended by Ctrl-C in the middle of its load, and killed: no server outlives it."""
     monkeypatch.delenv(FORK_VARIABLE)  # it is a child of the stage
-    for number in (signal.SIGINT, signal.SIGKILL):
+    for signal_number in (signal.SIGINT, signal.SIGKILL):
         line = [sys.executable, "-m", "stages.benchmark_served", "eval", "e003", "t5_1_6"]
         client = subprocess.Popen(line, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        until, children, before = time.monotonic() + 120, [], list_forks(project, torch_server)
+        until, children, forks_before = time.monotonic() + 120, [], list_forks(project, torch_server)
         while not any("tests.serving.engine_double" in " ".join(c.cmdline()) for c in children):
             assert time.monotonic() < until and client.poll() is None, client.communicate()[0]
-            stages = [c for c in list_forks(project, torch_server) if c not in before]
+            stages = [c for c in list_forks(project, torch_server) if c not in forks_before]
             children = [c for s in stages for c in s.children(recursive=True) if c.is_running()]
             time.sleep(0.05)
         (stage,) = stages
-        os.kill(stage.pid, number)
+        os.kill(stage.pid, signal_number)
         client.communicate(timeout=60)
         assert all(has_ended(child.pid, 30) for child in (stage, *children))
 
 
 def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
-    """As data: URLs in the order of their places, under the one key that SGLang's /generate has for them.
+    """As data: URLs in the order of the prompt's images, under the one key that SGLang's /generate has for them.
 
     Their own tokens stand once each: 0.5.17 never answers where they are repeated already.
     """
     paths = []
-    for number, colour in enumerate(["red", "blue"]):
-        paths.append(str(tmp_path / f"{number}.png"))
+    for index, colour in enumerate(["red", "blue"]):
+        paths.append(str(tmp_path / f"{index}.png"))
         Image.new("RGB", (8, 8), colour).save(paths[-1])
     w = Workload.model_validate(LOAD)
     url = partial(vision.CachedImageProcessor.build_data_url, None)  # which needs no target's processor
@@ -260,9 +265,14 @@ def test_pictures_go_with_the_token_ids(tmp_path: Path) -> None:
     (path, body) = load_generator.build_request(
         served_requests.make_request(work, row, 0, [1, 9, 9, 9, 9, 9, 2], 60), "sglang", "t"
     )
-    told = json.loads(body)
-    assert path == "/generate" and told["input_ids"] == [1, 9, 9, 2] and told["sampling_params"]["max_new_tokens"] == 30
-    shown = [
-        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in told["image_data"]
+    request_body = json.loads(body)
+    assert (
+        path == "/generate"
+        and request_body["input_ids"] == [1, 9, 9, 2]
+        and request_body["sampling_params"]["max_new_tokens"] == 30
+    )
+    colours = [
+        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0))
+        for url in request_body["image_data"]
     ]
-    assert shown == [(255, 0, 0), (0, 0, 255)]
+    assert colours == [(255, 0, 0), (0, 0, 255)]

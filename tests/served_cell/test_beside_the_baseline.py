@@ -33,9 +33,9 @@ def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.Captu
     benchmark_served.main("eval", "e003", "t5_1_6")
     found = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
-    said = capfd.readouterr().out.splitlines()
-    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
-    measured = [line.partition(",")[0] for line in said if " of 2)" in line]
+    output_lines = capfd.readouterr().out.splitlines()
+    started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
+    measured = [line.partition(",")[0] for line in output_lines if " of 2)" in line]
     assert started == ["baseline", "e003-t5_1_6"], "both stay up"
     assert measured == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
@@ -58,9 +58,9 @@ def test_the_turn_to_measure_ends_when_the_server_has_ended(
     assert were_free == [False] and measurement_lock._is_free("starting")
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("starts_together", [True, False])
 def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_size(
-    together: bool, project: Path, monkeypatch: pytest.MonkeyPatch
+    starts_together: bool, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that sizes its cache by the free memory that it finds would find what another is about to take."""
     events: list[str] = []
@@ -69,7 +69,7 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
         monkeypatch.setattr(
             server.ServerProcess, name, lambda self, name=name, run=original: (events.append(name), run(self))[1]
         )
-    monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: together)
+    monkeypatch.setattr(measured_server.ServerPlan, "can_start_together", lambda _: starts_together)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")
@@ -78,7 +78,7 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
         "baseline.log",
         "e003-t5_1_6.log",
     }
-    assert events == (["start"] * 2 + ["await_start"] * 2 if together else ["start", "await_start"] * 2)
+    assert events == (["start"] * 2 + ["await_start"] * 2 if starts_together else ["start", "await_start"] * 2)
     cell = served_records.read_served_cell("eval", "e003", "t5_1_6")
     assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
 
@@ -122,8 +122,8 @@ def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0, "repeats": 2}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}, "benchmark_served": {"interleave": True}})
     benchmark_served.main("eval", "e003", "t5_1_6")
-    said = capfd.readouterr().out.splitlines()
-    started = [line.split(";")[0].rpartition(" ")[2] for line in said if line.startswith("starting")]
+    output_lines = capfd.readouterr().out.splitlines()
+    started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
 
@@ -134,11 +134,11 @@ def test_the_weights_of_servers_that_start_together_are_no_more_than_the_targets
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 2**21)
     setup = dataclasses.replace(make_setup(), folder=str(tmp_path), device="cuda", dtype="bfloat16")
     plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    together = dataclasses.replace(plan, setup=dataclasses.replace(setup, max_total_tokens=9))
+    shared_plan = dataclasses.replace(plan, setup=dataclasses.replace(setup, max_total_tokens=9))
     info = {"memory_usage": {"weight": 0.01, "kvcache": 4.9, "token_capacity": 9}}
     found = []
-    for each in (plan, together):
-        server = MeasuredServer("baseline", info=info, weight_files_gib=each.limit_reported_weights())
+    for server_plan in (plan, shared_plan):
+        server = MeasuredServer("baseline", info=info, weight_files_gib=server_plan.limit_reported_weights())
         found.append(served_points.describe_memory(server, []).weights)
     assert found == [0.01, 0.002]
 
@@ -147,24 +147,24 @@ def make_setup() -> engine_flags.ServerSetup:
     return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("is_together", [True, False])
 def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
-    together: bool, monkeypatch: pytest.MonkeyPatch
+    is_together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server that comes first still changes from repeat to repeat, and all loads have as many repeats."""
     halves, order = iter([None, 0.2, 0.06, 0.04]), []
 
-    def measure(work: Any, opened: measured_loads.OpenedServer, load: Any, number: int) -> None:
-        order.append((opened.server.config_name, load, number))
+    def measure(work: Any, opened: measured_loads.OpenedServer, load: Any, repeat: int) -> None:
+        order.append((opened.server.config_name, load, repeat))
 
     monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
     opened = contextlib.contextmanager(
-        lambda plan, servers, owner: iter([[measured_loads.OpenedServer(one, "", print) for one in servers]])
+        lambda plan, servers, owner: iter([[measured_loads.OpenedServer(server, "", print) for server in servers]])
     )
     monkeypatch.setattr(measured_loads, "open_servers", opened)
     monkeypatch.setattr(measured_loads, "run_load", measure)
     monkeypatch.setattr(
-        server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + together)
+        server_setup, "build_server_plan", lambda work: SimpleNamespace(count_servers_at_once=lambda: 1 + is_together)
     )
     until = {"half_width": 0.05, "most_repeats": 8}
     loads = {"max_new_tokens": 9, "concurrency": [1, 4]}
@@ -178,21 +178,21 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
     in_turns = [
         (name, cap, n)
         for n in range(4)
-        for place, cap in enumerate((1, 4))
-        for name in (pair if (n + place) % 2 == 0 else pair[::-1])
+        for index, cap in enumerate((1, 4))
+        for name in (pair if (n + index) % 2 == 0 else pair[::-1])
     ]
-    assert order == [(name, (9, cap), n) for name, cap, n in (in_turns if together else one_by_one)]
+    assert order == [(name, (9, cap), n) for name, cap, n in (in_turns if is_together else one_by_one)]
 
 
 def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> None:
     def server(name: str, *paces: list[float]) -> MeasuredServer:
         """One load each, whose repeats take so many seconds a token."""
-        made = MeasuredServer(name)
+        measured = MeasuredServer(name)
         for cap, load in enumerate(paces, 1):
             rng = random.Random(cap)
             turns = [[SimpleNamespace(records=records(rng, 4, 50, cap, pace, 1))] for pace in load]
-            made.loads[200, cap] = turns  # type: ignore[assignment]
-        return made
+            measured.loads[200, cap] = turns  # type: ignore[assignment]
+        return measured
 
     even, uneven = [0.02, 0.02, 0.02], [0.01, 0.02, 0.03]
     halves = [

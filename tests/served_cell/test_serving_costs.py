@@ -17,7 +17,7 @@ from stages.served_cell import measured_loads, requests, server_setup, simulated
 from stages.serving import engine_versions, measured_server, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
-from tests.served_cell.served_project import DOUBLE, ask, replayed
+from tests.served_cell.served_project import DOUBLE, edit_server, read_replayed_tree
 
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]
@@ -63,8 +63,8 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
         assert grid.settings["simulated_accept_length"] == 2.5 and grid.versions == {"sglang": "0.5.17"}
     # Nothing of a cycle is left out; answers of three cycles have too few to tell on a busy machine.
     assert all(found > floor for floor, found in compute_floor(long))
-    alone = {c.shape.name: c.cycle_s for c in long.grid if c.batch == 1}
-    assert alone["t6_4_32"] > alone["t2_1_3"]
+    cycle_times = {c.shape.name: c.cycle_s for c in long.grid if c.batch == 1}
+    assert cycle_times["t6_4_32"] > cycle_times["t2_1_3"]
     with pytest.raises(ValueError, match=r"has timed drafts of the target builtin/weather-tiny, expected other"):
         timing_grid.read_serving_costs("load", "other")
     text = timing_grid.locate_serving_costs("load").read_text()
@@ -81,8 +81,8 @@ def check_arrivals() -> None:
     assert len(grid.other_lengths) == 8  # a quarter as long, fitted with the others
     read = {(c.shape.name, c.batch): c.arrivals.per_step for c in grid.grid}
     assert all(read[tree, 1] == 0 and read[tree, 2] > 0 for tree in TREES)
-    alone, two = (plain.arrivals.per_step for plain in grid.plain)
-    assert alone == 0 and two == pytest.approx((2 - 1) * (3 - 2) / 3 / 19)  # three requests, 19 steps each
+    single, double = (plain.arrivals.per_step for plain in grid.plain)
+    assert single == 0 and double == pytest.approx((2 - 1) * (3 - 2) / 3 / 19)  # three requests, 19 steps each
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_answers_of_a_server_that_simulates(
     work = server_setup.build_context(p, "load", server_setup.read_draft_config(p, "e003"))
     simulated = simulated_answers.simulate_answers(work)
     assert list(dict.fromkeys(length for length, _ in simulated.workload.list_loads())) == lengths
-    asked = {
+    requests_by_length = {
         length: [requests.make_request(simulated, row, 0, row.prompt_ids, length) for row in rows] for length in lengths
     }
-    assert all(request.ignore_eos for of_length in asked.values() for request in of_length)
-    for length, of_length in asked.items():
-        tokens = [request.max_tokens for request in of_length]
+    assert all(request.ignore_eos for length_requests in requests_by_length.values() for request in length_requests)
+    for length, length_requests in requests_by_length.items():
+        tokens = [request.max_tokens for request in length_requests]
         if expected:
             assert tokens == [round(count * length / 40) for count in expected]
         else:
@@ -137,11 +137,11 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
     monkeypatch.setattr(measured_server.ServerPlan, "count_servers_at_once", lambda _: 9)
     run, turns = measured_loads.run_load, []
 
-    def fall(work: Any, opened: measured_loads.OpenedServer, of: Any, number: int) -> None:
-        turns.append((opened.server.config_name, of, number))
+    def fall(work: Any, opened: measured_loads.OpenedServer, of: Any, repeat: int) -> None:
+        turns.append((opened.server.config_name, of, repeat))
         if len(turns) == 27:
             raise KeyboardInterrupt
-        run(work, opened, of, number)
+        run(work, opened, of, repeat)
 
     monkeypatch.setattr(measured_loads, "run_load", fall)
     with pytest.raises(KeyboardInterrupt):
@@ -150,16 +150,16 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
     serving_costs.main("load")
     names = ["baseline", *(f"e003-{tree}" for tree in TREES)]
     expected = [
-        (name, of, number)
-        for number in (0, 1)
-        for place, of in enumerate([(20, 1), (20, 2), (5, 1), (5, 2)])
-        for name in (names if (number + place) % 2 == 0 else names[::-1])
+        (name, of, repeat)
+        for repeat in (0, 1)
+        for index, of in enumerate([(20, 1), (20, 2), (5, 1), (5, 2)])
+        for name in (names if (repeat + index) % 2 == 0 else names[::-1])
         if of[0] == 20 or name != "baseline"
     ]
     assert turns[:27] == expected[:27] and turns[27:] == expected[26:]
     printed = capsys.readouterr().out
     for name in names:
-        measured, of_server = (sum(turn[0] == name for turn in some) for some in (expected[:26], expected))
+        measured, of_server = (sum(turn[0] == name for turn in turn_list) for turn_list in (expected[:26], expected))
         assert f"{name}: {measured} of {of_server} loads were measured before" in printed
     check_arrivals()
     (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
@@ -168,7 +168,7 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
 
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
-    ask(load, command=[*DOUBLE, "vllm", "serve"])
+    edit_server(load, command=[*DOUBLE, "vllm", "serve"])
     edit_params(
         load,
         {
@@ -180,12 +180,12 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))
     flags = ["--speculative-config", json.dumps({"method": "eagle3", "num_speculative_tokens": 1}), "--x"]
-    _, config, last = SimulatedAcceptance(2.0).build_flags("vllm", flags)
+    _, config, other_flag = SimulatedAcceptance(2.0).build_flags("vllm", flags)
     assert json.loads(config) == {
         "method": "eagle3", "num_speculative_tokens": 1, "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": 2.0,
     }  # fmt: skip
-    assert last == "--x"
+    assert other_flag == "--x"
 
 
 def test_a_cell_is_never_measured_on_a_server_that_simulates(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_a_folder_may_be_called_synthetic() -> None:
 def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
     load: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask(load, command=[*DOUBLE, "vllm", "serve"])
+    edit_server(load, command=[*DOUBLE, "vllm", "serve"])
     edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
     monkeypatch.setattr(engine_versions, "find_version", lambda *_: "0.26.0")
     monkeypatch.setattr(measured_loads, "open_servers", None)
@@ -242,13 +242,13 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
     judged = []
     check = simulated_acceptance.check_simulated
     monkeypatch.setattr(
-        simulated_acceptance, "check_simulated", lambda *given: (judged.append(given[2]), check(*given))[1]
+        simulated_acceptance, "check_simulated", lambda *args: (judged.append(args[2]), check(*args))[1]
     )
     write = atomic.write_json
 
-    def write_and_end(place: Path, *given: Any) -> None:
-        write(place, *given)
-        if place.name == "e003-t2_1_3-12-2-0.json":
+    def write_and_end(path: Path, *args: Any) -> None:
+        write(path, *args)
+        if path.name == "e003-t2_1_3-12-2-0.json":
             raise KeyboardInterrupt
 
     # A run that ends after the first repeat of this server: what it kept is judged, too.
@@ -256,15 +256,15 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
         patch.setattr(atomic, "write_json", write_and_end)
         with pytest.raises(KeyboardInterrupt):
             serving_costs.main("load")
-    (kept,) = Path(".scratch").glob("serving_costs-load-*/e003-t2_1_3-12-2-0.json")
+    (times_path,) = Path(".scratch").glob("serving_costs-load-*/e003-t2_1_3-12-2-0.json")
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
         serving_costs.main("load")
     assert judged[0] < 60 <= judged[-1]
-    assert not kept.exists(), "times of a server that simulates nothing are not kept"
+    assert not times_path.exists(), "times of a server that simulates nothing are not kept"
 
 
 @pytest.mark.parametrize(
-    ("cycles", "accepted", "answers", "fits"),
+    ("cycles", "accepted", "num_answers", "fits"),
     [
         (100, 200, 1, True),  # 3.0
         (100, 258, 1, True),  # 3.58, within 20%
@@ -275,9 +275,9 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
         (60, 0, 3, False),
     ],
 )
-def test_cut_cycles_are_allowed_for(cycles: int, accepted: int, answers: int, fits: bool) -> None:
+def test_cut_cycles_are_allowed_for(cycles: int, accepted: int, num_answers: int, fits: bool) -> None:
     try:
-        simulated_acceptance.check_simulated("e003-t5_1_6", 3.0, cycles, accepted, answers)
+        simulated_acceptance.check_simulated("e003-t5_1_6", 3.0, cycles, accepted, num_answers)
         assert fits
     except ValueError:
         assert not fits
@@ -308,13 +308,13 @@ def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.Cap
         assert (
             guess == pytest.approx(tau_of("t5_1_6") / guess_c, rel=0.02, abs=0.006) and c > 0 and speedup > 0
         )  # printed so
-    told = [line for line in printed.splitlines() if line.startswith("left out: t8_2_16, eval, ")]
-    assert [line.rpartition(": ")[2] for line in told] == ["outside the grid"] * 2
+    left_out = [line for line in printed.splitlines() if line.startswith("left out: t8_2_16, eval, ")]
+    assert [line.rpartition(": ")[2] for line in left_out] == ["outside the grid"] * 2
     assert "eval, 1 at once: chosen t5_1_6, the fastest: right" in printed and "of 2; at worst" in printed
 
 
 def tau_of(tree: str) -> float:
-    return float(replayed(tree)["tau"])
+    return float(read_replayed_tree(tree)["tau"])
 
 
 def test_a_tree_that_the_engine_cannot_run_is_named_before_any_server_starts(load: Path) -> None:
