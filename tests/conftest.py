@@ -313,7 +313,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def talking_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_talking_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests import talking
 
     project = tmp_path_factory.mktemp("talking")
@@ -322,13 +322,13 @@ def talking_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def talking_project(talking_made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def talking_project(shared_talking_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project of tests/talking.py, to be in and to write prompts and cells in."""
     for name in ("artifacts", "tiny", "drafts"):
-        (tmp_path / name).symlink_to(talking_made / name)
+        (tmp_path / name).symlink_to(shared_talking_project / name)
     (tmp_path / "data").mkdir()
     for name in ("sampled", "prompt_sets"):
-        (tmp_path / "data" / name).symlink_to((talking_made / "data" / name).resolve())
-    (tmp_path / "params.yaml").write_text((talking_made / "params.yaml").read_text())
+        (tmp_path / "data" / name).symlink_to((shared_talking_project / "data" / name).resolve())
+    (tmp_path / "params.yaml").write_text((shared_talking_project / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
     return tmp_path

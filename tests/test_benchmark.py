@@ -51,39 +51,39 @@ def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> No
     """Of each turn as many tokens as transformers says, after the history as its template renders it."""
     found = measured(project, "mt_bench", turns="all")
     tokenizer, model = AutoTokenizer.from_pretrained("tiny"), AutoModelForCausalLM.from_pretrained("tiny")
-    asked = [json.loads(line) for line in (ROOT / "data/prompt_sets/mt_bench.jsonl").read_text().splitlines()[:3]]
+    questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/mt_bench.jsonl").read_text().splitlines()[:3]]
     rows = iter(found["prompts"])
-    for question in asked:
+    for question in questions:
         messages: list[dict[str, str]] = []
-        for turn, says in enumerate(question["turns"]):
-            messages.append({"role": "user", "content": says})
+        for turn, user_message in enumerate(question["turns"]):
+            messages.append({"role": "user", "content": user_message})
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            said, row = greedy(model, ids), next(rows)
+            answer, row = greedy(model, ids), next(rows)
             assert (row["id"], row["turn"], row["repeat"]) == (str(question["question_id"]), turn, 0)
-            assert (row["prompt_tokens"], row["output_tokens"]) == (len(ids), len(said))
-            assert row["identical"] and row["baseline_output_tokens"] == len(said)
-            messages.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
+            assert (row["prompt_tokens"], row["output_tokens"]) == (len(ids), len(answer))
+            assert row["identical"] and row["baseline_output_tokens"] == len(answer)
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
     assert next(rows, None) is None and found["metrics"]["identical_share"] == 1.0
 
 
 def test_first_turns_alone_are_the_first_rows_of_both(project: Path) -> None:
     keys = ("id", "prompt_tokens", "output_tokens", "cycles", "accepted")
-    both = [row for row in measured(project, "mt_bench", turns="all")["prompts"] if row["turn"] == 0]
-    alone = measured(project, "mt_bench")["prompts"]
-    assert [[row[k] for k in keys] for row in alone] == [[row[k] for k in keys] for row in both]
+    first_turns = [row for row in measured(project, "mt_bench", turns="all")["prompts"] if row["turn"] == 0]
+    single_turns = measured(project, "mt_bench")["prompts"]
+    assert [[row[k] for k in keys] for row in single_turns] == [[row[k] for k in keys] for row in first_turns]
 
 
-def test_who_goes_first_changes_from_prompt_to_prompt_and_from_repeat_to_repeat(
+def test_the_kind_decoded_first_alternates_over_prompts_and_repeats(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, str]] = []
     real = benchmark._start_decoding
 
-    def noted(work: Any, kind: str, ids: list[int], name: str, drawn: Any) -> Any:
+    def note_kind(work: Any, kind: str, ids: list[int], name: str, sampling_params: Any) -> Any:
         begun.append((name, kind))
-        return real(work, kind, ids, name, drawn)
+        return real(work, kind, ids, name, sampling_params)
 
-    monkeypatch.setattr(benchmark, "_start_decoding", noted)
+    monkeypatch.setattr(benchmark, "_start_decoding", note_kind)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
     prompts, warmup = workload_prompts.read_prompts("eval")
@@ -97,13 +97,13 @@ def test_who_goes_first_changes_from_prompt_to_prompt_and_from_repeat_to_repeat(
 
 def test_repeats_move_no_count_and_no_interval_of_tau(project: Path) -> None:
     """Bug to be: a prompt decoded twice is one prompt, not two, to an interval over prompts."""
-    once, twice = measured(project, "eval"), measured(project, "eval", repeats=2)
+    single, double = measured(project, "eval"), measured(project, "eval", repeats=2)
     for name in ("tau", "tau_low", "tau_high", "accept_rate", "identical_share"):
-        assert twice["metrics"][name] == once["metrics"][name]
-    assert [row["repeat"] for row in twice["prompts"]] == [n for n in range(2) for _ in range(5)]
-    assert twice["histogram"] == [2 * n for n in once["histogram"]]
-    assert len(twice["repeats"]) == 2 and len(once["repeats"]) == 1
-    assert once["repeats"][0]["speedup"] == once["metrics"]["speedup"]
+        assert double["metrics"][name] == single["metrics"][name]
+    assert [row["repeat"] for row in double["prompts"]] == [n for n in range(2) for _ in range(5)]
+    assert double["histogram"] == [2 * n for n in single["histogram"]]
+    assert len(double["repeats"]) == 2 and len(single["repeats"]) == 1
+    assert single["repeats"][0]["speedup"] == single["metrics"]["speedup"]
 
 
 def test_repeats_end_when_the_speedup_is_known_or_the_budget_is_spent(
@@ -148,27 +148,29 @@ def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypat
 
 def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path) -> None:
     """Plain and speculative decoding draw alike; `identical` is not defined, and other seeds say something else."""
-    once = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
-    again = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
-    other = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2, seed=43)
-    counts = [[(r["output_tokens"], r["cycles"], r["accepted"]) for r in c["prompts"]] for c in (once, again, other)]
-    assert counts[0] == counts[1] and once["histogram"] == again["histogram"]
-    assert (once["temperature"], once["top_p"], once["top_k"]) == (0.8, 0.95, 40)
-    for found in (once, other):
+    first = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
+    same_seed = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
+    other_seed = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2, seed=43)
+    counts = [
+        [(r["output_tokens"], r["cycles"], r["accepted"]) for r in c["prompts"]] for c in (first, same_seed, other_seed)
+    ]
+    assert counts[0] == counts[1] and first["histogram"] == same_seed["histogram"]
+    assert (first["temperature"], first["top_p"], first["top_k"]) == (0.8, 0.95, 40)
+    for found in (first, other_seed):
         assert found["metrics"]["identical_share"] is None
         assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
         assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
     seeds = [
-        cell_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *which)
-        for which in product("ab", (0, 1), (0, 1))
+        cell_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *key)
+        for key in product("ab", (0, 1), (0, 1))
     ]
-    assert len({drawn.seed for drawn in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
+    assert len({params.seed for params in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
 
 
 # --- the speedup's interval -----------------------------------------------------------------------------------------
 
 
-def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list[PromptRow]:
+def make_rows(prompts: int, repeats: int, turns: int, draw: random.Random) -> list[PromptRow]:
     return [
         PromptRow(
             id=f"q{p}", repeat=r, turn=t, output_tokens=draw.randrange(5, 90), e2e_latency_s=draw.uniform(1, 2),
@@ -182,7 +184,7 @@ def rows_of(prompts: int, repeats: int, turns: int, draw: random.Random) -> list
 
 @pytest.mark.parametrize(("prompts", "repeats", "turns"), [(7, 1, 1), (6, 4, 2)])
 def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
-    rows = rows_of(prompts, repeats, turns, random.Random(3))
+    rows = make_rows(prompts, repeats, turns, random.Random(3))
     low, high = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, "mt_bench"))
     total = {key: sum(row[key] for row in rows) for key in metrics.SPEED_COLUMNS}
     speedup = total["output_tokens"] / total["e2e_latency_s"]
@@ -193,27 +195,27 @@ def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats
 def test_one_prompt_has_no_interval_of_its_speedup() -> None:
     """Bug: one prompt decoded once had an interval of zero width, as if its speedup were certain."""
     for repeats in (1, 5):
-        rows = rows_of(1, repeats, 1, random.Random(3))
+        rows = make_rows(1, repeats, 1, random.Random(3))
         found = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
         assert [found[key] for key in ("tau_low", "tau_high", "speedup_low", "speedup_high")] == [None] * 4
 
 
 def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
     """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
-    rows = rows_of(6, 1, 1, random.Random(3))
+    rows = make_rows(6, 1, 1, random.Random(3))
     turns = [row.model_copy(update={"id": f"{row.id}.{turn}"}) for row in rows for turn in range(4)]
-    once = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
-    often = metrics.compute_cell_metrics(turns, 3, 6, "eval")
+    single = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
+    repeated = metrics.compute_cell_metrics(turns, 3, 6, "eval")
     for name in ("tau_low", "tau_high", "speedup_low", "speedup_high"):
-        assert often[name] == pytest.approx(once[name])
+        assert repeated[name] == pytest.approx(single[name])
 
 
-def test_of_each_repeat_its_own_speedup() -> None:
-    rows = rows_of(4, 3, 2, random.Random(5))
-    for number, found in enumerate(metrics.summarise_repeats(rows, "mt_bench")):
-        mine = [row for row in rows if row.repeat == number]
-        plain = sum(r.baseline_output_tokens for r in mine) / sum(r.baseline_e2e_latency_s for r in mine)
-        speed = sum(r.output_tokens for r in mine) / sum(r.e2e_latency_s for r in mine)
+def test_each_repeat_has_a_speedup_of_its_own() -> None:
+    rows = make_rows(4, 3, 2, random.Random(5))
+    for repeat, found in enumerate(metrics.summarise_repeats(rows, "mt_bench")):
+        repeat_rows = [row for row in rows if row.repeat == repeat]
+        plain = sum(r.baseline_output_tokens for r in repeat_rows) / sum(r.baseline_e2e_latency_s for r in repeat_rows)
+        speed = sum(r.output_tokens for r in repeat_rows) / sum(r.e2e_latency_s for r in repeat_rows)
         expected = {"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain}
         assert found.model_dump() == pytest.approx(expected)
 
@@ -238,9 +240,9 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
         "graded": 3, "correct": 0, "accuracy": 0.0, "how": "gsm8k: exact match of the last number",
     }  # fmt: skip
     assert [row["correct"] for row in found["prompts"]] == [False] * 3
-    asked = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
-    says = iter([row["canonical_solution"] for row in asked[:2] for _ in range(2)] + ["    return 0\n"] * 2)
-    monkeypatch.setattr(question_turns, "decode_text", lambda work, ids: next(says))
+    questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
+    answers = iter([row["canonical_solution"] for row in questions[:2] for _ in range(2)] + ["    return 0\n"] * 2)
+    monkeypatch.setattr(question_turns, "decode_text", lambda work, ids: next(answers))
     found = measured(project, "humaneval", grade=True)
     assert [row["correct"] for row in found["prompts"]] == [True, True, False]
     assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]
@@ -248,7 +250,7 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     assert (quality["graded"], quality["correct"]) == (3, 2) and quality["how"].startswith("humaneval: pass@1")
 
 
-def test_nothing_is_graded_unasked(project: Path) -> None:
+def test_answers_are_not_graded_by_default(project: Path) -> None:
     found = measured(project, "gsm8k")
     assert found["quality"] is None and {row["correct"] for row in found["prompts"]} == {None}
 

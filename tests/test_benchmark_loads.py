@@ -31,56 +31,59 @@ def project(talking_project: Path) -> Path:
     return talking_project
 
 
-def use(project: Path, name: str, benchmark_: dict[str, Any] | None = None, **changes: Any) -> None:
+def edit_workload(project: Path, name: str, benchmark_: dict[str, Any] | None = None, **changes: Any) -> None:
     workloads = {**WORKLOADS, name: {**WORKLOADS[name], **changes}}
     edit_params(project, {"benchmark": {"workloads": workloads, **(benchmark_ or {})}})
     prepare_prompts.main(name)
 
 
 def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
-    use(project, name, **changes)
+    edit_workload(project, name, **changes)
     benchmark.main(name, *NAMES)
     return served_records.read_served_cell(name, *NAMES, served_records.TORCH_ENGINE).model_dump()
 
 
-def alone(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
+def measure_prompt_by_prompt(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
     """The rows of the same workload, one prompt at a time."""
-    use(project, name, **changes)
+    edit_workload(project, name, **changes)
     benchmark.main(name, *NAMES)
     return torch_records.read_torch_cell(name, *NAMES)["prompts"]
 
 
-def counted(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
+def list_counts(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
     names = ("id", "repeat", "turn", "prompt_tokens", "output_tokens", "finish_reason", *keys)
     return [tuple(row[k] for k in names) for row in point["requests"]]
 
 
-def test_a_sweep_says_what_one_at_a_time_says(project: Path) -> None:
+def test_a_sweep_equals_decoding_prompt_by_prompt(project: Path) -> None:
     """Of each load the same answers, drafts and cycles; of the plain ones the same answers."""
-    rows = alone(project, "eval", repeats=2)
+    rows = measure_prompt_by_prompt(project, "eval", repeats=2)
     found = measured(project, "eval", concurrency=[1, 2, 64], repeats=2)
     assert [p["concurrency"] for p in found["points"]] == [1, 2, 64]
     drafts = ("cycles", "accepted")
-    for ours, plain in zip(found["points"], found["baseline_points"], strict=True):
-        assert counted(ours, *drafts) == counted({"requests": rows}, *drafts)
-        assert counted(plain) == counted(ours) and plain["acceptance"] is None
-        assert [r["answer"] for r in ours["requests"]] == [r["answer"] for r in plain["requests"]]
+    for speculative, plain in zip(found["points"], found["baseline_points"], strict=True):
+        assert list_counts(speculative, *drafts) == list_counts({"requests": rows}, *drafts)
+        assert list_counts(plain) == list_counts(speculative) and plain["acceptance"] is None
+        assert [r["answer"] for r in speculative["requests"]] == [r["answer"] for r in plain["requests"]]
         accepted, cycles = (sum(row[k] for row in rows) for k in ("accepted", "cycles"))
-        told = ours["acceptance"]
-        assert (told["accepted"], told["cycles"]) == (accepted, cycles)
-        assert told["tau"] == pytest.approx(1 + accepted / cycles)
-        assert sum(told["histogram"]) == cycles and sum(i * n for i, n in enumerate(told["histogram"])) == accepted
+        acceptance = speculative["acceptance"]
+        assert (acceptance["accepted"], acceptance["cycles"]) == (accepted, cycles)
+        assert acceptance["tau"] == pytest.approx(1 + accepted / cycles)
+        assert (
+            sum(acceptance["histogram"]) == cycles
+            and sum(i * n for i, n in enumerate(acceptance["histogram"])) == accepted
+        )
     assert found["points"][-1]["warnings"] == ["5 prompts, so never 64 at once"]
     assert found["points"][0]["warnings"] == [] and found["engine"] == "torch"
 
 
-def note_kind(started: list[str], run: Callable[..., Any], work: Any, kind: str, *more: Any) -> Any:
+def note_kind(started: list[str], run: Callable[..., Any], work: Any, kind: str, *args: Any) -> Any:
     started.append(kind)
-    return run(work, kind, *more)
+    return run(work, kind, *args)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_one_kind_of_decoding_alone_says_what_both_say(project: Path, temperature: float) -> None:
+def test_a_mode_of_one_kind_has_the_counts_of_both(project: Path, temperature: float) -> None:
     """With benchmark.mode eagle or baseline the other kind is not run; what is run answers as it does beside the other."""
     changes = {"concurrency": 2, "temperature": temperature}
     both = measured(project, "eval", **changes)
@@ -88,7 +91,7 @@ def test_one_kind_of_decoding_alone_says_what_both_say(project: Path, temperatur
         ("eagle", "points", "baseline_points"),
         ("baseline", "baseline_points", "points"),
     ):
-        use(project, "eval", {"mode": mode}, **changes)
+        edit_workload(project, "eval", {"mode": mode}, **changes)
         started: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(benchmark, "_run_load", partial(note_kind, started, benchmark._run_load))
@@ -96,8 +99,10 @@ def test_one_kind_of_decoding_alone_says_what_both_say(project: Path, temperatur
         assert set(started) == {"speculative" if mode == "eagle" else "plain"}
         found = served_records.read_served_cell("eval", *NAMES, served_records.TORCH_ENGINE).model_dump()
         assert found[empty] == [] and len(found[measured_points]) == 1
-        (ours,), (theirs,) = found[measured_points], both[measured_points]
-        assert counted(ours, "cycles", "accepted", "answer") == counted(theirs, "cycles", "accepted", "answer")
+        (point,), (expected_point,) = found[measured_points], both[measured_points]
+        assert list_counts(point, "cycles", "accepted", "answer") == list_counts(
+            expected_point, "cycles", "accepted", "answer"
+        )
         lines = served_table.join_lines([served_records.ServedCell.model_validate(found)], {}, [])
         assert [line.row.decoding for line in lines] == ["speculative" if mode == "eagle" else "plain"]
         assert lines[0].row.speedup is None and lines[0].row.output_throughput
@@ -107,9 +112,9 @@ def test_one_kind_of_decoding_alone_says_what_both_say(project: Path, temperatur
 
 def test_a_workload_of_one_at_a_time_follows_the_mode_too(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Later turns follow the answers of the kind that runs; both kinds agree on them at temperature 0."""
-    both = alone(project, "mt_bench", turns="all")
+    expected_rows = measure_prompt_by_prompt(project, "mt_bench", turns="all")
     for mode in ("eagle", "baseline"):
-        use(project, "mt_bench", {"mode": mode}, turns="all")
+        edit_workload(project, "mt_bench", {"mode": mode}, turns="all")
         capsys.readouterr()
         benchmark.main("mt_bench", *NAMES)
         assert ("tau" in capsys.readouterr().out) == (mode == "eagle")
@@ -117,7 +122,7 @@ def test_a_workload_of_one_at_a_time_follows_the_mode_too(project: Path, capsys:
         (point,) = found.points or found.baseline_points
         keys = ("id", "turn", "prompt_tokens", "output_tokens")
         assert sorted(tuple(row[k] for k in keys) for row in point.requests) == sorted(
-            tuple(row[k] for k in keys) for row in both
+            tuple(row[k] for k in keys) for row in expected_rows
         )
 
 
@@ -130,11 +135,11 @@ def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: P
         assert load["output_tokens"] == sum(r["output_tokens"] for r in point["requests"])
         assert load["output_throughput"] == pytest.approx(load["output_tokens"] / load["duration_s"])
         spans = [(r["wait_s"], r["wait_s"] + r["ttft_s"], r["wait_s"] + r["e2e_s"]) for r in point["requests"]]
-        assert all(sent < first <= last for sent, first, last in spans)
-        assert spans[0][0] == spans[1][0] and [sent for sent, *_ in spans] == sorted(sent for sent, *_ in spans)
-        for n, (sent, *_) in enumerate(spans[2:], 2):  # each is sent when one of those before has ended
-            assert sum(last <= sent for _, _, last in spans[:n]) >= n - 1
-        assert load["duration_s"] == pytest.approx(max(last for *_, last in spans))
+        assert all(sent_s < first_s <= last_s for sent_s, first_s, last_s in spans)
+        assert spans[0][0] == spans[1][0] and [sent_s for sent_s, *_ in spans] == sorted(sent_s for sent_s, *_ in spans)
+        for n, (sent_s, *_) in enumerate(spans[2:], 2):  # each is sent when one of those before has ended
+            assert sum(last_s <= sent_s for _, _, last_s in spans[:n]) >= n - 1
+        assert load["duration_s"] == pytest.approx(max(last_s for *_, last_s in spans))
 
 
 def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> None:
@@ -145,48 +150,48 @@ def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> No
     expected = []
     for question in questions:
         messages: list[dict[str, str]] = []
-        for turn, says in enumerate(question["turns"]):
-            messages.append({"role": "user", "content": says})
+        for turn, user_message in enumerate(question["turns"]):
+            messages.append({"role": "user", "content": user_message})
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
             out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
             expected.append((str(question["question_id"]), 0, turn, len(ids), len(out)))
             messages.append({"role": "assistant", "content": tokenizer.decode(out, skip_special_tokens=True)})
     for point in (found["points"][0], found["baseline_points"][0]):
-        assert sorted(row[:-1] for row in counted(point)) == sorted(expected)
+        assert sorted(row[:-1] for row in list_counts(point)) == sorted(expected)
 
 
-def test_drawn_answers_are_those_of_one_at_a_time(project: Path) -> None:
-    how = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repeats": 2}
-    rows = alone(project, "eval", **how)
-    (point,) = measured(project, "eval", concurrency=3, **how)["points"]
-    assert counted(point, "cycles", "accepted") == counted({"requests": rows}, "cycles", "accepted")
+def test_sampled_answers_of_loads_equal_those_prompt_by_prompt(project: Path) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "repeats": 2}
+    rows = measure_prompt_by_prompt(project, "eval", **sampling)
+    (point,) = measured(project, "eval", concurrency=3, **sampling)["points"]
+    assert list_counts(point, "cycles", "accepted") == list_counts({"requests": rows}, "cycles", "accepted")
     assert len({r["answer"] for r in point["requests"]}) > 5
 
 
 def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
     """Added up by hand; its interval is that of docs/metrics.md, over prompts."""
-    draws, every = random.Random(6), []
+    rng, entries = random.Random(6), []
     for repeat in range(2):
         for name in "abcde":
             for turn in range(2):
-                histogram = [draws.randrange(9) for _ in range(4)]
-                told = spec_counters.AcceptanceCounts(
+                histogram = [rng.randrange(9) for _ in range(4)]
+                counts = spec_counters.AcceptanceCounts(
                     sum(histogram), sum(i * n for i, n in enumerate(histogram)), True, histogram
                 )
                 record = latency.RequestRecord(
-                    f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=told
+                    f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=counts
                 )
-                every.append((repeat, turn, name, record))
-    repeats = [[[x[3] for x in every if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
+                entries.append((repeat, turn, name, record))
+    repeats = [[[x[3] for x in entries if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
     records = [record for turns in repeats for load in turns for record in load]
     found = load_points.pool_counts([r.counts for r in records], records, "mt_bench", 3, 6, {})
     accepted, cycles = (
-        np.array([sum(getattr(x[3].counts, key) for x in every if x[2] == name) for name in "abcde"])
+        np.array([sum(getattr(x[3].counts, key) for x in entries if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")
     )
     assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
     assert (found["tau_low"], found["tau_high"]) == interval.compute_tau_interval(accepted, cycles, 3)
-    assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in every) for i in range(4)]
+    assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in entries) for i in range(4)]
     assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
     assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))
 
@@ -206,8 +211,8 @@ def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
 
 def test_answers_are_graded_in_loads_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [json.loads(line) for line in (ROOT / "data/prompt_sets/gsm8k.jsonl").read_text().splitlines()[:3]]
-    says = iter([rows[0]["answer"], "#### -1", rows[2]["answer"]] * 2)
-    monkeypatch.setattr(question_turns, "decode_text", lambda work, ids: next(says))
+    answers = iter([rows[0]["answer"], "#### -1", rows[2]["answer"]] * 2)
+    monkeypatch.setattr(question_turns, "decode_text", lambda work, ids: next(answers))
     found = measured(project, "gsm8k", concurrency=2, grade=True)
     for point in (found["points"][0], found["baseline_points"][0]):
         assert point["quality"]["correct"] == 2 and [r["correct"] for r in point["requests"]] == [True, False, True]
@@ -219,24 +224,24 @@ def test_two_processes_make_the_cell_of_one(project: Path, concurrency: int, mon
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = []
     for total in (1, 2):
-        use(project, "eval", {"num_gpus_total": total}, concurrency=concurrency, repeats=2)
+        edit_workload(project, "eval", {"num_gpus_total": total}, concurrency=concurrency, repeats=2)
         benchmark.main("eval", *NAMES)
         cells.append(json.loads(torch_records.locate_torch_cell("eval", *NAMES).read_text()))
-    one, two = map(timeless, cells)
-    assert one.pop("hardware") | {"num_gpus_total": 2} == two.pop("hardware")
-    assert one == two
+    single, double = map(drop_times, cells)
+    assert single.pop("hardware") | {"num_gpus_total": 2} == double.pop("hardware")
+    assert single == double
 
 
-def timeless(found: Any) -> Any:
+def drop_times(found: Any) -> Any:
     """Without whatever holds seconds, or follows from them."""
     if isinstance(found, list):
-        return [timeless(one) for one in found]
+        return [drop_times(value) for value in found]
     if not isinstance(found, dict):
         return found
     timed = ("_s", "_tok_s", "seconds", "throughput", "mean_at_once")
     left_out = {"speedup", "speedup_low", "speedup_high", "repeats", "stopping"}
     left_out |= {"memory", "process_share"}  # of one process
-    return {k: timeless(v) for k, v in found.items() if not k.endswith(timed) and k not in left_out}
+    return {k: drop_times(v) for k, v in found.items() if not k.endswith(timed) and k not in left_out}
 
 
 def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
@@ -245,7 +250,7 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
     """The longest of them, one at a time or together: not after an hour of the others."""
     monkeypatch.setattr(TargetRunner, "prefill", lambda *_: pytest.fail("decoded"))
     for concurrency in (1, 2):
-        use(project, "eval", concurrency=concurrency)
+        edit_workload(project, "eval", concurrency=concurrency)
         rows = pl.read_parquet(workload_prompts.locate_prompts("eval"))
         long = pl.Series("prompt_ids", [*rows["prompt_ids"].to_list()[:-1], [5] * 5000], pl.List(pl.Int32))
         conversations.write_table(
@@ -253,7 +258,7 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
         )
         with pytest.raises(ValueError, match=r"may take 5012 tokens, the target holds \d+ \(max_position_embeddings\)"):
             benchmark.main("eval", *NAMES)
-        use(project, "eval", concurrency=concurrency)
+        edit_workload(project, "eval", concurrency=concurrency)
         with pytest.raises(
             ValueError, match=r"t2_9999_5: topk is 9999, expected at most \d+, the tokens of the draft's"
         ):
@@ -264,14 +269,14 @@ def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    use(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
+    edit_workload(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
     with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
         benchmark.main("eval", *NAMES)
     assert not torch_records.locate_torch_cell("eval", *NAMES).exists()
 
 
 def test_fewer_gpus_than_asked_for_are_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(project, "eval", {"num_gpus_total": 4})
+    edit_workload(project, "eval", {"num_gpus_total": 4})
     edit_params(project, {"target": {"device": "cuda"}})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"num_gpus_total is 4, this stage sees 1 GPUs; lower it, or raise schedule"):

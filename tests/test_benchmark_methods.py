@@ -52,12 +52,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained_project(shared_talking_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with every checkpoint of CHECKPOINTS, on a tiny random target; we stand in it."""
     project = tmp_path_factory.mktemp("trained")
     for name in ("artifacts", "tiny"):
-        (project / name).symlink_to(talking_made / name)
-    (project / "params.yaml").write_text((talking_made / "params.yaml").read_text())
+        (project / name).symlink_to(shared_talking_project / name)
+    (project / "params.yaml").write_text((shared_talking_project / "params.yaml").read_text())
     (project / "data/prompt_sets").mkdir(parents=True)
     edit_params(project, {
         "extract_hiddens": {"max_length": 60},
@@ -85,9 +85,9 @@ def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory
                 }
                 for n in range(count)
             ]  # fmt: skip
-            place = Path("data/sampled") / split / conversations.name_shard(0)
+            path = Path("data/sampled") / split / conversations.name_shard(0)
             conversations.write_table(
-                place, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
+                path, pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA), conversations.SAMPLED_SCHEMA
             )
         Path("results").mkdir()
         extract_hiddens.main()
@@ -165,7 +165,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
     """Over the draft's vocabulary, where the target's likeliest token is in it, as EAGLE-3 learns it."""
     embedding, head = tables
     heads = loaded("heads1", "medusa", head)
-    kept = heads.t2d.nonzero()[:, 0]
+    draft_vocab = heads.t2d.nonzero()[:, 0]
     pack = ttt.TrainingPack.from_rows(rows(), 3, "aligned")
     found = registry.TRAINABLE_METHODS["medusa"].compute_loss(
         heads, pack, embedding, head, ttt.TrainingObjective(3, 0.8), None
@@ -181,7 +181,7 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
                     h = row.last[p]
                     logits = heads.outs[k](h + F.silu(heads.blocks[k](h)))
                     if heads.t2d[teacher.argmax()]:
-                        losses[k] += cross_entropy(logits, teacher[kept]).item()
+                        losses[k] += cross_entropy(logits, teacher[draft_vocab]).item()
     assert counts.tolist() == pack.supervised_per_step and counts.min() > 100
     assert found.loss_per_step.tolist() == pytest.approx(losses.tolist(), rel=1e-4)
     means = losses / counts
@@ -193,9 +193,9 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
 def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
     head = tables[1]
     config, tensors = eagle3_checkpoint.read_eagle3_draft(checkpoint.locate_checkpoint("e000"), "init_draft")
-    made = method_checkpoint.build_method_config("medusa", DraftConfig.from_json(config), "float32", 3)
+    method_config = method_checkpoint.build_method_config("medusa", DraftConfig.from_json(config), "float32", 3)
     heads = registry.TRAINABLE_METHODS["medusa"].initialise(
-        registry.DraftInputs(made, head, 1.0, tensors["d2t"], tensors["t2d"])
+        registry.DraftInputs(method_config, head, 1.0, tensors["d2t"], tensors["t2d"])
     )
     hidden = rows()[0].last[5:6]
     expected = (hidden @ head.T)[0, tensors["t2d"]]
@@ -220,7 +220,7 @@ def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
         module, accuracy = loaded(name, method, head), config["rank_accuracy"]
         assert len(accuracy) == (4 if method == "eagle" else 3) and {len(ranks) for ranks in accuracy} == {10}
         for k, ranks in enumerate(accuracy):
-            hits, asked = torch.zeros(10), 0
+            hits, num_tokens = torch.zeros(10), 0
             for row in rows():
                 ids = row.ids.long()
                 for p in range(len(ids) - 2 - k):
@@ -236,9 +236,9 @@ def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
                             hidden = torch.cat([hidden, state[None]])
                         best = (state @ head.T).topk(10).indices
                     hits += (best == ids[p + 2 + k]).float()
-                    asked += 1
-            assert asked > 50
-            assert ranks == pytest.approx((hits / asked).tolist(), abs=1.5 / asked), (name, k)
+                    num_tokens += 1
+            assert num_tokens > 50
+            assert ranks == pytest.approx((hits / num_tokens).tolist(), abs=1.5 / num_tokens), (name, k)
 
 
 @pytest.mark.parametrize("name", [*DRAFTED, *DRAFTLESS])
@@ -263,15 +263,15 @@ def test_a_row_says_what_was_decoded(trained_project: Path, name: str) -> None:
         )  # less the first; no bonus
     seconds = [sum(row[k] for row in found["prompts"]) for k in ("e2e_latency_s", "baseline_e2e_latency_s")]
     assert found["metrics"]["speedup"] == pytest.approx(seconds[1] / seconds[0])
-    made = found["checkpoint"]
-    assert made == DRAFTED.get(name, {}).get("checkpoint")
-    if made is None:
+    checkpoint = found["checkpoint"]
+    assert checkpoint == DRAFTED.get(name, {}).get("checkpoint")
+    if checkpoint is None:
         assert found["memory"]["weights"] == found["parameters"] == 0
         return
-    weights = pl.Series([t.numel() for t in _tensors(made).values() if t.is_floating_point()]).sum()
+    weights = pl.Series([t.numel() for t in _tensors(checkpoint).values() if t.is_floating_point()]).sum()
     assert found["parameters"] == weights
-    others = sum(t.nbytes for t in _tensors(made).values() if not t.is_floating_point())
-    assert found["memory"]["weights"] == 4 * weights + others
+    other_bytes = sum(t.nbytes for t in _tensors(checkpoint).values() if not t.is_floating_point())
+    assert found["memory"]["weights"] == 4 * weights + other_bytes
     assert found["memory"]["state"] > 0
 
 
@@ -280,7 +280,7 @@ def _tensors(name: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_row_of_drawn_answers_says_what_plain_decoding_says(trained_project: Path) -> None:
-    before = Path("params.yaml").read_text()
+    params_text = Path("params.yaml").read_text()
     workload = {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM, "temperature": 0.8, "top_p": 0.95}
     try:
         edit_params(Path(), {"benchmark": {"workloads": {"eval": workload}}})
@@ -288,12 +288,12 @@ def test_a_row_of_drawn_answers_says_what_plain_decoding_says(trained_project: P
             benchmark_methods.main(name)
             assert method_records.read_method_cell(name, "a stage")["metrics"]["identical_share"] == 1.0
     finally:
-        Path("params.yaml").write_text(before)
+        Path("params.yaml").write_text(params_text)
 
 
 def test_a_row_repeats_until_its_speedup_is_known(trained_project: Path) -> None:
     """Bug: `until` and `repeats` of the workload were ignored; each prompt was decoded once."""
-    before = Path("params.yaml").read_text()
+    params_text = Path("params.yaml").read_text()
     workload = {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM}
     found = {}
     try:
@@ -306,7 +306,7 @@ def test_a_row_repeats_until_its_speedup_is_known(trained_project: Path) -> None
             benchmark_methods.main("ngram")
             found[name] = method_records.read_method_cell("ngram", "a stage")
     finally:
-        Path("params.yaml").write_text(before)
+        Path("params.yaml").write_text(params_text)
     ended = {name: (cell.stopping and (cell.stopping.rule, cell.stopping.repeats)) for name, cell in found.items()}
     assert ended == {"once": ("repeats", 1), "twice": ("repeats", 2), "spent": ("most_repeats", 4)}
     spent = found["spent"]
@@ -353,12 +353,12 @@ def test_another_methods_checkpoint_is_refused(trained_project: Path) -> None:
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path, tmp_path: Path) -> None:
     config, tensors = method_checkpoint.read_method_draft(checkpoint.locate_checkpoint("heads1"), "medusa", "a test")
-    wrong = method_checkpoint.find_method_draft_problem
+    find_problem = method_checkpoint.find_method_draft_problem
     cut = {**tensors, "outs.1.weight": tensors["outs.1.weight"][:-1]}
-    assert "outs.1.weight is (89, 128), expected (90, 128)" in wrong(config, cut)
+    assert "outs.1.weight is (89, 128), expected (90, 128)" in find_problem(config, cut)
     lacking = {k: t for k, t in tensors.items() if k != "blocks.0.bias"}
-    assert "missing tensors ['blocks.0.bias']" in wrong(config, lacking)
-    assert "lacks 'heads'" in wrong({k: v for k, v in config.items() if k != "heads"}, tensors)
+    assert "missing tensors ['blocks.0.bias']" in find_problem(config, lacking)
+    assert "lacks 'heads'" in find_problem({k: v for k, v in config.items() if k != "heads"}, tensors)
 
 
 def test_a_row_that_is_not_listed_is_named(trained_project: Path) -> None:

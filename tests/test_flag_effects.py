@@ -93,9 +93,9 @@ def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(scope="module")
-def trained_once(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_once(shared_talking_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("flags") / "project"
-    shutil.copytree(talking_made, project, symlinks=True)
+    shutil.copytree(shared_talking_project, project, symlinks=True)
     flag_runs.make_trained(project)
     return project
 
