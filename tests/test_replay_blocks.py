@@ -56,7 +56,7 @@ def write_block(method: str, seed: int = 36, **options: Any) -> BlockDraft:
 
 
 class SlowReplay:
-    """The blocks at every place of a split's answers, drafted one anchor at a time."""
+    """The blocks at every position of a split's answers, drafted one anchor at a time."""
 
     def __init__(self, draft: BlockDraft, split: str):
         self.draft = draft
@@ -76,22 +76,22 @@ class SlowReplay:
             draft=draft, head=self.head, states=torch.stack(self.states), anchor_tokens=anchor_tokens
         )
 
-    def draft_chain(self, place: int, width: int) -> list[int]:
+    def draft_chain(self, position: int, width: int) -> list[int]:
         """The first `width` drafts of the block, each after the one before."""
-        if place not in self.chains:
-            tokens = [self.case.anchor_tokens[place]]
-            for state in self.states[place]:
+        if position not in self.chains:
+            tokens = [self.case.anchor_tokens[position]]
+            for state in self.states[position]:
                 tokens.append(int(logits_after(self.draft, self.head, state, tokens[-1]).argmax()))
-            self.chains[place] = tokens[1:]
-        return self.chains[place][:width]
+            self.chains[position] = tokens[1:]
+        return self.chains[position][:width]
 
-    def count_accepted(self, tree: TreeShape, place: int) -> int:
-        following = self.following[place]
+    def count_accepted(self, tree: TreeShape, position: int) -> int:
+        following = self.following[position]
         if tree.topk == 1:
-            paths = {tuple(self.draft_chain(place, d)) for d in range(1, tree.num_steps + 1)}
+            paths = {tuple(self.draft_chain(position, d)) for d in range(1, tree.num_steps + 1)}
         else:
             enumerated = tree.num_steps, tree.topk, tree.num_draft_tokens - 1
-            paths = set(slow_tree(self.case, place, *enumerated, beam=tree.topk))
+            paths = set(slow_tree(self.case, position, *enumerated, beam=tree.topk))
         deepest = 0
         while deepest < len(following) and following[: deepest + 1] in paths:
             deepest += 1
@@ -101,34 +101,41 @@ class SlowReplay:
         """The drafts that each cycle of every answer accepts."""
         cycles = []
         for first, row in zip(self.first, self.answers, strict=True):
-            at, count = 0, len(row.ids) - 1 - row.prompt_length
-            while at < count:
-                cycles.append(self.count_accepted(tree, first + at))
-                at += cycles[-1] + 1
+            position, count = 0, len(row.ids) - 1 - row.prompt_length
+            while position < count:
+                cycles.append(self.count_accepted(tree, first + position))
+                position += cycles[-1] + 1
         return cycles
 
-    def list_probabilities(self, place: int, last: torch.Tensor, width: int, how: tuple[float, float]) -> list[float]:
+    def list_probabilities(
+        self, position: int, last_states: torch.Tensor, width: int, sampling: tuple[float, float]
+    ) -> list[float]:
         """beta of each draft, given that those before it were accepted; last [T, H] from the anchor on."""
-        found, before = [], self.case.anchor_tokens[place]
-        for d, token in enumerate(self.following[place][:width]):
-            logits = logits_after(self.draft, self.head, self.states[place][d], before)
-            q, p = torch.softmax(logits / how[0], 0)[token], warped(self.head @ last[d][None].T, how)[token]
+        found, previous = [], self.case.anchor_tokens[position]
+        for d, token in enumerate(self.following[position][:width]):
+            logits = logits_after(self.draft, self.head, self.states[position][d], previous)
+            q, p = (
+                torch.softmax(logits / sampling[0], 0)[token],
+                warped(self.head @ last_states[d][None].T, sampling)[token],
+            )
             found.append(min(1.0, float(q / p)))
-            before = token
+            previous = token
         return found
 
-    def expect(self, width: int, how: tuple[float, float]) -> tuple[float, float]:
-        """Return expected cycles and accepted sampled drafts of all answers, place by place, in plain arithmetic."""
+    def expect(self, width: int, sampling: tuple[float, float]) -> tuple[float, float]:
+        """Return expected cycles and accepted sampled drafts of all answers, position by position, in plain arithmetic."""
         cycles = accepted = 0.0
         for first, row in zip(self.first, self.answers, strict=True):
             count = len(row.ids) - 1 - row.prompt_length
             starts = [1.0, *[0.0] * (count + width)]
-            for at in range(count):
-                probabilities = self.list_probabilities(first + at, row.last[row.prompt_length + at :], width, how)
-                reached = starts[at]
+            for position in range(count):
+                probabilities = self.list_probabilities(
+                    first + position, row.last[row.prompt_length + position :], width, sampling
+                )
+                reached = starts[position]
                 cycles += reached
                 for j, probability in enumerate([*probabilities, 0.0]):
-                    starts[at + j + 1] += reached * (1 - probability)
+                    starts[position + j + 1] += reached * (1 - probability)
                     reached *= probability
                     accepted += reached
         return cycles, accepted
@@ -161,7 +168,7 @@ def count_in(memory_gib: float) -> list[float]:
 
 @every_method
 def test_every_width_and_tree_equals_a_slow_walk_of_every_answer(project: Path, method: str) -> None:  # noqa: F811
-    """With memory for all answers at once, and for one place."""
+    """With memory for all answers at once, and for one position."""
     draft = write_block(method)
     assert count_in(1e-6) == pytest.approx(count_in(1), rel=1e-6)  # those of sampled drafts are sums of floats
     num_drafts = 5 if method == "dspark" else 4
@@ -214,19 +221,19 @@ def test_statistics_inside_trees_add_up_to_the_table_and_leave_out_deeper_trees(
     rows, buckets = read_rows(0.0), replay_records.read_tree_statistics(NAME)
     assert {bucket.tree for bucket in buckets} == {"t3_2_6", "t4_1_5"}
     for tree in (TreeShape(3, 2, 6), TreeShape(4, 1, 5)):
-        own = [bucket for bucket in buckets if bucket.tree == tree.name]
-        of_rows = [bucket for bucket in own if bucket.by == "row"]
+        tree_buckets = [bucket for bucket in buckets if bucket.tree == tree.name]
+        of_rows = [bucket for bucket in tree_buckets if bucket.by == "row"]
         assert sum(bucket.accepted for bucket in of_rows) == rows[tree].accepted
         assert sum(bucket.cycles or 0 for bucket in of_rows) == rows[tree].cycles
-        assert sum(bucket.accepted for bucket in own if bucket.by == "depth") == rows[tree].accepted
-        nodes = sum(bucket.nodes or 0 for bucket in own if bucket.by == "depth")
+        assert sum(bucket.accepted for bucket in tree_buckets if bucket.by == "depth") == rows[tree].accepted
+        nodes = sum(bucket.nodes or 0 for bucket in tree_buckets if bucket.by == "depth")
         assert nodes == rows[tree].cycles * (tree.num_draft_tokens - 1)
 
 
-def warped(logits: torch.Tensor, how: tuple[float, float]) -> torch.Tensor:
+def warped(logits: torch.Tensor, sampling: tuple[float, float]) -> torch.Tensor:
     """Probabilities [V] after temperature and top-p, by transformers; logits [V, 1]."""
-    scores = logits.T / how[0]
-    return TopPLogitsWarper(how[1])(None, scores).softmax(-1)[0] if how[1] < 1 else scores.softmax(-1)[0]
+    scores = logits.T / sampling[0]
+    return TopPLogitsWarper(sampling[1])(None, scores).softmax(-1)[0] if sampling[1] < 1 else scores.softmax(-1)[0]
 
 
 @every_method
@@ -274,8 +281,8 @@ def test_a_block_draft_of_another_target(project: Path) -> None:  # noqa: F811
 
 def test_a_multimodal_target(project: Path) -> None:  # noqa: F811
     write_block("dflash")
-    place = Path("artifacts/target/target.json")
-    place.write_text(json.dumps(json.loads(place.read_text()) | {"modality": "image"}))
+    path = Path("artifacts/target/target.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"modality": "image"}))
     message = refused()
     assert message.startswith("drafts/b003/draft is a block draft (dflash) and tiny a multimodal target")
     assert "mrope_section" in message and message.endswith("take an EAGLE-3 checkpoint, or a text target")
@@ -297,10 +304,12 @@ def test_more_memory_and_narrower_blocks_allow_larger_batches() -> None:
     draft = random_block_draft(1)[0]
     wide = random_block_draft(1, block_size=draft.config.block_size * 2)[0]
     trees = [TreeShape(3, 2, 6)]
-    some, more, fewer = (
+    base, more_memory, wider = (
         compute_block_capacity(*given) for given in ((draft, trees, 1 << 20), (draft, trees, 1 << 24), (wide, trees, 1 << 20))
     )  # fmt: skip
-    assert some.positions < more.positions and some.tokens < more.tokens and fewer.positions < some.positions
+    assert (
+        base.positions < more_memory.positions and base.tokens < more_memory.tokens and wider.positions < base.positions
+    )
     assert compute_block_capacity(replace_sizes(draft, hidden_size=64), trees, 1) == (1, 1)
 
 

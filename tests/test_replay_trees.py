@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project up to its hidden states. The answers above temperature 0 are what the workload `drawn` draws."""
     project = tmp_path_factory.mktemp("replay")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
@@ -66,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
             work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload], samples_drafts=False)
-            rows = [answered(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
+            rows = [answer_prompt(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
             table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
             conversations.write_table(
                 Path("data/sampled") / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
@@ -85,20 +85,20 @@ def make_target(seed: int) -> None:
     )
 
 
-def answered(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
-    drawn = cell_context.make_sampling_params(work, name, 0, 0)
-    answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=drawn) for token in step.tokens]
+def answer_prompt(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
+    sampling_params = cell_context.make_sampling_params(work, name, 0, 0)
+    answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=sampling_params) for token in step.tokens]
     return {
         "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",
-        "temperature": work.workload.temperature, "top_p": work.workload.top_p if drawn else None,
+        "temperature": work.workload.temperature, "top_p": work.workload.top_p if sampling_params else None,
         "source_row": 0, "verdict": "clean", "images": None,
     }  # fmt: skip
 
 
 @pytest.fixture
-def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(shared_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     project = tmp_path / "project"
-    shutil.copytree(made, project)
+    shutil.copytree(shared_project, project)
     monkeypatch.chdir(project)
     return project
 
@@ -188,13 +188,13 @@ def test_hidden_states_of_another_split(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "problem"),
     [
         (pl.col("id") + "x", "row row0.0 is not among those in data/sampled/eval;"),
         (pl.col("answer_ids").list.head(3), "row row0.0 is another answer than those in data/sampled/eval;"),
     ],
 )
-def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, says: str) -> None:
+def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, problem: str) -> None:
     rows = conversations.read_table(
         Path("data/sampled/eval"), conversations.SAMPLED_SCHEMA, "sample_target"
     ).with_columns(change)
@@ -203,7 +203,7 @@ def test_hidden_states_of_other_answers(project: Path, change: pl.Expr, says: st
     )
     message = refused()
     assert message.startswith("data/hiddens/eval: ") and "run: dvc repro extract_hiddens" in message
-    assert says.partition("row0.0")[2] in message
+    assert problem.partition("row0.0")[2] in message
 
 
 def test_answers_that_extract_hiddens_cuts_are_replayed_as_if_sampled_so(project: Path) -> None:
@@ -254,11 +254,11 @@ def test_an_eval_split_that_was_drawn(project: Path) -> None:
 
 
 def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
-    made = manifest.read_manifest()
+    shared_project = manifest.read_manifest()
     edit_params(project, {"init_draft": {"draft_vocab_size": None}})
-    wider = SimpleNamespace(**{**vars(made), "vocab_size": V + 3})
+    wider = SimpleNamespace(**{**vars(shared_project), "vocab_size": V + 3})
     draft, layers = init_draft._build_fresh_draft(schema.load_params(), wider, torch.arange(V + 3))  # type: ignore[arg-type]
-    config = init_draft.build_config_json(draft.config, layers, made)
+    config = init_draft.build_config_json(draft.config, layers, shared_project)
     eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
     assert refused() == (
         "drafts/e003/draft is for a target of 12 tokens and width 16, expected tiny's 9 and 16; train or import a draft for "
@@ -284,8 +284,12 @@ NARROW, WIDE = TreeShape(4, 2, 8), TreeShape(4, 3, 8)
 
 def test_more_memory_and_fewer_topks_allow_larger_batches() -> None:
     draft, *_ = random_draft(1)
-    some, more, fewer = (compute_capacity(draft, trees, memory) for trees, memory in (
+    base, more_memory, fewer_topks = (compute_capacity(draft, trees, memory) for trees, memory in (
         ([NARROW, WIDE], 1 << 20), ([NARROW, WIDE], 1 << 24), ([NARROW], 1 << 20),
     ))  # fmt: skip
-    assert some.positions < more.positions and some.tokens < more.tokens and some.positions < fewer.positions
+    assert (
+        base.positions < more_memory.positions
+        and base.tokens < more_memory.tokens
+        and base.positions < fewer_topks.positions
+    )
     assert compute_capacity(draft, [TreeShape(16, 10, 64)], 1) == (1, 1)

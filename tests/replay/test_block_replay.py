@@ -51,15 +51,15 @@ class Case:
         self.positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
         self.documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         starts = offsets + torch.tensor([len(p) for p in PROMPTS])
-        self.places = AnswerPositions.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
+        self.answer_positions = AnswerPositions.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
         self.states = compute_anchor_states(
             self.draft,
             self.embedding,
             ReplayPack(self.ids, self.features, self.positions, self.documents),
-            self.places.anchors,
+            self.answer_positions.anchors,
             7,
         )
-        self.anchor_tokens = self.places.anchor_tokens
+        self.anchor_tokens = self.answer_positions.anchor_tokens
 
     def read(self, ids: list[int]) -> tuple[Tensor, list[int]]:
         """Features [n, K*H] and the next token after each."""
@@ -93,9 +93,9 @@ class Case:
             j = 0
             while j < width and drafts[j] == following[j]:
                 j += 1
-            left = len(prompt) + count - len(row)
-            accepted.append(min(j, left))
-            row += [*drafts[:j], following[j]][:left]
+            remaining = len(prompt) + count - len(row)
+            accepted.append(min(j, remaining))
+            row += [*drafts[:j], following[j]][:remaining]
         assert row == self.answer(prompt, count)
         return accepted
 
@@ -108,7 +108,7 @@ case_of = cache(Case)
 def test_every_width_equals_live_decoding(method: str, seed: int) -> None:
     case = case_of(method, seed)
     drafts = case.draft.draft_greedily(case.states, case.anchor_tokens, case.head)
-    walk = replay_chains(drafts, case.places)
+    walk = replay_chains(drafts, case.answer_positions)
     histogram = compute_histogram(walk)
     for width in range(1, case.draft.config.num_drafts + 1):
         for row, (prompt, count) in enumerate(zip(PROMPTS, ANSWER_LENGTHS, strict=True)):
@@ -127,21 +127,21 @@ def test_chains_are_trees_of_topk_1(method: str, seed: int) -> None:
     case = case_of(method, seed)
     num_drafts = case.draft.config.num_drafts
     chains = [TreeShape(m, 1, m + 1) for m in range(1, num_drafts + 1)]
-    found = replay_block_trees(case.draft, case.head, case.states, case.places, chains)
-    walk = replay_chains(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.places)
+    found = replay_block_trees(case.draft, case.head, case.states, case.answer_positions, chains)
+    walk = replay_chains(case.draft.draft_greedily(case.states, case.anchor_tokens, case.head), case.answer_positions)
     assert torch.equal(found.cycles, walk.cycles) and torch.equal(found.accepted, walk.accepted)
     assert torch.equal(found.cycles_reaching_depth, walk.cycles_reaching_depth)
 
 
-def slow_tree(case: Case, place: int, levels: int, topk: int, count: int, beam: int | None) -> list[tuple[int, ...]]:
+def slow_tree(case: Case, index: int, levels: int, topk: int, count: int, beam: int | None) -> list[tuple[int, ...]]:
     """The `count` most probable paths of up to `levels` tokens; of a level only the best `beam` go on, all for None."""
-    level, paths = [(1.0, (int(case.anchor_tokens[place]),))], []
+    level, paths = [(1.0, (int(case.anchor_tokens[index]),))], []
     for d in range(levels):
         longer = []
         for probability, path in sorted(level, reverse=True)[:beam]:
-            logits = logits_after(case.draft, case.head, case.states[place, d], path[-1])
-            own = sorted(((p, t) for t, p in enumerate(torch.softmax(logits, 0).tolist())), reverse=True)[:topk]
-            longer += [(probability * p, (*path, t)) for p, t in own]
+            logits = logits_after(case.draft, case.head, case.states[index, d], path[-1])
+            children = sorted(((p, t) for t, p in enumerate(torch.softmax(logits, 0).tolist())), reverse=True)[:topk]
+            longer += [(probability * p, (*path, t)) for p, t in children]
         paths += longer
         level = longer
     return [path[1:] for _, path in sorted(paths, reverse=True)[:count]]
@@ -165,18 +165,18 @@ def test_trees_equal_enumerated_ones(
     """Best-first over every path where the tree has at most 2 K + 1 nodes, and over those of the beams with more."""
     case = case_of(method, seed)
     trees = [TreeShape(levels, topk, m) for m in sizes]
-    found = replay_block_trees(case.draft, case.head, case.states, case.places, trees)
+    found = replay_block_trees(case.draft, case.head, case.states, case.answer_positions, trees)
     for g, tree in enumerate(trees):
         accepted = []
-        for place, following in enumerate(case.places.following.tolist()):
-            paths = set(slow_tree(case, place, levels, topk, tree.num_draft_tokens - 1, beam))
+        for index, following in enumerate(case.answer_positions.following.tolist()):
+            paths = set(slow_tree(case, index, levels, topk, tree.num_draft_tokens - 1, beam))
             accepted.append(max(d for d in range(levels + 1) if d == 0 or tuple(following[:d]) in paths))
         offset = 0
-        for row, count in enumerate(case.places.counts.tolist()):
-            at, cycles, total = 0, 0, 0
-            while at < count:
-                cycles, total, at = (
-                    cycles + 1, total + accepted[offset + at], at + accepted[offset + at] + 1,
+        for row, count in enumerate(case.answer_positions.counts.tolist()):
+            position, cycles, total = 0, 0, 0
+            while position < count:
+                cycles, total, position = (
+                    cycles + 1, total + accepted[offset + position], position + accepted[offset + position] + 1,
                 )  # fmt: skip
             assert (int(found.cycles[row, g]), int(found.accepted[row, g])) == (cycles, total), tree.name
             offset += count
@@ -189,14 +189,14 @@ def test_answers_of_one_token_have_no_cycle(method: str) -> None:
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     features = torch.zeros(*ids.shape, case.draft.fc.in_features, dtype=torch.float64)
-    given = case.draft, case.embedding, case.head, ReplayBatch(ids, features, lengths - 1, lengths)
+    inputs = case.draft, case.embedding, case.head, ReplayBatch(ids, features, lengths - 1, lengths)
     tree = TreeShape(3, 2, 6)
-    found = replay_block_answers(*given, [tree, TreeShape(4, 1, 5)], traced=[0])
+    found = replay_block_answers(*inputs, [tree, TreeShape(4, 1, 5)], traced=[0])
     assert found.accepted.tolist() == found.cycles.tolist() == [[0, 0], [0, 0]] and found.cycle_starts is not None
-    assert len(trace_block_cycles(*given, found.cycle_starts[0], tree).row) == 0
+    assert len(trace_block_cycles(*inputs, found.cycle_starts[0], tree).row) == 0
 
 
 def test_a_tree_deeper_than_the_block_is_refused() -> None:
     case = case_of("dflash", 6)
     with pytest.raises(ValueError, match="t5_1_6: num_steps is 5, expected at most 4"):
-        replay_block_trees(case.draft, case.head, case.states, case.places, [TreeShape(5, 1, 6)])
+        replay_block_trees(case.draft, case.head, case.states, case.answer_positions, [TreeShape(5, 1, 6)])

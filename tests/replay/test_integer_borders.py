@@ -10,55 +10,55 @@ from stages.replay import oracle_bounds
 from stages.replay.replay import PositionTables, walk_cycles
 from stages.trees.draft_tree import Candidates, get_step_range
 
-PLACES = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
+POSITION_COUNTS = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
 STEPS = [126, 127, 128, 129]
 TOPKS = [180, 181, 255, 256]  # with two steps 180 records 32,580 candidates, 181 records 32,942
 
 
-def fewest_cycles(reach: list[int]) -> tuple[int, int]:
-    """The fewest cycles of an answer's places, and of those ways the most accepted drafts, from the answer's end on."""
-    ahead = [(0, 0)]  # of each place: cycles, and accepted drafts negated; the answer's end first
-    for most in reversed(reach):
-        ways = [(ahead[-1 - taken], taken) for taken in range(min(most, len(ahead) - 1) + 1)]
-        ahead.append(min((cycles + 1, accepted - taken) for (cycles, accepted), taken in ways))
+def count_fewest_cycles(reach: list[int]) -> tuple[int, int]:
+    """Return the fewest cycles over an answer's positions, and the most accepted drafts of such ways, from its end on."""
+    ahead = [(0, 0)]  # of each position: cycles, and accepted drafts negated; the answer's end first
+    for max_accepted in reversed(reach):
+        ways = [(ahead[-1 - step], step) for step in range(min(max_accepted, len(ahead) - 1) + 1)]
+        ahead.append(min((cycles + 1, accepted - step) for (cycles, accepted), step in ways))
     return ahead[-1][0], -ahead[-1][1]
 
 
 def walk_slowly(accepted: list[int]) -> tuple[int, int]:
-    place = cycles = total = 0
-    while place < len(accepted):
-        total, cycles, place = total + accepted[place], cycles + 1, place + accepted[place] + 1
+    position = cycles = total = 0
+    while position < len(accepted):
+        total, cycles, position = total + accepted[position], cycles + 1, position + accepted[position] + 1
     return cycles, total
 
 
-def at_end(reach: list[int]) -> list[int]:
+def clip_at_end(reach: list[int]) -> list[int]:
     """No more drafts than the answer has tokens left."""
-    return [min(most, len(reach) - place - 1) for place, most in enumerate(reach)]
+    return [min(max_accepted, len(reach) - position - 1) for position, max_accepted in enumerate(reach)]
 
 
 @settings(max_examples=4, deadline=None)  # beside the borders that the bug passed, which are examples
-@given(st.sampled_from(PLACES), st.lists(st.integers(0, 2), min_size=1, max_size=5))
+@given(st.sampled_from(POSITION_COUNTS), st.lists(st.integers(0, 2), min_size=1, max_size=5))
 @example(4_097, [0])
 @example(4_098, [0])
 @example(16_384, [0])
 @example(32_768, [0])
-def test_the_oracle_counts_every_cycle_of_a_long_answer(places: int, pattern: list[int]) -> None:
+def test_the_oracle_counts_every_cycle_of_a_long_answer(num_positions: int, pattern: list[int]) -> None:
     """Bug: beyond 4,096 cycles an answer, the oracle's twice the cycles passed the number that meant "never" (8,192), then
-    int16: tau_oracle was wrong, above 16,383 places negative. A short answer beside it must count as before.
+    int16: tau_oracle was wrong, above 16,383 positions negative. A short answer beside it must count as before.
     """
-    rows = [at_end((pattern * places)[:places]), at_end((pattern * 9)[:9])]
+    rows = [clip_at_end((pattern * num_positions)[:num_positions]), clip_at_end((pattern * 9)[:9])]
     reach = torch.tensor([[*rows[0], *rows[1], 0]], dtype=torch.int8)
     accepted, cycles = oracle_bounds.find_fewest_cycles(reach, torch.tensor([len(row) for row in rows]), 2)
     found = list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True))
-    assert found == [fewest_cycles(row) for row in rows]
+    assert found == [count_fewest_cycles(row) for row in rows]
 
 
 @settings(max_examples=9, deadline=None)
-@given(st.sampled_from(PLACES), st.lists(st.integers(0, 3), min_size=1, max_size=5))
-def test_a_walk_counts_every_cycle_of_a_long_answer(places: int, pattern: list[int]) -> None:
-    accepted = at_end((pattern * places)[:places])
+@given(st.sampled_from(POSITION_COUNTS), st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_a_walk_counts_every_cycle_of_a_long_answer(num_positions: int, pattern: list[int]) -> None:
+    accepted = clip_at_end((pattern * num_positions)[:num_positions])
     table = torch.tensor([[*accepted, 0]], dtype=torch.int8)
-    found = walk_cycles(table, torch.full_like(table, 127), torch.tensor([places]), 3)
+    found = walk_cycles(table, torch.full_like(table, 127), torch.tensor([num_positions]), 3)
     cycles, total = walk_slowly(accepted)
     assert (found.cycles.item(), found.accepted.item(), found.summed_tree_depth.item()) == (cycles, total, 127 * cycles)
     assert found.cycles_reaching_depth[0, 0].sum().item() == total
@@ -81,8 +81,8 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
     """
     matching = min(steps, matching)
     tables = PositionTables([TreeShape(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
-    wanted = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
-    tables.fill_positions(slice(0, 1), 1, chain(steps), wanted)
+    following = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
+    tables.fill_positions(slice(0, 1), 1, chain(steps), following)
     found = tables.walk(torch.tensor([1]))
     assert (found.accepted.item(), found.summed_tree_depth.item(), found.cycles.item()) == (matching, steps, 1)
     assert tables.oracle_drafts[0, 0].item() == matching
@@ -112,19 +112,21 @@ def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
         .tolist()
     )
     listed = scores[0].tolist()
-    for number, threshold in enumerate(tables.thresholds.tolist()):
-        held = [sum(score >= threshold for score in listed[: get_step_range(step, topk)[1]]) for step in range(steps)]
-        assert found[number] == held
+    for index, threshold in enumerate(tables.thresholds.tolist()):
+        node_counts = [
+            sum(score >= threshold for score in listed[: get_step_range(step, topk)[1]]) for step in range(steps)
+        ]
+        assert found[index] == node_counts
     assert found[-1][-1] == count
 
 
 @pytest.mark.parametrize(
-    ("most", "dtype"),
+    ("largest", "dtype"),
     [
         (0, torch.int8), (127, torch.int8), (128, torch.int16), (255, torch.int16), (32_767, torch.int16),
         (32_768, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64),
     ],
 )  # fmt: skip
-def test_the_narrowest_type_holds_the_most(most: int, dtype: torch.dtype) -> None:
-    assert oracle_bounds.choose_integer_type(most) == dtype
-    assert torch.tensor(most, dtype=dtype).item() == most
+def test_the_narrowest_integer_type_holds_the_largest_value(largest: int, dtype: torch.dtype) -> None:
+    assert oracle_bounds.choose_integer_type(largest) == dtype
+    assert torch.tensor(largest, dtype=dtype).item() == largest

@@ -1,4 +1,4 @@
-"""Bounds against brute force: every tree, every landing place, every choice of nodes, on small pools."""
+"""Bounds against brute force: every tree, every landing position, every choice of nodes, on small pools."""
 
 import functools
 import itertools
@@ -15,10 +15,10 @@ from stages.trees import draft_tree
 from tests.trees.test_draft_tree import tensors
 
 
-def all_trees(parents: list[int], nodes: int) -> list[tuple[int, ...]]:
+def list_trees(parents: list[int], nodes: int) -> list[tuple[int, ...]]:
     """Every set of so many candidates that holds each one's parent; parents as candidate numbers, -1 the root."""
-    every = itertools.combinations(range(len(parents)), nodes)
-    return [chosen for chosen in every if all(parents[c] in (-1, *chosen) for c in chosen)]
+    subsets = itertools.combinations(range(len(parents)), nodes)
+    return [chosen for chosen in subsets if all(parents[c] in (-1, *chosen) for c in chosen)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,15 +30,15 @@ def test_no_tree_of_as_many_nodes_expects_more_than_the_static_rule(kind: str, s
     """Expected by the draft's own probabilities: the sum of the nodes' scores, over every connected choice."""
     pool = tensors(kind, seed, *shape, "sglang")
     scores, nodes = pool.scores[0].double(), min(nodes, pool.scores.shape[1])
-    most = max(scores[list(chosen)].sum().item() for chosen in all_trees(pool.parents[0].tolist(), nodes))
-    kept = draft_tree.build_tree(pool, nodes + 1)
-    assert scores[kept.candidate_numbers[0]].sum().item() == pytest.approx(most, rel=1e-12)
+    best = max(scores[list(chosen)].sum().item() for chosen in list_trees(pool.parents[0].tolist(), nodes))
+    tree = draft_tree.build_tree(pool, nodes + 1)
+    assert scores[tree.candidate_numbers[0]].sum().item() == pytest.approx(best, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([0.7, 0.3, 0.1, 0.02, 0.0]))
-def test_one_threshold_expects_the_most_of_all_ways_to_share_nodes_among_places(seed: int, threshold: float) -> None:
-    """Two places of six candidates each: no two trees with as many nodes together have a larger sum of scores."""
+def test_no_other_split_of_nodes_between_positions_beats_one_threshold(seed: int, threshold: float) -> None:
+    """Two positions of six candidates each: no two trees with as many nodes together have a larger sum of scores."""
     pools = [tensors("plain", seed + i, 2, 2, "sglang") for i in range(2)]
     scores = torch.cat([p.scores for p in pools])  # [2, C]
     _, nodes = oracle_bounds.evaluate_threshold_trees(scores, torch.full((2, 2), -2), 2, torch.tensor([threshold, 0.0]))
@@ -46,30 +46,32 @@ def test_one_threshold_expects_the_most_of_all_ways_to_share_nodes_among_places(
     assert nodes[0, 1].tolist() == (scores >= threshold).sum(1).tolist()
     best = [
         [
-            max((sum(s[c] for c in chosen) for chosen in all_trees(p.parents[0].tolist(), n)), default=-math.inf)
+            max((sum(s[c] for c in chosen) for chosen in list_trees(p.parents[0].tolist(), n)), default=-math.inf)
             for n in range(7)
         ]
         for p, s in zip(pools, scores.double().tolist(), strict=True)
     ]
-    most = max(best[0][n] + best[1][total - n] for n in range(7) if 0 <= total - n <= 6)
-    assert scores.double()[scores >= threshold].sum().item() == pytest.approx(most, rel=1e-12)
+    highest = max(best[0][n] + best[1][total - n] for n in range(7) if 0 <= total - n <= 6)
+    assert scores.double()[scores >= threshold].sum().item() == pytest.approx(highest, rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=4))
-def test_the_oracle_lands_where_fewest_cycles_follow(drawn: list[list[int]]) -> None:
-    """Each answer's places, with how many drafts may be accepted there; every choice is tried."""
-    rows = [[min(reach, len(row) - place) for place, reach in enumerate(row)] for row in drawn]  # the answer's end
+def test_the_oracle_takes_the_fewest_cycles(max_accepted: list[list[int]]) -> None:
+    """Each answer's positions, with how many drafts may be accepted there; every choice is tried."""
+    rows = [
+        [min(reach, len(row) - position) for position, reach in enumerate(row)] for row in max_accepted
+    ]  # the answer's end
 
     def tries(row: list[int]) -> tuple[int, int]:
         """Fewest cycles, and of those ways the most accepted drafts, negated."""
 
         @functools.cache
-        def ahead(place: int) -> tuple[int, int]:
-            if place >= len(row):
+        def ahead(position: int) -> tuple[int, int]:
+            if position >= len(row):
                 return 0, 0
-            ways = [(ahead(place + taken + 1), taken) for taken in range(row[place] + 1)]
-            return min((cycles + 1, accepted - taken) for (cycles, accepted), taken in ways)
+            ways = [(ahead(position + num_accepted + 1), num_accepted) for num_accepted in range(row[position] + 1)]
+            return min((cycles + 1, accepted - num_accepted) for (cycles, accepted), num_accepted in ways)
 
         return ahead(0)
 
@@ -81,7 +83,7 @@ def test_the_oracle_lands_where_fewest_cycles_follow(drawn: list[list[int]]) -> 
 
 @pytest.mark.parametrize("tree_scoring", list(draft_tree.TREE_SCORINGS))
 @pytest.mark.parametrize("kind", ["plain", "ties", "saturated"])
-def test_what_is_cut_at_a_threshold_is_what_reaches_it(kind: str, tree_scoring: str) -> None:
+def test_threshold_trees_hold_the_candidates_that_reach_the_threshold(kind: str, tree_scoring: str) -> None:
     """Accepted drafts and nodes of each threshold and depth, counted one by one; the lowest holds everything."""
     steps, topk = 4, 3
     pool = tensors(kind, 5, steps, topk, tree_scoring)

@@ -1,4 +1,4 @@
-"""Replay against the slow draft: for every place of an answer, build the tree by enumeration, and walk."""
+"""Replay against the slow draft: for every position of an answer, build the tree by enumeration, and walk."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ def slow_tree(
     tokens: int,
     tree_scoring: str,
 ) -> set[tuple[int, ...]]:
-    """The paths of the tree drafted at a place, as SGLang grows it, with the slow draft; `eagle` adds logarithms."""
+    """The paths of the tree drafted at a position, as SGLang grows it, with the slow draft; `eagle` adds logarithms."""
     found, beam = [], [(0.0 if tree_scoring == "eagle" else 1.0, (), -1)]
     for _ in range(steps):
         level = []
@@ -91,14 +91,14 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
     )[:4]
     assert accepted.sum() > 5, "nothing is accepted, so nothing is tested"
 
-    @functools.cache  # trees of one place begin alike
+    @functools.cache  # trees of one position begin alike
     def probabilities(b: int, p: int, path: tuple[int, ...]) -> torch.Tensor:
         return guess(draft, embedding, *rows[b][:2], p, list(path))
 
     for b, (ids, _, start, end) in enumerate(rows):
         for g, tree in enumerate(trees):
             steps, tokens = tree.num_steps, tree.num_draft_tokens
-            bonus, total, count, levels, far = start, 0, 0, 0, [0] * reached.shape[2]
+            bonus, total, count, levels, reached_depths = start, 0, 0, 0, [0] * reached.shape[2]
             while bonus < end - 1:
                 paths = slow_tree(
                     draft, functools.partial(probabilities, b, bonus - 1), steps, topk, tokens, tree_scoring
@@ -108,24 +108,24 @@ def test_replay_equals_building_every_tree_and_walking(topk: int, options: str, 
                     depth += 1
                 total, count, bonus = total + depth, count + 1, bonus + depth + 1
                 levels += max(map(len, paths))
-                far = [n + (depth > d) for d, n in enumerate(far)]
+                reached_depths = [n + (depth > d) for d, n in enumerate(reached_depths)]
             found = accepted[b, g].item(), cycles[b, g].item(), deep[b, g].item(), reached[b, g].tolist()
-            assert found == (total, count, levels, far), (b, steps, topk, tokens)
+            assert found == (total, count, levels, reached_depths), (b, steps, topk, tokens)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_expansion_scores_are_products_of_the_slow_drafts_probabilities(options: str) -> None:
     draft, embedding, _ = random_draft(4, **OPTIONS[options])
     ids, features, start, _ = make_answers(draft, embedding, 1)[0]
-    p, whole = start + 1, torch.tensor([ids])
-    fused, keys, values = encode_prefix(draft, whole, features[None], embedding)
+    p, row_ids = start + 1, torch.tensor([ids])
+    fused, keys, values = encode_prefix(draft, row_ids, features[None], embedding)
     allowed = build_prefix_mask(torch.tensor([[p]]), len(ids), draft.config.sliding_window)
     state = compute_first_state(
-        draft, embedding[whole[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
+        draft, embedding[row_ids[:, p + 1]][:, None], fused[:, p : p + 1], torch.tensor([[p]]), keys, values, allowed
     )
     found = expand_candidates(draft, embedding, state, torch.tensor([[p]]), keys, values, allowed, num_steps=4, topk=2)
-    for number in range(found.scores.shape[1]):
-        path, climber = [], number
+    for candidate in range(found.scores.shape[1]):
+        path, climber = [], candidate
         while climber != -1:
             path.insert(0, found.tokens[0, climber].item())
             climber = found.parents[0, climber].item()
@@ -133,28 +133,28 @@ def test_expansion_scores_are_products_of_the_slow_drafts_probabilities(options:
         for depth, token in enumerate(path):
             draft_id = [int(draft.to_target(torch.tensor(i))) for i in range(CONFIG.draft_vocab_size)].index(token)
             probability *= guess(draft, embedding, ids, features, p, path[:depth])[draft_id].item()
-        assert found.scores[0, number].item() == pytest.approx(probability, rel=1e-4)
+        assert found.scores[0, candidate].item() == pytest.approx(probability, rel=1e-4)
 
 
 @pytest.mark.parametrize("tree_scoring", list(TREE_SCORINGS))
-def test_a_grid_is_what_its_trees_are_one_by_one(tree_scoring: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All topks expanded together, in parts of three places and blocks of two, and each tree in a call of its own."""
+def test_trees_replayed_together_equal_trees_replayed_alone(tree_scoring: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All topks expanded together, in parts of three positions and blocks of two, and each tree in a call of its own."""
     draft, embedding, _ = random_draft(5, sliding_window=6)
     rows = make_answers(draft, embedding, 5)
-    asked = embedding, pad_answers(rows)
+    inputs = embedding, pad_answers(rows)
     grid = [(s, k, m) for k in (1, 2, 4) for s in (1, 3, 5) for m in (2, 3, 8, 20)]
     trees = [TreeShape(s, k, m) for s, k, m in grid if m - 1 <= k + (s - 1) * k * k]
     random.Random(0).shuffle(trees)
-    alone = [replay_answers(draft, *asked, [shape], tree_scoring=tree_scoring) for shape in trees]
-    most = draft.config.num_attention_heads * 7 * asked[1].ids.shape[1]
-    monkeypatch.setitem(MAX_INTERMEDIATE_ELEMENTS, "cpu", 2 * most)
-    together = replay_answers(draft, *asked, trees, tree_scoring=tree_scoring, positions_per_batch=3)
+    separate = [replay_answers(draft, *inputs, [shape], tree_scoring=tree_scoring) for shape in trees]
+    num_elements = draft.config.num_attention_heads * 7 * inputs[1].ids.shape[1]
+    monkeypatch.setitem(MAX_INTERMEDIATE_ELEMENTS, "cpu", 2 * num_elements)
+    together = replay_answers(draft, *inputs, trees, tree_scoring=tree_scoring, positions_per_batch=3)
     for name in ("accepted", "cycles", "summed_tree_depth", "oracle_accepted", "oracle_cycles"):
-        assert torch.equal(getattr(together, name), torch.cat([getattr(one, name) for one in alone], 1)), name
-    for g, one in enumerate(alone):
+        assert torch.equal(getattr(together, name), torch.cat([getattr(output, name) for output in separate], 1)), name
+    for g, output in enumerate(separate):
         assert (
-            together.cycles_reaching_depth[:, g, : one.cycles_reaching_depth.shape[2]].tolist()
-            == one.cycles_reaching_depth[:, 0].tolist()
+            together.cycles_reaching_depth[:, g, : output.cycles_reaching_depth.shape[2]].tolist()
+            == output.cycles_reaching_depth[:, 0].tolist()
         )
     assert together.accepted.sum() > 50
 
@@ -168,17 +168,17 @@ def test_no_tree_beats_the_oracle() -> None:
     tau = 1 + found.accepted.sum(0) / found.cycles.sum(0)
     oracle = 1 + found.oracle_accepted.sum(0) / found.oracle_cycles.sum(0)
     assert (tau <= oracle).all() and (tau < oracle).any()
-    steps, whole = 4, trees.index(TreeShape(4, 2, 15))
+    steps, full_tree = 4, trees.index(TreeShape(4, 2, 15))
     everything, nothing = len(PATH_PROBABILITY_THRESHOLDS) * steps - 1, 0  # the last threshold, all steps; the first
     for name in ("accepted", "cycles"):
-        assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, whole])
-    assert torch.equal(found.adaptive.summed_tree_depth[:, everything], 14 * found.cycles[:, whole])
+        assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, full_tree])
+    assert torch.equal(found.adaptive.summed_tree_depth[:, everything], 14 * found.cycles[:, full_tree])
     assert found.adaptive.accepted[:, nothing].sum() == 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
-def test_ranks_are_places_in_the_sorted_candidates(steps: int, topk: int, seed: int) -> None:
+def test_ranks_are_indices_into_the_sorted_candidates(steps: int, topk: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     count = topk + (steps - 1) * topk * topk
     scores = torch.randint(0, 4, (2, count), generator=generator) / 4  # ties
@@ -187,15 +187,17 @@ def test_ranks_are_places_in_the_sorted_candidates(steps: int, topk: int, seed: 
     for n in range(2):
         for d, number in enumerate(numbers[n].tolist()):
             for step in range(steps):
-                first = range(topk + step * topk * topk)
+                candidates = range(topk + step * topk * topk)
                 if number < 0:
                     assert found[n, d, step] == MISSING_RANK
                     continue
-                mine = -scores[n, number].item(), number
-                assert found[n, d, step] == sum((-scores[n, i].item(), i) < mine for i in first)
+                own_key = -scores[n, number].item(), number
+                assert found[n, d, step] == sum((-scores[n, i].item(), i) < own_key for i in candidates)
     best = find_step_leaders(scores, steps, topk).tolist()
     levels = [range(topk + (s - 1) * topk * topk if s else 0, topk + s * topk * topk) for s in range(steps)]
-    assert best == [[min(at, key=lambda i, n=n: (-scores[n, i].item(), i)) for at in levels] for n in range(2)]
+    assert best == [
+        [min(indices, key=lambda i, n=n: (-scores[n, i].item(), i)) for indices in levels] for n in range(2)
+    ]
 
 
 def test_walk_steps_over_the_bonus_token() -> None:

@@ -50,8 +50,8 @@ class Pair:
         sizes = {"vocab_size": vocab, "mask_token_id": vocab - 1, "block_size": num_drafts + (method != "dspark")}
         sizes |= {"selector_top_k": 2} if method == "dflash2" else {}
         options = METHOD_OPTIONS[method] | sizes
-        made = random_block_draft(3, 0.3, torch.float32, **options, feature_layers=FEATURES)
-        self.draft: BlockDraft = made[0]
+        drafts_and_tables = random_block_draft(3, 0.3, torch.float32, **options, feature_layers=FEATURES)
+        self.draft: BlockDraft = drafts_and_tables[0]
 
     def read(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Features [T, K*H], the last hidden state [T, H] and logits [T, V]."""
@@ -64,7 +64,7 @@ class Pair:
             out = self.target(torch.tensor(rows), output_hidden_states=True)
         return torch.cat([out.hidden_states[i] for i in FEATURES], -1), out.hidden_states[-1], out.logits
 
-    def read_places(self, rows: list[list[int]], start: int) -> "Places":
+    def read_positions(self, rows: list[list[int]], start: int) -> "PositionInputs":
         """Rows of prompt and answer, whose answers begin at `start`: packs of some rows of one length, as replay takes them."""
         found = []
         for length, of_length in itertools.groupby(rows, len):
@@ -76,19 +76,19 @@ class Pair:
                     torch.arange(len(pack)),
                 )
                 bounds = documents * length + start, documents * length + length
-                places = AnswerPositions.build(ids, *bounds, self.draft.config.num_drafts)
+                positions = AnswerPositions.build(ids, *bounds, self.draft.config.num_drafts)
                 layout = row.repeat(len(pack)), documents.repeat_interleave(length)
                 packed = ReplayPack(ids, features.flatten(0, 1), *layout)
-                states = compute_anchor_states(self.draft, self.embedding, packed, places.anchors)
-                found.append((states, last.flatten(0, 1)[places.anchors], *places))
-        states, last, *places_of_all = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return states, last, AnswerPositions(*places_of_all)
+                states = compute_anchor_states(self.draft, self.embedding, packed, positions.anchors)
+                found.append((states, last.flatten(0, 1)[positions.anchors], *positions))
+        states, last, *position_tensors = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return states, last, AnswerPositions(*position_tensors)
 
-    def replay(self, places: "Places", temperature: float, top_p: float) -> ExpectedCounts:
-        return replay_sampled_drafts(self.draft, self.head, *places, temperature, top_p, self.scale)
+    def replay(self, positions: "PositionInputs", temperature: float, top_p: float) -> ExpectedCounts:
+        return replay_sampled_drafts(self.draft, self.head, *positions, temperature, top_p, self.scale)
 
 
-Places = tuple[Tensor, Tensor, AnswerPositions]
+PositionInputs = tuple[Tensor, Tensor, AnswerPositions]
 pair_of = cache(Pair)
 
 # Every way that decoding can go
@@ -99,28 +99,30 @@ Outcomes = dict[
 ]  # of the tokens to come: their probability, and that times cycles and accepted drafts
 
 
-def follow(found: Outcomes, tokens: tuple[int, ...], more: Outcomes, probability: float, accepted: int) -> None:
+def add_outcomes(
+    found: Outcomes, tokens: tuple[int, ...], continuations: Outcomes, probability: float, accepted: int
+) -> None:
     """Add the outcomes of a cycle that commits `tokens` with a probability, and of what comes after it."""
-    for rest, (of_rest, cycles, drafts) in more.items():
-        counted = probability * np.array([of_rest, cycles + of_rest, drafts + accepted * of_rest])
-        found[tokens + rest] = found.get(tokens + rest, np.zeros(3)) + counted
+    for suffix, (mass, cycles, drafts) in continuations.items():
+        counted = probability * np.array([mass, cycles + mass, drafts + accepted * mass])
+        found[tokens + suffix] = found.get(tokens + suffix, np.zeros(3)) + counted
 
 
 class Enumeration:
     """The joint distribution of the answer and of its cycles, by every draft, every decision and every token drawn."""
 
     def __init__(self, pair: Pair, width: int, temperature: float, top_p: float):
-        self.pair, self.width, self.how = pair, width, (temperature, top_p, None)
+        self.pair, self.width, self.sampling = pair, width, (temperature, top_p, None)
         self.target, self.decode = cache(self._target), cache(self._decode)
 
     def _target(self, row: tuple[int, ...]) -> list[float]:
-        return warp_logits(self.pair.read(list(row))[2][-1:], *self.how)[0].double().tolist()
+        return warp_logits(self.pair.read(list(row))[2][-1:], *self.sampling)[0].double().tolist()
 
     def answers(self) -> Outcomes:
         found: Outcomes = {}
         for token, probability in enumerate(self.target(tuple(PROMPT))):
             if probability:
-                follow(found, (token,), self.decode((*PROMPT, token)), probability, 0)
+                add_outcomes(found, (token,), self.decode((*PROMPT, token)), probability, 0)
         return {answer: np.array([p, c - p, a]) for answer, (p, c, a) in found.items()}  # prefill is no cycle
 
     def _decode(self, row: tuple[int, ...]) -> Outcomes:
@@ -132,31 +134,31 @@ class Enumeration:
         for drafts in itertools.product(range(len(pair.head)), repeat=self.width):
             padded = [row[-1], *drafts, *[0] * pair.draft.config.num_drafts][: pair.draft.config.num_drafts]
             logits = draft_logits(pair.draft, states, pair.head, padded)
-            laws = [(x / self.how[0]).softmax(-1).double().tolist() for x in logits[: self.width]]
-            drawn = math.prod(law[x] for law, x in zip(laws, drafts, strict=True))
-            self._verify(found, row, drafts, laws, drawn)
+            laws = [(x / self.sampling[0]).softmax(-1).double().tolist() for x in logits[: self.width]]
+            draft_probability = math.prod(law[x] for law, x in zip(laws, drafts, strict=True))
+            self._verify(found, row, drafts, laws, draft_probability)
         return found
 
     def _verify(
         self, found: Outcomes, row: tuple[int, ...], drafts: tuple[int, ...], laws: list, probability: float
     ) -> None:
-        for taken in range(self.width + 1 if probability else 0):
-            here = (*row, *drafts[:taken])
-            if (taken and here[-1] == END) or len(here) == len(PROMPT) + ROOM:  # the rest is cut off
-                follow(found, drafts[:taken], self.decode(here), probability, taken)
+        for depth in range(self.width + 1 if probability else 0):
+            prefix = (*row, *drafts[:depth])
+            if (depth and prefix[-1] == END) or len(prefix) == len(PROMPT) + ROOM:  # the rest is cut off
+                add_outcomes(found, drafts[:depth], self.decode(prefix), probability, depth)
                 return
-            p = self.target(here)
-            share = min(1.0, p[drafts[taken]] / laws[taken][drafts[taken]]) if taken < self.width else 0.0
-            left = p if taken == self.width else [max(0.0, a - b) for a, b in zip(p, laws[taken], strict=True)]
-            for token, mass in enumerate(left):
+            p = self.target(prefix)
+            share = min(1.0, p[drafts[depth]] / laws[depth][drafts[depth]]) if depth < self.width else 0.0
+            residual = p if depth == self.width else [max(0.0, a - b) for a, b in zip(p, laws[depth], strict=True)]
+            for token, mass in enumerate(residual):
                 if mass and share < 1:
-                    committed = (*drafts[:taken], token)
-                    follow(
+                    committed = (*drafts[:depth], token)
+                    add_outcomes(
                         found,
                         committed,
                         self.decode((*row, *committed)),
-                        probability * (1 - share) * mass / sum(left),
-                        taken,
+                        probability * (1 - share) * mass / sum(residual),
+                        depth,
                     )
             probability *= share
             if not probability:
@@ -165,7 +167,7 @@ class Enumeration:
 
 @every_method
 @pytest.mark.parametrize(("top_p", "scale"), [(1.0, 1.0), (0.95, 1.0), (1.0, 0.4)])
-def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str, top_p: float, scale: float) -> None:
+def test_expected_counts_equal_an_enumeration_of_all_decodings(method: str, top_p: float, scale: float) -> None:
     """Of each answer: given it, the mean cycles and accepted drafts over all draws; and its probability is the target's."""
     pair = pair_of(method, 3, 2, scale)
     for width in (1, 2):
@@ -173,14 +175,14 @@ def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str
         outcomes = tree.answers()
         assert sum(p for p, _, _ in outcomes.values()) == pytest.approx(1)
         rows = [[*PROMPT, *answer] for answer in outcomes]
-        found = pair.replay(pair.read_places(rows, len(PROMPT)), 0.7, top_p)
+        found = pair.replay(pair.read_positions(rows, len(PROMPT)), 0.7, top_p)
         for answer, cycles, accepted in zip(
             outcomes, found.cycles[:, width - 1], found.accepted[:, width - 1], strict=True
         ):
             probability, of_cycles, of_accepted = outcomes[answer]
             row = (*PROMPT, *answer)
-            own = math.prod(tree.target(row[:n])[row[n]] for n in range(len(PROMPT), len(row)))
-            assert probability == pytest.approx(own, rel=1e-4)
+            expected_probability = math.prod(tree.target(row[:n])[row[n]] for n in range(len(PROMPT), len(row)))
+            assert probability == pytest.approx(expected_probability, rel=1e-4)
             assert float(cycles) == pytest.approx(of_cycles / probability, rel=1e-4), answer
             assert float(accepted) == pytest.approx(of_accepted / probability, rel=1e-4, abs=1e-6), answer
         assert len(outcomes) > 10 and float(found.accepted[:, width - 1].max()) > 0.1, "the comparison says nothing"
@@ -192,37 +194,39 @@ def test_expected_counts_are_those_of_every_way_that_decoding_can_go(method: str
 VOCAB, NUM_DRAFTS, ANSWER, NUM_PROMPTS = 7, 3, 24, 30
 # By the number of drafts. Of three, 900 runs tell a replay without top-p from a right one; one draft takes more cycles a run.
 RUNS = {NUM_DRAFTS: 900, 1: 300}
-HOW = (0.6, 0.9)
+SAMPLING = (0.6, 0.9)
 
 
 class LiveRuns:
-    """Answers of the engine, replay's places of them, and what was counted."""
+    """Answers of the engine, replay's positions of them, and what was counted."""
 
     def __init__(self, method: str, width: int):
         pair = pair_of(method, VOCAB, NUM_DRAFTS)
         engine, count = Engine(pair.target, [], list(FEATURES), pair.draft), RUNS[width]
-        drawn = torch.randint(0, VOCAB, (NUM_PROMPTS, 4), generator=torch.Generator().manual_seed(1))
-        prompts = drawn.repeat(count // NUM_PROMPTS, 1).tolist()
-        hows = [SamplingParams(*HOW, None, seed, samples_drafts=True) for seed in range(count)]
-        asked = [DecodeRequest(prompt, ANSWER, None, how) for prompt, how in zip(prompts, hows, strict=True)]
-        runs: list[list] = [[] for _ in asked]
+        prompt_ids = torch.randint(0, VOCAB, (NUM_PROMPTS, 4), generator=torch.Generator().manual_seed(1))
+        prompts = prompt_ids.repeat(count // NUM_PROMPTS, 1).tolist()
+        settings = [SamplingParams(*SAMPLING, None, seed, samples_drafts=True) for seed in range(count)]
+        requests = [
+            DecodeRequest(prompt, ANSWER, None, params) for prompt, params in zip(prompts, settings, strict=True)
+        ]
+        runs: list[list] = [[] for _ in requests]
         with prefill_once(engine):
-            for updates in engine.decode_batch(asked, 200, TreeShape(width, 1, width + 1)):
-                for number, step in updates:
-                    runs[number] += [step] if step else []
+            for updates in engine.decode_batch(requests, 200, TreeShape(width, 1, width + 1)):
+                for index, step in updates:
+                    runs[index] += [step] if step else []
         self.rows = [
             [*prompt, *(t for step in run for t in step.tokens)] for prompt, run in zip(prompts, runs, strict=True)
         ]
         self.cycles = np.array([len(run) - 1.0 for run in runs])
         self.accepted = np.array([float(sum(step.num_accepted for step in run)) for run in runs])
-        self.pair, self.width, self.places = pair, width, pair.read_places(self.rows, 4)
+        self.pair, self.width, self.positions = pair, width, pair.read_positions(self.rows, 4)
 
     def measure_distance(self) -> float:
         """How many standard errors the counts are from replay of the same answers, whichever is further."""
-        found = self.pair.replay(self.places, *HOW)
+        found = self.pair.replay(self.positions, *SAMPLING)
         cycles, accepted = (x[:, self.width - 1].numpy() for x in (found.cycles, found.accepted))
-        apart = self.cycles - cycles, self.accepted - accepted
-        return max(abs(x.mean()) / (x.std(ddof=1) / math.sqrt(len(x))) for x in apart)
+        differences = self.cycles - cycles, self.accepted - accepted
+        return max(abs(x.mean()) / (x.std(ddof=1) / math.sqrt(len(x))) for x in differences)
 
 
 live = cache(LiveRuns)
@@ -230,13 +234,13 @@ live = cache(LiveRuns)
 
 @every_method
 @pytest.mark.parametrize("width", [1, NUM_DRAFTS])
-def test_live_runs_are_as_replay_of_their_answers_expects(method: str, width: int) -> None:
+def test_live_runs_agree_with_the_expected_counts(method: str, width: int) -> None:
     """By chance 4.9 standard errors are passed once in a million."""
     assert live(method, width).measure_distance() < 4.9
     assert live(method, width).accepted.mean() > 3, "hardly a draft is accepted: the comparison says little"
 
 
-def forget(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
+def spoil(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_drafts, name, partial(spoiled, getattr(sampled_drafts, name)))
 
 
@@ -252,8 +256,8 @@ SPOILED = {
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_a_spoiled_replay_is_told_from_live_runs(method: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget(*SPOILED[spoiled], monkeypatch)
+def test_a_wrong_replay_differs_from_live_runs(method: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(*SPOILED[spoiled], monkeypatch)
     assert live(method, NUM_DRAFTS).measure_distance() > 4.9
 
 
@@ -271,16 +275,16 @@ def test_a_token_that_rounding_puts_outside_top_p_has_its_probability_before() -
 @every_method
 def test_answers_of_one_token_have_no_cycle(method: str) -> None:
     pair = pair_of(method, 3, 2)
-    found = pair.replay(pair.read_places([[1, 0], [2, 1]], 1), *HOW)
+    found = pair.replay(pair.read_positions([[1, 0], [2, 1]], 1), *SAMPLING)
     assert found.cycles.tolist() == found.accepted.tolist() == [[0, 0], [0, 0]]
-    mixed = pair.replay(pair.read_places([[1, 0], [2, 1, 0, 2]], 1), *HOW)
+    mixed = pair.replay(pair.read_positions([[1, 0], [2, 1, 0, 2]], 1), *SAMPLING)
     assert mixed.cycles[0].tolist() == [0, 0] and (mixed.cycles[1] >= 1).all()
 
 
-def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batch_size_changes_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, rows = pair_of("dspark", 7, 3), live("dspark", 1).rows[:5]
-    places = pair.read_places(rows, 4)
-    whole = pair.replay(places, *HOW)
+    positions = pair.read_positions(rows, 4)
+    expected = pair.replay(positions, *SAMPLING)
     monkeypatch.setitem(sampled_drafts.MAX_INTERMEDIATE_ELEMENTS, "cpu", 60)
-    for one, other in zip(whole, pair.replay(places, *HOW), strict=True):
-        torch.testing.assert_close(one, other)
+    for first, second in zip(expected, pair.replay(positions, *SAMPLING), strict=True):
+        torch.testing.assert_close(first, second)

@@ -43,11 +43,11 @@ def slow_nodes(draft, embedding, ids, features, p: int, shape: TreeShape, tree_s
     return sorted(found, key=lambda n: (-n.score, n.number))[: tokens - 1]
 
 
-def looked(draft, embedding, rows, shape: TreeShape, tree_scoring: str) -> TreeCycles:
-    given = draft, embedding, pad_answers(rows)
-    found = replay_answers(*given, [TreeShape(1, shape.topk, 2), shape], tree_scoring=tree_scoring, traced=[1])
+def trace_rows(draft, embedding, rows, shape: TreeShape, tree_scoring: str) -> TreeCycles:
+    inputs = draft, embedding, pad_answers(rows)
+    found = replay_answers(*inputs, [TreeShape(1, shape.topk, 2), shape], tree_scoring=tree_scoring, traced=[1])
     assert found.cycle_starts is not None
-    cycles = trace_cycles(*given, found.cycle_starts[0], shape, tree_scoring=tree_scoring)
+    cycles = trace_cycles(*inputs, found.cycle_starts[0], shape, tree_scoring=tree_scoring)
     assert torch.equal(torch.bincount(cycles.row, cycles.accepted.double(), len(rows)).long(), found.accepted[:, 1])
     assert torch.equal(torch.bincount(cycles.row, minlength=len(rows)), found.cycles[:, 1])
     return cycles
@@ -64,25 +64,25 @@ def looked(draft, embedding, rows, shape: TreeShape, tree_scoring: str) -> TreeC
 def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, options: str, tree_scoring: str) -> None:
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows = make_answers(draft, embedding, 4)
-    cycles = looked(draft, embedding, rows, shape, tree_scoring)
+    cycles = trace_rows(draft, embedding, rows, shape, tree_scoring)
     assert cycles.accepted_nodes.sum() > 5, "nothing is accepted, so nothing is tested"
-    number = 0
+    index = 0
     for row, (ids, features, start, end) in enumerate(rows):
         bonus = start
         while bonus < end - 1:
             nodes = slow_nodes(draft, embedding, ids, features, bonus - 1, shape, tree_scoring)
-            taken = [tuple(ids[bonus + 1 : bonus + 1 + len(n.path)]) == n.path for n in nodes]
+            accepted = [tuple(ids[bonus + 1 : bonus + 1 + len(n.path)]) == n.path for n in nodes]
             seen_at = Counter[int]()
             levels = [seen_at.update([len(n.path)]) or seen_at[len(n.path)] for n in nodes]
-            here = {k: getattr(cycles, k)[number].tolist() for k in TreeCycles._fields}
-            assert (here["row"], here["root_position"], here["accepted"]) == (row, bonus - start, sum(taken))
-            assert here["depth"] == [len(n.path) for n in nodes]
-            assert here["sibling_rank"] == [n.sibling for n in nodes]
-            assert (here["rank_in_depth"], here["accepted_nodes"]) == (levels, taken)
+            cycle = {k: getattr(cycles, k)[index].tolist() for k in TreeCycles._fields}
+            assert (cycle["row"], cycle["root_position"], cycle["accepted"]) == (row, bonus - start, sum(accepted))
+            assert cycle["depth"] == [len(n.path) for n in nodes]
+            assert cycle["sibling_rank"] == [n.sibling for n in nodes]
+            assert (cycle["rank_in_depth"], cycle["accepted_nodes"]) == (levels, accepted)
             probabilities = [math.exp(n.score) if tree_scoring == "eagle" else n.score for n in nodes]
-            assert here["path_probability"] == pytest.approx(probabilities, rel=1e-4)
-            number, bonus = number + 1, bonus + sum(taken) + 1
-    assert number == len(cycles.row)
+            assert cycle["path_probability"] == pytest.approx(probabilities, rel=1e-4)
+            index, bonus = index + 1, bonus + sum(accepted) + 1
+    assert index == len(cycles.row)
 
 
 @pytest.mark.parametrize("options", ["none", "window"])
@@ -90,18 +90,18 @@ def test_the_cycles_of_a_long_row_are_grown_in_parts(options: str, monkeypatch: 
     """Bug: all cycles of a row were grown at once, under a mask of cycles x tokens: 17 GB for 131,072 tokens."""
     draft, embedding, _ = random_draft(3, **OPTIONS[options])
     rows, shape = make_answers(draft, embedding, 4), TreeShape(3, 2, 5)
-    whole = looked(draft, embedding, rows, shape, "sglang")
+    expected = trace_rows(draft, embedding, rows, shape, "sglang")
     longest, masks = max(len(row[0]) for row in rows), []
     monkeypatch.setattr(tree_statistics, "MAX_ATTENTION_LOGITS", 3 * CONFIG.num_attention_heads * 2 * longest)
     build = tree_statistics.build_prefix_mask
-    monkeypatch.setattr(tree_statistics, "build_prefix_mask", lambda *given: masks.append(build(*given)) or masks[-1])
-    parts = looked(draft, embedding, rows, shape, "sglang")
+    monkeypatch.setattr(tree_statistics, "build_prefix_mask", lambda *args: masks.append(build(*args)) or masks[-1])
+    parts = trace_rows(draft, embedding, rows, shape, "sglang")
     assert len(masks) > len(rows) and max(mask.shape[0] * mask.shape[1] for mask in masks) == 3
-    for name, a, b in zip(TreeCycles._fields, whole, parts, strict=True):
+    for name, a, b in zip(TreeCycles._fields, expected, parts, strict=True):
         assert torch.allclose(a, b, rtol=1e-5) if a.is_floating_point() else torch.equal(a, b), name
 
 
-def test_stops_are_the_places_of_the_walk() -> None:
+def test_cycle_starts_are_the_positions_of_the_walk() -> None:
     """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends; an answer of one token has no cycle."""
     accepted = torch.tensor([[2, 9, 9, 0, 1, 9, 9], [5, 9, 9, 9, 9, 9, 9]])
     found = mark_cycle_starts(accepted, torch.tensor([6, 0]))
@@ -109,7 +109,7 @@ def test_stops_are_the_places_of_the_walk() -> None:
 
 
 def two_cycles() -> TreeCycles:
-    """Cycles of a chain of two drafts on the answer 0 1 2 3 4: one accepted at place 0, two (and the end) at place 2."""
+    """Cycles of a chain of two drafts on the answer 0 1 2 3 4: one accepted at position 0, two (and the end) at position 2."""
     return TreeCycles(
         torch.tensor([0, 0]), torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([[0.5, 0.25], [0.95, 0.9]]),
         torch.tensor([[1, 2], [1, 2]]), torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64),
@@ -117,7 +117,7 @@ def two_cycles() -> TreeCycles:
     )  # fmt: skip
 
 
-def tallied() -> dict[tuple[str, str], tuple[float | None, ...]]:
+def list_tallies() -> dict[tuple[str, str], tuple[float | None, ...]]:
     tally = TreeStatistics()
     ids, kind = torch.tensor([[9, 9, 9, 9, 9, 9, 9, 0, 1, 2, 3, 4]]), torch.tensor([0, 1, 2, 1, 0] + [2] * 5)
     tally.add(two_cycles(), ["q1"], ids, torch.tensor([7]), torch.tensor([12]), kind)
@@ -125,7 +125,7 @@ def tallied() -> dict[tuple[str, str], tuple[float | None, ...]]:
 
 
 def test_a_tally_adds_up_by_hand() -> None:
-    found = tallied()
+    found = list_tallies()
     assert found["row", "q1"] == (2, 4, pytest.approx(2.6), 3)
     assert found["context", "8-12"] == (2, 4, pytest.approx(2.6), 3)  # 8 and 10 tokens, the root among them
     assert found["answer", "0-8"] == (2, 4, pytest.approx(2.6), 3)
@@ -157,9 +157,11 @@ def test_a_tally_adds_up_by_hand() -> None:
 
 
 def test_buckets_come_in_their_order() -> None:
-    order = list(tallied())
-    assert [what for what, _ in order] == sorted((what for what, _ in order), key=tree_statistics.GROUPING_ORDER.index)
-    assert [b for what, b in order if what == "path_probability"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
+    order = list(list_tallies())
+    assert [grouping for grouping, _ in order] == sorted(
+        (grouping for grouping, _ in order), key=tree_statistics.GROUPING_ORDER.index
+    )
+    assert [b for grouping, b in order if grouping == "path_probability"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
     assert tree_statistics.LENGTH_EDGES[:9] == (0, 8, 12, 16, 24, 32, 48, 64, 96)
     assert (
         list(tree_statistics.LENGTH_EDGES) == sorted(tree_statistics.LENGTH_EDGES)
@@ -187,11 +189,11 @@ def test_kinds_of_tokens_are_those_of_their_texts() -> None:
     assert [TOKEN_CLASSES[i] for i in found.tolist()] == ["structure", "structure", "digits", "letters"]
 
 
-def test_an_answer_without_cycles_has_nothing_inside() -> None:
+def test_an_answer_without_cycles_has_no_statistics() -> None:
     draft, embedding, _ = random_draft(3)
     ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
     rows = [(ids[0].tolist(), features[0], 4, 5)]
-    cycles = looked(draft, embedding, rows, TreeShape(3, 2, 5), "sglang")
+    cycles = trace_rows(draft, embedding, rows, TreeShape(3, 2, 5), "sglang")
     assert len(cycles.row) == 0 and cycles.accepted_nodes.shape == (0, 4)
     tally = TreeStatistics()
     tally.add(cycles, ["q1"], ids, torch.tensor([4]), torch.tensor([5]), torch.zeros(20, dtype=torch.int64))
