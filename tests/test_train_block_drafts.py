@@ -56,12 +56,12 @@ RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safe
 
 
 @pytest.fixture(scope="module")
-def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trained_project(shared_talking_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A project with every checkpoint of CHECKPOINTS, on a tiny random target; we stand in it."""
     project = tmp_path_factory.mktemp("blocks")
     for name in ("artifacts", "tiny"):
-        (project / name).symlink_to(talking_made / name)
-    (project / "params.yaml").write_text((talking_made / "params.yaml").read_text())
+        (project / name).symlink_to(shared_talking_project / name)
+    (project / "params.yaml").write_text((shared_talking_project / "params.yaml").read_text())
     edit_params(project, {
         "extract_hiddens": {"max_length": 60},
         "init_draft": {"draft_vocab_size": 90},
@@ -85,9 +85,9 @@ def trained_project(talking_made: Path, tmp_path_factory: pytest.TempPathFactory
             }
             for n in range(14)
         ]  # fmt: skip
-        for split, some in {"train": rows, "eval": rows[:2], "eval_t": []}.items():
+        for split, split_rows in {"train": rows, "eval": rows[:2], "eval_t": []}.items():
             path = Path("data/sampled") / split / conversations.name_shard(0)
-            table = pl.DataFrame(some, schema=conversations.SAMPLED_SCHEMA)
+            table = pl.DataFrame(split_rows, schema=conversations.SAMPLED_SCHEMA)
             conversations.write_table(path, table, conversations.SAMPLED_SCHEMA)
         Path("results").mkdir()
         extract_hiddens.main()
@@ -155,14 +155,14 @@ def test_new_convolutions_change_nothing(trained_project: Path) -> None:
 def test_new_weights_are_normal_and_norms_one(trained_project: Path) -> None:
     config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark8"), "a test")
     parsed = block_checkpoint.parse_block_config(config)
-    one, same, other = (block_initialisation.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
-    for name, weight in one.named_parameters():
+    first, same_seed, other_seed = (block_initialisation.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
+    for name, weight in first.named_parameters():
         if weight.ndim == 2 and weight.numel() > 1000:
             assert abs(weight.std() - 0.02) < 0.002 and abs(weight.mean()) < 0.002, name
-            assert not torch.equal(weight, dict(other.named_parameters())[name]), name
+            assert not torch.equal(weight, dict(other_seed.named_parameters())[name]), name
         elif weight.ndim == 1:
             assert weight.unique().tolist() == [0.0 if name.endswith("bias") else 1.0], name
-        assert torch.equal(weight, dict(same.named_parameters())[name]), name
+        assert torch.equal(weight, dict(same_seed.named_parameters())[name]), name
 
 
 def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesReader]:
@@ -229,18 +229,18 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
 def test_anchors_are_of_a_packs_place_whoever_builds_it(trained_project: Path) -> None:
     trainer, hidden_states = build_trainer("dflash8", "float32")
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
-    alone, *shared = (
+    single_process, *shared = (
         [
             [pack.anchors.tolist() for pack in step.packs if sum(pack.supervised_per_step)]
             for step in PackLoader(hidden_states, trainer.objective, ranks, torch.float32).load_steps([(2, plan)])
         ]
         for ranks in (RankContext(0, 1, "cpu"), RankContext(0, 2, "cpu"), RankContext(1, 2, "cpu"))
     )
-    assert [[*a[:1], *b[:1], *a[1:]] for a, b in zip(*shared, strict=True)] == alone
+    assert [[*a[:1], *b[:1], *a[1:]] for a, b in zip(*shared, strict=True)] == single_process
     rows = [hidden_states.read_row(n, torch.float32) for n in range(3)]
     indices = [PackIndex(*x) for x in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))]
-    drawn = [tuple(trainer.objective.build_pack(rows, index, False).anchors.tolist()) for index in indices]
-    assert drawn[0] == drawn[-1] and len(set(drawn)) == 4
+    anchors = [tuple(trainer.objective.build_pack(rows, index, False).anchors.tolist()) for index in indices]
+    assert anchors[0] == anchors[-1] and len(set(anchors)) == 4
 
 
 def test_a_run_stopped_after_an_epoch_goes_on_to_the_same_bits(copy: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -280,38 +280,38 @@ def test_online_learns_what_stored_hidden_states_teach(copy: Path) -> None:
     shutil.rmtree("data/hiddens")
     extract_hiddens.main()
     for name in ("dflash1", "dspark1"):
-        stored, (before,) = load_file(f"drafts/{name}/draft/model.safetensors"), read_log(name)
+        stored, (stored_log,) = load_file(f"drafts/{name}/draft/model.safetensors"), read_log(name)
         shutil.rmtree(f"drafts/{name}")
         train_draft.main(name)
         (online,) = read_log(name)
-        assert online["loss"] == pytest.approx(before["loss"], rel=1e-4)
+        assert online["loss"] == pytest.approx(stored_log["loss"], rel=1e-4)
         for key, tensor in load_file(f"drafts/{name}/draft/model.safetensors").items():
             assert (tensor - stored[key]).norm() <= 2e-3 * stored[key].norm() + 1e-4, key
     edit_params(copy, {"check_overfit": {"steps": 2}})
     check_overfit.main()  # the gate, too, has the target make the features that each draft reads
     gated = json.loads(Path("results/train/e000.overfit.json").read_text())["block_drafts"]
-    assert [*gated] == [name for name, one in CHECKPOINTS.items() if one["from"] == "e000"]
+    assert [*gated] == [name for name, checkpoint in CHECKPOINTS.items() if checkpoint["from"] == "e000"]
 
 
 @pytest.mark.usefixtures("forked_stages")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_does(copy: Path, parallel: str) -> None:
     for name in ("dflash1", "dspark1"):
-        one = load_file(f"drafts/{name}/draft/model.safetensors")
-        (alone,) = read_log(name)
+        single = load_file(f"drafts/{name}/draft/model.safetensors")
+        (single_log,) = read_log(name)
         shutil.rmtree(f"drafts/{name}")
         edit_params(copy, {"train_draft": {"processes": 2, "parallel": parallel}})
         command = [sys.executable, "-m", "stages.train_draft", name]
         env = os.environ | {"PYTHONPATH": str(Path(train_draft.__file__).parents[1])}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (together,) = read_log(name)
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-        assert together["step_accuracy"] == pytest.approx(alone["step_accuracy"], abs=0.02)
-        two = load_file(f"drafts/{name}/draft/model.safetensors")
-        assert two.keys() == one.keys()
-        for key, tensor in one.items():
-            assert (two[key] - tensor).norm() <= 2e-3 * tensor.norm() + 1e-4, key
+        completed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        (joint_log,) = read_log(name)
+        assert joint_log["loss"] == pytest.approx(single_log["loss"], rel=1e-4)
+        assert joint_log["step_accuracy"] == pytest.approx(single_log["step_accuracy"], abs=0.02)
+        joint = load_file(f"drafts/{name}/draft/model.safetensors")
+        assert joint.keys() == single.keys()
+        for key, tensor in single.items():
+            assert (joint[key] - tensor).norm() <= 2e-3 * tensor.norm() + 1e-4, key
 
 
 class Tokens(SimpleNamespace):
@@ -332,7 +332,7 @@ TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
 
 
 @pytest.mark.parametrize(
-    ("wanted", "tokenizer", "expected"),
+    ("requested", "tokenizer", "expected"),
     [
         (None, tokens(17, pad=0), 17),  # the first unused row, as Qwen3's 151669
         (None, tokens(20, (5, 9), pad=0), 5),
@@ -342,12 +342,12 @@ TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
         (0, tokens(17, pad=0), 0),
     ],
 )
-def test_the_mask_token_is_one_that_no_text_uses(wanted: int | None, tokenizer: Any, expected: int) -> None:
-    assert mask_token.choose_mask_token(wanted, tokenizer, TARGET) == expected
+def test_the_mask_token_is_one_that_no_text_uses(requested: int | None, tokenizer: Any, expected: int) -> None:
+    assert mask_token.choose_mask_token(requested, tokenizer, TARGET) == expected
 
 
 @pytest.mark.parametrize(
-    ("wanted", "tokenizer", "message"),
+    ("requested", "tokenizer", "message"),
     [
         (
             4,
@@ -363,9 +363,9 @@ def test_the_mask_token_is_one_that_no_text_uses(wanted: int | None, tokenizer: 
         ),
     ],
 )
-def test_a_mask_token_that_texts_use_is_refused(wanted: int | None, tokenizer: Any, message: str) -> None:
+def test_a_mask_token_that_texts_use_is_refused(requested: int | None, tokenizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mask_token.choose_mask_token(wanted, tokenizer, TARGET)
+        mask_token.choose_mask_token(requested, tokenizer, TARGET)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("forked_stages", "one_thread")
 RESULTS = ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json")
 
 
-def epochs(number: int) -> dict[str, dict]:
+def epochs(num_epochs: int) -> dict[str, dict]:
     """Return parameters by which `straight` has this many."""
-    return {"checkpoints": SMALL["train_draft"]["checkpoints"] | {"straight": {"from": "e000", "epochs": number}}}
+    return {"checkpoints": SMALL["train_draft"]["checkpoints"] | {"straight": {"from": "e000", "epochs": num_epochs}}}
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def killed(killed_project: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed_project, tmp_path / "killed")
 
 
-def start(project: Path, **more: str) -> subprocess.Popen:
-    command, env = [sys.executable, "-m", "stages.train_draft", "straight"], os.environ | more
+def start(project: Path, **variables: str) -> subprocess.Popen:
+    command, env = [sys.executable, "-m", "stages.train_draft", "straight"], os.environ | variables
     return subprocess.Popen(command, cwd=project, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -74,14 +74,14 @@ def kill_and_finish(project: Path, kills: int, seed: int) -> str:
     return output
 
 
-def same_as_undisturbed(project: Path, small_run: Path) -> bool:
+def equals_undisturbed(project: Path, small_run: Path) -> bool:
     files = [Path("drafts/straight") / part for part in RESULTS]
     return all((project / p).read_bytes() == (small_run / p).read_bytes() for p in files)
 
 
 def test_a_killed_run_ends_where_an_undisturbed_one_does(project: Path, small_run: Path) -> None:
     kill_and_finish(project, kills=3, seed=1)
-    assert same_as_undisturbed(project, small_run)
+    assert equals_undisturbed(project, small_run)
     assert not list((project / ".scratch").glob("train_draft-straight-*"))
 
 
@@ -90,7 +90,7 @@ def test_fifty_kills_end_where_an_undisturbed_run_does(project: Path, small_run:
     for campaign in range(10):
         shutil.rmtree(project / "drafts/straight", ignore_errors=True)
         kill_and_finish(project, kills=5, seed=100 + campaign)
-        assert same_as_undisturbed(project, small_run)
+        assert equals_undisturbed(project, small_run)
 
 
 def test_it_resumes_rather_than_starts_again(killed: Path) -> None:
@@ -111,7 +111,7 @@ def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
         ("draft/model.safetensors", b"cut"),
         ("draft/config.json", None),
     ):
-        whole = (work / file).read_bytes()
+        data = (work / file).read_bytes()
         (work / file).unlink()
         if content is not None:
             (work / file).write_bytes(content)
@@ -121,7 +121,7 @@ def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
         assert f"{work.relative_to(killed) / file}" in output and "init_draft" not in output
         assert f"remove the folder {work.relative_to(killed)}, which holds nothing else, and run again" in output
         (work / file).unlink(missing_ok=True)
-        (work / file).write_bytes(whole)
+        (work / file).write_bytes(data)
     shutil.rmtree(work)
     assert "resumed" not in kill_and_finish(killed, kills=0, seed=0)
 
@@ -169,17 +169,19 @@ def test_every_pack_is_shared_out_once_and_all_processes_get_as_many(world: int)
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:
     """Same packs, same loss, weights equal but for the order of sums; and the state is whole: one process goes on from it."""
     edit_params(project, {"train_draft": {"packs_per_step": 3, **epochs(1)}})
-    alone = finish(project)
-    one = load_file(project / "drafts/straight/draft/model.safetensors")
+    single_report = finish(project)
+    single = load_file(project / "drafts/straight/draft/model.safetensors")
     for parallel in ("ddp", "fsdp"):
         shutil.rmtree(project / "drafts/straight")
         edit_params(project, {"train_draft": {"processes": 2, "parallel": parallel}})
-        together = finish_as_ranks(project)
-        two = load_file(project / "drafts/straight/draft/model.safetensors")
-        assert alone["epochs"][-1]["loss"] == pytest.approx(together["epochs"][-1]["loss"], rel=1e-4), parallel
-        assert two.keys() == one.keys()
-        for name, tensor in one.items():
-            assert (two[name].float() - tensor.float()).norm() <= 1e-3 * tensor.float().norm(), (parallel, name)
+        joint_report = finish_as_ranks(project)
+        joint = load_file(project / "drafts/straight/draft/model.safetensors")
+        assert single_report["epochs"][-1]["loss"] == pytest.approx(joint_report["epochs"][-1]["loss"], rel=1e-4), (
+            parallel
+        )
+        assert joint.keys() == single.keys()
+        for name, tensor in single.items():
+            assert (joint[name].float() - tensor.float()).norm() <= 1e-3 * tensor.float().norm(), (parallel, name)
         moments = load_file(project / "drafts/straight/state/optimizer.safetensors")
         assert moments.keys() == load_file(small_run / "drafts/straight/state/optimizer.safetensors").keys()
 
@@ -188,7 +190,7 @@ def test_online_learns_what_stored_hidden_states_teach(project: Path) -> None:
     """The trainer runs the target itself: no hidden states of training rows on disk, the same weights but for how sums round."""
     edit_params(project, {"extract_hiddens": {"online": True}, "train_draft": {"packs_per_step": 2, **epochs(1)}})
     stored = finish(project)
-    before = load_file(project / "drafts/straight/draft/model.safetensors")
+    expected = load_file(project / "drafts/straight/draft/model.safetensors")
     tau = json.loads((project / "results/train/e000.overfit.json").read_text())["tau"]
     run(project, "extract_hiddens")
     shards = {s: next((project / f"data/hiddens/{s}").glob("*.safetensors")) for s in ("train", "eval")}
@@ -201,7 +203,7 @@ def test_online_learns_what_stored_hidden_states_teach(project: Path) -> None:
         online = finish(project)
         assert online["epochs"][-1]["loss"] == pytest.approx(stored["epochs"][-1]["loss"], rel=1e-4), processes
         for name, tensor in load_file(project / "drafts/straight/draft/model.safetensors").items():
-            assert (tensor.float() - before[name].float()).norm() <= 1e-3 * before[name].float().norm(), (
+            assert (tensor.float() - expected[name].float()).norm() <= 1e-3 * expected[name].float().norm(), (
                 processes,
                 name,
             )
@@ -254,8 +256,8 @@ def finish_as_ranks(project: Path) -> dict:
 
 def run(project: Path, stage: str, *arguments: str) -> None:
     command = [sys.executable, "-m", f"stages.{stage}", *arguments]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def finish(project: Path, name: str = "straight") -> dict:
@@ -265,16 +267,16 @@ def finish(project: Path, name: str = "straight") -> dict:
 
 def test_labels_are_the_targets_own_logits_with_its_scale(project: Path, small_run: Path, tmp_path: Path) -> None:
     """Bug: drafts of targets that divide their logits (Granite) were trained on a distribution that is far too certain."""
-    other = shutil.copytree(project, tmp_path / "other")
+    other_project = shutil.copytree(project, tmp_path / "other")
     about = json.loads((project / "artifacts/target/target.json").read_text())
     (project / "artifacts/target/target.json").write_text(json.dumps(about | {"logits_scale": 0.25}))
-    weights = load_file(other / "artifacts/target/model.safetensors")
+    weights = load_file(other_project / "artifacts/target/model.safetensors")
     head = weights["model.embed_tokens.weight" if about["tie_word_embeddings"] else "lm_head.weight"]
-    save_file(weights | {"quarter.weight": head / 4}, other / "artifacts/target/model.safetensors")
-    (other / "artifacts/target/target.json").write_text(json.dumps(about | {"lm_head_key": "quarter.weight"}))
-    for folder in (project, other):
+    save_file(weights | {"quarter.weight": head / 4}, other_project / "artifacts/target/model.safetensors")
+    (other_project / "artifacts/target/target.json").write_text(json.dumps(about | {"lm_head_key": "quarter.weight"}))
+    for folder in (project, other_project):
         kill_and_finish(folder, kills=0, seed=0)
         command = [sys.executable, "-m", "stages.check_overfit", "check_overfit@e000"]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     for file in ("drafts/straight/draft/model.safetensors", "results/train/e000.overfit.json"):
-        assert (project / file).read_bytes() == (other / file).read_bytes() != (small_run / file).read_bytes()
+        assert (project / file).read_bytes() == (other_project / file).read_bytes() != (small_run / file).read_bytes()

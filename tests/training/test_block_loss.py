@@ -18,29 +18,29 @@ from stages.training.block_loss import (
 from tests.draft.slow_block_draft import METHOD_OPTIONS, Document, block_losses, random_block_draft
 
 LENGTHS = (9, 7)
-TAUGHT = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
+SUPERVISED = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]).bool()  # a hole, and both ends
 DOCUMENTS = torch.arange(2).repeat_interleave(torch.tensor(LENGTHS))
 CANDIDATES = [2, 3, 6, 7, 9, 10, 11, 12, 13]  # not 8: its next token belongs to the other document
 
 
 def test_anchors_are_candidates_without_repeats() -> None:
-    found = [sample_anchors(TAUGHT, DOCUMENTS, 4, torch.Generator().manual_seed(s)).tolist() for s in range(200)]
+    found = [sample_anchors(SUPERVISED, DOCUMENTS, 4, torch.Generator().manual_seed(s)).tolist() for s in range(200)]
     assert all(len(x) == 4 and x == sorted(set(x)) for x in found)
     counts = [sum(c in x for x in found) for c in CANDIDATES]
     assert {a for x in found for a in x} == set(CANDIDATES)
     assert min(counts) > 50 and max(counts) < 130  # 200 * 4 / 9 = 89, standard deviation 7
-    assert sample_anchors(TAUGHT, DOCUMENTS, 99, torch.Generator().manual_seed(0)).tolist() == CANDIDATES
-    again = sample_anchors(TAUGHT, DOCUMENTS, 4, torch.Generator().manual_seed(7)).tolist()
-    assert again == found[7]
+    assert sample_anchors(SUPERVISED, DOCUMENTS, 99, torch.Generator().manual_seed(0)).tolist() == CANDIDATES
+    same_seed = sample_anchors(SUPERVISED, DOCUMENTS, 4, torch.Generator().manual_seed(7)).tolist()
+    assert same_seed == found[7]
 
 
 def test_labels_end_at_the_first_hole() -> None:
     ids = torch.arange(16) + 100
-    labels = build_block_labels(ids, TAUGHT, DOCUMENTS, torch.tensor(CANDIDATES), 3)
+    labels = build_block_labels(ids, SUPERVISED, DOCUMENTS, torch.tensor(CANDIDATES), 3)
     for row, a in enumerate(CANDIDATES):
         expected = []
         for t in range(a + 1, a + 4):
-            if t >= 16 or not TAUGHT[t] or DOCUMENTS[t] != DOCUMENTS[a]:
+            if t >= 16 or not SUPERVISED[t] or DOCUMENTS[t] != DOCUMENTS[a]:
                 break
             expected.append(t + 100)
         assert labels.tokens[row][labels.is_valid[row]].tolist() == expected
@@ -82,15 +82,15 @@ def test_loss_and_every_gradient_equal_slow_ones(case: str, chunk: int, scale: f
 
     context = draft.project_context(features[None], positions[None])
     hidden = draft.forward_pack(embedding, ids, positions, DOCUMENTS, anchors, context)
-    labels = build_block_labels(ids, TAUGHT, DOCUMENTS, anchors, draft.config.num_drafts)
-    given = draft, hidden, labels, last, head, objective, divisor
-    found = compute_block_loss(*given, drafts_per_chunk=chunk, logits_scale=scale)
+    labels = build_block_labels(ids, SUPERVISED, DOCUMENTS, anchors, draft.config.num_drafts)
+    inputs = draft, hidden, labels, last, head, objective, divisor
+    found = compute_block_loss(*inputs, drafts_per_chunk=chunk, logits_scale=scale)
     found.total_loss.backward()
     gradients = {name: x.grad for name, x in draft.named_parameters()}
     draft.zero_grad()
 
-    given = ids, features, scale * last, anchors.tolist(), objective, divisor
-    slow, alphas, taus = _slow_loss(draft, embedding, head, *given)
+    inputs = ids, features, scale * last, anchors.tolist(), objective, divisor
+    slow, alphas, taus = _slow_loss(draft, embedding, head, *inputs)
     slow.backward()
     torch.testing.assert_close(found.total_loss, slow, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.acceptance[labels.is_valid], torch.stack(alphas), rtol=1e-9, atol=1e-9)
@@ -119,7 +119,7 @@ def test_gradients_of_the_selector_are_the_same_in_every_run() -> None:
         found.append([x.grad for x in draft.candidate_selector.parameters()])
         draft.zero_grad()
     torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    assert all(torch.equal(x, y) for gradients in found[1:] for x, y in zip(found[0], gradients, strict=True))
 
 
 def _slow_loss(
@@ -130,7 +130,7 @@ def _slow_loss(
     total, alphas, taus = torch.zeros((), dtype=torch.float64), [], []
     for a in anchors:
         document = slice(0, LENGTHS[0]) if a < LENGTHS[0] else slice(LENGTHS[0], 16)
-        row = Document(*(x[document] for x in (ids, TAUGHT, features, last)))
+        row = Document(*(x[document] for x in (ids, SUPERVISED, features, last)))
         drafts = block_losses(draft, embedding, head, row, a - document.start, objective)
         tau, running = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
         for found in drafts:
@@ -144,6 +144,6 @@ def _slow_loss(
 
 def test_a_confidence_loss_needs_its_head() -> None:
     draft, _, head = random_block_draft(1)
-    labels = build_block_labels(torch.arange(16), TAUGHT, DOCUMENTS, torch.tensor([2]), 3)
+    labels = build_block_labels(torch.arange(16), SUPERVISED, DOCUMENTS, torch.tensor([2]), 3)
     with pytest.raises(ValueError, match="no confidence head"):
         compute_block_loss(draft, torch.zeros(1, 4, 16), labels, torch.zeros(16, 16), head, DSPARK_OBJECTIVE, 1.0)

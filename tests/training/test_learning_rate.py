@@ -27,16 +27,16 @@ def settings(**changes: Any) -> TrainDraft:
     ("kind", "make"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)]
 )
 def test_after_the_warm_up_the_rate_is_that_of_transformers(kind: Any, make: Any) -> None:
-    ours = LearningRateSchedule(kind, 0.01, 7, 120)
+    schedule = LearningRateSchedule(kind, 0.01, 7, 120)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
-    theirs = make(optimizer, num_warmup_steps=7, num_training_steps=120)
+    expected = make(optimizer, num_warmup_steps=7, num_training_steps=120)
     for step in range(120):
         if step >= 7:
-            assert ours.get_rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+            assert schedule.get_rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
         optimizer.step()
-        theirs.step()
-    assert [ours.get_rate(step) for step in (0, 5, 6)] == pytest.approx([0.01 / 7, 0.06 / 7, 0.01])
-    assert ours.get_rate(120) == ours.get_rate(500) == pytest.approx(0.0, abs=1e-18)
+        expected.step()
+    assert [schedule.get_rate(step) for step in (0, 5, 6)] == pytest.approx([0.01 / 7, 0.06 / 7, 0.01])
+    assert schedule.get_rate(120) == schedule.get_rate(500) == pytest.approx(0.0, abs=1e-18)
 
 
 def test_a_constant_rate_is_what_it_was() -> None:

@@ -32,8 +32,8 @@ def test_wandb_keeps_a_run_offline_without_code_or_console(tmp_path: Path) -> No
         "    log_step(10, {'step/loss': 3.0})\n"
     )
     env = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path.cwd()), "A_SECRET": "hunter2-never-sent"}
-    done = subprocess.run([sys.executable, "-c", story], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", story], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
     (run,) = (tmp_path / "runs/wandb").glob("offline-run-*/run-e003-1234.wandb")
     written = b"".join(f.read_bytes() for f in run.parent.rglob("*") if f.is_file())
     assert b"step/loss" in written and b"learning_rate" in written

@@ -43,23 +43,23 @@ def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
     return (result.loss_per_step / torch.tensor(pack.supervised_per_step).clamp(min=1)).tolist()
 
 
-def learned(mask: list[int], steps: int, kind: str) -> list[list[int]]:
+def list_learned_tokens(mask: list[int], steps: int, kind: str) -> list[list[int]]:
     """The labels of each step."""
     gates = ttt.build_supervision_mask(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
     return [[p + 2 + k for p in gate.nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
 
 
-def test_the_gate_is_as_drawn() -> None:
+def test_the_supervision_mask_follows_the_span_of_the_answer() -> None:
     """One span of tokens 3..6 in a row of 9; step k of position p learns token p + 2 + k."""
     mask = [0, 0, 0, 1, 1, 1, 1, 0, 0]
     # Token 3 is the prefill's; the deeper the step, the later it starts.
-    assert learned(mask, 4, "aligned") == [[4, 5, 6], [5, 6], [6], []]
+    assert list_learned_tokens(mask, 4, "aligned") == [[4, 5, 6], [5, 6], [6], []]
     # The papers' gate: late at the start, and two past the end.
-    assert learned(mask, 2, "eagle") == [[5, 6, 7, 8], [5, 6, 7, 8]]
+    assert list_learned_tokens(mask, 2, "eagle") == [[5, 6, 7, 8], [5, 6, 7, 8]]
 
 
 def test_two_spans_never_teach_across_the_gap() -> None:
-    assert learned([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
+    assert list_learned_tokens([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def slow_loss(kind: str, logits: Tensor, probs: Tensor, t2d: Tensor) -> Tensor:
     return {"ce": cross_entropy, "lk_alpha": -alpha.log(), "lk_lambda": w * cross_entropy + (1 - w) * (1 - alpha)}[kind]
 
 
-def test_company_changes_nothing() -> None:
+def test_rows_of_one_pack_have_the_loss_of_each_row_alone() -> None:
     """In SpecForge a row's loss depended on its padding; here the losses of rows only add up."""
     weights = random_draft(5)
     rows = [make_row(6, 10, [(3, 9)]), make_row(7, 14, [(2, 14)]), make_row(8, 6, [])]
-    alone = [run([row], weights)[1].loss_per_step for row in rows]
-    together = run(rows, weights)[1].loss_per_step
-    assert torch.allclose(sum(alone), together, rtol=1e-5)
+    separate = [run([row], weights)[1].loss_per_step for row in rows]
+    packed = run(rows, weights)[1].loss_per_step
+    assert torch.allclose(sum(separate), packed, rtol=1e-5)
 
 
 def test_a_batch_of_several_packs_is_one_mean() -> None:
@@ -198,21 +198,21 @@ def test_a_row_longer_than_a_pack_is_computed_again_in_backward_to_the_same_bits
     """And keeps less between forward and backward: of a step its state, key and value, not what they were computed from."""
     weights = random_draft(21, sliding_window=window)
     pack = TrainingPack.from_rows([make_row(22, 60, [(3, 50)])], STEPS, "aligned")
-    kept: list[int] = []
+    saved_elements: list[int] = []
 
     def count(x: Tensor) -> Tensor:
-        kept[-1] += x.numel()
+        saved_elements[-1] += x.numel()
         return x
 
     found = []
     for batch_tokens in (60, 59):
-        kept.append(0)
+        saved_elements.append(0)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             found.append(compute_gradients(replace(pack, batch_tokens=batch_tokens), weights))
     assert not replace(pack, batch_tokens=60).is_oversized and replace(pack, batch_tokens=59).is_oversized
-    assert kept[1] < kept[0] / 2
-    for kept_grad, again in zip(*found, strict=True):
-        assert torch.equal(kept_grad, again)
+    assert saved_elements[1] < saved_elements[0] / 2
+    for expected, gradient in zip(*found, strict=True):
+        assert torch.equal(expected, gradient)
 
 
 def test_each_function_is_compiled_once_whatever_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,12 +221,12 @@ def test_each_function_is_compiled_once_whatever_the_pack(monkeypatch: pytest.Mo
     monkeypatch.setattr(compile_on_cuda, "is_on_gpu", lambda args: True)
     monkeypatch.setattr(compile_on_cuda, "BACKEND", "aot_eager")
     weights, compiled = random_draft(23), counters["stats"]
-    before, found = compiled["unique_graphs"], []
-    for number, lengths in enumerate([(40, 30), (70,), (15, 16, 17), (33, 60)]):
+    graphs_before, found = compiled["unique_graphs"], []
+    for index, lengths in enumerate([(40, 30), (70,), (15, 16, 17), (33, 60)]):
         rows = [make_row(24 + n, length, [(2, length)]) for n, length in enumerate(lengths)]
         pack = TrainingPack.from_rows(rows, STEPS, "aligned")
-        compute_gradients(replace(pack, batch_tokens=60 if number else 90), weights)  # the second is oversized
-        found.append(compiled["unique_graphs"] - before)
+        compute_gradients(replace(pack, batch_tokens=60 if index else 90), weights)  # the second is oversized
+        found.append(compiled["unique_graphs"] - graphs_before)
     assert found == [6, 6, 6, 6]
 
 
