@@ -44,11 +44,11 @@ def weights(draft: BlockDraft) -> Tensors:
 
 def z_lab(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     nested = {"mask_token_id": draft.config.mask_token_id, "target_layer_ids": after_layers(draft)}
-    own: Config = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    format_keys: Config = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
     if draft.config.method == "dflash2":
-        own["architectures"], nested = ["DFlash2DraftModel"], nested | dflash2_sizes(draft)
-    own |= {"block_size": draft.config.block_size, "dflash_config": nested, "num_target_layers": num_layers}
-    return layer_config(draft) | own, weights(draft)
+        format_keys["architectures"], nested = ["DFlash2DraftModel"], nested | dflash2_sizes(draft)
+    format_keys |= {"block_size": draft.config.block_size, "dflash_config": nested, "num_target_layers": num_layers}
+    return layer_config(draft) | format_keys, weights(draft)
 
 
 def dflash2_sizes(draft: BlockDraft) -> Config:
@@ -72,13 +72,13 @@ def specforge_dflash(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensor
 
 def deepspec(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     c = draft.config
-    own = {
+    format_keys = {
         "architectures": ["Qwen3DSparkModel"], "num_target_layers": num_layers, "block_size": c.block_size,
         "mask_token_id": c.mask_token_id, "target_layer_ids": after_layers(draft), "num_anchors": 512,
         "enable_confidence_head": True, "confidence_head_with_markov": c.confidence_head_with_markov,
         "markov_rank": c.markov_rank, "markov_head_type": "vanilla",
     }  # fmt: skip
-    return layer_config(draft) | own, weights(draft)
+    return layer_config(draft) | format_keys, weights(draft)
 
 
 def deepspec_dflash(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
@@ -111,7 +111,7 @@ def specforge_dspark_older(draft: BlockDraft, num_layers: int) -> tuple[Config, 
 def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     c = draft.config
     dspark = c.method == "dspark"
-    own: Config = {
+    format_keys: Config = {
         "architectures": [{"dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}.get(c.method, "DFlashDraftModel")],
         "speculators_model_type": c.method, "speculators_version": "0.9.0", "model_type": "speculator_model",
         "transformer_layer_config": layer_config(draft), "aux_hidden_state_layer_ids": list(c.feature_layers),
@@ -124,11 +124,11 @@ def speculators(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
         },
     }  # fmt: skip
     if c.method == "dflash2":
-        own |= dflash2_sizes(draft)
+        format_keys |= dflash2_sizes(draft)
     if dspark:
-        own |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
-        own["confidence_head_with_markov"] = c.confidence_head_with_markov
-    return own, weights(draft)
+        format_keys |= {"markov_rank": c.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": True}
+        format_keys["confidence_head_with_markov"] = c.confidence_head_with_markov
+    return format_keys, weights(draft)
 
 
 FORMS: dict[str, list[Form]] = {  # by method

@@ -96,8 +96,8 @@ def block_states(
         attended = []
         for i, x in enumerate(normed):
             heads = []
-            for number, q in enumerate((w.q_proj.weight @ x).split(c.head_dim)):
-                g = number // (c.num_attention_heads // c.num_key_value_heads)
+            for index, q in enumerate((w.q_proj.weight @ x).split(c.head_dim)):
+                g = index // (c.num_attention_heads // c.num_key_value_heads)
                 q = turn(norm(q, w.q_norm.weight, c.rms_norm_eps), a + i, c)
                 heads.append(torch.softmax(keys[:, g] @ q / c.head_dim**0.5, 0) @ values[:, g])
             attended.append(w.o_proj.weight @ torch.cat(heads))

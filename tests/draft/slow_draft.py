@@ -57,12 +57,12 @@ def _scatter(module: torch.nn.Module, scale: float, generator: torch.Generator) 
         parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else scale * noise
 
 
-def small_target(vocab_size: int, seed: int, num_layers: int = 4, **more: Any) -> transformers.PreTrainedModel:
+def small_target(vocab_size: int, seed: int, num_layers: int = 4, **options: Any) -> transformers.PreTrainedModel:
     """A random target as wide as CONFIG, whose next token is far from certain: its answers scatter above temperature 0."""
     model = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, **more,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, **options,
         )
     )  # fmt: skip
     scatter(model, 0.3, seed)

@@ -73,12 +73,12 @@ def test_what_dflash2_adds_at_qwen3_8b() -> None:
     assert config["architectures"] == ["DFlash2DraftModel"]
     assert config["dflash_config"] == {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], **sizes}
     shapes = list_block_tensor_shapes(parse_block_config(config))
-    more = {
+    added_sizes = {
         name: torch.Size(shape).numel() for name, shape in shapes.items() if name not in list_block_tensor_shapes(plain)
     }
-    convolutions = {name: size for name, size in more.items() if "_conv." in name}
+    convolutions = {name: size for name, size in added_sizes.items() if "_conv." in name}
     assert len(convolutions) == 5 * 2 * 2 and sum(convolutions.values()) == 5 * 2 * (2 * 2 * 4096 + 1024 * 4096)
-    assert sum(more.values()) - sum(convolutions.values()) == 77_791_232 + 256 * 4096
+    assert sum(added_sizes.values()) - sum(convolutions.values()) == 77_791_232 + 256 * 4096
 
 
 @every_method
@@ -88,10 +88,10 @@ def test_a_draft_is_read_as_written(method: str, tmp_path: Path) -> None:
     shapes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "draft" / "model.safetensors").items()}
     assert shapes == list_block_tensor_shapes(draft.config)  # the module's own names are the list's
     found_config, found = read_block_draft(tmp_path, "train_draft")
-    again = BlockDraft(parse_block_config(found_config))
-    again.load_state_dict(found)
-    assert again.config == draft.config
-    assert all(torch.equal(x, tensors[name]) for name, x in again.state_dict().items())
+    read_draft = BlockDraft(parse_block_config(found_config))
+    read_draft.load_state_dict(found)
+    assert read_draft.config == draft.config
+    assert all(torch.equal(x, tensors[name]) for name, x in read_draft.state_dict().items())
 
 
 @every_method
@@ -101,14 +101,14 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path
         assert repr(name) in find_block_draft_problem(config, {k: v for k, v in tensors.items() if k != name})
         assert f"{name} is" in find_block_draft_problem(config, tensors | {name: tensor[..., :0]})
     assert "unknown ['logit_head.w']" in find_block_draft_problem(config, tensors | {"logit_head.w": torch.ones(1)})
-    bad = tensors["fc.weight"].clone()
-    bad[0, 0] = torch.nan
+    nonfinite = tensors["fc.weight"].clone()
+    nonfinite[0, 0] = torch.nan
     with pytest.raises(AssertionError, match=r"fc\.weight holds 1 NaN"):
-        write_block_draft(tmp_path, config, tensors | {"fc.weight": bad})
+        write_block_draft(tmp_path, config, tensors | {"fc.weight": nonfinite})
 
 
 @pytest.mark.parametrize(
-    ("method", "change", "said"),
+    ("method", "change", "problem"),
     [
         ("dspark", {"sample_from_anchor": False}, "sample_from_anchor is False, expected True"),
         ("dflash", {"sample_from_anchor": True}, "sample_from_anchor is True, expected False"),
@@ -130,10 +130,12 @@ def test_each_missing_unknown_or_misshapen_tensor_is_named(method: str, tmp_path
         ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2, 3, 4]}}, "lacks 'mask_token_id'"),
     ],
 )  # fmt: skip
-def test_a_config_of_another_model_is_refused(method: str, change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_config_of_another_model_is_refused(
+    method: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     _, config, tensors = make(method)
     assert not find_block_draft_problem(config, tensors)
-    assert said in find_block_draft_problem(config | change, tensors)
+    assert problem in find_block_draft_problem(config | change, tensors)
     write_block_draft(tmp_path, config, tensors)
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match="is no block draft"):

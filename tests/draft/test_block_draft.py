@@ -45,8 +45,8 @@ def test_packed_blocks_equal_slow_ones(method: str, chunk: int) -> None:
     anchors = torch.tensor([sum(LENGTHS[:d]) + p for d, p in ANCHORS])
     context = draft.project_context(torch.cat(features)[None], positions[None])
     parts = [
-        draft.forward_pack(embedding, torch.cat(ids), positions, documents, some, context)
-        for some in anchors.split(chunk)
+        draft.forward_pack(embedding, torch.cat(ids), positions, documents, anchor_chunk, context)
+        for anchor_chunk in anchors.split(chunk)
     ]
     hidden = torch.cat(parts)
     previous = torch.randint(20, (len(ANCHORS), draft.config.num_drafts), generator=torch.Generator().manual_seed(3))
@@ -74,10 +74,10 @@ def test_cached_blocks_equal_slow_ones(method: str) -> None:
     for tensor in (*cache.keys, *cache.values):
         tensor.normal_(generator=torch.Generator().manual_seed(6))
     for request, (prompt, anchor) in enumerate(zip(prompts, anchors, strict=True)):
-        one = BlockContext(*(tuple(x[request : request + 1] for x in side) for side in cache))
+        request_cache = BlockContext(*(tuple(x[request : request + 1] for x in side) for side in cache))
         for start, stop in ((0, prompt), (prompt, anchor)):  # a view of the cache: written in place
             position = torch.arange(start, stop)[None]
-            one.write(draft.project_context(features[request][None, start:stop], position), position)
+            request_cache.write(draft.project_context(features[request][None, start:stop], position), position)
     tokens = torch.stack([ids[d][a] for d, a in enumerate(anchors)])
     hidden = draft.forward_cached(embedding, tokens, torch.tensor(anchors), cache)
     drafts = draft.draft_greedily(draft.select_drafting_slots(hidden), tokens, head)
@@ -87,7 +87,7 @@ def test_cached_blocks_equal_slow_ones(method: str) -> None:
         assert drafts[d].tolist() == greedy_block(draft, embedding, head, ids[d].tolist(), features[d], a)
 
 
-def test_the_mask_is_the_one_drawn() -> None:
+def test_the_block_mask_equals_a_mask_by_hand() -> None:
     mask = build_block_mask(torch.tensor([2, 4]), torch.zeros(6, dtype=torch.int64), 3)
     first = [1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
     second = [1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
@@ -108,8 +108,8 @@ def test_a_new_draft_leaves_no_weight_uninitialised(method: str, monkeypatch: py
 
 def test_frequencies_stay_in_float32() -> None:
     draft = random_block_draft(1)[0]
-    before = draft.inverse_frequency.clone()
-    assert torch.equal(draft.to(torch.bfloat16).inverse_frequency, before)
+    expected = draft.inverse_frequency.clone()
+    assert torch.equal(draft.to(torch.bfloat16).inverse_frequency, expected)
 
 
 @pytest.mark.parametrize(

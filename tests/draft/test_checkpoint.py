@@ -67,7 +67,7 @@ def write_unchecked(folder: Path, config: dict[str, Any], tensors: dict[str, Ten
 # --- round trips ----------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_comes_back_as_it_went(tmp_path: Path) -> None:
+def test_a_written_draft_is_read_unchanged(tmp_path: Path) -> None:
     tensors = draft()
     tensors["fc.weight"] = tensors["fc.weight"].T.contiguous().T  # as a transposed warm start is: not contiguous
     eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", CONFIG, tensors)
@@ -90,7 +90,7 @@ def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> 
     assert t2d.nonzero().flatten().tolist() == CHOSEN
 
 
-def test_a_state_comes_back_as_it_went(tmp_path: Path) -> None:
+def test_a_written_state_is_read_unchanged(tmp_path: Path) -> None:
     moments = {"exp_avg.norm.weight": torch.randn(H), "exp_avg_sq.norm.weight": torch.rand(3, H).T}
     checkpoint.write_state(tmp_path, moments, {"epoch": 3, "step": 120})
     found, progress = checkpoint.read_state(tmp_path, "train_draft@e003")

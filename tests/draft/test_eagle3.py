@@ -32,8 +32,8 @@ LLAMA3 = {
 )
 def test_frequencies_are_transformers_own(rope: dict) -> None:
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=dict(rope))
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    assert torch.allclose(rotary.compute_inverse_frequency(rope, 128), theirs, rtol=1e-6)
+    expected = LlamaRotaryEmbedding(config).inv_freq
+    assert torch.allclose(rotary.compute_inverse_frequency(rope, 128), expected, rtol=1e-6)
 
 
 def test_a_rope_type_we_do_not_know_is_refused() -> None:

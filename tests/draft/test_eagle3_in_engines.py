@@ -32,7 +32,7 @@ def parameters(config: Any, qk_norm: bool) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's parameters, but the embedding, which it shares with the target."""
     h, layer = config.hidden_size, "model.layers.0."
     q, kv = config.head_dim * config.num_attention_heads, config.head_dim * config.num_key_value_heads
-    made = {
+    shapes = {
         "model.fc.weight": (h, 3 * h),
         layer + "self_attn.qkv_proj.weight": (q + 2 * kv, 2 * h),
         layer + "self_attn.o_proj.weight": (h, q),
@@ -41,15 +41,15 @@ def parameters(config: Any, qk_norm: bool) -> dict[str, tuple[int, ...]]:
         "model.norm.weight": (h,),
         "lm_head.weight": (config.draft_vocab_size, h),
     }
-    made |= {f"{layer}{n}.weight": (h,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    shapes |= {f"{layer}{n}.weight": (h,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
     if getattr(config, "fc_norm", False):
-        made |= {f"model.fc_norm.{i}.weight": (h,) for i in range(3)}
+        shapes |= {f"model.fc_norm.{i}.weight": (h,) for i in range(3)}
     eagle = getattr(config, "eagle_config", None) or {}
     if eagle.get("norm_before_fc", getattr(config, "norm_before_fc", False)):
-        made["model.input_norm.weight"] = (3 * h,)
+        shapes["model.input_norm.weight"] = (3 * h,)
     if qk_norm:
-        made |= {f"{layer}self_attn.{n}.weight": (config.head_dim,) for n in ("q_norm", "k_norm")}
-    return made
+        shapes |= {f"{layer}self_attn.{n}.weight": (config.head_dim,) for n in ("q_norm", "k_norm")}
+    return shapes
 
 
 class Engine:
@@ -59,8 +59,8 @@ class Engine:
 
     def __init__(self, folder: Path):
         self.config = AutoConfig.from_pretrained(folder / "draft")
-        self.wanted = parameters(self.config, self.qk_norm)
-        self.given: dict[str, dict[str, Tensor]] = {}
+        self.expected_shapes = parameters(self.config, self.qk_norm)
+        self.loaded: dict[str, dict[str, Tensor]] = {}
         self.ignored: list[str] = []
         self.targets = torch.arange(self.config.draft_vocab_size)
         for name, tensor in load_file(folder / "draft" / "model.safetensors").items():
@@ -79,13 +79,15 @@ class Engine:
     def check(self, tensors: dict[str, Tensor]) -> None:
         """Every parameter whole, of the right shape, with our numbers in it; the maps as they should be."""
         assert self.ignored == []
-        assert set(self.given) == set(self.wanted)
-        for name, shape in self.wanted.items():
+        assert set(self.loaded) == set(self.expected_shapes)
+        for name, shape in self.expected_shapes.items():
             parts = [(stacked, part) for stacked, part in STACKED if stacked in name] or [("", "")]
-            ours = name.removeprefix("model.").replace("layers.0.", "midlayer.")
-            loaded = torch.cat([self.given[name][part] for _, part in parts])
-            written = torch.cat([tensors[ours.replace(stacked, part) if part else ours] for stacked, part in parts])
-            assert len(self.given[name]) == len(parts) and tuple(loaded.shape) == shape, name
+            own_name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
+            loaded = torch.cat([self.loaded[name][part] for _, part in parts])
+            written = torch.cat(
+                [tensors[own_name.replace(stacked, part) if part else own_name] for stacked, part in parts]
+            )
+            assert len(self.loaded[name]) == len(parts) and tuple(loaded.shape) == shape, name
             assert torch.equal(loaded, written), name
         assert self.targets.tolist() == CHOSEN and self.targets.dtype == torch.int64
 
@@ -103,9 +105,9 @@ class Sglang(Engine):
         if "t2d" in name:
             return
         name, part = self.locate_parameter(name)
-        name = name if name in self.wanted else f"model.{name}"
-        if name in self.wanted:
-            self.given.setdefault(name, {})[part] = tensor
+        name = name if name in self.expected_shapes else f"model.{name}"
+        if name in self.expected_shapes:
+            self.loaded.setdefault(name, {})[part] = tensor
         else:
             self.ignored.append(name)
 
@@ -128,9 +130,9 @@ class Vllm(Engine):
         if "lm_head" not in name:
             name = "model." + name
         name, part = self.locate_parameter(name.replace("midlayer.", "layers.0."))
-        if name not in self.wanted:
+        if name not in self.expected_shapes:
             raise KeyError(name)
-        self.given.setdefault(name, {})[part] = tensor
+        self.loaded.setdefault(name, {})[part] = tensor
 
     def captured(self) -> list[int]:
         ids = getattr(self.config, "eagle_aux_hidden_state_layer_ids", None)

@@ -59,9 +59,9 @@ def original(method: str, seed: int = 3, **options: Any) -> tuple[BlockDraft, Te
     return random_block_draft(seed, 0.4, torch.float32, **METHOD_OPTIONS[method], feature_layers=FEATURES, **options)
 
 
-def read(folder: Path, tables: tuple[Tensor, Tensor], **more: Any) -> PublishedDraft:
-    made, tokenizer = more.pop("made", MADE), more.pop("tokenizer", Tokens())
-    return published_block_formats.read_published_block_draft(folder, made, tokenizer, lambda: tables, **more)
+def read(folder: Path, tables: tuple[Tensor, Tensor], **options: Any) -> PublishedDraft:
+    target, tokenizer = options.pop("made", MADE), options.pop("tokenizer", Tokens())
+    return published_block_formats.read_published_block_draft(folder, target, tokenizer, lambda: tables, **options)
 
 
 def hidden_states() -> list[Tensor]:
@@ -89,8 +89,8 @@ def check_same_drafts(truth: BlockDraft, tables: tuple[Tensor, Tensor], config: 
     imported.load_state_dict(found.tensors)
     imported.double()
     states = hidden_states()
-    seen = torch.cat([states[i] for i in parsed.feature_layers], -1)[None]
-    context = imported.project_context(seen, torch.arange(T)[None])
+    stream_features = torch.cat([states[i] for i in parsed.feature_layers], -1)[None]
+    context = imported.project_context(stream_features, torch.arange(T)[None])
     features, ids = read_features(config), torch.randint(19, (T,), generator=torch.Generator().manual_seed(9)).tolist()
     truth.double()
     drafted = set()
@@ -143,10 +143,14 @@ def test_deepspecs_own_dflash_is_dspark_with_a_markov_head_of_zero(tmp_path: Pat
 def test_copies_of_the_targets_tables_are_dropped(tmp_path: Path) -> None:
     truth, embedding, head = original("dspark")
     config, tensors = published_blocks.deepspec(truth, LAYERS)
-    same = publish(tmp_path / "same", config, tensors | {"embed_tokens.weight": embedding, "lm_head.weight": head})
-    assert read(same, (embedding, head)).notes == [] and set(read(same, (embedding, head)).tensors) == set(tensors)
-    other = {"embed_tokens.weight": embedding + 1, "lm_head.weight": head + 1}
-    found = read(publish(tmp_path / "other", config, tensors | other), (embedding, head))
+    same_tables = publish(
+        tmp_path / "same", config, tensors | {"embed_tokens.weight": embedding, "lm_head.weight": head}
+    )
+    assert read(same_tables, (embedding, head)).notes == [] and set(
+        read(same_tables, (embedding, head)).tensors
+    ) == set(tensors)
+    other_tables = {"embed_tokens.weight": embedding + 1, "lm_head.weight": head + 1}
+    found = read(publish(tmp_path / "other", config, tensors | other_tables), (embedding, head))
     assert set(found.tensors) == set(tensors)
     assert found.notes == [
         "embed_tokens differs from the target's embedding; left out, as in SGLang; vLLM would take it",
@@ -344,7 +348,7 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
 
 
 @pytest.mark.parametrize(("method", "form", "changes", "spoil", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_would_draft_otherwise_is_refused(
+def test_published_drafts_that_would_draft_differently_are_refused(
     tmp_path: Path, method: str, form: Form, changes: Config, spoil: Spoil, message: str
 ) -> None:
     truth, *tables = original(method)

@@ -47,8 +47,12 @@ def prefixed(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[s
 
 
 def speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    own = (*eagle3_checkpoint.NORM_OPTIONS, "draft_vocab_size")
-    inner = {k: v for k, v in config.items() if k not in own and not k.startswith("eagle") and k != "architectures"}
+    top_level_keys = (*eagle3_checkpoint.NORM_OPTIONS, "draft_vocab_size")
+    inner = {
+        k: v
+        for k, v in config.items()
+        if k not in top_level_keys and not k.startswith("eagle") and k != "architectures"
+    }
     outer = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": inner,
         "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
@@ -98,16 +102,16 @@ def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
     return folder
 
 
-def read(folder: Path, **more: Any) -> published_files.PublishedDraft:
+def read(folder: Path, **options: Any) -> published_files.PublishedDraft:
     return published_eagle3_formats.read_published_draft(
-        folder, more.pop("made", MADE), lambda: (EMBEDDING, HEAD), **more
+        folder, options.pop("made", MADE), lambda: (EMBEDDING, HEAD), **options
     )
 
 
-def ours(
-    tmp_path: Path, options: dict[str, Any] | None = None, **more: Any
+def export_own_draft(
+    tmp_path: Path, options: dict[str, Any] | None = None, **changes: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    tensors = export(tmp_path / "e003", options or {}, **more)
+    tensors = export(tmp_path / "e003", options or {}, **changes)
     return json.loads((tmp_path / "e003/draft/config.json").read_text()), tensors
 
 
@@ -116,7 +120,7 @@ def ours(
 def test_our_own_export_comes_back_from_every_spelling(
     tmp_path: Path, spelling: Spelling, options: dict[str, Any]
 ) -> None:
-    config, tensors = ours(tmp_path, options)
+    config, tensors = export_own_draft(tmp_path, options)
     found = read(
         publish(tmp_path / "theirs", *spelling(dict(config), dict(tensors)), shards=1 + 2 * (spelling is official))
     )
@@ -131,15 +135,17 @@ def test_our_own_export_comes_back_from_every_spelling(
 
 
 @pytest.mark.parametrize("rope", [ROPE, LLAMA3], ids=["default", "llama3"])
-@pytest.mark.parametrize("gone", [[], ["rope_theta", "rope_scaling"], ["rope_parameters"]], ids=["both", "new", "old"])
-def test_rope_is_read_in_both_spellings(tmp_path: Path, rope: dict[str, Any], gone: list[str]) -> None:
-    config, tensors = ours(tmp_path, rope=rope)
-    found = read(publish(tmp_path / "theirs", {k: v for k, v in config.items() if k not in gone}, tensors))
+@pytest.mark.parametrize(
+    "removed_keys", [[], ["rope_theta", "rope_scaling"], ["rope_parameters"]], ids=["both", "new", "old"]
+)
+def test_rope_is_read_in_both_spellings(tmp_path: Path, rope: dict[str, Any], removed_keys: list[str]) -> None:
+    config, tensors = export_own_draft(tmp_path, rope=rope)
+    found = read(publish(tmp_path / "theirs", {k: v for k, v in config.items() if k not in removed_keys}, tensors))
     assert found.config["rope_parameters"] == rope and found.config["rope_theta"] == rope["rope_theta"]
 
 
 def test_rope_with_the_older_word_for_its_type(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     del config["rope_parameters"]
     config["rope_scaling"] = {"type": "linear", "factor": 4.0}
     found = read(publish(tmp_path / "theirs", config, tensors)).config["rope_parameters"]
@@ -147,7 +153,7 @@ def test_rope_with_the_older_word_for_its_type(tmp_path: Path) -> None:
 
 
 def test_a_whole_vocabulary_needs_no_map_and_shares_the_targets_head(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     bare = {n: t for n, t in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")}
     found = read(publish(tmp_path / "theirs", config | {"draft_vocab_size": None}, bare))
     assert found.config["draft_vocab_size"] == V
@@ -157,13 +163,13 @@ def test_a_whole_vocabulary_needs_no_map_and_shares_the_targets_head(tmp_path: P
 
 
 def test_a_map_is_made_of_t2d_where_that_is_all_there_is(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     found = read(publish(tmp_path / "theirs", config, {n: t for n, t in tensors.items() if n != "d2t"}))
     assert torch.equal(found.tensors["d2t"], tensors["d2t"])
 
 
 def test_tokens_in_any_order_are_put_in_ascending_order_with_their_rows_of_the_head(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     turn = torch.tensor([4, 0, 3, 1, 2])
     shuffled = {"d2t": torch.tensor(CHOSEN)[turn] - torch.arange(D), "lm_head.weight": tensors["lm_head.weight"][turn]}
     found = read(publish(tmp_path / "theirs", config, tensors | shuffled))
@@ -171,7 +177,7 @@ def test_tokens_in_any_order_are_put_in_ascending_order_with_their_rows_of_the_h
 
 
 def test_half_precision_stays_and_a_mixture_becomes_the_wider(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     floats = {n: t.bfloat16() for n, t in tensors.items() if t.is_floating_point()}
     found = read(publish(tmp_path / "half", config, tensors | floats))
     assert found.config["dtype"] == "bfloat16" and found.tensors["fc.weight"].dtype == torch.bfloat16
@@ -189,17 +195,17 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize(("changes", "more", "name", "note"), NOTES.values(), ids=NOTES.keys())
+@pytest.mark.parametrize(("changes", "added_tensors", "name", "note"), NOTES.values(), ids=NOTES.keys())
 def test_a_value_not_used_as_written_gives_a_note(
-    tmp_path: Path, changes: dict[str, Any], more: dict[str, Tensor], name: str, note: str
+    tmp_path: Path, changes: dict[str, Any], added_tensors: dict[str, Tensor], name: str, note: str
 ) -> None:
-    config, tensors = ours(tmp_path)
-    (found,) = read(publish(tmp_path / "theirs", config | changes, tensors | more), name=name).notes
+    config, tensors = export_own_draft(tmp_path)
+    (found,) = read(publish(tmp_path / "theirs", config | changes, tensors | added_tensors), name=name).notes
     assert note in found
 
 
 def test_a_theta_of_ones_own(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     found = read(publish(tmp_path / "theirs", config, tensors), name="AngelSlim/x", rope_theta=10_000.0)
     assert found.config["rope_theta"] == found.config["rope_parameters"]["rope_theta"] == 10_000.0
     assert found.notes == []
@@ -259,14 +265,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str
 def test_what_we_can_not_run_is_refused(
     tmp_path: Path, changes: dict[str, Any], spoil: Callable[[dict[str, Tensor]], Any], message: str
 ) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     spoil(tensors)
     with pytest.raises(ValueError, match=message):
         read(publish(tmp_path / "theirs", config | changes, tensors))
 
 
 def test_layers_that_the_target_was_extracted_with_are_taken(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path, layers=[1, 17, 32])
+    config, tensors = export_own_draft(tmp_path, layers=[1, 17, 32])
     found = read(publish(tmp_path / "theirs", config, tensors), made=replace(MADE, feature_layers=[1, 17, 32]))
     assert found.config == config
     with pytest.raises(ValueError, match=r"hidden states here are those of \[2, 18, 33\]"):
@@ -281,28 +287,28 @@ def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
     tmp_path: Path, num_layers: int, default: str, stored: list[int]
 ) -> None:
     """Bug: the message named no layer and no block, and sent the user to ask the draft's author for the order of a list."""
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     folder = publish(tmp_path / "theirs", config, tensors)
-    small = replace(MADE, num_layers=num_layers, feature_layers=stored)
+    small_target = replace(MADE, num_layers=num_layers, feature_layers=stored)
     with pytest.raises(ValueError, match=r"theirs/config\.json has no eagle_aux_hidden_state_layer_ids") as error:
-        read(folder, made=small)
+        read(folder, made=small_target)
     assert f"of this target's {num_layers} blocks are {default}; expected three" in str(error.value)
     (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": stored}))
-    found = read(folder, made=small)
+    found = read(folder, made=small_target)
     assert eagle3_checkpoint.read_feature_layers(found.config, num_layers) == stored, "as the message advises"
 
 
 @pytest.mark.parametrize("layers", [[2, 18, 33], [1, 17, 32], [10, 18, 34]])
 def test_layers_among_those_extracted_are_taken_as_the_draft_lists_them(tmp_path: Path, layers: list[int]) -> None:
     """The target stores those of several families; config.json keeps the draft's own three, or the engines' default."""
-    config, tensors = ours(tmp_path, layers=layers)
+    config, tensors = export_own_draft(tmp_path, layers=layers)
     union = replace(MADE, feature_layers=[1, 2, 10, 17, 18, 26, 32, 33, 34])
     found = read(publish(tmp_path / "theirs", config, tensors), made=union)
     assert found.config == config and eagle3_checkpoint.read_feature_layers(found.config, LAYERS) == layers
 
 
 def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    config, tensors = ours(tmp_path)
+    config, tensors = export_own_draft(tmp_path)
     folder = publish(tmp_path / "theirs", config, tensors)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="found none"):
@@ -319,13 +325,13 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_a_cut_file_is_named(tmp_path: Path, name: str) -> None:
-    folder = publish(tmp_path / "theirs", *ours(tmp_path), shards=2 if "index" in name else 1)
+    folder = publish(tmp_path / "theirs", *export_own_draft(tmp_path), shards=2 if "index" in name else 1)
     (folder / name).write_bytes((folder / name).read_bytes()[:-9])
     with pytest.raises(ValueError, match=rf"{folder / name} .*(broken|not valid JSON)"):
         read(folder)
 
 
-def test_an_id_that_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_is_neither_a_folder_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         ValueError, match=r"no/such-folder/draft is no folder here, and Hugging Face gave no such draft"

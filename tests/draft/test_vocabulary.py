@@ -8,7 +8,7 @@ from stages.draft import vocabulary
 
 
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=30), st.integers(2, 6))
-def test_the_most_frequent_tokens_the_lower_id_first(counts: list[int], size: int) -> None:
+def test_the_vocabulary_holds_the_most_frequent_tokens_and_of_ties_the_lower_id(counts: list[int], size: int) -> None:
     end = len(counts) - 1
     chosen = vocabulary.choose_vocabulary(torch.tensor(counts), size, always=[end]).tolist()
     by_count = sorted((i for i in range(len(counts)) if i != end), key=lambda i: (-counts[i], i))
@@ -16,7 +16,7 @@ def test_the_most_frequent_tokens_the_lower_id_first(counts: list[int], size: in
 
 
 @given(st.sets(st.integers(0, 40), min_size=1), st.integers(41, 50))
-def test_maps_lead_there_and_back(chosen: set[int], vocab_size: int) -> None:
+def test_vocabulary_maps_are_inverse(chosen: set[int], vocab_size: int) -> None:
     ids = torch.tensor(sorted(chosen))
     d2t, t2d = vocabulary.build_vocabulary_maps(ids, vocab_size)
     assert [i + d for i, d in enumerate(d2t.tolist())] == sorted(chosen)
