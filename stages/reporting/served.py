@@ -112,13 +112,13 @@ def group_tables(rows: list[ServedRow]) -> list[ServedGroup]:
 def _build_group(rows: list[ServedRow], checkpoint: str | None) -> ServedGroup:
     plain = select_best_plain(rows)
     trees = [row for row in rows if row.decoding == SPECULATIVE and row.checkpoint == checkpoint]
-    measured_rows = [row for row in trees if row.ran]
+    measured_rows = [row for row in trees if row.is_measured]
     loads = sorted({row.load for row in measured_rows} | set(plain), key=lambda load: load.sort_key)
     lines: list[ServedRow] = []
     for load in loads:
         lines += [*(row for row in measured_rows if row.load == load), *([plain[load]] if load in plain else [])]
-    lines += [row for row in trees if not row.ran]
-    lines += [row for row in rows if row.decoding == PLAIN and not row.ran]
+    lines += [row for row in trees if not row.is_measured]
+    lines += [row for row in rows if row.decoding == PLAIN and not row.is_measured]
     top_tau = max((row.tau for row in measured_rows if row.tau is not None), default=None)
     return ServedGroup(checkpoint, lines, loads, top_tau)
 
@@ -127,7 +127,7 @@ def select_best_plain(rows: list[ServedRow]) -> dict[Load, ServedRow]:
     """Return the fastest plain decoding of each load, measured by the baseline or in turns with a cell."""
     best: dict[Load, ServedRow] = {}
     for row in rows:
-        if row.decoding == PLAIN and row.ran:
+        if row.decoding == PLAIN and row.is_measured:
             best[row.load] = max(best.get(row.load, row), row, key=lambda r: r.output_throughput or 0.0)
     return best
 
@@ -139,7 +139,7 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
         engine = group.first.engine
         by = "by the torch engine" if engine == served_records.TORCH_ENGINE else f"served by {engine}"
         lines.append(f"{group.title}, {by}")
-        measured_rows = [row for row in group.rows if row.ran]
+        measured_rows = [row for row in group.rows if row.is_measured]
         if 0 < len(measured_rows) <= MAX_TABLE_LINES:
             lines += align_columns([*zip(*SERVED_HEADINGS, strict=True), *map(_format_served_row, measured_rows)])
         elif measured_rows:
@@ -150,7 +150,9 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
                 lines += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
         for row in measured_rows:
             lines += [f"! {describe_decoding(row)}, {row.load.shorten()}: {text}" for text in _list_remarks(row)]
-        lines += [f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group.rows if not row.ran]
+        lines += [
+            f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group.rows if not row.is_measured
+        ]
         lines.append("")
     return lines
 
@@ -218,7 +220,7 @@ def explain_tau_gap(row: ServedRow) -> str:
 
 def summarise_served(rows: list[ServedRow]) -> dict[str, Any]:
     """Return what results/metrics.json has of served cells; the best is one whose interval lies above 1, or null."""
-    measured_rows = [row for row in rows if row.decoding == SPECULATIVE and row.ran]
+    measured_rows = [row for row in rows if row.decoding == SPECULATIVE and row.is_measured]
     joined = [row for row in measured_rows if row.speedup is not None]
     faster = [row for row in joined if row.is_faster]
     best = max(faster, key=lambda row: row.speedup or 0.0, default=None)
@@ -226,8 +228,8 @@ def summarise_served(rows: list[ServedRow]) -> dict[str, Any]:
     names = (*load, "tau", "speedup", "speedup_low", "speedup_high")
     return {
         "points": len(measured_rows),
-        "plain_points": sum(row.decoding == PLAIN and row.ran for row in rows),
-        "unsupported": sum(not row.ran for row in rows),
+        "plain_points": sum(row.decoding == PLAIN and row.is_measured for row in rows),
+        "unsupported": sum(not row.is_measured for row in rows),
         "not_compared": len(measured_rows) - len(joined),
         "off_replay": sum(row.replay_agrees == "no" for row in measured_rows),
         "best_by_speedup": best and {k: best[k] for k in names},

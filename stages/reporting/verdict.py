@@ -375,7 +375,7 @@ def _describe_unsupported(served: list[ServedRow]) -> list[str]:
         tuple[str, str | None], dict[str, None]
     ] = {}  # names in order, once: a tree has a cell for each workload
     for row in served:
-        if not row.ran:
+        if not row.is_measured:
             name = "plain decoding" if row.tree is None else f"{row.tree} with {row.checkpoint}"
             groups.setdefault((row.engine, row.remark), {})[name] = None
     lines = []

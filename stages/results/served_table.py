@@ -102,7 +102,7 @@ class ServedRow(TableRow):
         return self.speedup_low is not None and self.speedup_low > 1
 
     @property
-    def ran(self) -> bool:
+    def is_measured(self) -> bool:
         return self.status == served_records.RAN
 
 

@@ -82,7 +82,7 @@ def test_hunyuans_angles_are_its_targets() -> None:
 
     rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
     config = HunYuanDenseV1Config(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
-    theirs = HunYuanDenseV1RotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(rotary.compute_inverse_frequency(rope, 32), theirs.float())
+    expected = HunYuanDenseV1RotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(rotary.compute_inverse_frequency(rope, 32), expected.float())
     with pytest.raises(ValueError, match="or dynamic with an alpha"):
         rotary.compute_inverse_frequency({**rope, "alpha": None}, 32)

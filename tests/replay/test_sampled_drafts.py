@@ -245,11 +245,11 @@ def spoil(name: str, spoiled, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPOILED = {
-    "q without temperature": ("compute_draft_probabilities", lambda real, *given: real(*given[:-1], 1.0)),
-    "p without top-p": ("compute_target_probabilities", lambda real, *given: real(*given[:-1], 1.0)),
+    "q without temperature": ("compute_draft_probabilities", lambda real, *args: real(*args[:-1], 1.0)),
+    "p without top-p": ("compute_target_probabilities", lambda real, *args: real(*args[:-1], 1.0)),
     "q not divided by p": (
         "compute_acceptance",
-        lambda real, own, target, *more: real(own, torch.ones_like(target), *more),
+        lambda real, proposal, target, *args: real(proposal, torch.ones_like(target), *args),
     ),
 }
 
