@@ -26,7 +26,7 @@ from tests.conftest import edit_params
 from tests.draft import published_blocks
 from tests.draft.published_blocks import Form, publish
 from tests.test_replay_blocks import GRID, SLOTS, write_block
-from tests.test_replay_trees import END, V, made, project  # noqa: F401 - fixtures
+from tests.test_replay_trees import END, V, project, shared_project  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,7 +31,7 @@ from tests.draft.slow_block_draft import (
     read_context,
 )
 from tests.replay.test_block_replay import slow_tree
-from tests.test_replay_trees import V, made, project  # noqa: F401 - fixtures
+from tests.test_replay_trees import V, project, shared_project  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])

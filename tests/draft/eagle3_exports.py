@@ -22,7 +22,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 CHOSEN = [3, 4, 11, 12, 29]
-MADE = TargetManifest(
+TARGET = TargetManifest(
     model="a/target", revision=None, modality="text", config_digest="", tokenizer_digest="", feature_layers=[2, 18, 33],
     hidden_size=H, intermediate_size=M, num_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV, head_dim=E,
     vocab_size=V, rms_norm_eps=1e-6, rope=ROPE, max_position_embeddings=640, tie_word_embeddings=False, eos_token_ids=[7],

@@ -29,7 +29,7 @@ from tests.draft.slow_block_draft import (
 
 T, LAYERS, V, H = 12, 8, 23, 16
 FEATURES = (2, 3, 5, 7)  # entering blocks; two pairs of neighbours, so an id that is one off reads another layer's
-MADE = TargetManifest(
+TARGET = TargetManifest(
     model="a/target", revision=None, modality="text", config_digest="", tokenizer_digest="",
     feature_layers=[1, 2, 3, 5, 6, 7], hidden_size=H, intermediate_size=24, num_layers=LAYERS, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, vocab_size=V, rms_norm_eps=1e-6, rope={"rope_type": "default", "rope_theta": 100.0},
@@ -60,7 +60,7 @@ def original(method: str, seed: int = 3, **options: Any) -> tuple[BlockDraft, Te
 
 
 def read(folder: Path, tables: tuple[Tensor, Tensor], **options: Any) -> PublishedDraft:
-    target, tokenizer = options.pop("made", MADE), options.pop("tokenizer", Tokens())
+    target, tokenizer = options.pop("target", TARGET), options.pop("tokenizer", Tokens())
     return published_block_formats.read_published_block_draft(folder, target, tokenizer, lambda: tables, **options)
 
 
@@ -381,7 +381,7 @@ def test_an_initial_checkpoint_is_no_block_draft(tmp_path: Path) -> None:
     folder = publish(tmp_path, *published_blocks.deepspec(truth, LAYERS))
     message = r"architectures is \['Qwen3DSparkModel'\], a block draft, expected an EAGLE-3 draft: .* import_draft.checkpoints"
     with pytest.raises(ValueError, match=message):
-        published_eagle3_formats.read_published_draft(folder, MADE, lambda: (HIDDEN, HIDDEN))
+        published_eagle3_formats.read_published_draft(folder, TARGET, lambda: (HIDDEN, HIDDEN))
 
 
 @pytest.mark.parametrize("mask", [21, 22])

@@ -22,8 +22,8 @@ from tests.draft.eagle3_exports import (
     HEAD,
     LAYERS,
     LLAMA3,
-    MADE,
     ROPE,
+    TARGET,
     D,
     H,
     V,
@@ -56,7 +56,7 @@ def speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dic
     outer = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": inner,
         "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": MADE.feature_layers, "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": TARGET.feature_layers, "embed_requires_grad": False,
         "speculators_config": {"algorithm": "eagle3"}, "dtype": "float32",
     } | {k: bool(config.get(k)) for k in eagle3_checkpoint.NORM_OPTIONS}  # fmt: skip
     extra = {"embed_tokens.weight": EMBEDDING, "verifier_norm.weight": torch.ones(H), "verifier_lm_head.weight": HEAD}
@@ -70,7 +70,7 @@ def angelslim(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[
 
 def modelopt(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     eagle = {
-        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in MADE.feature_layers], "use_aux_hidden_state": True,
+        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in TARGET.feature_layers], "use_aux_hidden_state": True,
         "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
         "next_layer_regular": True, "parallel_draft_step": 1,
     }  # fmt: skip
@@ -104,7 +104,7 @@ def publish(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
 
 def read(folder: Path, **options: Any) -> published_files.PublishedDraft:
     return published_eagle3_formats.read_published_draft(
-        folder, options.pop("made", MADE), lambda: (EMBEDDING, HEAD), **options
+        folder, options.pop("target", TARGET), lambda: (EMBEDDING, HEAD), **options
     )
 
 
@@ -273,7 +273,7 @@ def test_what_we_can_not_run_is_refused(
 
 def test_layers_that_the_target_was_extracted_with_are_taken(tmp_path: Path) -> None:
     config, tensors = export_own_draft(tmp_path, layers=[1, 17, 32])
-    found = read(publish(tmp_path / "theirs", config, tensors), made=replace(MADE, feature_layers=[1, 17, 32]))
+    found = read(publish(tmp_path / "theirs", config, tensors), target=replace(TARGET, feature_layers=[1, 17, 32]))
     assert found.config == config
     with pytest.raises(ValueError, match=r"hidden states here are those of \[2, 18, 33\]"):
         read(tmp_path / "theirs")
@@ -289,12 +289,12 @@ def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
     """Bug: the message named no layer and no block, and sent the user to ask the draft's author for the order of a list."""
     config, tensors = export_own_draft(tmp_path)
     folder = publish(tmp_path / "theirs", config, tensors)
-    small_target = replace(MADE, num_layers=num_layers, feature_layers=stored)
+    small_target = replace(TARGET, num_layers=num_layers, feature_layers=stored)
     with pytest.raises(ValueError, match=r"theirs/config\.json has no eagle_aux_hidden_state_layer_ids") as error:
-        read(folder, made=small_target)
+        read(folder, target=small_target)
     assert f"of this target's {num_layers} blocks are {default}; expected three" in str(error.value)
     (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": stored}))
-    found = read(folder, made=small_target)
+    found = read(folder, target=small_target)
     assert eagle3_checkpoint.read_feature_layers(found.config, num_layers) == stored, "as the message advises"
 
 
@@ -302,8 +302,8 @@ def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
 def test_layers_among_those_extracted_are_taken_as_the_draft_lists_them(tmp_path: Path, layers: list[int]) -> None:
     """The target stores those of several families; config.json keeps the draft's own three, or the engines' default."""
     config, tensors = export_own_draft(tmp_path, layers=layers)
-    union = replace(MADE, feature_layers=[1, 2, 10, 17, 18, 26, 32, 33, 34])
-    found = read(publish(tmp_path / "theirs", config, tensors), made=union)
+    union = replace(TARGET, feature_layers=[1, 2, 10, 17, 18, 26, 32, 33, 34])
+    found = read(publish(tmp_path / "theirs", config, tensors), target=union)
     assert found.config == config and eagle3_checkpoint.read_feature_layers(found.config, LAYERS) == layers
 
 

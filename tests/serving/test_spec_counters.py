@@ -62,7 +62,7 @@ def test_an_answer_without_speculation_has_no_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "tokens"),
+    ("figures", "tokens"),
     [
         ({"spec_accept_histogram": [0, 2]}, 6),  # 5 at the most
         ({"spec_accept_histogram": [0, 2]}, 3),  # the last cycle would have said nothing

@@ -103,7 +103,7 @@ def test_plain_completions_and_sglangs_details() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "generate", "reason"),
+    ("data", "generate", "reason"),
     [
         (sse(chunk("a", 1)), False, "cut"),
         (sse(native("a", [7], 1)), True, "cut"),
