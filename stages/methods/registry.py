@@ -21,7 +21,7 @@ LossFunction = Callable[[Any, ttt.TrainingPack, Tensor, Tensor, ttt.TrainingObje
 
 
 class DraftInputs(NamedTuple):
-    """What a method may need to build its draft; each takes some of it."""
+    """The inputs from which methods build their drafts; each method takes some of them."""
 
     config: dict[str, Any]  # of a checkpoint
     head: Tensor  # [V, H] the target's
