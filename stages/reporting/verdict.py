@@ -251,8 +251,9 @@ def judge_load(
     if guess and guess.is_faster:
         # What another checkpoint measures says nothing of this one.
         same_checkpoint = [tree for tree in measured if tree.checkpoint == guess.checkpoint]
-        fastest = max(same_checkpoint, key=lambda tree: tree.speedup, default=None)
-        line = _judge_prediction(conditions, guess, same_tree, faster, fastest)
+        line = _judge_prediction(
+            conditions, guess, same_tree, faster, max(same_checkpoint, key=lambda tree: tree.speedup, default=None)
+        )
         is_contradicted = line.kind == "disputed" or (same_tree is not None and same_tree.is_below(guess))
         named = same_tree if same_tree and same_tree.is_faster else faster or best
     else:
