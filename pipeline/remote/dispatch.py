@@ -93,8 +93,8 @@ class PoolWorkers:
         """Look for workers. Raises ValueError if none is online."""
         deployments.deploy_stage()
         with get_client(sync_client=True) as client:
-            found = wait_for_worker(lambda: client.read_workers_for_work_pool(POOL), log)
-        if not found:
+            is_online = wait_for_worker(lambda: client.read_workers_for_work_pool(POOL), log)
+        if not is_online:
             raise ValueError(
                 f"params.yaml: schedule.runner is workers, and no worker of the pool {POOL} is online; start one on each "
                 "host, `make worker` in a checkout there, or write local"
@@ -194,11 +194,8 @@ def wait_for_worker(read_workers: Callable[[], list[Worker]], log: Callable[[str
         if any(worker.status == WorkerStatus.ONLINE for worker in workers):
             return True
         earliest = datetime.now(UTC) - timedelta(seconds=RECENT_HEARTBEAT_S)
-        recent = [
-            worker_info.name
-            for worker_info in workers
-            if worker_info.last_heartbeat_time and worker_info.last_heartbeat_time > earliest
-        ]
+        heartbeats = {worker.name: worker.last_heartbeat_time for worker in workers}
+        recent = [name for name, heartbeat in heartbeats.items() if heartbeat and heartbeat > earliest]
         if not recent or (until and time.monotonic() > until):
             return False
         if until is None:

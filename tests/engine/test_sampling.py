@@ -189,7 +189,7 @@ def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -
     assert shorter == answers[0][:11]
 
 
-# Lossless in distribution: with other seeds, what is said has the target's own probabilities
+# Lossless in distribution: over many seeds, answers have the target's own probabilities
 
 FALSE_ALARM = 1e-6  # of all choices of seeds, fewer than one in a million would fail what is right
 RUNS, LENGTH = 400, 3  # as many as refuse each spoiled way below

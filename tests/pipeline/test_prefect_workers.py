@@ -128,6 +128,11 @@ class WorkerProject(Server):
         wait_for(lambda: path.exists() and path.read_text())
         return psutil.Process(int(path.read_text()))
 
+    def find_worker(self, command: psutil.Process) -> str:
+        """Return the name of the worker that runs this command, in a folder of its own clone."""
+        (name,) = [name for name in self.workers if str(self.root / name) in command.cwd()]
+        return name
+
     def start_sleeping_cell(self) -> None:
         self.ensure_two_workers()
         for name in ("asleep", "awake"):
@@ -270,7 +275,7 @@ def test_a_worker_killed_outright_leaves_no_stage_and_another_makes_it(worker_pr
     worker_project.start_sleeping_cell()
     run = worker_project.run()
     command = worker_project.find_sleeping_command(run)
-    (name,) = [name for name in worker_project.workers if str(worker_project.root / name) in command.cwd()]
+    name = worker_project.find_worker(command)
     (worker_project.root / "awake").touch()
     worker_project.workers[name].kill()
     assert has_ended(command.pid, 30)
@@ -287,7 +292,7 @@ def test_a_lost_host_is_detected_and_another_runs_its_stage(worker_project: Work
     worker_project.start_sleeping_cell()
     run = worker_project.run()
     command = worker_project.find_sleeping_command(run)
-    (name,) = [name for name in worker_project.workers if str(worker_project.root / name) in command.cwd()]
+    name = worker_project.find_worker(command)
     (worker_project.root / "awake").touch()
     started_in = str(worker_project.root / name)
     lost = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("PWD") == started_in]
