@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,6 +32,7 @@ from ruamel.yaml import YAML
 from benchmarks import engine_kit
 from pipeline import processes
 from stages.runtime import atomic
+from stages.serving import measurement_lock
 
 COPIED = (
     ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/nothing", "data/prompt_sets", "data/raw",
@@ -245,14 +247,21 @@ def serve_cells(folder: Path, stages: list[str], at_once: int) -> None:
 
 
 def serve_on_gpus(folder: Path, stages: list[str], gpus: list[str]) -> None:
-    """Make served cells by `dvc repro`, each on a GPU of its own, measured as if it were alone: no other waits for it."""
-    environments = [{"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": f"{tempfile.gettempdir()}/gpu{gpu}"} for gpu in gpus]
-    for environment in environments:
-        Path(environment["TMPDIR"]).mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
-    _serve_beside(folder, stages, environments)
+    """Make served cells by `dvc repro`, each on a GPU of its own, measured as if it were alone once all have their servers."""
+    temporaries = [Path(tempfile.gettempdir()) / f"gpu{gpu}" for gpu in gpus]
+    for temporary in temporaries:
+        temporary.mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
+    environments = [
+        {"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": str(temporary)}
+        for gpu, temporary in zip(gpus, temporaries, strict=True)
+    ]
+    with measurement_lock.begin_together(temporaries[: len(stages)]) as ended:
+        _serve_beside(folder, stages, environments, ended.set)
 
 
-def _serve_beside(folder: Path, stages: list[str], environments: list[dict[str, str]]) -> None:
+def _serve_beside(
+    folder: Path, stages: list[str], environments: list[dict[str, str]], on_end: Callable[[], None] = lambda: None
+) -> None:
     """Make served cells by `dvc repro`, as many at once as there are environments, each with the variables of one."""
     free: Queue[dict[str, str]] = Queue()
     for environment in environments:
@@ -263,6 +272,7 @@ def _serve_beside(folder: Path, stages: list[str], environments: list[dict[str, 
         try:
             return run(folder, *REPRO, name, shown=6, environment=environment)
         finally:
+            on_end()
             free.put(environment)
 
     with processes.preload_stages(len(stages)), ThreadPoolExecutor(len(environments)) as pool:

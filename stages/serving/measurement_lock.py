@@ -5,13 +5,16 @@ Locks of the kernel (flock), shared by all stages of a user on this machine, fre
     starting   shared by stages whose server starts; exclusive: the one that measures
     measuring  shared by stages whose server is ready, until they have measured and ended it; no other server starts meanwhile
 
-Alone, a stage has nothing to wait for.
+Alone, a stage has nothing to wait for. Stages with a TMPDIR each, as on GPUs of their own, do not wait for each other, unless
+`begin_together` says when all begin.
 """
 
 import fcntl
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from stages.runtime.user_folder import open_user_folder
 
@@ -19,16 +22,16 @@ POLL_S = 0.1
 
 
 @contextmanager
-def _hold(name: str, kind: int) -> Iterator[None]:
+def _hold(name: str, kind: int, temporary: Path | None = None) -> Iterator[None]:
     """Hold a lock, as soon as others let it go."""
-    with (open_user_folder() / f"{name}.lock").open("a") as file:
+    with (open_user_folder(temporary) / f"{name}.lock").open("a") as file:
         fcntl.flock(file, kind)
         yield
 
 
-def _is_free(name: str) -> bool:
+def _is_free(name: str, temporary: Path | None = None) -> bool:
     """Return whether the lock is free."""
-    with (open_user_folder() / f"{name}.lock").open("a") as file:
+    with (open_user_folder(temporary) / f"{name}.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,3 +62,31 @@ def measure_server() -> Iterator[None]:
     """Measure a server inside the block, which waits until none starts and no other is being measured."""
     with _hold("measuring", fcntl.LOCK_SH), _hold("starting", fcntl.LOCK_EX):
         yield
+
+
+@contextmanager
+def begin_together(temporaries: Sequence[Path]) -> Iterator[threading.Event]:
+    """Let stages with these TMPDIRs, run in the block, begin to measure when each has a server that is ready.
+
+    Servers that start slow what is measured beside them. Yield an event to set when a stage ends: it may have failed before its
+    server was ready, and the others wait no longer.
+    """
+    ended = threading.Event()
+    with ExitStack() as stack:
+        for temporary in temporaries:
+            stack.enter_context(_hold("starting", fcntl.LOCK_SH, temporary))
+        release = threading.Thread(target=_release_when_ready, args=(stack.pop_all(), temporaries, ended))
+    release.start()
+    try:
+        yield ended
+    finally:
+        ended.set()
+        release.join()
+
+
+def _release_when_ready(held: ExitStack, temporaries: Sequence[Path], ended: threading.Event) -> None:
+    """Let go of the `starting` locks once a stage of each TMPDIR waits to measure, or one has ended."""
+    with held:
+        while any(_is_free("measuring", temporary) for temporary in temporaries):
+            if ended.wait(POLL_S):
+                return

@@ -1,7 +1,9 @@
 """Servers start together and are measured one at a time, over processes."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,10 +48,38 @@ def test_servers_start_together_and_are_measured_one_at_a_time(tmp_path: Path, m
 
 
 def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement_lock, "open_user_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurement_lock, "open_user_folder", lambda *_: tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path.parent))
     with measurement_lock.measure_server():
         assert not measurement_lock._is_free("measuring")
     assert measurement_lock._is_free("measuring")
     with measurement_lock.start_server():
         assert not measurement_lock._is_free("starting")
+
+
+@pytest.mark.parametrize("failing", ["", "raise SystemExit(3)"], ids=["all become ready", "one ends before"])
+def test_stages_on_gpus_of_their_own_begin_together(failing: str, tmp_path: Path) -> None:
+    """Servers that start slow what is measured on other GPUs: nobody measures before all are ready, or one fails."""
+    slow = "import time; time.sleep(1.0)\n" + failing + STAGE
+    log, temporaries = tmp_path / "log", [tmp_path / name for name in "ab"]
+    log.touch()
+    for temporary in temporaries:
+        temporary.mkdir()
+
+    def run_stage(name: str, program: str) -> None:
+        words = [sys.executable, "-c", program, str(log), name, "1"]
+        subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path / name)}, timeout=60)
+        ended.set()
+
+    with measurement_lock.begin_together(temporaries) as ended:
+        threads = [threading.Thread(target=run_stage, args=pair) for pair in (("a", STAGE), ("b", slow))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    events = log.read_text().splitlines()
+    if failing:
+        assert events == ["starts a", "ready a", "measures a", "measured a"]
+    else:
+        assert {line.split()[0] for line in events[:4]} == {"starts", "ready"}
+        assert len(events) == 8
