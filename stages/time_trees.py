@@ -29,6 +29,7 @@ from stages.params import schema
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, timing_grid, torch_records
+from stages.results.interval import estimate_median
 from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage
 
@@ -59,14 +60,16 @@ def main(name: str) -> None:
     plain, grid = [], []
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
         steps, *cycles = _time_decodings(_list_decodings(engine, prompts[:batch], trees, s), s.repeats)
-        plain.append(timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps)))
+        plain.append(
+            timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps, estimate_median))
+        )
         grid += [
             timing_grid.CycleTime(
                 num_steps=tree.num_steps,
                 topk=tree.topk,
                 num_draft_tokens=tree.num_draft_tokens,
                 batch=batch,
-                **timing_grid.summarise_times("cycle_s", of_tree),
+                **timing_grid.summarise_times("cycle_s", of_tree, estimate_median),
             )
             for tree, of_tree in zip(trees, cycles, strict=True)
         ]

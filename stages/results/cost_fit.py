@@ -1,4 +1,4 @@
-"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 5.
+"""Fit of the cost model's terms to a timing grid: docs/cost.md, version 6.
 
 Terms are non-negative. Residuals are shares of the measured times, so that a short cycle counts as much as a long one. The
 number of terms and the knee are those that best predict points left out; this error is reported with the fit.

@@ -1,4 +1,4 @@
-"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 5.
+"""The cost of a cycle as a sum of a few terms, fitted to a timing grid: docs/cost.md, version 6.
 
     cycle(tree, batch)                = cycle                         fixed: launches, the weights read once
                                       + tree        · (topk > 1)     building and masking a tree, which a chain does without
@@ -29,15 +29,19 @@ class PromptArrivals(Record):
     """Prompts of other requests that arrive while a request is decoded, in a closed loop of N requests at once, R in all.
 
     A request that ends is followed by another, but for the last N. An engine reads all prompts that wait in one pass, so the
-    passes of a step are at most one: those of a Poisson process while requests are followed.
+    passes of a step are at most one. They are counted where the steps of each request are known; else, as in a prediction,
+    they are those of a Poisson process while requests are followed.
     """
 
     per_step: float = 0.0  # prompts a cycle, or a plain step, over the whole answer
     followed: float = 0.0  # (R - N) / R, the share of requests that another one follows
+    counted_passes: float | None = None  # that read prompts, per step (closed_loop.py)
 
     @property
     def passes(self) -> float:
         """Return the passes that read prompts, per step."""
+        if self.counted_passes is not None:
+            return self.counted_passes
         return self.followed * -math.expm1(-self.per_step / self.followed) if self.followed else 0.0
 
     def stretch(self, tau: float) -> "PromptArrivals":

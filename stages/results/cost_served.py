@@ -9,8 +9,9 @@ Both include what the load adds: waiting for the batch, and while prompts of oth
 workload and answer length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch
 follows the arrivals.
 
-In a closed loop of N requests at once and R in all, R - N begin while N - 1 others decode, so an answer is interrupted by
-(N - 1)(R - N) / R prompts on average, whatever its length. Divided by its cycles, they are the arrivals of a cycle.
+In a closed loop of N requests at once and R in all, R - N begin while others decode. Which of them, and in how many passes they
+are read, is counted from the cycles of each request (closed_loop.py). Where an engine counts the cycles of all together only,
+an answer is interrupted by (N - 1)(R - N) / R prompts on average, whatever its length.
 """
 
 import json
@@ -19,11 +20,14 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from stages.params.tree_shape import TreeShape
-from stages.results import timing_grid
+from stages.results import closed_loop, timing_grid
 from stages.results.cost_model import PromptArrivals
+from stages.results.interval import estimate_repeats
 from stages.results.served_records import LoadPoint, RequestRow
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import COST_DEFINITIONS, CycleTime, PlainStepTime, TimingGrid
+
+CountSteps = Callable[[RequestRow], int | None]  # cycles or plain steps of a request; None if they are unknown
 
 
 def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[TimingGrid], list[str]]:
@@ -100,9 +104,9 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
             "vLLM reports them from 0.30 on"
         )
     shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
-    count = point.acceptance.cycles if point.acceptance else sum(r.cycles or 0 for r in _list_answered(point))
-    times = timing_grid.summarise_times("cycle_s", cycles) | {"arrivals": count_arrivals(point, count)}
-    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0} | times)
+    times = timing_grid.summarise_times("cycle_s", cycles, estimate_repeats)
+    arrivals = count_arrivals(point, count_cycles)
+    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0, "arrivals": arrivals} | times)
 
 
 def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
@@ -110,34 +114,52 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     steps: dict[int, list[float]] = {}
     arrivals: dict[int, list[PromptArrivals]] = {}
     for point in points:
-        batch, answered = point.concurrency or 0, _list_answered(point)
-        steps.setdefault(batch, []).extend(compute_step_seconds(point))
-        if tokens := sum(r.output_tokens - 1 for r in answered):
-            arrivals.setdefault(batch, []).append(count_arrivals(point, tokens))
+        batch, seconds = point.concurrency or 0, compute_step_seconds(point)
+        steps.setdefault(batch, []).extend(seconds)
+        if seconds:
+            arrivals.setdefault(batch, []).append(count_arrivals(point, count_plain_steps))
     return [
         PlainStepTime(
             batch=batch,
-            **timing_grid.summarise_times("step_s", steps[batch]),
+            **timing_grid.summarise_times("step_s", steps[batch], estimate_repeats),
             arrivals=_average_arrivals(arrivals.get(batch, [PromptArrivals()])),
         )
         for batch in sorted(steps)
     ]
 
 
-def count_arrivals(point: LoadPoint, steps: int) -> PromptArrivals:
-    """Return the prompts of other requests that arrive in each of the `steps`: cycles or plain steps of all answers."""
-    loads = len({(r.repeat, r.turn) for r in point.requests})
-    requests, at_once = len(point.requests) / loads, point.concurrency or 1
+def count_arrivals(point: LoadPoint, count_steps: CountSteps) -> PromptArrivals:
+    """Return the prompts of other requests that arrive in a step, and the passes that read them."""
+    loads: dict[tuple[int, int], list[RequestRow]] = {}
+    for r in point.requests:
+        loads.setdefault((r.repeat, r.turn), []).append(r)
+    requests, at_once = len(point.requests) / len(loads), point.concurrency or 1
     followed = max(0.0, requests - at_once) / requests
-    return PromptArrivals(per_step=(at_once - 1) * followed * len(_list_answered(point)) / steps, followed=followed)
+    if any(r.failed or count_steps(r) is None for r in point.requests):
+        answered = [r for r in point.requests if not r.failed]
+        steps = sum(count_steps(r) or 0 for r in answered) or (point.acceptance.cycles if point.acceptance else 0)
+        return PromptArrivals(per_step=(at_once - 1) * followed * len(answered) / steps, followed=followed)
+    found = [closed_loop.count_interruptions([count_steps(r) or 0 for r in rows], at_once) for rows in loads.values()]
+    steps = sum(load.steps for load in found)
+    return PromptArrivals(
+        per_step=sum(load.prompts for load in found) / steps,
+        followed=followed,
+        counted_passes=sum(load.passes for load in found) / steps,
+    )
+
+
+def count_cycles(request: RequestRow) -> int | None:
+    """Return the cycles of an answer; None where the engine counts over all requests."""
+    return request.cycles
+
+
+def count_plain_steps(request: RequestRow) -> int:
+    """Return the steps of plain decoding: the first token is prefill's."""
+    return request.output_tokens - 1
 
 
 def _average_arrivals(found: list[PromptArrivals]) -> PromptArrivals:
     return PromptArrivals(per_step=fmean(a.per_step for a in found), followed=fmean(a.followed for a in found))
-
-
-def _list_answered(point: LoadPoint) -> list[RequestRow]:
-    return [r for r in point.requests if not r.failed]
 
 
 def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
@@ -147,7 +169,7 @@ def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
 
 def compute_cycle_seconds(point: LoadPoint) -> list[float]:
     """Return the seconds of a cycle in each repeat; one value for all repeats if the engine counts over all requests."""
-    cycle_seconds = _time_by_repeat(point, lambda r: r.cycles)
+    cycle_seconds = _time_by_repeat(point, count_cycles)
     if cycle_seconds or not point.acceptance or any(r.failed for r in point.requests):
         return cycle_seconds
     decoding = sum(r.decoding_s for r in point.requests)
@@ -156,14 +178,14 @@ def compute_cycle_seconds(point: LoadPoint) -> list[float]:
 
 def compute_step_seconds(point: LoadPoint) -> list[float]:
     """Return the seconds of a plain step in each repeat."""
-    return _time_by_repeat(point, lambda r: r.output_tokens - 1)
+    return _time_by_repeat(point, count_plain_steps)
 
 
-def _time_by_repeat(point: LoadPoint, count: Callable[[RequestRow], int | None]) -> list[float]:
-    """Return, for each repeat, seconds of decoding divided by the count, over answered requests with a count above 0."""
+def _time_by_repeat(point: LoadPoint, count_steps: CountSteps) -> list[float]:
+    """Return, for each repeat, seconds of decoding divided by steps, over answered requests with a step or more."""
     sums: dict[int, tuple[float, int]] = {}
     for r in point.requests:
-        if not r.failed and (counted := count(r)):
+        if not r.failed and (counted := count_steps(r)):
             seconds, total = sums.get(r.repeat, (0, 0))
             sums[r.repeat] = seconds + r.decoding_s, total + counted
     return [sums[repeat][0] / sums[repeat][1] for repeat in sorted(sums)]

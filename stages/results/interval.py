@@ -68,9 +68,10 @@ def compute_mean_interval(values: Sequence[float], share: float = SHARE) -> Inte
 
 
 def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
-    """Return the median; its error is from the quartiles, so that an outlier does not inflate it.
+    """Return the median of cycles or steps: whatever else runs on a machine makes one slower, never faster.
 
-    Quartiles of the few repeats of a load are too close together: there the error is that of their mean, where it is larger.
+    Its error is from the quartiles, so that an outlier does not inflate it. Those of few values are too close together: there
+    it is the error of their mean, where that is larger.
     """
     import numpy as np
 
@@ -81,6 +82,17 @@ def estimate_median(seconds: Sequence[float]) -> TimeEstimate:
     if len(seconds) < FEW_VALUES:
         spread = max(spread, stdev(seconds))
     return TimeEstimate(middle, spread / math.sqrt(len(seconds)) / middle)
+
+
+def estimate_repeats(seconds: Sequence[float]) -> TimeEstimate:
+    """Return the mean of the repeats of a load without the fastest and the slowest; of fewer than three the mean.
+
+    A machine that is slow for a minute slows whole repeats, so these lie in two groups, and a median of few jumps from one
+    group to the other. Its error is that of the mean of all.
+    """
+    kept = sorted(seconds)[1:-1] or seconds
+    middle = fmean(kept)
+    return TimeEstimate(middle, stdev(seconds) / math.sqrt(len(seconds)) / middle if len(seconds) > 1 else None)
 
 
 def compute_margin(error: float | None, samples: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 5.
+"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 6.
 
     C = cycle / plain step at the same batch          speedup = tau / C
 

@@ -1,4 +1,4 @@
-"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 5.
+"""Predictions compared with cells: predicted and measured tau, C and speedup. docs/cost.md, version 6.
 
 tau / C is of decoding alone, so the measured speedup here is too: prefill, which both sides pay, is left out of the times. A
 cell's interval, which is of whole answers, is applied as a share; without one (one prompt, one repeat) agreement is unknown.
@@ -7,10 +7,10 @@ cell's interval, which is of whole answers, is applied as a share; without one (
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_served, prediction, timing_grid
+from stages.results.interval import estimate_repeats
 from stages.results.prediction import PredictedSpeedup, SpeedupEstimate
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
@@ -87,12 +87,12 @@ def measure_served_line(line: ServedTableLine) -> MeasuredSpeedup | None:
     if not point or not plain or row.speedup is None or row.tau is None:
         return None
     cycles = cost_served.compute_cycle_seconds(point)
-    steps, own = (cost_served.compute_step_seconds(each) for each in (plain, point))
-    if not (cycles and steps and own):
+    steps, token_times = (cost_served.compute_step_seconds(each) for each in (plain, point))
+    if not (cycles and steps and token_times):
         return None
     ends = row.speedup_low, row.speedup_high
-    step = median(steps)
-    return _build_measurement(row.tau, median(cycles) / step, step / median(own), row.speedup, ends, step)
+    cycle, step, token = (estimate_repeats(seconds).value for seconds in (cycles, steps, token_times))
+    return _build_measurement(row.tau, cycle / step, step / token, row.speedup, ends, step)
 
 
 def _build_measurement(

@@ -5,7 +5,7 @@ engine the report derives the same record from served cells (results/cost_served
 serving_costs times one with simulated acceptance, `results/cost/served-*.json`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +13,15 @@ from annotated_types import MinLen
 from pydantic import Field
 
 from stages.params.tree_shape import TreeShape
-from stages.results import interval
 from stages.results.cost_model import CostModel, PromptArrivals
 from stages.results.draft_sampling import GREEDY, DraftSampling
+from stages.results.interval import TimeEstimate
 from stages.results.record import Record
 from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 
 COSTS_FOLDER = Path("results/cost")
-COST_DEFINITIONS = "docs/cost.md, version 5"
+COST_DEFINITIONS = "docs/cost.md, version 6"
 
 
 class PlainStepTime(Record):
@@ -51,12 +51,11 @@ class CycleTime(Record):
         return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
 
 
-def summarise_times(name: str, seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime.
-
-    The median, since whatever else runs on a machine makes a sample slower, never faster.
-    """
-    found = interval.estimate_median(seconds)
+def summarise_times(
+    name: str, seconds: Sequence[float], estimate: Callable[[Sequence[float]], TimeEstimate]
+) -> dict[str, Any]:
+    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime."""
+    found = estimate(seconds)
     return {name: found.value, "error": found.error, "samples": len(seconds)}
 
 

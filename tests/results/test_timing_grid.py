@@ -34,7 +34,7 @@ def test_a_missing_one_says_what_to_run() -> None:
     [
         ({"grid": []}, "holds a wrong grid: List should have at least 1 item"),
         ({"plain": [{"batch": 1}]}, r"lacks \['plain.error', 'plain.samples', 'plain.step_s'\]"),
-        ({"definitions": "docs/cost.md, version 0"}, "version 0, expected docs/cost.md, version 5"),
+        ({"definitions": "docs/cost.md, version 0"}, "version 0, expected docs/cost.md, version 6"),
         ({"checkpoint": "theirs"}, "has timed the draft of checkpoint theirs, expected e000: its costs are another's"),
         ({"target": ["Qwen/Qwen3-8B", None, ""]}, "has timed drafts of the target Qwen/Qwen3-8B, expected builtin/weather-tiny"),
         ({"fit": None, "hardware": None}, r"lacks \['fit', 'hardware'\]"),
