@@ -327,7 +327,7 @@ def _repeat_load(work: TorchCellContext, load: Load) -> RepeatedLoad:
         for kind in records:
             records[kind].append(found[kind])
         speeds = [load_points.list_throughputs(records[kind]) for kind in ("speculative", "plain") if kind in records]
-        half_width = stopping.measure_half_width(*speeds) if len(speeds) == 2 else None
+        half_width = stopping.measure_loads_half_width(*speeds) if len(speeds) == 2 else None
         ended = rule.judge(repeats, half_width, prints=work.ranks.first)  # all processes find the same
     share = (time.process_time() - process_started) / (time.perf_counter() - started)
     is_alone_on_cpu = work.ranks.world == 1 and not work.params.target.device.startswith("cuda")

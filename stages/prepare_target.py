@@ -127,7 +127,7 @@ def describe_target(
 ) -> TargetManifest:
     """Return the manifest from the small files of `folder`; feature layers `layers`, or EAGLE-3's where that is None.
 
-    Raises ValueError as `supported_targets.choose_feature_layers`.
+    Raises ValueError as `supported_targets.resolve_feature_layers`.
     """
     shapes = config_facts.read_config_facts(config)
     return TargetManifest(
@@ -136,7 +136,7 @@ def describe_target(
         modality="image" if hasattr(config, "vision_config") else "text",
         config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
         tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
-        feature_layers=supported_targets.choose_feature_layers(model, layers, shapes["num_layers"]),
+        feature_layers=supported_targets.resolve_feature_layers(model, layers, shapes["num_layers"]),
         eos_token_ids=_read_eos_token_ids(config, folder),
         # Images need three-axis positions; a multimodal class of another kind is used for its text.
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,

@@ -125,7 +125,7 @@ def test_a_speedup_that_is_known_ends_the_repeats_but_not_before_the_third(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     halves = iter([0.01, 0.02, 0.06, None, 0.05])
-    monkeypatch.setattr(metrics, "measure_half_width", lambda rows, prompt_set: next(halves))
+    monkeypatch.setattr(metrics, "measure_answers_half_width", lambda rows, prompt_set: next(halves))
     found = measured(project, "eval", until={"half_width": 0.05, "most_repeats": 8})
     assert found["stopping"] == {"repeats": 5, "rule": "half_width", "half_width": 0.05}
 

@@ -89,7 +89,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project up to its sampled rows: answers of noise to train on, the target's own to evaluate."""
     project = tmp_path_factory.mktemp("pictured")
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
@@ -98,10 +98,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"shortest_edge": 64, "longest_edge": 64 * 64}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(project / "tiny")
     with chdir(project):
-        made = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
+        described = prepare_target.describe_target("tiny", None, AutoConfig.from_pretrained("tiny"), Path("tiny"), None)
     for folder in ("artifacts/target", "data/sampled", "data/fixed/images", "results"):
         (project / folder).mkdir(parents=True)
-    manifest.write_manifest(project / "artifacts/target", made)
+    manifest.write_manifest(project / "artifacts/target", described)
     model, eyes = (
         loading.load_target(str(project / "tiny"), "float32", "cpu"),
         CachedImageProcessor(str(project / "tiny"), False),
@@ -165,20 +165,20 @@ SAW: dict[str, bool] = {}  # stage -> whether it opened a picture
 
 
 @pytest.fixture(scope="module")
-def once(made: Path) -> dict[str, bytes]:
-    with chdir(made), declared("extract_hiddens"):
-        run(made)
-    return files(made)
+def extracted_files(sampled_project: Path) -> dict[str, bytes]:
+    with chdir(sampled_project), declared("extract_hiddens"):
+        run(sampled_project)
+    return files(sampled_project)
 
 
 @pytest.fixture
-def project(made: Path, tmp_path: Path) -> Path:
+def project(sampled_project: Path, tmp_path: Path) -> Path:
     for name in ("artifacts", "tiny"):
-        (tmp_path / name).symlink_to(made / name)
+        (tmp_path / name).symlink_to(sampled_project / name)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/fixed").symlink_to(made / "data/fixed")
-    (tmp_path / "data/sampled").symlink_to(made / "data/sampled")
-    (tmp_path / "params.yaml").write_text((made / "params.yaml").read_text())
+    (tmp_path / "data/fixed").symlink_to(sampled_project / "data/fixed")
+    (tmp_path / "data/sampled").symlink_to(sampled_project / "data/sampled")
+    (tmp_path / "params.yaml").write_text((sampled_project / "params.yaml").read_text())
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -188,19 +188,19 @@ def sampled(project: Path, split: str) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in table.to_dicts()}
 
 
-def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]) -> None:
+def test_rows_are_those_of_transformers_alone(sampled_project: Path, extracted_files: dict[str, bytes]) -> None:
     model, eyes = (
-        loading.load_target(str(made / "tiny"), "float32", "cpu"),
-        CachedImageProcessor(str(made / "tiny"), False),
+        loading.load_target(str(sampled_project / "tiny"), "float32", "cpu"),
+        CachedImageProcessor(str(sampled_project / "tiny"), False),
     )
     for split in ("train", "eval"):
-        sampled_rows = sampled(made, split)
-        rows = list(reader.read_rows(made / "data/hiddens" / split))
+        sampled_rows = sampled(sampled_project, split)
+        rows = list(reader.read_rows(sampled_project / "data/hiddens" / split))
         assert sorted(r.id for r in rows) == sorted(set(sampled_rows) - {"train.names"})
         for row in rows:
             one = sampled_rows[row.id]
             assert row.ids.tolist() == one["prompt_ids"] + one["answer_ids"]
-            seen = eyes.load_patches([str(made / path) for path in one["images"]]) if one["images"] else None
+            seen = eyes.load_patches([str(sampled_project / path) for path in one["images"]]) if one["images"] else None
             expected = alone(model, row.ids.long(), seen)
             torch.testing.assert_close(row.features, expected["features"], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(row.last, expected["last"], rtol=1e-5, atol=1e-5)
@@ -210,42 +210,46 @@ def test_rows_are_those_of_transformers_alone(made: Path, once: dict[str, bytes]
                 row.image_embeddings, expected["embeds"][row.image_token_mask], rtol=1e-5, atol=1e-5
             )
             assert row.positions is not None and int(row.positions.max()) < len(row.ids)
-    report = json.loads((made / "results/hiddens_report.json").read_text())
+    report = json.loads((sampled_project / "results/hiddens_report.json").read_text())
     assert report["dropped"] == {"longer than max_length": 0, "a picture's token in the answer": 1}
     assert report["rows_in"] == 24 and report["rows_out"] == 23
-    size = sum(len(data) for name, data in once.items() if name.endswith(".safetensors"))
+    size = sum(len(data) for name, data in extracted_files.items() if name.endswith(".safetensors"))
     pieces = sum(
-        int((r.ids == TOKEN).sum()) for s in ("train", "eval") for r in reader.read_rows(made / "data/hiddens" / s)
+        int((r.ids == TOKEN).sum())
+        for s in ("train", "eval")
+        for r in reader.read_rows(sampled_project / "data/hiddens" / s)
     )
     by_hand = report["tokens"] * (4 * H * 4 + 4 + 12 + 2 / 8) + pieces * H * 4
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
 
 
 @pytest.mark.long
-def test_two_processes_make_the_same_bytes(project: Path, once: dict[str, bytes]) -> None:
+def test_two_processes_make_the_same_bytes(project: Path, extracted_files: dict[str, bytes]) -> None:
     run_in_process(project, processes=2)
-    assert files(project) == once
+    assert files(project) == extracted_files
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])
-def test_our_own_folder_is_imported(project: Path, made: Path, once: dict[str, bytes], dtype: str) -> None:
+def test_our_own_folder_is_imported(
+    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], dtype: str
+) -> None:
     """To the bit, pictures and all, also of two rows whose tokens are alike; rounded as extraction itself rounds."""
-    run(project, dtype=dtype, **{"import": str(made / "data/hiddens")})
+    run(project, dtype=dtype, **{"import": str(sampled_project / "data/hiddens")})
     imported = files(project)
     run(project, dtype=dtype, **{"import": None})
     assert files(project) == imported
-    assert (imported == once) == (dtype == "float32")
+    assert (imported == extracted_files) == (dtype == "float32")
 
 
 def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
-    project: Path, made: Path, once: dict[str, bytes], tmp_path: Path
+    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], tmp_path: Path
 ) -> None:
     for split in ("train", "eval"):
         rows = [
             format.HiddenStatesRow(
                 r.id, r.ids, r.mask, r.prompt_length, r.finish_reason, features=r.features, last=r.last
             )
-            for r in reader.read_rows(made / "data/hiddens" / split)
+            for r in reader.read_rows(sampled_project / "data/hiddens" / split)
             if r.image_embeddings is not None and not len(r.image_embeddings)
         ]
         (tmp_path / "given" / split).mkdir(parents=True)
@@ -254,7 +258,7 @@ def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
     texts = pl.col("images").is_null()
     (project / "data/sampled").unlink()
     for split in ("train", "eval", "eval_t"):
-        table = pl.read_parquet(made / f"data/sampled/{split}/*.parquet").filter(texts)
+        table = pl.read_parquet(sampled_project / f"data/sampled/{split}/*.parquet").filter(texts)
         conversations.write_table(
             project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
         )
@@ -271,11 +275,11 @@ def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:
 
 
 def test_another_threshold_measures_nothing_again_and_retrains_nothing(
-    project: Path, made: Path, once: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: train_draft depended on the report, which holds the threshold, so an edit of it retrained every draft."""
     monkeypatch.chdir(project)
-    (project / "data/hiddens").symlink_to(made / "data/hiddens")
+    (project / "data/hiddens").symlink_to(sampled_project / "data/hiddens")
     init_draft.main()
     check_overfit.main()
     passed, report = Path("results/overfit_pass.json"), Path("results/train/e000.overfit.json")
@@ -300,13 +304,13 @@ def test_another_threshold_measures_nothing_again_and_retrains_nothing(
 
 
 def test_a_draft_is_trained_replayed_and_decoded(
-    made: Path, once: dict[str, bytes], torch_server: str, monkeypatch: pytest.MonkeyPatch
+    sampled_project: Path, extracted_files: dict[str, bytes], torch_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage to the benchmarks; what is decoded live, by a server too, is what replay says, and what the target says."""
-    with chdir(made):
+    with chdir(sampled_project):
         with declared("init_draft"):
             init_draft.main()
-        config = json.loads((made / "drafts/e000/draft/config.json").read_text())
+        config = json.loads((sampled_project / "drafts/e000/draft/config.json").read_text())
         assert config["rope_scaling"] == {
             "rope_type": "default",
             "mrope_section": [2, 1, 1],
@@ -341,19 +345,21 @@ def test_a_draft_is_trained_replayed_and_decoded(
         with declared("time_trees"):
             time_trees.main("e000")
         assert len(json.loads(Path("results/cost/torch-e000.json").read_text())["grid"]) == 11
-    log = json.loads((made / "results/train/e003.json").read_text())["epochs"]
+    log = json.loads((sampled_project / "results/train/e003.json").read_text())["epochs"]
     assert log[-1]["loss"] < log[0]["loss"]
     assert {stage for stage, saw in SAW.items() if saw} == {"extract_hiddens", "benchmark", "benchmark_served"}
 
 
-def test_online_the_trainer_shows_the_pictures_itself(project: Path, made: Path, once: dict[str, bytes]) -> None:
+def test_online_the_trainer_shows_the_pictures_itself(
+    project: Path, sampled_project: Path, extracted_files: dict[str, bytes]
+) -> None:
     """Nothing of training rows is stored but tokens, and the draft learns the same, but for how sums round."""
-    with chdir(made):
+    with chdir(sampled_project):
         init_draft.main()
         check_overfit.main()
         train_draft.main("e003")
-    learned = load_file(made / "drafts/e003/draft/model.safetensors")
-    tau = json.loads((made / "results/train/e000.overfit.json").read_text())["tau"]
+    learned = load_file(sampled_project / "drafts/e003/draft/model.safetensors")
+    tau = json.loads((sampled_project / "results/train/e000.overfit.json").read_text())["tau"]
     run(project, online=True)
     assert not any(row.features.shape[1] for row in reader.read_rows(project / "data/hiddens/train"))
     with chdir(project):

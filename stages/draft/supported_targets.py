@@ -34,7 +34,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     shapes = config_facts.read_config_facts(config)
     if "mrope_section" in shapes["rope"] and (window := layer_state.read_sliding_window(config)) is not None:
         checks.check_sliding_window(params, window)
-    layers = choose_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
+    layers = resolve_feature_layers(model, params.target.feature_layers, shapes["num_layers"])
     own_layers = feature_layers.default_eagle3_feature_layers(shapes["num_layers"])
     checks.check_feature_layers(params, layers, own_layers)
     if checks.inherits_rope(params):
@@ -43,7 +43,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
         loading.check_layers(block, model)
 
 
-def choose_feature_layers(model: str, layers: list[int] | None, num_layers: int) -> list[int]:
+def resolve_feature_layers(model: str, layers: list[int] | None, num_layers: int) -> list[int]:
     """Return the feature layers `layers`, or EAGLE-3's where that is None.
 
     Raises ValueError where they are not increasing, or the target `model` has fewer layers than these need.

@@ -40,10 +40,10 @@ class FusedBlockExpansion:
             if independent is not None:
                 scores, ids = (x[slot, :, : len(tokens) // prompts].flatten(0, 1).contiguous() for x in independent)
                 return scores, ids
-            own = shortlist.select((slice(None), slot, None))
-            given = own, states[:, slot, None], tokens.view(prompts, -1)
-            scores, indices = k.select_topk(self.draft.condition_shortlist(*given).flatten(0, 1), topk, tree_scoring)
-            return scores, own.get_tokens(indices.view(prompts, -1, topk)).flatten(0, 1)
+            of_slot = shortlist.select((slice(None), slot, None))
+            successors = self.draft.condition_shortlist(of_slot, states[:, slot, None], tokens.view(prompts, -1))
+            scores, indices = k.select_topk(successors.flatten(0, 1), topk, tree_scoring)
+            return scores, of_slot.get_tokens(indices.view(prompts, -1, topk)).flatten(0, 1)
 
         beam, tokens = score(0, anchors)  # [B, K]
         found = allocate_candidates(beam, tokens, num_steps)

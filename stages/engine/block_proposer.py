@@ -139,8 +139,9 @@ class BlockProposer(Proposer):
         elif self.tree.topk == 1:
             tree = self._build_chain(draft.draft_greedily(states, roots[:, 0], head))
         else:
-            given = states @ head.T, states, roots[:, 0], self.tree.topk, self.drafter.tree_scoring
-            candidates = self.drafter.expansion.expand(*given)
+            candidates = self.drafter.expansion.expand(
+                states @ head.T, states, roots[:, 0], self.tree.topk, self.drafter.tree_scoring
+            )
             tree = trees.build_tree(candidates, self.tree.num_draft_tokens)
         return tree, cat([roots, tree.tokens], dim=1)
 
@@ -161,11 +162,11 @@ class BlockProposer(Proposer):
             return drawn.view(num_slots, count), probabilities
         shortlist, tokens, distributions = draft.build_shortlist(logits), [anchors], []
         for slot in range(count):
-            own = shortlist.select((slice(None), slot))
-            scores = draft.condition_shortlist(own, states[:, slot], tokens[-1])
+            of_slot = shortlist.select((slice(None), slot))
+            scores = draft.condition_shortlist(of_slot, states[:, slot], tokens[-1])
             distributions.append(compute_probabilities(scores, temperature))
             drawn = draw_tokens(distributions[-1], uniforms[:, slot])
-            tokens.append(own.get_tokens(drawn[:, None])[:, 0])
+            tokens.append(of_slot.get_tokens(drawn[:, None])[:, 0])
         return stack(tokens[1:], 1), shortlist.spread(stack(distributions, 1), logits.shape[-1], 0.0)
 
     def _build_chain(self, tokens: Tensor, probabilities: Tensor | None = None) -> trees.DraftTree:

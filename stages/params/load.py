@@ -19,13 +19,9 @@ class Load(NamedTuple):
         return self.max_new_tokens, math.inf if self.concurrency is None else self.concurrency
 
     def __str__(self) -> str:
-        """Return the load as logs and labels name it: "200 tokens, concurrency 64"."""
-        return f"{self.max_new_tokens} tokens, concurrency {self.concurrency or 'unlimited'}"
-
-    def describe(self) -> str:
-        """Return the load as headings of the page name it: "200 tokens, unlimited concurrency"."""
-        cap = self.concurrency
-        return f"{self.max_new_tokens} tokens, {'unlimited concurrency' if cap is None else f'concurrency {cap}'}"
+        """Return the load as logs, labels and headings name it: "200 tokens, concurrency 64"."""
+        concurrency = "unlimited concurrency" if self.concurrency is None else f"concurrency {self.concurrency}"
+        return f"{self.max_new_tokens} tokens, {concurrency}"
 
     def shorten(self) -> str:
         """Return the load as tables name it: "200 x 64"."""

@@ -96,7 +96,7 @@ def summarise_served_lines(lines: list[ServedTableLine]) -> list[LatencyGroup]:
         others = [line for line in ran if line.row.decoding != SPECULATIVE and line.row.workload == names[0]]
         if plain := [line for line in others if line.row.load == heaviest.load]:
             answers[PLAIN_LABEL] = _list_latencies(max(plain, key=lambda line: line.row.output_throughput or 0.0))
-        about = f"{format_group_title(*names)}, {heaviest.engine}, {heaviest.load.describe()}"
+        about = f"{format_group_title(*names)}, {heaviest.engine}, {heaviest.load}"
         found.append(_summarise_spread(about, answers, {"e2e": "request, s", "ttft": "TTFT, ms", "tpot": "TPOT, ms"}))
     return found
 

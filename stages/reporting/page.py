@@ -41,7 +41,6 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
     environment.globals["Load"] = Load
     environment.filters |= {
         "advice": costs.format_advice,
-        "at": Load.describe,
         "command": shlex.join,
         "cost": costs.describe_cost,
         "decoding": served.describe_decoding,

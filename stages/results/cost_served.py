@@ -9,9 +9,9 @@ Both include what the load adds: waiting for the batch, and while prompts of oth
 workload and answer length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch
 follows the arrivals.
 
-In a closed loop of N requests at once and R in all, R - N begin while others decode. Which of them, and in how many passes they
-are read, is counted from the cycles of each request (closed_loop.py). Where an engine counts the cycles of all together only,
-an answer is interrupted by (N - 1)(R - N) / R prompts on average, whatever its length.
+In a closed loop of N requests at once and R in all, R - N begin while N - 1 others decode, so an answer is interrupted by
+(N - 1)(R - N) / R prompts on average, whatever its length. Divided by its steps, they are the arrivals of a step. Those of a
+load that was timed, and the passes that read them, are counted from the cycles of each request (closed_loop.py).
 """
 
 import json
@@ -105,7 +105,7 @@ def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
         )
     shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
     times = timing_grid.summarise_times("cycle_s", cycles, estimate_repeats)
-    arrivals = count_arrivals(point, count_cycles)
+    arrivals = count_arrivals(point)
     return CycleTime.model_validate(shape | {"batch": point.concurrency or 0, "arrivals": arrivals} | times)
 
 
@@ -117,7 +117,7 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
         batch, seconds = point.concurrency or 0, compute_step_seconds(point)
         steps.setdefault(batch, []).extend(seconds)
         if seconds:
-            arrivals.setdefault(batch, []).append(count_arrivals(point, count_plain_steps))
+            arrivals.setdefault(batch, []).append(estimate_arrivals(point, count_plain_steps))
     return [
         PlainStepTime(
             batch=batch,
@@ -128,24 +128,45 @@ def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
     ]
 
 
-def count_arrivals(point: LoadPoint, count_steps: CountSteps) -> PromptArrivals:
-    """Return the prompts of other requests that arrive in a step, and the passes that read them."""
+def count_arrivals(point: LoadPoint) -> PromptArrivals:
+    """Return the prompts of other requests that arrive in a cycle, and the passes that read them, as they were in this load."""
+    if any(r.failed or r.cycles is None for r in point.requests):
+        return estimate_arrivals(point, count_cycles)
+    found = [
+        closed_loop.count_interruptions([r.cycles or 0 for r in load], point.concurrency or 1)
+        for load in _group_by_load(point)
+    ]
+    cycles = sum(load.steps for load in found)
+    return PromptArrivals(
+        per_step=sum(load.prompts for load in found) / cycles,
+        followed=_compute_followed_share(point),
+        counted_passes=sum(load.passes for load in found) / cycles,
+    )
+
+
+def estimate_arrivals(point: LoadPoint, count_steps: CountSteps) -> PromptArrivals:
+    """Return the prompts of other requests that arrive in a step on average, whichever requests end together.
+
+    Those of plain steps are what predictions start from: drafts that are accepted differently bring answers out of step, also
+    where all have one length.
+    """
+    answered, followed = [r for r in point.requests if not r.failed], _compute_followed_share(point)
+    steps = sum(count_steps(r) or 0 for r in answered) or (point.acceptance.cycles if point.acceptance else 0)
+    return PromptArrivals(per_step=((point.concurrency or 1) - 1) * followed * len(answered) / steps, followed=followed)
+
+
+def _group_by_load(point: LoadPoint) -> list[list[RequestRow]]:
+    """Return the requests of each repeat and turn, in the order of sending."""
     loads: dict[tuple[int, int], list[RequestRow]] = {}
     for r in point.requests:
         loads.setdefault((r.repeat, r.turn), []).append(r)
-    requests, at_once = len(point.requests) / len(loads), point.concurrency or 1
-    followed = max(0.0, requests - at_once) / requests
-    if any(r.failed or count_steps(r) is None for r in point.requests):
-        answered = [r for r in point.requests if not r.failed]
-        steps = sum(count_steps(r) or 0 for r in answered) or (point.acceptance.cycles if point.acceptance else 0)
-        return PromptArrivals(per_step=(at_once - 1) * followed * len(answered) / steps, followed=followed)
-    found = [closed_loop.count_interruptions([count_steps(r) or 0 for r in rows], at_once) for rows in loads.values()]
-    steps = sum(load.steps for load in found)
-    return PromptArrivals(
-        per_step=sum(load.prompts for load in found) / steps,
-        followed=followed,
-        counted_passes=sum(load.passes for load in found) / steps,
-    )
+    return list(loads.values())
+
+
+def _compute_followed_share(point: LoadPoint) -> float:
+    """Return the share of requests that another one follows."""
+    requests = len(point.requests) / len(_group_by_load(point))
+    return max(0.0, requests - (point.concurrency or 1)) / requests
 
 
 def count_cycles(request: RequestRow) -> int | None:

@@ -99,7 +99,7 @@ def compute_cell_metrics(rows: AnswerRows, num_steps: int, num_draft_tokens: int
     )
 
 
-def measure_half_width(rows: AnswerRows, prompt_set: str) -> float | None:
+def measure_answers_half_width(rows: AnswerRows, prompt_set: str) -> float | None:
     """Return half of the speedup's interval as a share of the speedup; None without an interval."""
     columns = collect_speed_columns(rows, prompt_set)
     tokens, seconds, plain_tokens, plain_seconds = (float(column.sum()) for column in columns)

@@ -70,7 +70,7 @@ def measure_widest_half(measured: MeasuredServer, baseline: MeasuredServer) -> f
             load_points.list_throughputs([[result.records for result in turns] for turns in server.loads[load]])
             for server in (measured, baseline)
         )
-        halves.append(stopping.measure_half_width(throughputs, baseline_throughputs))
+        halves.append(stopping.measure_loads_half_width(throughputs, baseline_throughputs))
     known = [half for half in halves if half is not None]
     return max(known) if len(known) == len(halves) else None
 

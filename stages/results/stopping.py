@@ -78,12 +78,12 @@ def decode_repeats(
         answers += decode_repeat(repeats)
         repeats += 1
         ended = rule.judge(
-            repeats, metrics.measure_half_width([answer.row for answer in answers], workload.prompts), prints
+            repeats, metrics.measure_answers_half_width([answer.row for answer in answers], workload.prompts), prints
         )
     return answers, ended
 
 
-def measure_half_width(throughputs: Sequence[float], baseline_throughputs: Sequence[float]) -> float | None:
+def measure_loads_half_width(throughputs: Sequence[float], baseline_throughputs: Sequence[float]) -> float | None:
     """Return half of the interval of a load's speedup, as a share of it; from output tokens/s of each repeat.
 
     None with fewer than two repeats, or where one answered nothing.

@@ -49,11 +49,11 @@ def expand_block(
 
     def score(slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and ids [N, M, K] of the successors of tokens [N, M]; independent slots are scored once for all M."""
-        own = shortlist.select((slice(None), slot, None))
-        logits = draft.condition_shortlist(own, states[:, slot, None], tokens)  # [N, M or 1, V]
+        of_slot = shortlist.select((slice(None), slot, None))
+        logits = draft.condition_shortlist(of_slot, states[:, slot, None], tokens)  # [N, M or 1, V]
         best, indices = draft_tree.select_topk(scoring.score_logits(logits.float()), topk)
         shape = -1, tokens.shape[1], -1
-        return best.expand(shape), own.get_tokens(indices).expand(shape)
+        return best.expand(shape), of_slot.get_tokens(indices).expand(shape)
 
     scores, ids = (x[:, 0] for x in score(0, anchor_tokens[:, None]))  # [N, K]
     beam, tokens, numbers = scores, ids, torch.arange(topk, device=ids.device).expand_as(ids)

@@ -120,7 +120,7 @@ def test_arrivals_and_their_passes_are_counted(at_once: int, acceptance: str, le
     load = (at_once, LENGTHS[lengths](TOKENS), draw, 8e-3, PREFILLS["alike"])
     requests = [request for _, request in simulate(*load)]
     cycles = sum(request.cycles for request in requests)
-    found = cost_served.count_arrivals(make_point(*load), cost_served.count_cycles)
+    found = cost_served.count_arrivals(make_point(*load))
     assert found.per_step == pytest.approx(sum(request.prompts for request in requests) / cycles)
     assert found.passes == pytest.approx(sum(request.passes for request in requests) / cycles)
     if lengths == "drawn" and acceptance == "by chance":  # as live loads, whose passes are predicted
@@ -134,19 +134,27 @@ def test_arrivals_are_estimated_where_an_engine_counts_all_requests_together() -
     cycles, point = sum(request.cycles for request in requests), make_point(*load)
     rows = [row.model_copy(update={"cycles": None}) for row in point.requests]
     acceptance = PointAcceptance.model_validate(served_cells.acceptance(3.0, "t5_1_6", cycles))
-    found = cost_served.count_arrivals(
-        point.model_copy(update={"requests": rows, "acceptance": acceptance}), cost_served.count_cycles
-    )
+    found = cost_served.count_arrivals(point.model_copy(update={"requests": rows, "acceptance": acceptance}))
     assert found.counted_passes is None
     assert found.per_step == pytest.approx(sum(request.prompts for request in requests) / cycles, rel=0.2)
     assert found.passes == pytest.approx(sum(request.passes for request in requests) / cycles, rel=0.2)
 
 
+def test_plain_steps_of_answers_of_one_length_predict_arrivals_all_the_same() -> None:
+    """Bug: requests of 19 steps each were counted to end together, which those with drafts don't."""
+    point = make_point(8, [20] * REQUESTS, one_token, 1e-3, PREFILLS["alike"])
+    assert cost_served.count_arrivals(point).per_step == 0
+    (step,) = cost_served.build_plain_steps([point])
+    assert step.arrivals.counted_passes is None
+    assert step.arrivals.per_step == pytest.approx(7 * (REQUESTS - 8) / REQUESTS / 19)
+
+
 def test_one_request_at_a_time_and_one_wave_are_not_interrupted() -> None:
     for at_once in (1, REQUESTS, 2 * REQUESTS):
         point = make_point(at_once, [20] * REQUESTS, one_token, 1e-3, PREFILLS["alike"])
-        arrivals = cost_served.count_arrivals(point, cost_served.count_plain_steps)
-        assert arrivals.per_step == arrivals.passes == 0
+        counted = cost_served.count_arrivals(point)
+        estimated = cost_served.estimate_arrivals(point, cost_served.count_plain_steps)
+        assert counted.per_step == counted.passes == estimated.per_step == estimated.passes == 0
 
 
 def test_a_step_has_one_pass_at_most() -> None:
@@ -207,7 +215,7 @@ def test_a_live_load_is_predicted_at_another_tau(
         for batch in AT_ONCE
         for tau in (1.6, 3.0, 5.0)
     }
-    assert all(abs(found) < 0.04 for found in off.values()), off
+    assert all(abs(found) < 0.05 for found in off.values()), off
 
 
 def test_by_the_cost_of_prompts_alone_a_chain_is_promised_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

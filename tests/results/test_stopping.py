@@ -3,7 +3,7 @@
 import pytest
 
 from stages.results import interval
-from stages.results.stopping import RepeatRule, measure_half_width
+from stages.results.stopping import RepeatRule, measure_loads_half_width
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_loads_half_width_is_that_of_its_repeats_speedups() -> None:
     speedups = [1.5, 1.6, 1.4]
     ends = interval.compute_mean_interval(speedups)
     assert ends is not None
-    found = measure_half_width([15.0, 32.0, 7.0], [10.0, 20.0, 5.0])
+    found = measure_loads_half_width([15.0, 32.0, 7.0], [10.0, 20.0, 5.0])
     assert found == pytest.approx((ends.high - ends.low) / 2 / 1.5)
-    assert measure_half_width([15.0], [10.0]) is None
-    assert measure_half_width([15.0, 32.0], [10.0, 0.0]) is None
+    assert measure_loads_half_width([15.0], [10.0]) is None
+    assert measure_loads_half_width([15.0, 32.0], [10.0, 0.0]) is None

@@ -44,7 +44,7 @@ def test_the_turn_to_measure_ends_when_the_server_has_ended(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: SGLang takes seven seconds to end, in which the next stage measured its first repeat, 20 to 30% too slow."""
-    monkeypatch.setattr(measurement_lock, "open_user_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurement_lock, "open_user_folder", lambda *_: tmp_path)
     stop, were_free = server_group.stop_servers, []
 
     def watch(servers: list[server.ServerProcess]) -> None:
