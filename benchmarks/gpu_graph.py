@@ -248,14 +248,13 @@ def serve_cells(folder: Path, stages: list[str], at_once: int) -> None:
 
 def serve_on_gpus(folder: Path, stages: list[str], gpus: list[str]) -> None:
     """Make served cells by `dvc repro`, each on a GPU of its own, measured as if it were alone once all have their servers."""
-    temporaries = [Path(tempfile.gettempdir()) / f"gpu{gpu}" for gpu in gpus]
-    for temporary in temporaries:
-        temporary.mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
+    tmpdirs = [Path(tempfile.gettempdir()) / f"gpu{gpu}" for gpu in gpus]
+    for tmpdir in tmpdirs:
+        tmpdir.mkdir(exist_ok=True)  # turns of measuring are kept by locks in TMPDIR
     environments = [
-        {"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": str(temporary)}
-        for gpu, temporary in zip(gpus, temporaries, strict=True)
+        {"CUDA_VISIBLE_DEVICES": gpu, "TMPDIR": str(tmpdir)} for gpu, tmpdir in zip(gpus, tmpdirs, strict=True)
     ]
-    with measurement_lock.begin_together(temporaries[: len(stages)]) as ended:
+    with measurement_lock.begin_together(tmpdirs[: len(stages)]) as ended:
         _serve_beside(folder, stages, environments, ended.set)
 
 

@@ -5,8 +5,8 @@ import tempfile
 from pathlib import Path
 
 
-def open_user_folder(temporary: Path | None = None) -> Path:
-    """Return the folder, in `temporary` or TMPDIR, and make it if need be; other users may not read it."""
-    folder = (temporary or Path(tempfile.gettempdir())) / f"aerie-{os.getuid()}"
+def open_user_folder(tmpdir: Path | None = None) -> Path:
+    """Return the folder, in `tmpdir` or TMPDIR, and make it if need be; other users may not read it."""
+    folder = (tmpdir or Path(tempfile.gettempdir())) / f"aerie-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

@@ -22,16 +22,16 @@ POLL_S = 0.1
 
 
 @contextmanager
-def _hold(name: str, kind: int, temporary: Path | None = None) -> Iterator[None]:
+def _hold(name: str, kind: int, tmpdir: Path | None = None) -> Iterator[None]:
     """Hold a lock, as soon as others let it go."""
-    with (open_user_folder(temporary) / f"{name}.lock").open("a") as file:
+    with (open_user_folder(tmpdir) / f"{name}.lock").open("a") as file:
         fcntl.flock(file, kind)
         yield
 
 
-def _is_free(name: str, temporary: Path | None = None) -> bool:
+def _is_free(name: str, tmpdir: Path | None = None) -> bool:
     """Return whether the lock is free."""
-    with (open_user_folder(temporary) / f"{name}.lock").open("a") as file:
+    with (open_user_folder(tmpdir) / f"{name}.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -65,7 +65,7 @@ def measure_server() -> Iterator[None]:
 
 
 @contextmanager
-def begin_together(temporaries: Sequence[Path]) -> Iterator[threading.Event]:
+def begin_together(tmpdirs: Sequence[Path]) -> Iterator[threading.Event]:
     """Let stages with these TMPDIRs, run in the block, begin to measure when each has a server that is ready.
 
     Servers that start slow what is measured beside them. Yield an event to set when a stage ends: it may have failed before its
@@ -73,9 +73,9 @@ def begin_together(temporaries: Sequence[Path]) -> Iterator[threading.Event]:
     """
     ended = threading.Event()
     with ExitStack() as stack:
-        for temporary in temporaries:
-            stack.enter_context(_hold("starting", fcntl.LOCK_SH, temporary))
-        release = threading.Thread(target=_release_when_ready, args=(stack.pop_all(), temporaries, ended))
+        for tmpdir in tmpdirs:
+            stack.enter_context(_hold("starting", fcntl.LOCK_SH, tmpdir))
+        release = threading.Thread(target=_release_when_ready, args=(stack.pop_all(), tmpdirs, ended))
     release.start()
     try:
         yield ended
@@ -84,9 +84,9 @@ def begin_together(temporaries: Sequence[Path]) -> Iterator[threading.Event]:
         release.join()
 
 
-def _release_when_ready(held: ExitStack, temporaries: Sequence[Path], ended: threading.Event) -> None:
+def _release_when_ready(held: ExitStack, tmpdirs: Sequence[Path], ended: threading.Event) -> None:
     """Let go of the `starting` locks once a stage of each TMPDIR waits to measure, or one has ended."""
     with held:
-        while any(_is_free("measuring", temporary) for temporary in temporaries):
+        while any(_is_free("measuring", tmpdir) for tmpdir in tmpdirs):
             if ended.wait(POLL_S):
                 return

@@ -61,17 +61,17 @@ def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: 
 def test_stages_on_gpus_of_their_own_begin_together(failing: str, tmp_path: Path) -> None:
     """Servers that start slow what is measured on other GPUs: nobody measures before all are ready, or one fails."""
     slow = "import time; time.sleep(1.0)\n" + failing + STAGE
-    log, temporaries = tmp_path / "log", [tmp_path / name for name in "ab"]
+    log, tmpdirs = tmp_path / "log", [tmp_path / name for name in "ab"]
     log.touch()
-    for temporary in temporaries:
-        temporary.mkdir()
+    for tmpdir in tmpdirs:
+        tmpdir.mkdir()
 
     def run_stage(name: str, program: str) -> None:
         words = [sys.executable, "-c", program, str(log), name, "1"]
         subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path / name)}, timeout=60)
         ended.set()
 
-    with measurement_lock.begin_together(temporaries) as ended:
+    with measurement_lock.begin_together(tmpdirs) as ended:
         threads = [threading.Thread(target=run_stage, args=pair) for pair in (("a", STAGE), ("b", slow))]
         for thread in threads:
             thread.start()
