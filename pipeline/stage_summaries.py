@@ -250,7 +250,7 @@ def _replay_trees(item: str) -> str:
 
 def _time_trees(item: str) -> str:
     report = _read(CostReport, RESULTS / f"cost/torch-{item}.json")
-    return f"{len(report.grid)} trees timed, fitted within {report.fit.error:.0%}"
+    return f"{len(report.grid)} trees timed, each predicted from the others within {report.fit.error:.0%}"
 
 
 def _benchmark(item: str) -> str:
@@ -277,7 +277,8 @@ def _summarise_served(path: Path) -> str:
 
 def _serving_costs(workload: str) -> str:
     grids = _read(ServingCosts, RESULTS / f"cost/served-{workload}.json").grids
-    return f"{sum(len(grid.grid) for grid in grids)} cycles timed, fitted within {max(grid.fit.error for grid in grids):.0%}"
+    timed, error = sum(len(grid.grid) for grid in grids), max(grid.fit.error for grid in grids)
+    return f"{timed} cycles timed, each predicted from the others within {error:.0%}"
 
 
 def _report(_: str) -> str:

@@ -25,9 +25,7 @@ from stages.served_cell import requests as served_requests
 from stages.served_cell.measured_loads import OpenedServer
 from stages.served_cell.requests import ServedCellContext
 from stages.serving import (
-    engine_flags,
     gpu_memory,
-    load_checks,
 )
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import MeasuredServer
@@ -179,14 +177,7 @@ def _build_point(
             requests, work.references, lambda record: served_requests.decode_text(work, record), unsandboxed
         )
     results = [result for turns in repeats for result in turns]
-    warnings = load_checks.list_warnings(
-        results,
-        work.prompts["prompt_ids"].list.len().to_list(),
-        load.concurrency,
-        load.max_new_tokens + measured.num_draft_tokens,
-        engine_flags.read_server_memory(measured.info).kv_tokens,
-        work.workload.warmup,
-    )
+    warnings = measured_loads.list_warnings(work, measured, load, results)
     warnings += [measured.notice] if measured.notice else []
     return load_points.build_point(
         load,

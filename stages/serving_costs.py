@@ -60,6 +60,7 @@ def main(workload_name: str) -> None:
     )
     with scratch.lock_scratch(folder):
         measured = list(_measure_or_read(work, plan, servers, folder))
+        _print_warnings(measured)
         seconds = round(time.perf_counter() - started, 2)
         cycles = _list_cycles(measured)
         fit = cost_fit.fit_cost_model([cycle for length_cycles in cycles.values() for cycle in length_cycles])
@@ -71,9 +72,9 @@ def main(workload_name: str) -> None:
         scratch.remove_scratch(folder)
     for grid in grids:
         print(
-            f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} of {len(grid.fit.left_out_s)} cycles timed, each "
-            f"predicted from the others within {grid.fit.error:.1%} (root mean square; at worst {grid.fit.error_max:.1%}) "
-            f"-> {path}"
+            f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} cycles timed, and {len(grid.other_lengths)} of other "
+            f"answer lengths, each predicted from the others within {grid.fit.error:.1%} (root mean square; at worst "
+            f"{grid.fit.error_max:.1%}) -> {path}"
         )
 
 
@@ -157,7 +158,8 @@ def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, rep
     measured_loads.run_load(work, opened, load, repeat)
     records = [[result.records for result in server.loads[load][-1]]]
     grades: list[bool | None] = [None] * len(load_points.list_requests(records))
-    point = load_points.build_point(load, work.workload.request_rate, records, grades, {}, None, [])
+    warnings = measured_loads.list_warnings(work, server, load, server.loads[load][-1])
+    point = load_points.build_point(load, work.workload.request_rate, records, grades, {}, None, warnings)
     rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
     times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
     if server.simulated:
@@ -197,11 +199,24 @@ def _join_repeats(all_times: list[ServedTimes]) -> ServedTimes:
             update={
                 "loads": [load for point in repeats for load in point.loads],
                 "requests": [row for point in repeats for row in point.requests],
+                "warnings": list(dict.fromkeys(warning for point in repeats for warning in point.warnings)),
             }
         )
         for repeats in by_load.values()
     ]
     return ServedTimes(version=all_times[0].version, points=points)
+
+
+def _print_warnings(measured: list[tuple[MeasuredServer, ServedTimes]]) -> None:
+    """Print what is wrong with loads, each sentence once with the loads that it is of."""
+    loads: dict[str, list[str]] = {}
+    for server, times in measured:
+        for point in times.points:
+            for warning in point.warnings:
+                loads.setdefault(warning, []).append(f"{server.config_name}, {point.load}")
+    for warning, names in loads.items():
+        others = f" and {len(names) - 1} other loads" if len(names) > 1 else ""
+        print(f"warning: {names[0]}{others}: {warning}", flush=True)
 
 
 def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int, list[CycleTime]]:

@@ -169,7 +169,12 @@ class Params(Section):
     def _check_serving_costs(self) -> None:
         """Raise ValueError for a workload whose cycles can't be timed with simulated acceptance, or for too few of them."""
         for name in self.serving_costs.workloads:
-            workload = get_named(self.benchmark.workloads, name, "benchmark.workloads")
+            if name not in self.benchmark.workloads:
+                raise ValueError(
+                    f"serving_costs.workloads names {name!r}{suggest_name(name, self.benchmark.workloads)}, expected some of "
+                    f"benchmark.workloads: {', '.join(self.benchmark.workloads)}"
+                )
+            workload = self.benchmark.workloads[name]
             for key, found, expected, reason in (
                 (
                     "ignore_eos",
@@ -186,13 +191,26 @@ class Params(Section):
                         f"serving_costs.workloads: benchmark.workloads.{name}.{key} is {found}, expected "
                         f"{'null' if expected is None else str(expected).lower()}: {reason}; name another workload"
                     )
-            caps = {cap for _, cap in workload.list_loads()}
-            if None in caps or len(caps) * len(self.serving_costs.trees) < MIN_TIMED_TREES:
+            caps = {cap for _, cap in workload.list_loads() if cap is not None}
+            if len(caps) < len(workload.list_concurrencies()):
                 raise ValueError(
-                    f"serving_costs: workload {name} has concurrency {workload.concurrency} and there are "
-                    f"{len(self.serving_costs.trees)} trees, expected numbers of requests at once, and at least "
-                    f"{MIN_TIMED_TREES} pairs of tree and concurrency: each is left out once, to see how well others predict it"
+                    f"serving_costs.workloads: benchmark.workloads.{name}.concurrency has null or the same number twice, "
+                    "expected different numbers of requests at once; correct it, or name another workload"
                 )
+            if len(caps) * len(self.serving_costs.trees) < MIN_TIMED_TREES:
+                raise ValueError(
+                    f"serving_costs.trees has {len(self.serving_costs.trees)} trees, and benchmark.workloads.{name} {len(caps)} "
+                    f"numbers of requests at once, expected at least {MIN_TIMED_TREES} pairs: each is left out once, to see how "
+                    f"well the others predict it; name {-(-MIN_TIMED_TREES // len(caps))} trees or more"
+                )
+            for cap in sorted(caps):
+                prompts = workload.limit_prompts(cap)
+                if prompts is not None and prompts < cap:
+                    raise ValueError(
+                        f"serving_costs.workloads: benchmark.workloads.{name} sends {prompts} prompts at concurrency {cap}, "
+                        f"expected {cap} or more, better several times as many: the batch would never hold {cap}; raise "
+                        "num_prompts, of which a list has a number for each concurrency"
+                    )
 
     def _check_depths(self) -> None:
         """Raise ValueError for a tau that can't be reached, or a sliding window shorter than the deepest tree."""

@@ -95,9 +95,9 @@ def predict_and_compare(
 
 
 def _find_cost(checkpoint: str, costs: list[TimingGrid], same_shapes: Callable[[str, str], bool]) -> TimingGrid | None:
-    """Return the checkpoint's own cost, or that of a draft of the same shapes; None without either."""
-    own = [cost for cost in costs if cost.checkpoint == checkpoint]
-    return next(iter([*own, *(cost for cost in costs if same_shapes(cost.checkpoint, checkpoint))]), None)
+    """Return the cost of the checkpoint or of a draft of the same shapes, that of serving_costs first; None without any."""
+    usable = [cost for cost in costs if cost.checkpoint == checkpoint or same_shapes(cost.checkpoint, checkpoint)]
+    return min(usable, key=lambda cost: (not cost.is_simulated, cost.checkpoint != checkpoint), default=None)
 
 
 def _explain_left_out(

@@ -177,18 +177,32 @@ Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
 
 
 def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
-    """Return the fastest predicted tree of each load, of those that an engine can run where any can."""
+    """Return the fastest predicted tree of each load, of those that an engine can run where any can.
+
+    Of the torch engine's costs the advice is of engines without costs of their own, which may run chains alone: there a tree
+    that is surely faster goes before one that is not.
+    """
     found: dict[SpeedupConditions, PredictedSpeedup] = {}
-    for rows in (launch, predicted):
-        known = set(found)
-        for row in rows:
-            conditions = row.conditions
-            if conditions not in known and (conditions not in found or row.speedup > found[conditions].speedup):
-                found[conditions] = row
+    for advice in launch:
+        if advice.conditions not in found or advice.speedup > found[advice.conditions].speedup:
+            found[advice.conditions] = advice
+    advised = dict(found)
+    for row in predicted:
+        conditions = row.conditions
+        if conditions in advised and (
+            conditions.engine != TORCH_ENGINE or _is_surely_faster(advised[conditions]) or not _is_surely_faster(row)
+        ):
+            continue
+        if conditions not in found or row.speedup > found[conditions].speedup:
+            found[conditions] = row
     return {
         conditions: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
         for conditions, row in found.items()
     }
+
+
+def _is_surely_faster(row: PredictedSpeedup) -> bool:
+    return row.low is not None and row.low > 1
 
 
 def _collect_measured(
@@ -302,7 +316,8 @@ def _judge_prediction(
         return VerdictLine(conditions, "launch", launch, predicted, f"measured {name} {faster}")
     if best is None:
         section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
-        detail = f"{guess.checkpoint} is not measured here ({section}.checkpoints): measure it before you rely on it"
+        keys = f"{section}.checkpoints, workloads and trees"
+        detail = f"{guess.checkpoint} is not measured here ({keys}): measure it before you rely on it"
         return VerdictLine(conditions, "launch", launch, predicted, detail)
     text = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
     if best.is_slower:

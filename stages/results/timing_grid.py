@@ -85,6 +85,11 @@ class TimingGrid(Record):
         """Return how a serving engine chose its drafts; grids timed before it was recorded have greedy ones."""
         return self.settings.get("draft_sampling", GREEDY)
 
+    @property
+    def is_simulated(self) -> bool:
+        """Return whether the engine simulated how many drafts are accepted (serving_costs)."""
+        return "simulated_accept_length" in self.settings
+
 
 def locate_timing_grid(engine: str, checkpoint: str) -> Path:
     return COSTS_FOLDER / f"{engine}-{checkpoint}.json"

@@ -16,7 +16,7 @@ from stages.params.load import Load
 from stages.results import served_points
 from stages.served_cell import requests as served_requests
 from stages.served_cell.requests import SECTION, ServedCellContext
-from stages.serving import load_checks, load_generator, measured_server
+from stages.serving import engine_flags, load_checks, load_generator, measured_server
 from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan
 
@@ -86,6 +86,20 @@ def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: 
     server.loads.setdefault(load, []).append(turns)
     took = turns, time.perf_counter() - started
     print(served_points.describe_load(server, load, repeat, work.workload.most_repeats, *took), flush=True)
+
+
+def list_warnings(
+    work: ServedCellContext, measured: MeasuredServer, load: Load, results: list[LoadResult]
+) -> list[str]:
+    """Return the warnings of a load as sentences: too little warm-up, a KV cache that is too small, requests that failed."""
+    return load_checks.list_warnings(
+        results,
+        work.prompts["prompt_ids"].list.len().to_list(),
+        load.concurrency,
+        load.max_new_tokens + measured.num_draft_tokens,
+        engine_flags.read_server_memory(measured.info).kv_tokens,
+        work.workload.warmup,
+    )
 
 
 async def _run_turns(

@@ -194,7 +194,14 @@ DEAR_TOKENS = costs.TRUTH | {"token": 0.09e-3}  # at 32 at once no tree pays
 
 def simulate(trees: list[str], caps: tuple[int, ...] = (1, 8, 32)) -> timing_grid.TimingGrid:
     """Write what serving_costs would have timed of workload `load` on SGLang."""
-    workload = {**EVAL, "prompts": "random", "input_tokens": 64, "ignore_eos": True, "concurrency": list(caps)}
+    workload = {
+        **EVAL,
+        "prompts": "random",
+        "input_tokens": 64,
+        "ignore_eos": True,
+        "concurrency": list(caps),
+        "num_prompts": 64,
+    }
     edit_params(Path(), {"benchmark": {"workloads": {"eval": EVAL, "load": workload}}})
     make_up_spent("prepare_prompts@load")
     edit_params(Path(), {"serving_costs": {"workloads": ["load"], "trees": trees}})
@@ -240,6 +247,18 @@ def test_simulated_costs_say_which_tree_to_launch_at_each_concurrency(
     page = words(report.PAGE_FILE.read_text())
     assert line in printed and line.replace("'", "&#39;") in page.replace("'", "&#39;")
     assert "Speedup by tree and concurrency" in page and "acceptance was simulated, 3.0 tokens a cycle" in page
+
+
+def test_costs_of_simulated_acceptance_go_before_those_of_served_cells_of_the_checkpoint_itself() -> None:
+    """Bug: with cells of e009 the costs of serving_costs, timed with e000, gave way to those of three trees."""
+    simulated = costs.made_up("e000", settings={"simulated_accept_length": 3.0})
+    served, other = costs.made_up("e009"), costs.made_up("dflash8")
+    same = {("e000", "e009"), ("e009", "e009")}
+    grids = [served, other, simulated]
+    assert shown._find_cost("e009", grids, lambda a, b: (a, b) in same) is simulated
+    assert shown._find_cost("e009", [served, other], lambda a, b: (a, b) in same) is served
+    assert shown._find_cost("dflash8", grids, lambda a, b: (a, b) in same) is other
+    assert shown._find_cost("medusa", grids, lambda a, b: (a, b) in same) is None
 
 
 def test_served_points_are_compared_with_simulated_costs_that_no_cell_was_fitted_to(project: schema.Params) -> None:

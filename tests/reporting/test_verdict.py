@@ -77,10 +77,19 @@ def test_a_tree_that_was_measured_as_no_faster_is_not_launched_on_its_prediction
     )
 
 
+def test_advice_for_an_engine_of_chains_alone_hides_no_faster_tree() -> None:
+    """Bug: with costs of SGLang's own, the torch engine's fastest tree gave way to vLLM's chain, and it was not to speculate."""
+    chain, tree = predict(0.9, 0.85, 0.95, topk=1, num_draft_tokens=7), predict(1.2, 1.1, 1.3)
+    found = give([chain, tree], launch=[advise(chain, "vllm")])
+    assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.20x (1.10 to 1.30)")
+    unsure = predict(1.2, 0.9, 1.6)
+    assert not give([chain, unsure], launch=[advise(chain, "vllm")]).headline.startswith("Launch t6_4_32")
+
+
 def test_what_was_not_measured_says_so() -> None:
     found = give([predict(1.6, 1.2, 2.1)])
     assert found.kind == "launch" and found.headline.endswith(
-        "; e009 is not measured here (benchmark.checkpoints): measure it before you rely on it"
+        "; e009 is not measured here (benchmark.checkpoints, workloads and trees): measure it before you rely on it"
     )
 
 
@@ -91,7 +100,7 @@ def test_a_measurement_of_another_checkpoint_disputes_no_prediction() -> None:
     assert (found.kind, found.is_contradicted) == ("launch", False)
     assert found.headline == (
         "Launch t6_4_32 with e009: predicted 1.60x (1.20 to 2.10) at concurrency 1; e009 is not measured here "
-        "(benchmark.checkpoints): measure it before you rely on it"
+        "(benchmark.checkpoints, workloads and trees): measure it before you rely on it"
     )
     found = give([predict(1.6, 1.2, 2.1)], [slow, timed_cell("t5_1_6", 0.8, 0.7, 0.9)])
     assert found.kind == "disputed" and "the best measured, t5_1_6 with e009, is 0.80x" in found.headline

@@ -71,6 +71,10 @@ def test_cycles_are_timed_without_any_tau(load: Path, capsys: pytest.CaptureFixt
     assert '"tau' not in text and not list(Path("results/cells").glob("*"))
     printed = capsys.readouterr().out
     assert "acceptance simulated" in printed and "tau" not in printed
+    (line,) = (line for line in printed.splitlines() if "fewer than the 2 at once" in line)  # of all loads, once
+    assert (
+        line.startswith("warning: baseline, 8 tokens, concurrency 2 and ") and "0 requests warmed the server up" in line
+    )
     assert not list(Path(".scratch").glob("serving_costs-*"))
 
 
@@ -328,8 +332,10 @@ def test_a_tree_that_the_engine_cannot_run_is_named_before_any_server_starts(loa
     [
         ({"ignore_eos": False}, r"benchmark.workloads.load.ignore_eos is False, expected true: simulated answers have no end"),
         ({"request_rate": 8.0}, r"request_rate is 8.0, expected inf"),
-        ({"concurrency": None}, r"concurrency None and there are 4 trees, expected numbers of requests at once"),
-        ({"concurrency": 1}, r"at least 8 pairs of tree and concurrency"),
+        ({"concurrency": None}, r"load.concurrency has null or the same number twice"),
+        ({"concurrency": [2, 2]}, r"expected different numbers of requests at once"),
+        ({"concurrency": 1}, r"has 4 trees, and .*, expected at least 8 pairs.*; name 8 trees or more"),
+        ({"num_prompts": [1, 2], "concurrency": [1, 4]}, r"sends 2 prompts at concurrency 4, expected 4 or more"),
     ],
 )  # fmt: skip
 def test_a_workload_whose_cycles_say_nothing_is_refused(changes: dict[str, Any], message: str, load: Path) -> None:
