@@ -177,10 +177,10 @@ Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
 
 
 def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
-    """Return the fastest predicted tree of each load, of those that an engine can run where any can.
+    """Return the fastest predicted tree of each load; if an engine can run some, the fastest of these.
 
-    Of the torch engine's costs the advice is of engines without costs of their own, which may run chains alone: there a tree
-    that is surely faster goes before one that is not.
+    The torch engine's times advise engines that have no times of their own. Such an engine may run chains only, so a tree whose
+    interval lies above 1 replaces an advised chain whose interval does not.
     """
     found: dict[SpeedupConditions, PredictedSpeedup] = {}
     for advice in launch:
@@ -190,7 +190,7 @@ def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[Predi
     for row in predicted:
         conditions = row.conditions
         if conditions in advised and (
-            conditions.engine != TORCH_ENGINE or _is_surely_faster(advised[conditions]) or not _is_surely_faster(row)
+            conditions.engine != TORCH_ENGINE or advised[conditions].is_faster or not row.is_faster
         ):
             continue
         if conditions not in found or row.speedup > found[conditions].speedup:
@@ -199,10 +199,6 @@ def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[Predi
         conditions: SpeedupEvidence(row.shape.name, row.checkpoint, row.speedup, row.low, row.high)
         for conditions, row in found.items()
     }
-
-
-def _is_surely_faster(row: PredictedSpeedup) -> bool:
-    return row.low is not None and row.low > 1
 
 
 def _collect_measured(

@@ -59,7 +59,7 @@ def test_nothing_starts_while_a_server_is_measured(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("failing", ["", "raise SystemExit(3)"], ids=["all become ready", "one ends before"])
 def test_stages_on_gpus_of_their_own_begin_together(failing: str, tmp_path: Path) -> None:
-    """Servers that start slow what is measured on other GPUs: nobody measures before all are ready, or one fails."""
+    """Stages on other GPUs wait to measure until every server is ready or one stage has failed: a start slows measurements."""
     slow = "import time; time.sleep(1.0)\n" + failing + STAGE
     log, tmpdirs = tmp_path / "log", [tmp_path / name for name in "ab"]
     log.touch()
