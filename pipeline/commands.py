@@ -3,6 +3,7 @@
 With nothing to do the answer takes no DVC: everything but pipeline/freshness.py is imported where there is something.
 """
 
+import contextlib
 import itertools
 import os
 import re
@@ -165,8 +166,22 @@ def check_run_params() -> "Params":
     checks.check_params(params)
     target_checks.check_target_config(params)
     target_checks.check_mask_tokens(params)
+    for line in [*checks.list_remarks(params), *_warn_of_disk(params)]:
+        print(f"note: {line}")
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
+
+
+def _warn_of_disk(params: "Params") -> Iterator[str]:
+    """Yield that a run of one's own target does not fit on the disk, where its size is known."""
+    if params.target.model.startswith("builtin/"):
+        return
+    from pipeline import preflight, reproduce
+
+    with contextlib.suppress(ValueError):  # nothing is recorded of the target's shape
+        finding = preflight.check_disk(reproduce.estimate_params(None, Path(CHECKED_PATHS[0])).disk_bytes)
+        if finding.ok is False:
+            yield f"{finding.subject}: {finding.found}; {finding.advice}"
 
 
 def _read_results() -> Iterator[str]:

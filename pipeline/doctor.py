@@ -60,10 +60,8 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
                 yield Finding(name, f"valid, target {params.target.model}", True)
             yield from (Finding("trees", line) for line in describe_left_out(params.list_left_out_trees()))
             yield from check_files(params, *fetched)
-            if problems:
-                yield preflight.check_disk(None)
-            else:
-                yield from _check_estimate(path, file)
+            yield from (Finding("note", line) for line in checks.list_remarks(params))
+            yield from _check_estimate(path, file)
     yield from preflight.check_writable()
     yield from _check_dvc()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stages.params.schedule import StageResources
-from stages.runtime.user_folder import open_user_folder
+from stages.runtime.user_folder import open_lock_file, open_user_folder
 from stages.runtime.visible_gpus import list_named_gpus
 
 
@@ -93,13 +93,16 @@ class ResourcePool:
         return None
 
     def _try_lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
-        return try_lock(self._folder / f"{name}.lock", kind)
+        return _lock_at_once(open_lock_file(self._folder, f"{name}.lock"), kind)
 
 
 def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> TextIO | None:
     """Return the file open and locked, or None if another process holds it. Closing it frees it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a")
+    return _lock_at_once(path.open("a"), kind)
+
+
+def _lock_at_once(file: TextIO, kind: int) -> TextIO | None:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,7 +3,8 @@
 If a copy of e000 can't reach nearly whole accepted chains on the one row it was trained on, then features, masks, RoPE or
 vocabulary disagree, and more data will not help. The torch engine decodes along the row's own answer
 (engine/forced_decode.py), as in a benchmark, so a mismatch between trainer and engine fails the gate too. The same is asked of
-the untrained block draft of every segment that starts from e000. What differs by family: stages/overfit.
+the untrained block draft of every segment that starts from e000. What differs by family: stages/overfit. The stage fails where
+all of them do; else each segment of a draft that failed is refused by train_draft, and the others are trained.
 
 train_draft depends on results/overfit_pass.json, so training starts only after this gate. That file has the row and the
 digest of e000's draft, but no threshold, tau, time or block draft: an edit of check_overfit.min_tau that still passes retrains
@@ -40,6 +41,7 @@ from stages.training import adamw
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/train/e000.overfit.json"), Path("results/overfit_pass.json")
+LEAST_COVERAGE = 0.9  # of the row's answer by the draft's vocabulary: below, that is what a failure is put down to
 NUM_CANDIDATES = 16  # rows of median length, of which the most predictable one is learned
 LEAST_TELLING_TAU = (
     2.0  # of perfect guesses; below, the row has too few argmax tokens for the engine's tau to tell anything
@@ -52,6 +54,7 @@ class OverfitMeasurement:
 
     row: str
     perfect_tau: float  # of a draft that predicts the target's argmax; of DFlash and DFlash2: the row's tokens
+    coverage: float  # share of the row's answer that the draft's vocabulary has
     trainer_tau: float  # by the trainer's forward
     engine_tau: float | None  # by the torch engine; None where it can't decode the row
     losses: list[float]  # one per step
@@ -62,9 +65,20 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
     schema.check_initial(params, name)
     torch.set_num_threads(params.target.num_threads)
     blocks = params.train_draft.list_fresh_blocks()
-    reports = {gated: _check_threshold(params, gated, _measure(params, gated)) for gated in [name, *blocks]}
-    report = reports.pop(name)
-    atomic.write_json(REPORT, report | ({"block_drafts": reports} if reports else {}))
+    report, failures = _check_threshold(params, name, _measure(params, name))
+    reports = dict[str, Any]()
+    for block in blocks:
+        try:
+            reports[block], failed = _check_threshold(params, block, _measure(params, block))
+            failures |= failed
+        except ValueError as error:  # one draft's refusal stops no other's training
+            failures[block] = str(error)
+    if len(failures) == 1 + len(blocks):
+        raise ValueError("\n".join(failures.values()))
+    for failure in failures.values():
+        print(f"warning: {failure}; the other drafts are trained")
+    more = ({"block_drafts": reports} if reports else {}) | ({"refused": failures} if failures else {})
+    atomic.write_json(REPORT, report | more)
     draft = manifest.digest_files(checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", "*.safetensors")
     atomic.write_json(PASS, {"passed": True, "row": report["row"], "draft": draft})
 
@@ -100,15 +114,17 @@ def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
     run = _build_run(params, target_manifest, name)
     embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
     row, perfect_tau = _choose_row(params, target_manifest, run, name, head)
+    coverage = run.compute_coverage(row)
+    covered = "" if coverage == 1 else f"; the draft's vocabulary covers {coverage:.0%} of its answer"
     print(
-        f"{name}: learns row {row.id}, on which perfect guesses reach {perfect_tau:.2f} tokens per verify cycle",
+        f"{name}: learns row {row.id}, on which perfect guesses reach {perfect_tau:.2f} tokens per verify cycle{covered}",
         flush=True,
     )
     losses = _train_on_row(params, run, row, embedding, head, name)
     trainer_tau = run.compute_trainer_tau(row, embedding, head)
     del embedding, head  # the target may need their memory
     engine_tau = _measure_engine_tau(params, target_manifest, run, row)
-    return OverfitMeasurement(row.id, perfect_tau, trainer_tau, engine_tau, losses)
+    return OverfitMeasurement(row.id, perfect_tau, coverage, trainer_tau, engine_tau, losses)
 
 
 def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, name: str) -> OverfitRun:
@@ -123,7 +139,9 @@ def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, 
     segment, longest = settings.checkpoints[name], int(reader.read_index(HIDDENS)["length"].max() or 0)
     assert isinstance(segment, BlockSegment), name
     sizes = DraftConfig.from_json(config)
-    draft, _ = block_initialisation.build_untrained_draft(name, segment, sizes, target_manifest, params, longest)
+    draft, _ = block_initialisation.build_untrained_draft(
+        name, segment, sizes, target_manifest, params, longest, reader.list_tokens(HIDDENS)
+    )
     return BlockOverfit(draft, segment, settings.seed, device, target_manifest.logits_scale)
 
 
@@ -147,8 +165,10 @@ def _train_on_row(
     return losses
 
 
-def _check_threshold(params: schema.Params, name: str, measurement: OverfitMeasurement) -> dict[str, Any]:
-    """Return the report of a draft. Raises ValueError where tau is below the threshold of check_overfit.min_tau."""
+def _check_threshold(
+    params: schema.Params, name: str, measurement: OverfitMeasurement
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the report of a draft, and by its name why tau is below the threshold of check_overfit.min_tau, if it is."""
     settings, losses, perfect_tau = params.check_overfit, measurement.losses, measurement.perfect_tau
     ttt_steps, num_steps = params.train_draft.ttt_steps, _count_chain_drafts(params, name)
     # The trainer counts matches with the labels even where the row has another token, so a whole chain can be reached.
@@ -162,6 +182,7 @@ def _check_threshold(params: schema.Params, name: str, measurement: OverfitMeasu
         "tau": tau,
         "min_tau": settings.min_tau,
         "perfect_tau": perfect_tau,
+        "vocabulary_coverage": round(measurement.coverage, 4),
         "required_tau": round(required, 3),
         "steps": settings.steps,
         "losses": [round(x, 5) for x in losses[:: max(1, len(losses) // 40)]],
@@ -174,28 +195,33 @@ def _check_threshold(params: schema.Params, name: str, measurement: OverfitMeasu
     )
     learned = f"check_overfit of {name}: after {settings.steps} steps on row {measurement.row}"
     if tau < required:
-        advice = _advise(name, measurement.trainer_tau, required, losses)
-        if perfect_tau < LEAST_TELLING_TAU and measurement.engine_tau is not None:
+        advice = _advise(name, measurement, of_whole_chains)
+        if measurement.coverage < LEAST_COVERAGE and name == ROOT_CHECKPOINT:
+            advice = (
+                f"The draft vocabulary covers {measurement.coverage:.0%} of the row, and no other token can be drafted: raise "
+                f"init_draft.draft_vocab_size, which is {params.init_draft.draft_vocab_size}"
+            )
+        elif perfect_tau < LEAST_TELLING_TAU and measurement.engine_tau is not None:
             advice = (
                 "So few that the row tells nothing of the draft: its answer has few of the target's most likely tokens, as "
                 "those that are sampled from a target of random weights. Set sample_target.temperature: 0, or "
                 "check_overfit.min_tau: 1.0, which demands nothing"
             )
-        raise ValueError(
-            f"{learned} a chain of {num_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least "
+        return report, {
+            name: f"{learned} a chain of {num_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least "
             f"{required:.2f}: check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect "
             f"guesses reach on this row. {advice}"
-        )
+        }
     if perfect_tau < LEAST_TELLING_TAU and measurement.trainer_tau < of_whole_chains:
-        raise ValueError(
-            f"{learned} the trainer's own forward commits {measurement.trainer_tau:.2f} of the target's most likely tokens "
+        return report, {
+            name: f"{learned} the trainer's own forward commits {measurement.trainer_tau:.2f} of the target's most likely tokens "
             f"per verify cycle, expected at least {of_whole_chains:.2f}: check_overfit.min_tau {settings.min_tau}. It decides "
             "here, since the row's own tokens are seldom those: perfect guesses reach "
-            f"{perfect_tau:.2f} on it. {_advise(name, measurement.trainer_tau, math.inf, losses)}. A target of random "
+            f"{perfect_tau:.2f} on it. {_advise(name, measurement, math.inf)}. A target of random "
             "weights, whose tokens are about equally likely, is not learned in so few steps: to try the rest of the run "
             "with one, set check_overfit.min_tau: 1.0, which demands nothing"
-        )
-    return report
+        }
+    return report, {}
 
 
 def _count_chain_drafts(params: schema.Params, name: str) -> int:
@@ -213,14 +239,16 @@ def scale_threshold(min_tau: float, perfect_tau: float, num_steps: int) -> float
     return 1 + (min_tau - 1) * (perfect_tau - 1) / num_steps
 
 
-def _advise(name: str, trainer_tau: float, required: float, losses: list[float]) -> str:
-    if trainer_tau >= required:
+def _advise(name: str, measurement: OverfitMeasurement, of_whole_chains: float) -> str:
+    """Return what to look at. The trainer's own tau is compared on its own scale, on which a whole chain can be reached."""
+    losses = measurement.losses
+    if measurement.trainer_tau >= of_whole_chains:
         return (
-            f"By the trainer's own forward it is {trainer_tau:.2f}: the torch engine gives the draft other inputs than it was "
-            "trained on, so compare target.feature_layers, target.model and target.dtype with those that the hidden states "
-            "were extracted with (extract_hiddens.import?); if these agree, it is a bug in aerie"
+            f"By the trainer's own forward it is {measurement.trainer_tau:.2f}: the torch engine gives the draft other inputs "
+            "than it was trained on, so compare target.feature_layers, target.model and target.dtype with those that the "
+            "hidden states were extracted with (extract_hiddens.import?); if these agree, it is a bug in aerie"
         )
-    look_at = "results/train/e000.json (no token that init_draft.draft_vocab_size leaves out can be learned), at "
+    look_at = ""
     if name != ROOT_CHECKPOINT:
         look_at = f"train_draft.checkpoints.{name} (feature_layers, mask_token_id, layers), at "
     return (

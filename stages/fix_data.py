@@ -88,6 +88,8 @@ def _fix(params: Params) -> None:
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
         f"{report['dropped']} dropped; {report['train']} to train, {report['eval']} to eval"
     )
+    if report["unread_keys"]:
+        print(f"keys of rows that are not read: {row_cleaning.describe_unread(Counter(report['unread_keys']))}")
 
 
 def judge_chunks(params: FixData, hub_records: dict[str, HubRecord]) -> Iterator[JudgedChunk]:
@@ -160,6 +162,7 @@ def write_splits(chunks: list[JudgedChunk], rows: pl.DataFrame, params: FixData)
         "rules": dict(sorted(rules.iter_rows())),
         "dropped_reasons": dict(sorted(dropped.items())),
         "dropped_first": {reason: first.where for reason, first in sorted(first_dropped.items())},
+        "unread_keys": dict(sum((chunk.unread for chunk in chunks), Counter[str]()).most_common()),
         "pictures_written": num_images,
         "examples": {
             rule: {"origin": examples[rule].origin, "before": examples[rule].before, "after": examples[rule].after}

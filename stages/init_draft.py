@@ -78,7 +78,7 @@ def _write_report(name: str, draft: Eagle3Draft, counts: dict[str, torch.Tensor]
     if report["coverage_eval"] < LEAST_COVERAGE:
         print(
             f"warning: {1 - report['coverage_eval']:.1%} of the eval answers' tokens are not in the draft's vocabulary, and each "
-            f"ends a chain of accepted drafts; raise init_draft.draft_vocab_size (null: all {config.vocab_size})"
+            f"ends a chain of accepted drafts; raise init_draft.draft_vocab_size (all: {config.vocab_size})"
         )
 
 
@@ -115,7 +115,7 @@ def infer_config(params: schema.Params, target_manifest: TargetManifest) -> Draf
         num_key_value_heads=target_manifest.num_key_value_heads,
         head_dim=target_manifest.head_dim,
         vocab_size=target_manifest.vocab_size,
-        draft_vocab_size=init.draft_vocab_size or target_manifest.vocab_size,
+        draft_vocab_size=init.choose_vocab_size(target_manifest.vocab_size),
         max_position_embeddings=_choose_max_positions(params, target_manifest.max_position_embeddings),
         rms_norm_eps=target_manifest.rms_norm_eps,
         rope=target_manifest.rope,
@@ -148,8 +148,7 @@ def _load_published_draft(params: schema.Params, target_manifest: TargetManifest
     for note in published.notes:
         print(f"note: {note}")
     given = DraftConfig.from_json(published.config)
-    vocab_size = init.draft_vocab_size or target_manifest.vocab_size
-    _check_agreement("draft_vocab_size", vocab_size, given.draft_vocab_size)
+    _check_agreement("draft_vocab_size", init.draft_vocab_size, given.draft_vocab_size)
     _check_agreement("intermediate_size", init.intermediate_size, given.intermediate_size)
     for key, requested in _list_options(params).items():
         if key != "sliding_window":  # has no weights, so training may add or drop it

@@ -23,7 +23,16 @@ from transformers.utils import logging
 from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
-from stages.target import chat_template, config_facts, head_check, layer_state, loading, manifest, tree_mask_check
+from stages.target import (
+    chat_template,
+    checkpoint_check,
+    config_facts,
+    head_check,
+    layer_state,
+    loading,
+    manifest,
+    tree_mask_check,
+)
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -40,9 +49,18 @@ def main() -> None:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         tokenizer = _load_checked_tokenizer(p, target, folder)
-        named_mask_tokens.check_named_mask_tokens(p, tokenizer, target)
+        target = replace(target, template=chat_template.probe_template(tokenizer))
+        mask_tokens = named_mask_tokens.check_mask_tokens(p, tokenizer, target)
+        if not target.model.startswith("builtin/"):
+            weights = manifest.resolve_weights_folder(target, folder)
+            checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code)
         target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
         manifest.write_manifest(folder, target)
+    print(*mask_tokens, sep="\n", end="\n" if mask_tokens else "")
+    if target.template.hides:
+        print(
+            f"its chat template does not show {', '.join(target.template.hides)}; rows are dropped where that is asked for"
+        )
     print(
         f"target {target.model}: {target.num_layers} layers, {target.hidden_size} wide, {target.vocab_size} tokens, "
         f"features entering blocks {target.feature_layers} ({time.perf_counter() - started:.0f} s)"
@@ -130,6 +148,8 @@ def describe_target(
     Raises ValueError as `supported_targets.resolve_feature_layers`.
     """
     shapes = config_facts.read_config_facts(config)
+    eos_token_ids = _read_eos_token_ids(config, folder)
+    checkpoint_check.check_end_tokens(model, shapes["vocab_size"], eos_token_ids)
     return TargetManifest(
         model=model,
         revision=revision,
@@ -137,7 +157,7 @@ def describe_target(
         config_digest=manifest.digest_files(folder, "config.json", "preprocessor_config.json", "processor_config.json"),
         tokenizer_digest=manifest.digest_files(folder, "tokenizer*", "vocab*", "merges.txt", "chat_template*"),
         feature_layers=supported_targets.resolve_feature_layers(model, layers, shapes["num_layers"]),
-        eos_token_ids=_read_eos_token_ids(config, folder),
+        eos_token_ids=eos_token_ids,
         # Images need three-axis positions; a multimodal class of another kind is used for its text.
         image_token_id=getattr(config, "image_token_id", None) if "mrope_section" in shapes["rope"] else None,
         **shapes,
@@ -155,9 +175,14 @@ def _load_checked_tokenizer(p: schema.Params, target: TargetManifest, folder: Pa
     if not tokenizer.chat_template:
         raise ValueError(target_files.describe_missing_template(target.model))
     try:
-        chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
+        ids = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
     except chat_template.TemplateRefusalError as error:
         raise ValueError(f"{key}: a question can't be rendered: {error}") from None
+    if hidden := [kind for kind in chat_template.probe_template(tokenizer).hides if kind in ("questions", "answers")]:
+        raise ValueError(f"{key}: {chat_template.describe_hidden(hidden)}")
+    if unknown := chat_template.explain_unknown_token(tokenizer, ids, target.vocab_size):
+        raise ValueError(f"{key}: its chat template: {unknown}")
+    chat_template.check_thinking(tokenizer, p.sample_target.thinking)
     return tokenizer
 
 

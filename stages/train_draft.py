@@ -47,6 +47,7 @@ from stages.training.packs import OnlinePacks, PackLoader, plan_epoch
 from stages.training.trainer import ComputeLoss, EpochLog, Trainer, TrainingProgress
 
 SAMPLED, HIDDENS, REPORTS_FOLDER = Path("data/sampled/train"), Path("data/hiddens/train"), Path("results/train")
+GATE_REPORT = REPORTS_FOLDER / f"{ROOT_CHECKPOINT}.overfit.json"
 MAX_MEASURED_PACKS = 64  # packs on which the rank accuracy of another method is measured
 UNTRACKED_KEYS = {"processes", "parallel", "report_to", "run_name"}  # without effect on the weights
 
@@ -94,6 +95,7 @@ def _train_in_scratch(params: schema.Params, name: str, ranks: distributed.RankC
 def _train_segment(params: schema.Params, name: str, ranks: distributed.RankContext, work: Path) -> None:
     """Train from the parent, or from the last whole epoch in `work`, and write the checkpoint and its report."""
     segment, settings = params.train_draft.checkpoints[name], params.train_draft
+    _check_gate(name, segment)
     parent = checkpoint.locate_checkpoint(segment.from_)
     parent_stage = (
         f"init_draft@{ROOT_CHECKPOINT}" if segment.from_ == ROOT_CHECKPOINT else f"train_draft@{segment.from_}"
@@ -239,6 +241,17 @@ def _initialise_method_draft(segment: Segment, head: Tensor, logits_scale: float
     return DraftModel(model, config, segment.non_eagle3_method)
 
 
+def _check_gate(name: str, segment: Segment) -> None:
+    """Raise ValueError where check_overfit refused the draft that the segment starts from.
+
+    DVC does not know the report as an input: a refusal changes no checkpoint, and one of another draft retrains none.
+    """
+    if segment.from_ == ROOT_CHECKPOINT and GATE_REPORT.exists():
+        gated = name if isinstance(segment, BlockSegment) else ROOT_CHECKPOINT
+        if failure := atomic.read_json(GATE_REPORT, "check_overfit").get("refused", {}).get(gated):
+            raise ValueError(f"train_draft@{name} does not start: {failure}")
+
+
 def _initialise_block_draft(
     name: str, segment: BlockSegment, target: TargetManifest, params: schema.Params
 ) -> DraftModel:
@@ -248,7 +261,9 @@ def _initialise_block_draft(
     )
     longest = int(reader.read_index(HIDDENS)["length"].max() or 0)
     sizes = DraftConfig.from_json(root)
-    model, config = block_initialisation.build_untrained_draft(name, segment, sizes, target, params, longest)
+    model, config = block_initialisation.build_untrained_draft(
+        name, segment, sizes, target, params, longest, reader.list_tokens(HIDDENS)
+    )
     return DraftModel(model, config, segment.non_eagle3_method)
 
 

@@ -1,22 +1,44 @@
 """Parse rows of chat exports into messages: sharegpt, ultrachat, messages, prompt_answer.
 
 docs/data.md describes each format and every reason to drop a row. Nothing is guessed: turns out of order, an unknown role
-or a missing image drop the row with a one-word reason.
+or a missing image drop the row with a one-word reason. A question without an answer is kept: the target answers it. Keys that
+are not read are counted by name (`list_unread_keys`).
 """
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from stages.data import json_lines, nesting, row_images
+from stages.data import json_lines, nesting, request_logs, row_images
 from stages.data.conversations import IMAGE_PLACEHOLDER
 from stages.data.dropped_row import DroppedRowError
 from stages.data.json_values import describe_value, is_text
 from stages.data.row_images import GivenImage, SaveImage
 
 Message = dict[str, str]
-ParsedTurn = tuple[Message, str | None, str | None]  # message, its tool calls as JSON, its reasoning
+
+
+class ParsedTurn(NamedTuple):
+    """A turn of a row."""
+
+    message: Message
+    calls: str | None = None  # JSON: an assistant's tool calls; of a tool's message which of them it answers
+    reasoning: str | None = None
+    is_trained: bool = True  # False: an answer that the data marks as not to be learned
+
+    @property
+    def letter(self) -> str:
+        """Return the turn's letter in TURN_ORDER."""
+        is_call = self.calls is not None and self.message["role"] == "assistant"
+        return "c" if is_call else ROLE_LETTERS[self.message["role"]]
+
+    @property
+    def is_blank(self) -> bool:
+        return self.letter != "c" and not self.message["content"].strip()
+
 
 TURN_LIST_KEYS = {  # the first of them that a row has
     "sharegpt": ("conversations", "conversation"),
@@ -25,6 +47,14 @@ TURN_LIST_KEYS = {  # the first of them that a row has
 }
 PROMPT_KEYS = ("prompt", "question", "instruction", "query", "input")
 ANSWER_KEYS = ("answer", "response", "completion", "output")
+PASSAGE_KEYS = ("input", "context", "passage", "document")  # the rest of a question: Alpaca's, Dolly's
+TRAIN_KEYS = ("weight", "train", "loss")  # of an answer, whether it is to be learned: OpenAI's, axolotl's, ms-swift's
+# Keys that are read in every row, and in every turn.
+COMMON_KEYS = {"id", "prompt_id", "custom_id", "system", "system_prompt", "tools", "images", "image", "status", "error"}
+TURN_KEYS = {
+    "role", "from", "content", "value", "tool_calls", "reasoning_content", "reasoning", "thinking", *TRAIN_KEYS,
+}  # fmt: skip
+TOOL_KEYS = {"tool_call_id", "name"}  # of a tool's turn
 CHAT_FORMATS = (*TURN_LIST_KEYS, "prompt_answer")
 ROLE_NAMES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
@@ -36,23 +66,28 @@ NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them aga
 TEXT_OF_TURN = f"text under the key content (or value); {NO_TURN_MAP}"
 NO_TEXT_OF_TURN = "a text (null is for an assistant's tool_calls alone); write what the turn says"
 TEXT_OF_ROW = {
-    "question": "a text: the question that was answered; write it there, or name its key in fix_data.columns",
-    "answer": "a text: an answer is what a draft learns; write it there, or name its key in fix_data.columns",
+    "question": "a text: the question; write it there, or name its key in fix_data.columns",
+    "answer": "a text, or null for a question that the target is to answer; write it so, or name its key in fix_data.columns",
 }
 ORDER_OF_TURNS = (
     "an optional system message, then questions and answers in turn, tool results after calls; put them in that order"
 )
 TRIM_ADVICE = "; or set fix_data.dangling_turns: trim, which cuts such a turn off"
+TRAIN_FLAG = "true or false, 1 or 0: whether the answer is learned; a draft's loss has no other weights"
+ID_OF_CALL = (
+    "the id of one of the calls before it; correct it, or leave out all ids where results are in the calls' order"
+)
 ROLE_OF_TURN = f"under the key role (or from) one of {', '.join(ROLE_NAMES)}; {NO_TURN_MAP}"
 # Types of content parts: OpenAI's of chat completions, and of responses.
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")
-ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "call": "c", "tool": "t"}
-# An optional system message, then turns: a question, tool calls each with their results, and an answer.
-TURN_ORDER = re.compile(r"s?(u(c+t+)*[ac])*u(c+t+)*[ac]")
+ROLE_LETTERS = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
+# An optional system message, then turns: a question, tool calls (c) each with their results, and an answer, which the last
+# may lack: the target writes it.
+TURN_ORDER = re.compile(r"s?(?=u)(u(c+t+)*[ac])*(u(c+t+)*)?")
 # Turns that are in order so far are a whole conversation with one of these behind them.
-COMPLETIONS = ("", "a", "ua", "ta")
-# What `trim` cuts off, around what is left: answers before the first question, questions after the last answer.
-DANGLING_TURNS = re.compile(r"s?(?P<opening_answer>a*)(u.*[ac])(?P<closing_question>u*)")
+COMPLETIONS = ("", "u", "t")
+# What `trim` cuts off: answers before the first question.
+OPENING_ANSWER = re.compile(r"s?(?P<opening_answer>a+)u.*")
 
 
 @dataclass
@@ -63,14 +98,15 @@ class Conversation:
     tools: str | None = None  # JSON, as given
     tool_calls: list[str | None] | None = None  # per message, JSON; None where no message has any
     reasoning: list[str | None] | None = None  # per message
+    trained: list[bool] | None = None  # per message; None where every answer is to be learned
     images: list[str] | None = None  # paths, in the order of their placeholders in the text
-    # opening_answer, closing_question -> the text that was cut off
+    # opening_answer, blank_question -> the text that was cut off
     trimmed: dict[str, str] = field(default_factory=dict)
 
     def list_extras(self) -> list[Any]:
-        """Return tools, tool calls, reasoning and images; an empty list where a row has none of them."""
+        """Return tools, tool calls, reasoning, images and what is trained; an empty list where a row has none of them."""
         extras = [self.tools, self.tool_calls, self.reasoning, self.images]
-        return extras if any(extras) else []
+        return [*(extras if any(extras) or self.trained else []), *([self.trained] if self.trained else [])]
 
 
 def detect_format(row: dict[str, Any]) -> str | None:
@@ -79,16 +115,41 @@ def detect_format(row: dict[str, Any]) -> str | None:
         return "sharegpt"
     if _find_turns(row, "messages") is not None:
         return "ultrachat" if row.get("prompt_id") is not None else "messages"
-    if _find_first_key(row, PROMPT_KEYS) is not None and _find_first_key(row, ANSWER_KEYS) is not None:
+    if _find_first_key(row, PROMPT_KEYS) is not None and _find_answer(row)[1] is not None:
         return "prompt_answer"
     return None
 
 
+def list_unread_keys(row: dict[str, Any], chat_format: str) -> set[str]:
+    """Return the keys of a row, and of its turns, that hold something and are not read."""
+    turns = _find_turns(row, chat_format) if chat_format in TURN_LIST_KEYS else row.get("history")
+    if chat_format in TURN_LIST_KEYS:
+        read = {next(key for key in TURN_LIST_KEYS[chat_format] if isinstance(row.get(key), list))}
+        if turns and isinstance(turns[-1], dict) and not _is_answer(turns[-1]):
+            read |= {_find_answer(row)[0] or ""}
+    else:
+        read = {_name_first_key(row, PROMPT_KEYS) or "", _find_answer(row)[0] or "", "history", *PASSAGE_KEYS}
+    unread = {str(key) for key, value in row.items() if key not in read | COMMON_KEYS and _holds_something(value)}
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict) and len(turn) > 2:
+            known = TURN_KEYS | (
+                TOOL_KEYS if ROLE_NAMES.get(str(turn.get("from") or turn.get("role"))) == "tool" else set()
+            )
+            unread |= {
+                f"{key} of a turn" for key, value in turn.items() if key not in known and _holds_something(value)
+            }
+    return unread
+
+
+def _holds_something(value: Any) -> bool:
+    return value is not None and value != "" and value != [] and value != {}
+
+
 def explain_unknown_format(row: dict[str, Any]) -> tuple[str | None, str]:
     """Return what was found and expected under a known key of a question or an answer that holds no text; else (None, "")."""
-    sides = {"question": PROMPT_KEYS, "answer": ANSWER_KEYS}
-    lacking = {side: keys for side, keys in sides.items() if _find_first_key(row, keys) is None}
-    for side, keys in lacking.items() if len(lacking) == 1 else ():
+    has_prompt, has_answer = _find_first_key(row, PROMPT_KEYS) is not None, _find_answer(row)[1] is not None
+    if has_prompt != has_answer:
+        side, keys = ("answer", ANSWER_KEYS) if has_prompt else ("question", PROMPT_KEYS)
         if given := next((key for key in keys if key in row), None):
             return f"{describe_value(row[given])} under {given}", TEXT_OF_ROW[side]
     return None, ""
@@ -105,7 +166,7 @@ def describe_format(chat_format: str) -> str:
     """Return the keys that `chat_format` requires, for messages."""
     if chat_format in TURN_LIST_KEYS:
         return f"a list {TURN_LIST_KEYS[chat_format][0]!r}"
-    return f"one of {', '.join(PROMPT_KEYS)} and one of {', '.join(ANSWER_KEYS)}"
+    return f"one of {', '.join(PROMPT_KEYS)} and, where there is an answer, one of {', '.join(ANSWER_KEYS)}"
 
 
 def describe_formats() -> str:
@@ -123,11 +184,13 @@ def parse_conversation(
     folder: str | None,
     save_image: SaveImage = lambda data, extension: None,
     trim: bool = False,
+    image_roots: Sequence[Path] = (),
 ) -> Conversation:
     """Return a row's turns as messages, with its tools, calls, reasoning and images.
 
-    With `trim`, answers before the first question and questions after the last answer are cut off, with their images.
-    `folder` is where relative image paths start; None: there are no files. `save_image` stores an image's bytes.
+    With `trim`, answers before the first question are cut off, with their images. A blank answer at the end is left out.
+    `folder` is where relative image paths start; None: there are no files. Images come from it and from `image_roots` alone.
+    `save_image` stores an image's bytes.
 
     Raises:
         DroppedRowError: for a turn that is no text, is empty or has an unknown role, for turns out of order, and for
@@ -135,8 +198,8 @@ def parse_conversation(
     """
     if row.get("status") == "error" and row.get("error"):  # SpecForge's rows whose answers could not be made
         raise DroppedRowError("marked_error", str(row["error"]))
-    turns = _find_turns(row, chat_format) if chat_format in TURN_LIST_KEYS else _build_prompt_answer_turns(row)
-    assert turns is not None, chat_format
+    is_list = chat_format in TURN_LIST_KEYS
+    turns = _add_response(row, _find_turns(row, chat_format)) if is_list else _build_prompt_answer_turns(row)
     turn_images: list[Any] = []
     of = " of prompt and answer (fix_data.columns names their keys)" if chat_format == "prompt_answer" else ""
     parsed: list[ParsedTurn] = [
@@ -144,6 +207,8 @@ def parse_conversation(
         for number, turn in enumerate(turns, 1)
     ]
     own_turns = [*parsed]  # numbered in messages as in the row
+    if len(parsed) > 1 and parsed[-1].letter == "a" and parsed[-1].is_blank and not parsed[-1].reasoning:
+        del parsed[-1]  # an answer that is to be written
     _insert_system_message(row, parsed)
     given_images = [*enumerate(row_images.order_images(row, turn_images), 1)]  # numbered in messages as in the row
     num_images = len(given_images)
@@ -154,16 +219,22 @@ def parse_conversation(
         if not trim and _can_be_trimmed(parsed, own_turns):
             error.expected += TRIM_ADVICE
         raise
-    messages = [message for message, _, _ in parsed]
+    _check_tool_results(parsed, own_turns)
+    messages = [turn.message for turn in parsed]
     conversation = Conversation(messages, trimmed=trimmed)
     if tools := row.get("tools"):
         conversation.tools = _dump_json(tools, "the key tools")
-    if any(calls for _, calls, _ in parsed):
-        conversation.tool_calls = [calls for _, calls, _ in parsed]
-    if any(reasoning for _, _, reasoning in parsed):
-        conversation.reasoning = [reasoning for _, _, reasoning in parsed]
+    if any(turn.calls for turn in parsed):
+        conversation.tool_calls = [turn.calls for turn in parsed]
+    if any(turn.reasoning for turn in parsed):
+        conversation.reasoning = [turn.reasoning for turn in parsed]
+    if not all(turn.is_trained for turn in parsed):
+        conversation.trained = [turn.is_trained for turn in parsed]
+        if parsed[-1].letter in "ac" and not any(turn.is_trained for turn in parsed if turn.letter in "ac"):
+            found = f"all answers have {', '.join(TRAIN_KEYS[:-1])} or {TRAIN_KEYS[-1]} 0 or false"
+            raise DroppedRowError("nothing_to_learn", found, "one answer at least to learn; leave such rows out")
     if given_images:
-        conversation.images = row_images.save_images(given_images, num_images, folder, save_image)
+        conversation.images = row_images.save_images(given_images, num_images, folder, image_roots, save_image)
         row_images.check_image_count(given_images, (message["content"] for message in messages))
     else:
         row_images.check_lost_images(row, (message["content"] for message in messages))
@@ -173,30 +244,22 @@ def parse_conversation(
 def _insert_system_message(row: dict[str, Any], parsed: list[ParsedTurn]) -> None:
     """Insert the message of the row's own key `system` or `system_prompt`, unless the turns start with one."""
     system = row.get("system", row.get("system_prompt"))
-    if isinstance(system, str) and system.strip() and not (parsed and parsed[0][0]["role"] == "system"):
+    if isinstance(system, str) and system.strip() and not (parsed and parsed[0].letter == "s"):
         if not is_text(system):
             raise DroppedRowError("not_text", *_describe_text("the system message", system))
-        parsed.insert(0, ({"role": "system", "content": system}, None, None))
+        parsed.insert(0, ParsedTurn({"role": "system", "content": system}))
 
 
 def _trim_dangling_turns(parsed: list[ParsedTurn], images: list[GivenImage]) -> tuple[dict[str, str], list[GivenImage]]:
-    """Cut dangling turns off `parsed` -> the text of each kind that was cut, and the images of the turns that are left.
-
-    Turns between which none is a question with an answer stay as they are, for the check of their order.
-    """
-    letters = "".join(ROLE_LETTERS["call" if calls else message["role"]] for message, calls, _ in parsed)
-    found = DANGLING_TURNS.fullmatch(letters)
-    if not found:
-        return {}, images
+    """Cut dangling turns off `parsed` -> the text of each kind that was cut, and the images of the turns that are left."""
     trimmed: dict[str, str] = {}
-    # From the end, so that indices of `letters` stay those of `parsed`.
-    for kind in ("closing_question", "opening_answer"):
-        dangling = slice(*found.span(kind))
-        if cut := parsed[dangling]:
-            trimmed[kind] = text = "\n".join(message["content"] for message, _, _ in cut)
-            num_images = text.count(IMAGE_PLACEHOLDER)
-            images = images[num_images:] if kind == "opening_answer" else images[: max(0, len(images) - num_images)]
-            del parsed[dangling]
+    if len(parsed) > 1 and parsed[-1].letter == "u" and parsed[-1].is_blank and parsed[-2].letter in "ac":
+        trimmed["blank_question"] = parsed.pop().message["content"]
+    if found := OPENING_ANSWER.fullmatch("".join(turn.letter for turn in parsed)):
+        dangling = slice(*found.span("opening_answer"))
+        text = "\n".join(turn.message["content"] for turn in parsed[dangling])
+        trimmed["opening_answer"], images = text, images[text.count(IMAGE_PLACEHOLDER) :]
+        del parsed[dangling]
     return trimmed, images
 
 
@@ -212,14 +275,12 @@ def _can_be_trimmed(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> bo
 
 
 def _check_turn_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> None:
-    """Raise DroppedRowError for an empty turn that is no tool call, and for turns out of order; `own_turns` are the row's."""
-    letters = ""
+    """Raise DroppedRowError for an empty question or answer, and for turns out of order; `own_turns` are the row's."""
     for turn in parsed:
-        message, calls, _ = turn
-        if calls is None and (not message["content"] or message["content"].isspace()):
-            found = f"{_name_turn(turn, own_turns)}, of the role {message['role']}, is empty"
+        if turn.is_blank and turn.letter in "ua":  # an empty system message is one, and a tool may have nothing to say
+            found = f"{_name_turn(turn, own_turns)}, of the role {turn.message['role']}, is empty"
             raise DroppedRowError("empty_turn", found, "a text; write what the turn says")
-        letters += ROLE_LETTERS["call" if calls else message["role"]]
+    letters = "".join(turn.letter for turn in parsed)
     if not TURN_ORDER.fullmatch(letters):
         raise DroppedRowError("wrong_turns", *_describe_wrong_order(parsed, own_turns, letters))
 
@@ -232,7 +293,7 @@ def _describe_wrong_order(parsed: list[ParsedTurn], own_turns: list[ParsedTurn],
         if not any(TURN_ORDER.fullmatch(letters[: index + 1] + rest) for rest in COMPLETIONS):
             before = f", after one of {_name_role(parsed[index - 1])}" if index else ""
             return f"{_name_turn(turn, own_turns)} is of {_name_role(turn)}{before}", ORDER_OF_TURNS
-    return f"{_name_turn(parsed[-1], own_turns)}, the last, is of {_name_role(parsed[-1])}", "an answer after it"
+    return f"{_name_turn(parsed[-1], own_turns)}, the last, is of {_name_role(parsed[-1])}", "a question behind it"
 
 
 def _name_turn(turn: ParsedTurn, own_turns: list[ParsedTurn]) -> str:
@@ -242,7 +303,30 @@ def _name_turn(turn: ParsedTurn, own_turns: list[ParsedTurn]) -> str:
 
 
 def _name_role(turn: ParsedTurn) -> str:
-    return f"the role {turn[0]['role']}{' with tool_calls' if turn[1] else ''}"
+    return f"the role {turn.message['role']}{' with tool_calls' if turn.letter == 'c' else ''}"
+
+
+def _check_tool_results(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -> None:
+    """Raise DroppedRowError for a tool's result that names no call before it."""
+    ids: list[Any] = []
+    for turn in parsed:
+        if turn.letter == "c":
+            calls = json.loads(turn.calls or "[]") if _is_json(turn.calls) else []
+            ids += [
+                call.get("id") for call in (calls if isinstance(calls, list) else [calls]) if isinstance(call, dict)
+            ]
+        elif turn.letter == "t" and turn.calls is not None and any(ids):
+            wanted = json.loads(turn.calls).get("tool_call_id")
+            if wanted is not None and wanted not in ids:
+                found = f"{_name_turn(turn, own_turns)} answers the call {wanted!r}, of {', '.join(map(repr, ids))}"
+                raise DroppedRowError("unknown_tool_call", found, ID_OF_CALL)
+
+
+def _is_json(text: str | None) -> bool:
+    try:
+        return text is not None and json.loads(text) is not None
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
@@ -254,7 +338,7 @@ def _parse_plain_turn(turn: Any) -> ParsedTurn | None:
         return None
     if IMAGE_PLACEHOLDER in text:
         return None
-    return {"role": ROLE_NAMES[role], "content": text}, None, None
+    return ParsedTurn({"role": ROLE_NAMES[role], "content": text})
 
 
 def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
@@ -266,8 +350,10 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")
     text = turn.get("value") if turn.get("value") is not None else turn.get("content")
     calls = turn.get("tool_calls") or None
-    if text is None and calls is not None:
-        text = ""
+    known = ROLE_NAMES.get(role) if isinstance(role, str) else None
+    is_given = "content" in turn or "value" in turn
+    if text is None and (calls is not None or (is_given and known in ("assistant", "tool"))):
+        text = ""  # an answer that is to be written, or a tool without anything to say
     if isinstance(text, list) and text and all(isinstance(part, dict) for part in text):
         text = "".join(_parse_content_part(part, turn_images, name) for part in text)
     elif isinstance(text, str):
@@ -279,7 +365,6 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
         raise DroppedRowError("not_text", _describe_lack(name, turn, ("content", "value")), expected)
     if not isinstance(text, str) or not is_text(text):
         raise DroppedRowError("not_text", *_describe_text(f"the content of {name}", text))
-    known = ROLE_NAMES.get(role) if isinstance(role, str) else None
     if known is None:
         lack = _describe_lack(name, turn, ("role", "from"))
         found = lack if role is None else f"the role of {name} is {describe_value(role)}"
@@ -296,7 +381,20 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
     if reasoning is not None and not is_text(reasoning):
         raise DroppedRowError("not_text", *_describe_text(f"the reasoning of {name}", reasoning))
     calls_json = _dump_json(calls, f"the tool_calls of {name}") if calls is not None else None
-    return {"role": known, "content": text}, calls_json, reasoning
+    if known == "tool" and (named := {key: turn[key] for key in sorted(TOOL_KEYS) if isinstance(turn.get(key), str)}):
+        calls_json = _dump_json(named, f"the call of {name}")
+    is_trained = _read_train_flag(turn, name) if known == "assistant" else True
+    return ParsedTurn({"role": known, "content": text}, calls_json, reasoning, is_trained)
+
+
+def _read_train_flag(turn: dict[str, Any], name: str) -> bool:
+    """Return whether an answer is to be learned. Raise DroppedRowError for a weight between."""
+    for key in TRAIN_KEYS:
+        if (flag := turn.get(key)) is not None:
+            if flag not in (0, 1):  # as False and True
+                raise DroppedRowError("unknown_weight", f"{key} of {name} is {describe_value(flag)}", TRAIN_FLAG)
+            return bool(flag)
+    return True
 
 
 def _describe_text(name: str, found: Any) -> tuple[str, str]:
@@ -338,14 +436,21 @@ def _parse_content_part(part: dict[str, Any], turn_images: list[Any], name: str)
 def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
     """Return the turns of a prompt_answer row; where both are lists of turns, their concatenation.
 
-    Alpaca's `input` is the rest of the question, its `history` the earlier [question, answer] pairs.
+    PASSAGE_KEYS are the rest of the question, Alpaca's `history` the earlier [question, answer] pairs.
     """
-    prompt, answer = _find_first_key(row, PROMPT_KEYS), _find_first_key(row, ANSWER_KEYS)
-    if isinstance(prompt, list) and isinstance(answer, list):
-        return prompt + answer
-    has_own_key = any(isinstance(row.get(key), str | list) for key in PROMPT_KEYS[:-1])
-    if has_own_key and isinstance(more := row.get("input"), str) and more.strip() and isinstance(prompt, str):
-        prompt = f"{prompt}\n\n{more}" if prompt.strip() else more
+    key, answer = _name_first_key(row, PROMPT_KEYS), _find_answer(row)[1] or []
+    prompt = row[key or ""]
+    if isinstance(prompt, list) and all(isinstance(turn, dict) and {"role", "from"} & set(turn) for turn in prompt):
+        return [*prompt, *answer]
+    for passage in PASSAGE_KEYS:
+        more = row.get(passage) if passage != key else None
+        if not _holds_something(more):
+            continue
+        if not isinstance(more, str) or not isinstance(prompt, str):
+            found = f"{passage}, beside {key}, is {describe_value(more)}"
+            raise DroppedRowError("not_text", found, "a text, the rest of the question; write it as it is to be asked")
+        if more.strip():
+            prompt = f"{prompt}\n\n{more}" if prompt.strip() else more
     turns: list[Any] = []
     history = row.get("history") or []
     if isinstance(history, str):
@@ -361,11 +466,39 @@ def _build_prompt_answer_turns(row: dict[str, Any]) -> list[Any]:
                 "not_text", f"an entry of history is {describe_value(pair)}", "pairs, [question, answer]"
             )
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return [*turns, {"role": "user", "content": prompt}, *answer]
+
+
+def _add_response(row: dict[str, Any], turns: list[Any] | None) -> list[Any]:
+    """Return turns with the row's own response behind them, where they end without an answer, as in LiteLLM's logs."""
+    assert turns is not None, row
+    is_answered = not turns or not isinstance(turns[-1], dict) or _is_answer(turns[-1])
+    return turns if is_answered else [*turns, *(_find_answer(row)[1] or [])]
+
+
+def _is_answer(turn: dict[str, Any]) -> bool:
+    return ROLE_NAMES.get(str(turn.get("from") or turn.get("role"))) == "assistant"
+
+
+def _find_answer(row: dict[str, Any]) -> tuple[str | None, list[Any] | None]:
+    """Return (its key, the turns of a row's own answer): no turn where it has none, None for a value that is no answer."""
+    given = next((key for key in ANSWER_KEYS if row.get(key) is not None), None)
+    if given is None:
+        return next((key for key in ANSWER_KEYS if key in row), None), []
+    value = row[given]
+    if isinstance(value, str):  # also one that is JSON, as tables have it
+        is_log = given in request_logs.RESPONSE_KEYS and '"choices"' in value
+        return given, request_logs.read_response(value) if is_log else [{"role": "assistant", "content": value}]
+    return given, request_logs.read_response(value)
+
+
+def _name_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if isinstance(row.get(key), str | list)), None)
 
 
 def _find_first_key(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((row[key] for key in keys if isinstance(row.get(key), str | list)), None)
+    key = _name_first_key(row, keys)
+    return None if key is None else row[key]
 
 
 def _dump_json(value: Any, name: str) -> str:

@@ -23,9 +23,10 @@ FIXED_SCHEMA = pl.Schema(
     {
         "id": pl.String,
         "messages": pl.List(pl.Struct({"role": pl.String, "content": pl.String})),
-        "tools": pl.String,  # JSON as the export had it; null without tools (likewise the next three columns)
-        "tool_calls": pl.List(pl.String),  # one per message, JSON
+        "tools": pl.String,  # JSON as the export had it; null without tools (likewise the next four columns)
+        "tool_calls": pl.List(pl.String),  # one per message, JSON; of a tool's message {tool_call_id, name}
         "reasoning": pl.List(pl.String),  # one per message
+        "trained": pl.List(pl.Boolean),  # one per message: False for an answer that is not to be learned
         "images": pl.List(pl.String),  # paths, in the order of the texts' <image>
         "source": pl.String,  # the file, relative to fix_data.raw
         "source_row": pl.Int32,  # line or row of that file, counted from 0

@@ -1,8 +1,8 @@
 """Save images as files named by their content, whether they came as bytes or as files.
 
 Another image under an old name is thus another path in the rows, and every stage that reads the rows reruns.
-Bytes must be PNG, JPEG, WebP or GIF, which vision processors read, recognised by their magic bytes: exports get names and
-media types wrong. A file of another kind keeps its extension; sample_target decodes it or counts it as unreadable.
+Bytes must decode as PNG, JPEG, WebP or GIF, which vision processors read, whatever exports call them; a file may also be BMP or
+TIFF, and keeps its extension.
 """
 
 import base64
@@ -25,6 +25,8 @@ MAGIC_PATTERNS = {
     ".gif": re.compile(rb"GIF8[79]a"),
     ".webp": re.compile(rb"RIFF.{4}WEBP", re.DOTALL),
 }
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP")  # of Pillow's decoders: others may start programs, as EPS does
+FILE_FORMATS = (*FORMATS, "BMP", "TIFF")
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")
 _warnings_lock = threading.Lock()  # warnings.catch_warnings restores what it found, for all threads
@@ -42,13 +44,13 @@ def decode_data_url(url: str) -> bytes | None:
 
 
 def save_image(data: bytes, folder: Path, extension: str | None = None) -> str | None:
-    """Write an image into the existing `folder` and return its name; None for bytes of an unknown kind.
+    """Write an image into the existing `folder` and return its name; None for bytes that do not decode as a known kind.
 
-    `extension` is that of the file the image came as; with one, any kind is kept.
+    `extension` is that of the file the image came as, None for bytes.
     Processes and threads may save the same image at once: each writes its own temporary file and renames it.
     """
     kind = next((kind for kind, magic in MAGIC_PATTERNS.items() if magic.match(data)), None)
-    if kind is None and extension is None:
+    if not can_decode(data, FORMATS if extension is None else FILE_FORMATS):
         return None
     if kind is None:
         kind = extension if EXTENSION.fullmatch(extension or "") else ""
@@ -61,6 +63,20 @@ def save_image(data: bytes, folder: Path, extension: str | None = None) -> str |
         finally:
             temporary.unlink(missing_ok=True)  # left where the disk was full
     return name
+
+
+def can_decode(data: bytes, formats: tuple[str, ...] = FILE_FORMATS) -> bool:
+    """Return whether bytes are a whole image of one of these formats."""
+    try:
+        with (
+            _warnings_lock,
+            warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning),
+            Image.open(io.BytesIO(data), formats=formats) as file,
+        ):
+            file.load()
+    except Exception:  # decoders raise many types
+        return False
+    return True
 
 
 def is_too_large(data: bytes) -> bool:

@@ -38,6 +38,7 @@ class PreviewedRow:
     turns: list[tuple[str, str]]  # (role, text); of a dropped row its keys or the offending text
     extras: list[str]  # tools and images of a kept row
     expected: str = ""  # of a dropped row whose reason does not say it
+    unread: tuple[str, ...] = ()  # its keys that hold something and are not read
     advice: str = ""  # on the key of params.yaml that a dropped row's reason belongs to
 
 
@@ -60,6 +61,7 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
     """Print the first `rows` rows of each file, and a summary; return how many of them are kept. `path` as in preview_rows."""
     verdicts: Counter[str] = Counter()
     splits: Counter[str] = Counter()
+    unread: Counter[str] = Counter()
     advice: dict[str, None] = {}  # a set in order
     source = None
     for row in preview_rows(params, rows, path):
@@ -69,10 +71,13 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
         print("\n".join(format_row(row)), flush=True)
         verdicts[row.verdict] += 1
         splits[row.split] += 1
+        unread.update(row.unread)
         advice |= {row.advice: None} if row.advice else {}
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no rows"
     print(f"\n{verdicts.total()} rows read, the first {rows} of each file: {counted}")
     print(f"{splits['train']} to train, {splits['eval']} to eval; nothing was written, duplicates were not looked for")
+    if unread:
+        print(f"not read: {row_cleaning.describe_unread(unread)}")
     if splits[""]:
         print("; ".join(["docs/data.md says what each reason means", *advice]))
     return splits["train"] + splits["eval"]
@@ -87,9 +92,11 @@ def preview_rows(params: FixData, rows: int, path: str = "") -> Iterator[Preview
     eval_source = evaluation.relative_to(raw if raw.is_dir() else raw.parent).as_posix() if evaluation else None
     with tempfile.TemporaryDirectory(prefix="aerie-preview-") as name:
         (Path(name) / WAITING_IMAGES_FOLDER.name).mkdir()
-        for file in readers.list_files(raw):
+        files = readers.list_files(raw)
+        batches = readers.find_batches(files)
+        for file in files:
             source = file.name if raw.is_file() else file.relative_to(raw).as_posix()
-            chunks = readers.read_chunks(file, source, {}, params.choose_columns(file))
+            chunks = batches.join(file, readers.read_chunks(file, source, {}, params.choose_columns(file)))
             for row_chunk in islice(_cut_rows(chunks), rows):
                 yield _preview_row(row_chunk, params, Path(name) / "row.arrow", eval_source)
 
@@ -117,7 +124,8 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
             found = f"{column_names.list_names(row or {})}: {found}"
             advice = "fix_data.columns names the columns of another format"
         lines, verdict = [("found", found)], f"dropped:{reason}"
-        return PreviewedRow(chunk.source, chunk.first_row, chat_format, verdict, "", lines, [], first.expected, advice)
+        shown = chunk.source, chunk.first_row, chat_format, verdict, "", lines, list[str](), first.expected
+        return PreviewedRow(*shown, tuple(judged.unread), advice)
     kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
     turns = [(message["role"], message["content"]) for message in kept["messages"]]
     calls = sum(one is not None for one in kept["tool_calls"] or [])
@@ -128,7 +136,10 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
     }
     extras = [f"{count} {what}" for what, count in counted.items() if count]
     split = "eval" if kept["is_eval"] else "train"
-    return PreviewedRow(chunk.source, chunk.first_row, chat_format, kept["verdict"], split, turns, extras)
+    unread = tuple(judged.unread)
+    return PreviewedRow(
+        chunk.source, chunk.first_row, chat_format, kept["verdict"], split, turns, extras, unread=unread
+    )
 
 
 def format_row(row: PreviewedRow) -> Iterator[str]:

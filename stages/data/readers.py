@@ -1,5 +1,8 @@
 """Read raw conversations as chunks of rows: JSONL, JSON, CSV, Parquet, compressed, a folder of those, a dataset of the Hub.
 
+A .txt file has a question a line. It is read where it is fix_data.raw, or where a folder holds nothing else: beside data it is
+likely a note. The output of an OpenAI batch is joined with the batch's input in the same folder (request_logs.py).
+
 A chunk is a few MiB, so a file of any length needs the memory of some chunks. Chunks of JSON are parsed where they are used,
 which may be another process. A `.json` file with one array is cut into its elements by json_stream.py.
 
@@ -25,20 +28,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import polars as pl
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.data import chat_formats, column_names, delimited_text, file_content, json_lines, json_stream
+from stages.data import (
+    chat_formats,
+    column_names,
+    delimited_text,
+    file_content,
+    json_lines,
+    json_stream,
+    request_logs,
+)
+from stages.data.dropped_row import DroppedRowError
 from stages.params.data_sections import ColumnNames
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
 HUB_PIN_SUFFIX = ".hub.yaml"
-FILE_KINDS = (".jsonl", ".ndjson", ".json", *delimited_text.DELIMITERS, ".parquet", HUB_PIN_SUFFIX)
+TEXT_KIND = ".txt"
+FILE_KINDS = (".jsonl", ".ndjson", ".json", *delimited_text.DELIMITERS, ".parquet", HUB_PIN_SUFFIX, TEXT_KIND)
 ACCEPTED_FILES = (
-    "JSONL, JSON, CSV, TSV (all also as .gz, .bz2, .xz or .zst), Parquet, or NAME.hub.yaml; or a folder of those"
+    "JSONL, JSON, CSV, TSV, .txt with a question a line (all also as .gz, .bz2, .xz or .zst), Parquet, or NAME.hub.yaml; or a "
+    "folder of those"
 )
 
 
@@ -110,6 +125,7 @@ def list_files(path: Path) -> list[Path]:
         return [path]
     known = (file for file in path.rglob("*") if file.is_file() and detect_file_kind(file))
     files = [file for file in known if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [file for file in files if detect_file_kind(file) != TEXT_KIND] or files
     if not files:
         raise ValueError(
             f"{path}: expected {ACCEPTED_FILES}, found no such file in the folder; add one or give another path"
@@ -142,7 +158,8 @@ def read_chunks(
         columns = pin.columns or columns
         tables = read_hub_dataset(pin, str(path), source, hub_records, stream=True)
     else:
-        readers = {".parquet": _read_parquet, ".json": _read_json} | dict.fromkeys(delimited_text.DELIMITERS, _read_csv)
+        readers = {".parquet": _read_parquet, ".json": _read_json, TEXT_KIND: _read_questions}
+        readers |= dict.fromkeys(delimited_text.DELIMITERS, _read_csv)
         tables = readers.get(kind, _read_lines)(path)
     folder, first = None if kind == HUB_PIN_SUFFIX else str(path.parent), 0
     try:
@@ -231,6 +248,19 @@ def _read_lines(path: Path) -> Iterator[list[bytes]]:
             yield lines
 
 
+def _read_questions(path: Path) -> Iterator[list[bytes]]:
+    """Yield the lines of a text as rows with a prompt; a blank line is no row."""
+    for lines in _read_lines(path):
+        try:
+            texts = [line.decode().strip() for line in lines]
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: expected UTF-8, found the byte 0x{error.object[error.start]:02x} ({error.reason}) in "
+                f"{file_content.describe_content(path)}; {_advise_on_undecodable(path, error)}"
+            ) from None
+        yield [orjson.dumps({"prompt": text}) if text else b"" for text in texts]
+
+
 def _read_csv(path: Path) -> Iterator[ArrowRows]:
     kind = str(detect_file_kind(path))
     with _open_decompressed(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="") as text:
@@ -278,7 +308,12 @@ def _read_json_elements(path: Path, key: str) -> Iterator[list[str]]:
 
 
 def _is_row(value: Any) -> bool:
-    return isinstance(value, dict) and chat_formats.detect_format(value) is not None
+    if not isinstance(value, dict):
+        return False
+    try:
+        return chat_formats.detect_format(request_logs.unwrap_log(value)) is not None
+    except DroppedRowError:  # a row of a log, that can't be used
+        return True
 
 
 def _read_parquet(path: Path) -> Iterator[ArrowRows]:
@@ -389,6 +424,54 @@ def read_all_chunks(
     files = list_files(path)
     names = {file: file.name if path.is_file() else file.relative_to(path).as_posix() for file in files}
     files.sort(key=lambda file: names[file] != first)  # stable: the others stay in order
+    batches = find_batches(files)
     return itertools.chain.from_iterable(
-        read_chunks(file, names[file], hub_records, choose_columns(file)) for file in files
+        batches.join(file, read_chunks(file, names[file], hub_records, choose_columns(file))) for file in files
     )
+
+
+# --- OpenAI's batches --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchFiles:
+    """The inputs and outputs of OpenAI batches among the raw files; their rows belong together by custom_id."""
+
+    kinds: dict[Path, str]  # "input" or "output"
+    questions: dict[str, Any]  # request by custom_id
+    answered: dict[str, str]  # name of the output by custom_id
+
+    def join(self, file: Path, chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:
+        """Yield a file's chunks, rows of an output with their requests, rows of an input marked where an output has them."""
+        kind = self.kinds.get(file)
+        for chunk in chunks:
+            if kind is None or isinstance(chunk.rows, ArrowRows):
+                yield chunk
+                continue
+            lines = [row.encode() if isinstance(row, str) else row for row in chunk.rows]
+            rows = (
+                request_logs.join_batch_output(lines, self.questions)
+                if kind == "output"
+                else request_logs.mark_answered(lines, self.answered)
+            )
+            yield dataclasses.replace(chunk, rows=rows)
+
+
+def find_batches(files: Iterable[Path]) -> BatchFiles:
+    """Return the batches among the files: read whole only where both an input and an output are there."""
+    kinds = {file: kind for file in files if (kind := _read_batch_kind(file))}
+    if len(set(kinds.values())) < 2:
+        return BatchFiles({}, {}, {})
+    lines = {str(file): itertools.chain.from_iterable(_read_lines(file)) for file in kinds}
+    named = {str(file): kind for file, kind in kinds.items()}
+    return BatchFiles(kinds, *request_logs.index_batches(lines, named))
+
+
+def _read_batch_kind(file: Path) -> str | None:
+    if detect_file_kind(file) not in (".jsonl", ".ndjson"):
+        return None
+    try:
+        with _open_decompressed(file) as opened:
+            return request_logs.read_batch_kind(opened.readline(CHUNK_BYTES))
+    except (EOFError, OSError, zlib.error, lzma.LZMAError):  # said where it is read
+        return None

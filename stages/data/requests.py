@@ -43,12 +43,23 @@ class TargetRequest:
     position: int  # in the order of all requests of a split
     id: str  # "<conversation id>.<number of the answer>"
     messages: Messages  # the whole conversation, with the data's own answers
-    answer_index: int  # index in `messages` of the requested answer; the messages before it are the prompt
+    answer_index: (
+        int  # of the requested answer; the messages before it are the prompt. One past the end of a question alone
+    )
     tools: list[dict[str, Any]] | None
     source: str  # file of the raw data
     source_row: int
     verdict: str
     unusable_reason: str | None = None  # why it can't be sent
+
+    @property
+    def answer(self) -> dict[str, Any] | None:
+        """Return the data's own answer; None where the data has a question alone."""
+        return self.messages[self.answer_index] if self.answer_index < len(self.messages) else None
+
+    @property
+    def num_earlier_answers(self) -> int:
+        return sum(message["role"] == "assistant" for message in self.messages[: self.answer_index])
 
     @property
     def origin(self) -> str:
@@ -101,8 +112,10 @@ def select_requests(path: Path, max_requests: int | None) -> RequestSelection:
     Conversations are taken in the order of their content's hash; the last one may be cut after its first answers. So the
     selection depends neither on the order of files nor on a row's position.
     """
-    has_answer = pl.element().struct.field("role") == "assistant"
-    count = pl.col("messages").list.eval(has_answer).list.sum().fill_null(0).cast(pl.Int32)
+    is_answer = pl.element().struct.field("role") == "assistant"
+    count = pl.col("messages").list.eval(is_answer).list.sum().fill_null(0).cast(pl.Int32)
+    count += (pl.col("messages").list.last().struct.field("role") != "assistant").cast(pl.Int32)  # an open question
+    count -= pl.col("trained").list.eval(~pl.element()).list.sum().fill_null(0).cast(pl.Int32)
     parts = [pl.DataFrame(schema={"source": pl.String, "available": pl.Int32, "digest": pl.UInt64})]
     for table in conversations.read_batches(path, conversations.FIXED_SCHEMA, "fix_data"):
         is_limited = max_requests is not None
@@ -150,12 +163,15 @@ def _list_requests(row: dict[str, Any], position: int) -> list[TargetRequest]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         messages, tools, malformed = row["messages"], None, "malformed_tools"
     found: list[TargetRequest] = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            has_image = any("image" in part for part in _get_content_parts(message))
-            reason, number, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
-            origin = row["source"], row["source_row"], row["verdict"]
-            found.append(TargetRequest(position + number, f"{name}.{number}", messages, index, tools, *origin, reason))
+    trained = row["trained"] or [True] * len(messages)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and trained[i]]
+    for index in [*answers, *([len(messages)] if messages[-1]["role"] != "assistant" else [])]:
+        has_image = any(
+            "image" in part for message in messages[index : index + 1] for part in _get_content_parts(message)
+        )
+        reason, number, name = malformed or ("image_in_answer" if has_image else None), len(found), row["id"]
+        origin = row["source"], row["source_row"], row["verdict"]
+        found.append(TargetRequest(position + number, f"{name}.{number}", messages, index, tools, *origin, reason))
     return found
 
 
@@ -195,7 +211,7 @@ def build_chat_body(
 
 
 def build_engine_options(
-    request: TargetRequest, temperature: float, max_new_tokens: int, eos: list[int], pad: int | None
+    request: TargetRequest, temperature: float, max_new_tokens: int, eos: list[int], pad: int
 ) -> dict[str, dict[str, Any]]:
     """Return the fields added to a body per engine.
 
@@ -204,7 +220,7 @@ def build_engine_options(
     """
     config = {
         "do_sample": temperature > 0, "top_k": 0, "repetition_penalty": 1.0, "eos_token_id": eos,
-        "pad_token_id": eos[0] if pad is None else pad, "max_new_tokens": max_new_tokens,
+        "pad_token_id": pad, "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     # For vLLM "none" leaves a call as text, as wanted here; for SGLang it removes the tools from the prompt.
@@ -239,14 +255,18 @@ def _build_messages(row: dict[str, Any]) -> Messages:
             more["content"] = _split_at_images(message["content"], image_paths)
         if thought:
             more["reasoning_content"] = thought
-        if calls_json:
+        if calls_json and message["role"] == "assistant":
             given = json.loads(calls_json)
             given = [given] if isinstance(given, dict) else given
             more["tool_calls"] = [_parse_tool_call(call, number) for number, call in enumerate(given, number)]
             number += len(given)
             waiting = [call["id"] for call in more["tool_calls"]]
-        if message["role"] == "tool" and waiting:  # results come in the order of the calls
-            more["tool_call_id"] = waiting.pop(0)
+        if message["role"] == "tool":
+            more |= json.loads(calls_json) if calls_json else {}
+            if more.get("tool_call_id") in waiting:
+                waiting.remove(more["tool_call_id"])
+            elif waiting:  # results without an id come in the order of the calls
+                more["tool_call_id"] = waiting.pop(0)
         found.append(message | more if more else message)
     return found
 

@@ -18,7 +18,17 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import chat_formats, conversations, images, json_answers, json_lines, near_duplicates, readers, toon
+from stages.data import (
+    chat_formats,
+    conversations,
+    images,
+    json_answers,
+    json_lines,
+    near_duplicates,
+    readers,
+    request_logs,
+    toon,
+)
 from stages.data.answer_verdict import JudgedAnswer
 from stages.data.chat_formats import Conversation, Message
 from stages.data.dropped_row import DroppedRowError
@@ -30,6 +40,7 @@ from stages.params.data_sections import FixData
 IMAGES_FOLDER = Path("data/fixed/images")  # copies of every kept image: later stages never read the user's own files
 WAITING_FOLDER = Path(".scratch/fix_data")
 WAITING_IMAGES_FOLDER = WAITING_FOLDER / "images"
+MAX_UNREAD = 12  # keys in a line; further ones are in the report
 DIGEST_BYTES = 16  # at a billion rows, the chance of any collision is below 1e-20
 WAITING_SCHEMA = pl.Schema(
     {
@@ -92,6 +103,7 @@ class JudgedChunk:
     formats: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, DroppedExample] = field(default_factory=dict)  # by reason
+    unread: Counter[str] = field(default_factory=Counter)  # rows by a key that they hold and that is not read
     examples: dict[str, RepairedAnswer] = field(default_factory=dict)  # by rule: the answer with the fewest other rules
 
     @property
@@ -109,7 +121,8 @@ def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_sourc
         try:
             if row is None:
                 raise DroppedRowError("nested_too_deep")
-            conversation, repaired = judge_row(row, params, chunk, source_row, judged.formats, images_folder)
+            row = request_logs.unwrap_log(row)
+            conversation, repaired = judge_row(row, params, chunk, source_row, judged, images_folder)
         except DroppedRowError as error:
             reason = str(error)
             judged.dropped[reason] += 1
@@ -144,6 +157,13 @@ def _describe_dropped(where: str, row: dict[str, Any] | None, error: DroppedRowE
     return DroppedExample(where, shown, is_of_answer=isinstance(error, UnusableAnswerError))
 
 
+def describe_unread(unread: Counter[str]) -> str:
+    """Return the keys that are not read with the number of rows that hold them, the most frequent first."""
+    shown = unread.most_common(MAX_UNREAD)
+    more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
+    return ", ".join(f"{key} (in {count:,} rows)" for key, count in shown) + more
+
+
 WITHOUT_TABLE = "no_table"  # most likely prose
 
 
@@ -162,17 +182,19 @@ def judge_row(
     params: FixData,
     chunk: readers.RawChunk,
     source_row: int,
-    formats: Counter[str],
+    judged: JudgedChunk,
     images_folder: Path = WAITING_IMAGES_FOLDER,
 ) -> tuple[Conversation, list[RepairedAnswer]]:
-    """Return (the conversation after repair, its repaired answers and cut turns). Length limits apply after repair.
+    """Return (the conversation after repair, its repaired answers and cut turns), and count its format and unread keys.
+
+    Length limits apply after repair.
 
     Raises:
         DroppedRowError: with the reason.
         ValueError: where the row is not of the format that params.yaml insists on.
     """
     chat_format = chat_formats.detect_format(row) if params.format == "auto" else params.format
-    formats[chat_format or "unknown"] += 1
+    judged.formats[chat_format or "unknown"] += 1
     if chat_format is None:
         raise DroppedRowError("unknown_format", *chat_formats.explain_unknown_format(row))
     if not chat_formats.has_format(row, chat_format):
@@ -183,7 +205,10 @@ def judge_row(
         )
     trim = params.dangling_turns == "trim"
     save_image = partial(save_waiting_image, folder=images_folder)
-    conversation = chat_formats.parse_conversation(row, chat_format, chunk.folder, save_image, trim)
+    judged.unread.update(chat_formats.list_unread_keys(row, chat_format))
+    conversation = chat_formats.parse_conversation(
+        row, chat_format, chunk.folder, save_image, trim, params.image_roots()
+    )
     origin = describe_origin(chunk.source, source_row)
     repaired = repair_answers(conversation.messages, params, origin) if params.answers != "text" else []
     length = sum(len(message["content"]) for message in conversation.messages)
@@ -283,6 +308,7 @@ def _build_table(kept: list[KeptRow], source: str) -> pl.DataFrame:
         "tools": [c.tools for c in all_conversations],
         "tool_calls": [c.tool_calls for c in all_conversations],
         "reasoning": [c.reasoning for c in all_conversations],
+        "trained": [c.trained for c in all_conversations],
         "images": [c.images for c in all_conversations],
         "source": [source] * len(kept),
         "source_row": [kept_row.source_row for kept_row in kept],

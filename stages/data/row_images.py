@@ -1,10 +1,15 @@
 """Read the images that a row of a chat export names or holds, and have them saved: by path, as bytes or as a `data:` URL.
 
 A missing or unknown image, and one without a mark in the text, drop the row with a one-word reason; see docs/data.md.
+
+A row is foreign, and what it names is copied and shared with the run: so a path must lead, with its links followed, to a plain
+file in the data's own folder or in one of fix_data.image_folders, and only what decodes as an image is copied.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterable
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,14 @@ SaveImage = Callable[[bytes, str | None], str | None]  # (bytes, extension of th
 IMAGE_FORM = "a path, bytes or a data: URL"
 IMAGE_FILE = "a file; a relative path starts at the data file's folder"
 IMAGE_OF_HUB = "bytes: rows of a dataset of the Hub have no folder that a relative path could start at"
+IMAGE_OUTSIDE = (
+    "a file in the folder of the data, links followed: rows may name no other file of yours; copy the images there, or name "
+    "their folder in fix_data.image_folders"
+)
 IMAGE_NOT_URL = "a file or bytes: what is at a URL may change or vanish; download it, and write the path of the file"
 IMAGE_BASE64 = "a whole data: URL, as data:image/png;base64,...; write it again"
-IMAGE_BYTES = "PNG, JPEG, WebP or GIF, by the first bytes; convert it"
+IMAGE_BYTES = "a whole PNG, JPEG, WebP or GIF, or a file of BMP or TIFF; convert it"
+MAX_FILE_BYTES = 1 << 30  # of an image's file
 IMAGE_SIZE = "a smaller one: it takes up to 16 bytes of memory a pixel to decode; scale it down"
 MARK_OF_IMAGE = (
     f"a mark {IMAGE_PLACEHOLDER} for each image; write it where the image belongs, or give images as parts of a content"
@@ -59,12 +69,14 @@ def order_images(row: dict[str, Any], turn_images: list[Any]) -> list[Any]:
     return own + [image for image in turn_images if image is not MARKED_IN_TEXT]
 
 
-def save_images(given: list[GivenImage], num_images: int, folder: str | None, save_image: SaveImage) -> list[str]:
+def save_images(
+    given: list[GivenImage], num_images: int, folder: str | None, roots: Sequence[Path], save_image: SaveImage
+) -> list[str]:
     """Save the images by their content and return the paths. `num_images` is how many the row has, for messages.
 
-    `folder` is where relative paths start; None: there are no files.
+    `folder` is where relative paths start; None: there are no files. Files are read from it and from `roots` alone.
     """
-    return [_save_image(image, f"image {number} of {num_images}", folder, save_image) for number, image in given]
+    return [_save_image(image, f"image {number} of {num_images}", folder, roots, save_image) for number, image in given]
 
 
 def check_image_count(given: list[GivenImage], texts: Iterable[str]) -> None:
@@ -89,7 +101,7 @@ def check_lost_images(row: dict[str, Any], texts: Iterable[str]) -> None:
         )
 
 
-def _save_image(image: Any, description: str, folder: str | None, save_image: SaveImage) -> str:
+def _save_image(image: Any, description: str, folder: str | None, roots: Sequence[Path], save_image: SaveImage) -> str:
     """Save an image by its content and return the path. `description` says which image of the row it is, for messages.
 
     Files are copied too: another image under the old name would otherwise change no row, and no stage would rerun.
@@ -98,23 +110,33 @@ def _save_image(image: Any, description: str, folder: str | None, save_image: Sa
     if data is None:
         file = _resolve_image_path(image, description, folder)
         extension, name = file.suffix.lower(), _name_image(description, str(file))
-        data = _read_image_file(file, name)
+        data = _read_image_file(file, name, [*([] if folder is None else [Path(folder)]), *roots])
     if images.is_too_large(data):
         raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
     path = save_image(data, extension)
     if path is None:
-        begin = f" that begin with {data[:8].hex(' ')}" if data else ""
+        shown_bytes = _read_image_bytes(image, description) is not None  # of a file nothing is shown
+        begin = f" that begin with {data[:8].hex(' ')}" if data and shown_bytes else ""
         raise DroppedRowError("image_bytes", f"{name} has {len(data):,} bytes{begin}", IMAGE_BYTES)
     return path
 
 
-def _read_image_file(file: Path, name: str) -> bytes:
+def _read_image_file(file: Path, name: str, roots: Sequence[Path]) -> bytes:
+    """Return the bytes of a plain file in one of `roots`. Raise DroppedRowError for any other."""
     try:
-        if file.is_file():
-            return file.read_bytes()
+        real = file.resolve(strict=True)
+        if not any(real.is_relative_to(root.resolve()) for root in roots):
+            raise DroppedRowError("image_outside", f"{name} is outside of the data's folder", IMAGE_OUTSIDE)
+        opened = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
+        with os.fdopen(opened, "rb") as content:
+            found = os.fstat(content.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_FILE_BYTES:
+                return content.read()
+        why = "is no file here" if not stat.S_ISREG(found.st_mode) else f"has {found.st_size:,} bytes"
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         why = "is no file here"
-    except OSError as error:  # no permission, a disk error, or too long a name
-        why = f"can't be read ({error.strerror})"
+    except (OSError, RuntimeError) as error:  # no permission, a disk error, too long a name, a circle of links
+        why = f"can't be read ({getattr(error, 'strerror', None) or error})"
     raise DroppedRowError("image_missing", f"{name} {why}", IMAGE_FILE)
 
 

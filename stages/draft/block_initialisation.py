@@ -1,5 +1,6 @@
 """A new block draft: its config from the sizes of e000, and its random weights."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,30 +23,44 @@ SHARED_KEYS = (  # sizes of e000 that a block draft's layers take over
 
 
 def build_untrained_draft(
-    name: str, segment: BlockSegment, root: DraftConfig, target: TargetManifest, p: schema.Params, longest_row: int
+    name: str,
+    segment: BlockSegment,
+    root: DraftConfig,
+    target: TargetManifest,
+    p: schema.Params,
+    longest_row: int,
+    held: Collection[int],
 ) -> tuple[BlockDraft, dict[str, Any]]:
-    """Return the draft that the segment `name` starts from and its config.json; `root` is e000's, rows have `longest_row` tokens.
+    """Return the draft that the segment `name` starts from and its config.json; `root` is e000's.
+
+    Training rows have at most `longest_row` tokens, and hold the tokens `held`.
 
     Raises ValueError where the segment can't be trained.
     """
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(target), p.target.trust_remote_code, target.chat_template
     )
-    config = build_initial_config(name, segment, root, target, tokenizer, p.train_draft.dtype)
+    config = build_initial_config(name, segment, root, target, tokenizer, p.train_draft.dtype, held)
     parsed = block_checkpoint.parse_block_config(config)
     check_positions(parsed, longest_row, name)
     return initialise_block_draft(parsed, p.train_draft.seed), config
 
 
 def build_initial_config(
-    name: str, segment: BlockSegment, root: DraftConfig, target: TargetManifest, tokenizer: Any, dtype: str
+    name: str,
+    segment: BlockSegment,
+    root: DraftConfig,
+    target: TargetManifest,
+    tokenizer: Any,
+    dtype: str,
+    held: Collection[int] = (),
 ) -> dict[str, Any]:
     """Return config.json of the untrained draft of the segment `name`, with the sizes of `root`, that of e000.
 
     Raises ValueError for a draft that can't be built or that engines can't load.
     """
     try:
-        config = choose_sizes(segment, root, target, choose_mask_token(segment.mask_token_id, tokenizer, target))
+        config = choose_sizes(segment, root, target, choose_mask_token(segment.mask_token_id, tokenizer, target, held))
         return block_checkpoint.build_block_config(config, target.num_layers, dtype)
     except ValueError as error:
         raise ValueError(f"params.yaml: train_draft.checkpoints.{name}: {error}") from None

@@ -2,22 +2,28 @@
 
 So it must never be one that the target writes or reads. Most targets have unused rows at the end of their embedding, padded to
 a multiple (Qwen3: 151669 and up), and the first is taken. Without one the tokenizer's own mask token serves, or its pad token
-unless that ends answers. A published draft has been trained with its mask token, and no other will do.
+unless that ends answers, or a special token that the chat template does not write: one reserved by its name, else the last. No
+training row may hold it. A published draft has been trained with its mask token, and no other will do.
 """
 
+import re
+from collections.abc import Collection
 from typing import Any
 
+from stages.target import chat_template
 from stages.target.manifest import TargetManifest
 
+RESERVED = re.compile(r"reserved|unused|extra", re.IGNORECASE)
 
-def choose_mask_token(requested: int | None, tokenizer: Any, target: TargetManifest) -> int:
-    """Return the mask token: `requested`, or the first row of the target's embedding that the tokenizer does not use.
 
-    Raises ValueError where `requested` is a token of text or outside of the embedding, or where there is none to choose.
+def choose_mask_token(requested: int | None, tokenizer: Any, target: TargetManifest, held: Collection[int] = ()) -> int:
+    """Return the mask token: `requested`, or the first that may be one; `held` are the tokens of the training rows.
+
+    Raises ValueError where `requested` is a token of text or of a row, or outside of the embedding, or where there is none.
     """
     used, num_rows = set(tokenizer.get_vocab().values()), target.vocab_size
     unused = next((i for i in range(num_rows) if i not in used), None)
-    spare = _list_spare_tokens(tokenizer, target)
+    spare = [i for i in _list_spare_tokens(tokenizer, target) if i not in held]
     proposed = unused if unused is not None else next(iter(spare), None)
     if requested is not None and (requested >= num_rows or (requested in used and requested not in spare)):
         found = (
@@ -25,21 +31,29 @@ def choose_mask_token(requested: int | None, tokenizer: Any, target: TargetManif
             if requested >= num_rows
             else f"the token {tokenizer.convert_ids_to_tokens(requested)!r}"
         )
+        in_rows = ", which training rows hold" if requested in held else ""
         advice = "add a row to the embedding" if proposed is None else f"write {proposed}, or null, which chooses it"
         raise ValueError(
-            f"mask_token_id is {requested}, {found}; expected one of the {num_rows} rows of the target's embedding that no text "
-            f"uses: {advice}"
+            f"mask_token_id is {requested}, {found}{in_rows}; expected one of the {num_rows} rows of the target's embedding "
+            f"that no text uses: {advice}"
         )
     if requested is not None:
         return requested
     if proposed is None:
         raise ValueError(
-            f"mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use; it uses all "
-            f"{num_rows}, and has no mask token and no pad token apart from the end tokens {target.eos_token_ids}. Expected a "
-            "token that no text uses: name one as pad_token in the tokenizer's tokenizer_config.json, or add a row to the "
-            "embedding (resize_token_embeddings)"
+            "mask_token_id is null, which takes a row of the target's embedding that the tokenizer does not use, or a special "
+            f"token that no text uses; it uses all {num_rows}, and each special token ends answers ({target.eos_token_ids}) or "
+            "is in the chat template or a training row. Expected a token that no text uses: name one as pad_token in the "
+            "tokenizer's tokenizer_config.json, or add a row to the embedding (resize_token_embeddings)"
         )
     return proposed
+
+
+def describe_mask_token(mask_token_id: int, tokenizer: Any) -> str:
+    """Return the token with its id, for messages."""
+    is_used = mask_token_id in tokenizer.get_vocab().values()
+    name = repr(tokenizer.convert_ids_to_tokens(mask_token_id)) if is_used else "a row that the tokenizer does not use"
+    return f"{mask_token_id}, {name}"
 
 
 def check_published_mask_token(mask_token_id: int, tokenizer: Any, target: TargetManifest) -> str | None:
@@ -67,6 +81,15 @@ def check_published_mask_token(mask_token_id: int, tokenizer: Any, target: Targe
 
 
 def _list_spare_tokens(tokenizer: Any, target: TargetManifest) -> list[int]:
-    """Return the tokenizer's own mask and pad tokens, unless they end answers or lie outside of the embedding."""
-    special = [tokenizer.mask_token_id, tokenizer.pad_token_id]
-    return [i for i in special if i is not None and i < target.vocab_size and i not in target.eos_token_ids]
+    """Return the tokens that no text uses, the best first: the tokenizer's own mask and pad tokens, then special tokens.
+
+    Tokens that end answers, lie outside of the embedding, or have a part in prompts are none.
+    """
+    own = [tokenizer.mask_token_id, tokenizer.pad_token_id]
+    prompts = {tokenizer.bos_token_id, tokenizer.unk_token_id, target.image_token_id}
+    prompts |= chat_template.list_rendered_tokens(tokenizer)
+    added = tokenizer.added_tokens_decoder.items()
+    special = [token for token, text in added if text.special and token not in prompts]
+    special.sort(key=lambda token: (not RESERVED.search(str(tokenizer.added_tokens_decoder[token])), -token))
+    found = dict.fromkeys(i for i in [*own, *special] if i is not None)
+    return [i for i in found if i < target.vocab_size and i not in target.eos_token_ids]

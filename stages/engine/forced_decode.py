@@ -51,14 +51,19 @@ def measure_chain_tau(
 
 
 @torch.no_grad()
-def compute_perfect_tau(answer: Tensor, last: Tensor, head: Tensor, num_steps: int) -> float:
+def compute_perfect_tau(
+    answer: Tensor, last: Tensor, head: Tensor, num_steps: int, known: Tensor | None = None
+) -> float:
     """Return tau of a draft that always predicts the target's argmax, along an answer [T].
 
     last [T, H] is the target's last hidden state at each token, head [V, H]. At temperature 0 every token is the argmax;
-    a sampled answer has other tokens, which no draft can predict.
+    a sampled answer has other tokens, which no draft can predict, nor those outside of its vocabulary `known` [V].
     """
-    argmax = (last[:-1] @ head.T).argmax(-1)
-    return compute_chain_tau((argmax.cpu() == answer[1:].cpu()).tolist(), num_steps)
+    argmax, answer = (last[:-1] @ head.T).argmax(-1).cpu(), answer.cpu().long()
+    matches = argmax == answer[1:]
+    if known is not None:
+        matches &= known.cpu()[answer[1:]]
+    return compute_chain_tau(matches.tolist(), num_steps)
 
 
 def compute_chain_tau(matches: Sequence[bool], num_steps: int) -> float:

@@ -91,6 +91,14 @@ def read_headers(folder: Path) -> Iterator[RowHeader]:
             yield header
 
 
+def list_tokens(folder: Path) -> set[int]:
+    """Return the tokens that rows hold, in prompts and answers."""
+    found: set[int] = set()
+    for header in read_headers(folder):
+        found.update(header.ids.unique().tolist())
+    return found
+
+
 def read_stored(folder: Path, rows: pl.DataFrame) -> Iterator[tuple[RowHeader, StoredHiddenStates]]:
     """Yield the given rows of the index as stored, verified as `read_rows` does."""
     for path, entries in _group_by_shard(folder, rows):

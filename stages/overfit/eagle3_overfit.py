@@ -26,6 +26,7 @@ class Eagle3Overfit(OverfitRun):
     ):
         self.draft: Eagle3Draft = Eagle3Draft.from_checkpoint(config, tensors).to(device)
         self.config, self.feature_layers, self.num_steps = config, feature_layers, settings.ttt_steps
+        self.vocabulary = tensors["t2d"].bool()
         weights = settings.ttt_decay, settings.mask, settings.loss
         self.objective = ttt.TrainingObjective(settings.ttt_steps, *weights, logits_scale=logits_scale)
         self.device = device

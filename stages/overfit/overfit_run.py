@@ -21,6 +21,7 @@ class OverfitRun(ABC):
     feature_layers: list[int]  # of the target, that the draft reads
     num_steps: int  # drafts of a chain
     learns_own_tokens = False  # the row's own; else what the target is most likely to answer
+    vocabulary: Tensor | None = None  # [V] bool, the tokens that the draft can write; None: all
 
     def compute_perfect_tau(self, row: HiddenStatesRow, head: Tensor) -> float:
         """Return tau of a draft that has learned all its labels, along the row's answer; head [V, H] is the target's."""
@@ -28,7 +29,12 @@ class OverfitRun(ABC):
         if self.learns_own_tokens:
             return forced_decode.compute_chain_tau([True] * (len(row.ids[answer]) - 1), self.num_steps)
         last = row.last[answer].to(head.device, head.dtype)
-        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, self.num_steps)
+        return forced_decode.compute_perfect_tau(row.ids[answer], last, head, self.num_steps, self.vocabulary)
+
+    def compute_coverage(self, row: HiddenStatesRow) -> float:
+        """Return the share of the answer's tokens that the draft's vocabulary has."""
+        answer = row.ids[row.prompt_length :].long().cpu()
+        return 1.0 if self.vocabulary is None else float(self.vocabulary.cpu()[answer].float().mean())
 
     def compute_trainer_tau(self, row: HiddenStatesRow, embedding: Tensor, head: Tensor) -> float:
         """Return tau of chains over the row's answer by the trainer's own forward."""

@@ -18,6 +18,7 @@ from stages.params.schema import UNWATCHED, Params, load_params
 from stages.params.section import PARAMS_FILE
 from stages.params.spelling import suggest_name
 
+SMALL_DRAFT_VOCAB = 4096  # below, a draft's vocabulary is told of
 TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
 MAX_SHOWN_FILES = 20  # in a message
 TEMPLATES_FOLDER = Path("templates")  # of target.chat_template
@@ -144,6 +145,16 @@ def check_vocab_of_target(params: Params) -> None:
         check_draft_vocab(params, size)
 
 
+def list_remarks(params: Params) -> Iterator[str]:
+    """Yield what is known before a run, and would be told hours later by its results."""
+    wanted, size = params.init_draft.draft_vocab_size, _find_number(params, "vocab_size")
+    if params.init_draft.makes_fresh_draft and wanted and size and wanted < min(SMALL_DRAFT_VOCAB, size):
+        yield (
+            f"init_draft.draft_vocab_size is {wanted} of the target's {size} tokens, and no other can be drafted; null takes "
+            f"{params.init_draft.model_copy(update={'draft_vocab_size': None}).choose_vocab_size(size)}"
+        )
+
+
 def check_stored_layers(params: Params) -> None:
     """Raise ValueError where a block draft is to be trained that reads other layers than target.feature_layers names."""
     if params.target.feature_layers is not None:
@@ -263,7 +274,7 @@ def check_draft_vocab(params: Params, vocab_size: int) -> None:
     if wanted is not None and wanted > vocab_size:
         raise ValueError(
             f"{PARAMS_FILE}: init_draft.draft_vocab_size is {wanted}, but {params.target.model} has {vocab_size} tokens; "
-            f"use at most {vocab_size}, or null for all"
+            f"use at most {vocab_size}, or null"
         )
 
 

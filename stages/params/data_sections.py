@@ -13,22 +13,22 @@ from stages.params.server_urls import ServerUrls
 TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
-COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")
+COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")  # of a map of columns
 OWN_PROMPTS = {"eval", "random"}  # names that prepare_prompts.sets must not use
 
 
 def check_column_names(columns: dict[str, str]) -> dict[str, str]:
-    """Return a column map. Raises ValueError unless it names messages, or a prompt and its answer."""
+    """Return a column map. Raises ValueError unless it names messages or a prompt; an answer may be missing."""
     roles = set(columns)
     if unknown := sorted(roles - set(COLUMN_ROLES)):
         raise ValueError(f"has the key {unknown[0]}, expected some of {', '.join(COLUMN_ROLES)}; correct it")
-    if not ("messages" in roles and not roles & {"prompt", "input", "answer"}) and not {"prompt", "answer"} <= roles:
+    if not roles & {"prompt", "messages"}:
         raise ValueError(
-            f"names columns for {', '.join(columns) or 'nothing'}, expected prompt and answer, or messages alone; as "
-            "{prompt: question, answer: reply}"
+            f"names columns for {', '.join(columns) or 'nothing'}, expected prompt (and answer, where the data has answers) or "
+            "messages; as {prompt: question, answer: reply}"
         )
-    if "messages" in roles and "prompt" in roles:
-        raise ValueError("names columns for messages and for prompt, expected one of the two; leave one out")
+    if "messages" in roles and roles & {"prompt", "input"}:
+        raise ValueError("names columns for messages and for prompt or input, expected one of the two; leave one out")
     return columns
 
 
@@ -82,6 +82,7 @@ class FixData(Section):
     eval_rows: Count | None
     eval_share: Share
     eval_overlap: Literal["remove", "keep"]
+    image_folders: tuple[Text, ...] = ()  # beside the data's own folder, from which rows may name images
 
     @model_validator(mode="after")
     def keys_agree(self) -> "FixData":
@@ -104,6 +105,11 @@ class FixData(Section):
             return None
         raw = Path(self.raw)
         return raw / self.eval_file if raw.is_dir() else raw.with_name(self.eval_file)
+
+    def image_roots(self) -> list[Path]:
+        """Return the folders, beside a file's own, that images may be read from: that of all data, and those named."""
+        raw = Path(self.raw)
+        return [raw if raw.is_dir() else raw.parent, *map(Path, self.image_folders)]
 
     @property
     def columns_by_file(self) -> dict[str, dict[str, str]]:

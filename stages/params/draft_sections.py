@@ -24,6 +24,9 @@ from stages.params.tree_shape import TreeShape
 DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
 
 
+USUAL_DRAFT_VOCAB = 32_000  # of published drafts
+
+
 class InitDraft(Section):
     checkpoints: RootCheckpoints  # [] if all drafts are imported; the graph's foreach of init_draft and check_overfit
     feature_layers: Eagle3FeatureLayers | None  # those of the stored ones that the draft reads
@@ -56,6 +59,10 @@ class InitDraft(Section):
     def makes_fresh_draft(self) -> bool:
         """Return whether e000 is made, and not from a published draft, which has its own sizes and feature layers."""
         return bool(self.checkpoints) and self.from_ is None
+
+    def choose_vocab_size(self, target_vocab_size: int) -> int:
+        """Return the size of a new draft's vocabulary: that of params.yaml, else the usual one, or all where there are fewer."""
+        return self.draft_vocab_size or min(USUAL_DRAFT_VOCAB, target_vocab_size)
 
     def choose_feature_layers(self, stored: list[int], default: list[int]) -> list[int]:
         """Return the feature layers that the draft reads, of those `stored`; `default` are EAGLE-3's own.

@@ -120,8 +120,7 @@ def describe_cost(row: TimingGrid | PredictedSpeedup) -> str:
     """Return the name of a cost, or of the cost that a prediction was made by, in words."""
     load = f", {row.workload}, {row.max_new_tokens} tokens" if row.workload else ""
     drawn = isinstance(row, PredictedSpeedup) and row.temperature
-    engine = row.timed_on if isinstance(row, LaunchAdvice) else row.engine
-    return f"{engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}"
+    return f"{row.engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}"
 
 
 # The terminal
@@ -137,15 +136,12 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
         needs = f"    # {row.engine} {row.min_version} or later" if row.min_version else ""
         shown += [line, *([f"    {shlex.join(row.flags)}{needs}"] if row.flags else [])]
     shown += [describe_limit(limit) for limit in prediction.find_limits(launch)]
-    others = sorted({row.engine for row in launch if row.timed_on != row.engine})
-    note = f"{' and '.join(others)}: not by costs of their own; serve a few cells (benchmark_served), or measure before use"
-    return [*shown, *([note] if others else [])]
+    return shown
 
 
 def describe_limit(limit: SpeculationLimit) -> str:
     """Return up to which concurrency speculation is worth enabling, in words."""
     load = f", {limit.workload}, {limit.max_new_tokens} tokens" if limit.workload else ""
-    timed = f" by costs of the {limit.timed_on} engine" if limit.timed_on != limit.engine else ""
     first, last = limit.concurrencies[0], limit.concurrencies[-1]
     if limit.undecided:
         which = (
@@ -162,7 +158,7 @@ def describe_limit(limit: SpeculationLimit) -> str:
         advice = f"speculate at every concurrency that was timed, {first} to {last}"
     else:
         advice = f"speculate at {_join(limit.enabled)} at once, not at the others that were timed"
-    return f"{limit.engine}{load}{timed}: {advice}"
+    return f"{limit.engine}{load}: {advice}"
 
 
 def _join(numbers: list[int]) -> str:

@@ -103,31 +103,21 @@ class PredictedSpeedup(TableRow):
         return SpeedupConditions(self.engine, self.workload, self.max_new_tokens, self.temperature, self.concurrency)
 
 
-class _LaunchedEngine(Record):
-    engine: str
-    timed_on: str  # the engine of the timing grid
-    enable: bool
-
-
-class LaunchAdvice(PredictedSpeedup, _LaunchedEngine):
+class LaunchAdvice(PredictedSpeedup):
     """The advised launch at one load: `results/launch.json` has these keys in this order."""
 
+    enable: bool
     flags: list[str]  # none if speculation is not worth enabling
     min_version: str | None = None  # of the engine, that knows the draft; None: any
     # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
     # there is no such tree.
     runner_up: "LaunchAdvice | None" = None
 
-    @property
-    def conditions(self) -> SpeedupConditions:
-        return super().conditions._replace(engine=self.timed_on)
-
 
 class SpeculationLimit(Record):
     """The concurrencies of one load at which speculation is worth enabling."""
 
     engine: str
-    timed_on: str
     workload: str | None
     max_new_tokens: int | None
     temperature: float
@@ -243,46 +233,43 @@ def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: Desc
     """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
 
     A tree whose interval lies above 1 goes before one with a higher speedup whose interval does not: only the former is worth
-    enabling, and none without an interval. An engine without a timing grid of its own uses the torch engine's.
+    enabling, and none without an interval. Nothing is advised for an engine without a timing grid of its own: the costs of one
+    say nothing of another, and those of a CPU nothing of a GPU.
 
     Args:
         describe_launch: returns how an engine is started with a prediction's draft and tree; None if it can't run them.
     """
     rows, found = list(predicted), []
     for engine in LAUNCHABLE_ENGINES:
-        timed_on = engine if any(row.engine == engine for row in rows) else "torch"
-        engine_rows = [row for row in rows if row.engine == timed_on]
+        engine_rows = [row for row in rows if row.engine == engine]
         for conditions in dict.fromkeys(row.conditions for row in engine_rows):
             group = [row for row in engine_rows if row.conditions == conditions]
             runnable = [(row, launch) for row in group if (launch := describe_launch(engine, row))]
             if runnable:
-                advice = _choose_launch(engine, timed_on, runnable)
+                advice = _choose_launch(runnable)
                 any_version = [pair for pair in runnable if pair[1].min_version is None]
                 if advice.min_version and any_version:
-                    advice = advice.model_copy(update={"runner_up": _choose_launch(engine, timed_on, any_version)})
+                    advice = advice.model_copy(update={"runner_up": _choose_launch(any_version)})
                 found.append(advice)
     return found
 
 
-def _choose_launch(
-    engine: str, timed_on: str, runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]
-) -> LaunchAdvice:
+def _choose_launch(runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]) -> LaunchAdvice:
     """Return the preferred tree of one load; without flags where its speedup is not surely above 1."""
     best, launch = max(runnable, key=lambda pair: pair[0].preference)
     enable = best.is_faster
     launch = launch if enable else EngineLaunch([])
-    advice = {"engine": engine, "timed_on": timed_on, "enable": enable, **vars(launch)}
-    return LaunchAdvice.model_validate(best.model_dump() | advice)
+    return LaunchAdvice.model_validate(best.model_dump() | {"enable": enable, **vars(launch)})
 
 
 def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
     """Return the limit of each load with several concurrencies."""
     groups: dict[tuple[Any, ...], dict[int, LaunchAdvice]] = {}
     for row in launch:
-        load = row.engine, row.timed_on, row.workload, row.max_new_tokens, row.temperature
+        load = row.engine, row.workload, row.max_new_tokens, row.temperature
         groups.setdefault(load, {})[row.concurrency] = row
     found = []
-    for (engine, timed_on, workload, length, temperature), advice in groups.items():
+    for (engine, workload, length, temperature), advice in groups.items():
         caps = sorted(advice)
         on = [cap for cap in caps if advice[cap].enable]
         undecided = [cap for cap in caps if advice[cap].is_undecided]
@@ -291,7 +278,6 @@ def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
             found.append(
                 SpeculationLimit(
                     engine=engine,
-                    timed_on=timed_on,
                     workload=workload,
                     max_new_tokens=length,
                     temperature=temperature,

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import TextIO
 
-from stages.runtime.user_folder import open_user_folder
+from stages.runtime.user_folder import open_lock_file, open_user_folder
 
 HOST = "127.0.0.1"
 FIRST_PORT = 10_000  # services that people install mostly lie below
@@ -75,4 +75,4 @@ _reserved: set[int] = set()
 @functools.cache
 def _open_ports_file() -> TextIO:
     """Return the file whose bytes are the ports. It stays open: a process that closes it anywhere loses all its locks."""
-    return (open_user_folder() / "ports.lock").open("a")
+    return open_lock_file(open_user_folder(), "ports.lock")

@@ -6,6 +6,9 @@ from stages.sampling.sampling_context import SamplingContext
 from stages.target import chat_template
 from stages.target.answer_token_ids import SampledAnswer
 
+NO_ANSWER = (
+    "the data has no answer to keep; set sample_target.backend: transformers or server, and the target writes answers"
+)
 EncodedTurn = tuple[list[int], list[int]]  # prompt and answer ids
 
 
@@ -17,13 +20,20 @@ def keep_answers(context: SamplingContext, split: SampledSplit) -> None:
         for request in missing:
             try:
                 context.check_usable(request)
+                if request.answer is None:
+                    raise UnusableRequestError("no_answer", NO_ANSWER)
+                if hidden := context.encoder.explain_hidden_answer(
+                    request.messages, request.answer_index, request.tools
+                ):
+                    raise UnusableRequestError("not_in_template", hidden)
                 turns = turns or _encode_conversation(context, conversation[0])
                 if isinstance(turns, UnusableRequestError):
                     raise turns
+                prompt_ids, answer_ids = turns[request.num_earlier_answers]
+                context.check_tokens([*prompt_ids, *answer_ids])
             except UnusableRequestError as error:
                 split.drop_request(request, error)
                 continue
-            prompt_ids, answer_ids = turns[request.position - conversation[0].position]
             prompt_ids = context.encoder.expand_images(request.row, prompt_ids, request.images)
             context.settle_answer(split, request, None, SampledAnswer(prompt_ids, answer_ids, "stop", "template"))
 

@@ -2,8 +2,11 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from stages.data import conversations
 from stages.data.requests import TargetRequest, UnusableRequestError
@@ -13,6 +16,44 @@ from stages.serving.server_group import ServerGroup
 from stages.target import answer_token_ids, chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished
+
+FIRST_ANSWERS = 64  # of training, after which a run says what only its end would show
+LEAST_COVERAGE = 0.98  # of them by the draft's vocabulary, as init_draft warns of
+
+
+@dataclass
+class FirstAnswers:
+    """The first answers of training: many cut ones, or a small draft vocabulary, are told then and not hours later."""
+
+    vocab_size: int  # of the draft to be
+    max_new_tokens: int
+    tokens: Counter[int] = field(default_factory=Counter)
+    count: int = 0
+    num_cut: int = 0
+
+    def add(self, ids: list[int], is_cut: bool) -> None:
+        """Count an answer; after FIRST_ANSWERS print what is wrong with them."""
+        if self.count < FIRST_ANSWERS:
+            self.count, self.num_cut = self.count + 1, self.num_cut + is_cut
+            self.tokens.update(ids)
+            if self.count == FIRST_ANSWERS:
+                for line in self.list_warnings():
+                    tqdm.write(f"warning: {line}")
+
+    def list_warnings(self) -> list[str]:
+        found = []
+        if 2 * self.num_cut >= self.count:
+            found.append(
+                f"{self.num_cut} of the first {self.count} answers are cut at sample_target.max_new_tokens "
+                f"{self.max_new_tokens}, and drafts learn nothing of how answers go on; raise it"
+            )
+        covered = sum(count for _, count in islice(self.tokens.most_common(), self.vocab_size)) / self.tokens.total()
+        if covered < LEAST_COVERAGE:
+            found.append(
+                f"the {self.vocab_size} most frequent tokens cover {covered:.0%} of the first {self.count} answers, and no "
+                "other can be drafted; raise init_draft.draft_vocab_size"
+            )
+        return found
 
 
 @dataclass
@@ -25,6 +66,11 @@ class SamplingContext:
     encoder: PromptEncoder
     retries: Counter = field(default_factory=Counter)  # by reason
     local_servers: ServerGroup | None = None  # where some were started
+    first_answers: FirstAnswers = field(init=False)
+
+    def __post_init__(self) -> None:
+        vocab_size = self.p.init_draft.choose_vocab_size(self.target.vocab_size)
+        self.first_answers = FirstAnswers(vocab_size, self.p.sample_target.max_new_tokens)
 
     def check_usable(self, request: TargetRequest) -> None:
         """Decode the request's images. Raises UnusableRequestError where it can't be sampled."""
@@ -36,10 +82,19 @@ class SamplingContext:
     def encode_prompt(self, request: TargetRequest, history: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a request's prompt, the conversation `history`. Raises UnusableRequestError where it has none."""
         self.check_usable(request)
+        if hidden := self.encoder.explain_hidden(history, request.tools):
+            raise UnusableRequestError("not_in_template", hidden)
         try:
-            return self.encoder.encode_prompt(request.row, history, request.tools, request.images)
+            ids = self.encoder.encode_prompt(request.row, history, request.tools, request.images)
         except chat_template.TemplateRefusalError as error:
             raise UnusableRequestError("refused_by_template", str(error)) from None
+        self.check_tokens(ids)
+        return ids
+
+    def check_tokens(self, ids: list[int]) -> None:
+        """Raise UnusableRequestError for a token that the target's embedding has no row for."""
+        if unknown := self.encoder.explain_unknown_token(ids):
+            raise UnusableRequestError("token_beyond_embedding", unknown)
 
     def settle_answer(
         self,
@@ -59,6 +114,8 @@ class SamplingContext:
             chat_template.check_loss_mask(request.row, answer.prompt_ids, answer.answer_ids, eos, not is_cut)
         if is_cut and s.truncated == "drop":
             dropped = "truncated"
+        if split.name == "train":
+            self.first_answers.add(answer.answer_ids, is_cut)
         counts = {"truncated": int(is_cut)}
         if dropped:
             split.shards.set_row(request.position, None, {f"dropped/{dropped}": 1} | counts)

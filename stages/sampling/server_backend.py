@@ -15,7 +15,7 @@ from stages.params import server_urls
 from stages.sampling.sampling_context import SamplingContext
 from stages.serving import client, conversation_sampling, http_session, replicas
 from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
-from stages.target import answer_token_ids, chat_template
+from stages.target import answer_token_ids, chat_template, generation
 from stages.target.answer_token_ids import SampledAnswer
 
 
@@ -31,7 +31,14 @@ def open_servers(
             http_session.read_api_key(s.api_key_env, client.PARAMS_SECTION),
         )
         return lambda: client.ChatClient(urls, s.model or t.model, *limits, secret)
-    folder, threads = str(context.folder), t.num_threads if t.device == "cpu" else None
+    threads = t.num_threads if t.device == "cpu" else None
+    folder = str(context.folder)
+    if s.launch == "transformers":  # it fills what a request leaves open from the target's generation_config.json
+        folder = str(
+            generation.link_target(
+                context.folder, scratch_folder.parent / "served_target", context.target.eos_token_ids
+            )
+        )
     target = folder, t.dtype, t.device, t.trust_remote_code
     logs = scratch_folder.parent  # they outlive the run, to explain a failure
     planned = replicas.plan_replicas(s.launch, *target, s.launch_args, s.start_timeout_s, logs, threads)
@@ -75,7 +82,7 @@ class ServedAnswerHandler:
             request,
             history,
             self.context.encoder.build_image_url,
-            chat_template.build_template_kwargs(s.thinking),
+            chat_template.build_template_kwargs(self.context.encoder.tokenizer, s.thinking),
             temperature=self.split.draw_temperature(s.seed, request.id),
             top_p=s.top_p,
             max_tokens=s.max_new_tokens,
@@ -83,7 +90,7 @@ class ServedAnswerHandler:
         )
 
     def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
-        eos, pad = self.context.target.eos_token_ids, self.context.encoder.tokenizer.pad_token_id
+        eos, pad = self.context.target.eos_token_ids, self.context.encoder.pad_token
         max_new_tokens = self.context.p.sample_target.max_new_tokens
         return requests.build_engine_options(request, temperature, max_new_tokens, eos, pad)
 

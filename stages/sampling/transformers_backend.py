@@ -17,8 +17,7 @@ from stages.target.answer_token_ids import SampledAnswer
 def generate_split(context: SamplingContext, model: Any, split: SampledSplit) -> None:
     """Sample in batches of one temperature and like prompt lengths, so that little is padding."""
     s, eos, shards = context.p.sample_target, context.target.eos_token_ids, split.shards
-    tokenizer, processor = context.encoder.tokenizer, context.encoder.image_processor
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
+    pad, processor = context.encoder.pad_token, context.encoder.image_processor
     all_requests = itertools.chain.from_iterable(split.read_conversations())
     with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
         for number, group in itertools.groupby(all_requests, key=lambda request: shards.shard_of(request.position)):

@@ -122,7 +122,7 @@ class ConversationSampler(Generic[A]):
                 self.progress.count_row()
             broken = self.history_from_target and not self.handler.can_be_quoted(sampled)
             # A tool call stays the data's own, since its result follows.
-            if self.history_from_target and not broken and "tool_calls" not in request.messages[request.answer_index]:
+            if self.history_from_target and not broken and "tool_calls" not in (request.answer or {}):
                 answers[request.answer_index] = {"role": "assistant", "content": answer.text}
                 if answer.reasoning:
                     answers[request.answer_index]["reasoning_content"] = answer.reasoning

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from stages.runtime.user_folder import open_user_folder
+from stages.runtime.user_folder import open_lock_file, open_user_folder
 
 POLL_S = 0.1
 
@@ -24,14 +24,14 @@ POLL_S = 0.1
 @contextmanager
 def _hold(name: str, kind: int, tmpdir: Path | None = None) -> Iterator[None]:
     """Hold a lock, as soon as others let it go."""
-    with (open_user_folder(tmpdir) / f"{name}.lock").open("a") as file:
+    with open_lock_file(open_user_folder(tmpdir), f"{name}.lock") as file:
         fcntl.flock(file, kind)
         yield
 
 
 def _is_free(name: str, tmpdir: Path | None = None) -> bool:
     """Return whether the lock is free."""
-    with (open_user_folder(tmpdir) / f"{name}.lock").open("a") as file:
+    with open_lock_file(open_user_folder(tmpdir), f"{name}.lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

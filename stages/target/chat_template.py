@@ -3,21 +3,35 @@
 Prompts are rendered by the tokenizer's template, then tokenised as one text, as OpenAI-compatible servers do. An answer's
 span is found by rendering the conversation up to it, once with the generation prompt and once with the answer, never by a
 pattern over text. So any template works that renders an answer after the header it prompts with. An answer is tokenised
-apart from its prompt, as it was generated: no token spans the two.
+behind its prompt, as it was generated: no token spans the two.
+
+What a template shows is found by rendering known words (`probe_template`): some take a content as a list of parts only, some
+ignore tools, and the key that switches thoughts on has two names.
 
 The loss mask of a row is its answer. `encode_turns` gives one row per turn, with the history that serving would show (Qwen3
 and gpt-oss drop earlier thoughts).
 """
 
 import os
+import re
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jinja2
+import jinja2.meta
 from transformers import AutoTokenizer
 
+from stages.target.manifest import TemplateFacts
+
 Messages = list[dict[str, Any]]
+OWN_ANSWERS = (
+    "the data's answers can't be masked by it: set sample_target.backend: transformers or server, which ask the target, or "
+    "write a template whose history has what it prompts with (target.chat_template)"
+)
+THINKING_KEYS = ("enable_thinking", "thinking")  # Qwen3's and GLM's; Granite's, DeepSeek-V3.1's and Kimi's
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
+_facts_by_tokenizer: "WeakKeyDictionary[Any, TemplateFacts]" = WeakKeyDictionary()
 
 
 class TemplateRefusalError(ValueError):
@@ -42,9 +56,132 @@ def load_tokenizer(source: Any, trust_remote_code: bool, chat_template: str | No
     return tokenizer
 
 
-def build_template_kwargs(thinking: bool | None) -> dict[str, bool]:
+_ASK, _ANSWER = {"role": "user", "content": "aeriequestion"}, {"role": "assistant", "content": "aerieanswer"}
+_CALL = {
+    "id": "aeriecall",  # nine letters: Mistral's template accepts no other id
+    "type": "function",
+    "function": {"name": "aeriefunction", "arguments": {"city": "aerieargument"}},
+}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "tool_call_id": "aeriecall", "name": "aeriefunction", "content": "aerieresult"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "aerietool",
+        "description": "aeriedescription",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}},
+    },
+}
+# Of each kind of what a row may hold: messages with it, and a word that their rendering must have.
+PROBES: dict[str, tuple[Messages, str]] = {
+    "questions": ([_ASK], "aeriequestion"),
+    "answers": ([_ASK, _ANSWER, _ASK], "aerieanswer"),
+    "system messages": ([{"role": "system", "content": "aeriesystem"}, _ASK], "aeriesystem"),
+    "tools": ([_ASK], "aerietool"),
+    "tool calls": ([_ASK, _CALLING, _RESULT], "aerieargument"),
+    "tool results": ([_ASK, _CALLING, _RESULT], "aerieresult"),
+    "reasoning": ([_ASK, {**_ANSWER, "reasoning_content": "aeriethought"}], "aeriethought"),
+}
+ROLES_OF_PROBES = {"questions": "user", "answers": "assistant", "system messages": "system", "tool results": "tool"}
+
+
+def probe_template(tokenizer: Any) -> TemplateFacts:
+    """Return what the tokenizer's chat template shows, found once.
+
+    A kind that the template refuses, by an error, is not among those that it hides: each such row is refused by that error.
+    """
+    if tokenizer not in _facts_by_tokenizer:
+        parts: tuple[str, ...] = ()
+        for kind, role in ROLES_OF_PROBES.items():
+            if _is_shown(tokenizer, kind, parts) is False and _is_shown(tokenizer, kind, (*parts, role)):
+                parts = (*parts, role)
+        hides = tuple(kind for kind in PROBES if _is_shown(tokenizer, kind, parts) is False)
+        _facts_by_tokenizer[tokenizer] = TemplateFacts(hides, parts, _find_thinking_keys(tokenizer))
+    return _facts_by_tokenizer[tokenizer]
+
+
+def _is_shown(tokenizer: Any, kind: str, parts: tuple[str, ...]) -> bool | None:
+    """Return whether the template shows this kind, contents of the roles `parts` as parts; None where it refuses it."""
+    messages, word = PROBES[kind]
+    header = messages[-1]["role"] != "assistant"
+    tools = [_TOOL] if kind in ("tools", "tool calls", "tool results") else None
+    try:
+        return word in _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, {})
+    except Exception:  # a template may raise anything
+        return None
+
+
+def _find_thinking_keys(tokenizer: Any) -> tuple[str, ...]:
+    """Return those of THINKING_KEYS that the template reads."""
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, dict) else [template]
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+    read: set[str] = set()
+    for text in filter(None, texts):
+        try:
+            read |= jinja2.meta.find_undeclared_variables(environment.parse(text))
+        except jinja2.TemplateSyntaxError:  # a tag of transformers' own, as {% generation %}: by its words
+            read |= set(re.findall(r"\w+", text))
+    return tuple(key for key in THINKING_KEYS if key in read)
+
+
+def list_hidden_kinds(tokenizer: Any, messages: Messages, tools: Messages | None) -> list[str]:
+    """Return which kinds of these messages and tools the chat template renders as nothing."""
+    held = {
+        "questions": any(m["role"] == "user" for m in messages),
+        "answers": any(m["role"] == "assistant" and m["content"] for m in messages),
+        "system messages": any(m["role"] == "system" and m["content"] for m in messages),
+        "tools": bool(tools),
+        "tool calls": any(m.get("tool_calls") for m in messages),
+        "tool results": any(m["role"] == "tool" and m["content"] for m in messages),
+    }
+    return [kind for kind in probe_template(tokenizer).hides if held.get(kind)]
+
+
+def describe_hidden(kinds: list[str] | tuple[str, ...]) -> str:
+    """Return that the chat template does not show these kinds, and what to do."""
+    return (
+        f"the target's chat template renders {' and '.join(kinds)} as nothing, so the target would be asked something else; "
+        "leave such rows out of the data, or write a template that shows them to templates/NAME.jinja and set "
+        "target.chat_template: NAME.jinja"
+    )
+
+
+def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> str | None:
+    """Return the first token of `ids` that an embedding of `vocab_size` rows lacks, and what to do; None where it has all."""
+    unknown = next((token for token in ids if token >= vocab_size), None)
+    if unknown is None:
+        return None
+    return (
+        f"the text needs the token {tokenizer.convert_ids_to_tokens(unknown)!r}, id {unknown}, expected one of the {vocab_size} "
+        "rows of the target's embedding: it was added to the tokenizer alone; take it out of the text or the chat template, or "
+        "resize the target's embedding (resize_token_embeddings) and train that row"
+    )
+
+
+def list_rendered_tokens(tokenizer: Any) -> set[int]:
+    """Return the tokens of the known words of PROBES as the chat template renders them."""
+    found: set[int] = set()
+    for kind, (messages, _) in PROBES.items():
+        tools = [_TOOL] if kind in ("tools", "tool calls", "tool results") else None
+        for thinking in (None, True, False):
+            with suppress(TemplateRefusalError):
+                found.update(encode_prompt(tokenizer, messages, thinking, tools))
+    return found
+
+
+def check_thinking(tokenizer: Any, thinking: bool | None) -> None:
+    """Raise ValueError where `thinking` is asked for and the chat template reads it under no known name."""
+    if thinking is not None and not probe_template(tokenizer).thinking_keys:
+        raise ValueError(
+            f"params.yaml: sample_target.thinking is {str(thinking).lower()}, expected null: the target's chat template reads "
+            f"none of {', '.join(THINKING_KEYS)}, so prompts would be the same; set it to null"
+        )
+
+
+def build_template_kwargs(tokenizer: Any, thinking: bool | None) -> dict[str, bool]:
     """Return the template's arguments beside the messages; servers take them as chat_template_kwargs."""
-    return {} if thinking is None else {"enable_thinking": thinking}
+    return {} if thinking is None else dict.fromkeys(probe_template(tokenizer).thinking_keys, thinking)
 
 
 def encode_prompt(
@@ -72,16 +209,17 @@ def encode_turns(
         whole = _render_messages(tokenizer, messages[: i + 1], False, thinking, tools)
         if not whole.startswith(before):
             shared = len(os.path.commonprefix([before, whole]))  # noqa: RUF071 - characters are meant
+            has_choice = bool(probe_template(tokenizer).thinking_keys)
+            advice = "set sample_target.thinking to what the data was written with" if has_choice else OWN_ANSWERS
             raise ValueError(
                 f"message {i}: the template prompts with ...{before[-60:]!r} but renders the answer after "
-                f"...{whole[shared : shared + 60]!r}; set sample_target.thinking to what "
-                "the data was written with"
+                f"...{whole[shared : shared + 60]!r}; {advice}"
             )
-        if known_text and before.startswith(known_text):
-            prompt = known_ids + tokenizer.encode(before[len(known_text) :], add_special_tokens=False)
-        else:
-            prompt = tokenizer.encode(before, add_special_tokens=False)
-        rows.append((prompt, _encode_until_end(tokenizer, whole[len(before) :], eos, i)))
+        known = len(known_text) if known_text and before.startswith(known_text) else 0
+        tail = tokenizer.encode(before[known:], add_special_tokens=False)
+        prompt = [*known_ids, *tail] if known else tail
+        answer = encode_behind(tokenizer, before[known:], tail, whole[len(before) :])
+        rows.append((prompt, _cut_behind_end(tokenizer, answer, eos, i)))
         # Text up to a closing token is tokenised alike whatever follows, so the next, longer prompt reuses its ids.
         cut = max((before.rfind(c) + len(c) for c in closing if c in before), default=0)
         last = next((k for k in range(len(prompt) - 1, -1, -1) if prompt[k] in closers), -1)
@@ -107,6 +245,21 @@ def check_loss_mask(row: str, prompt: list[int], answer: list[int], eos: list[in
         )
 
 
+def encode_behind(tokenizer: Any, prompt: str, prompt_ids: list[int], text: str) -> list[int]:
+    """Return the ids of `text` as they follow a prompt of these ids.
+
+    Tokenizers that mark the start of a text (Llama 2's, Mistral's) give its first word another token when it is tokenised alone,
+    one that the target never writes there. Where a token would span the border, the text is tokenised behind less of the
+    prompt: its last character, or nothing.
+    """
+    encode = lambda one: tokenizer.encode(one, add_special_tokens=False)  # noqa: E731
+    for before, ids in ((prompt, prompt_ids), (prompt[-1:], None)):
+        head = encode(before) if ids is None else ids
+        if before and (whole := encode(before + text))[: len(head)] == head:
+            return whole[len(head) :]
+    return encode(text)
+
+
 def encode_answer(
     tokenizer: Any,
     messages: Messages,
@@ -118,21 +271,40 @@ def encode_answer(
 ) -> list[int]:
     """Return the ids, without end token, of an answer that a server returned as text.
 
-    Thoughts that the server separated go through the template, which writes the text between them and the answer.
+    Thoughts that the server separated go through the template, which writes the text between them and the answer. A space that
+    the template writes before an answer is the target's, and a server's decoder drops it from the start of a text.
     """
-    if reasoning is None:
-        return tokenizer.encode(text, add_special_tokens=False)
-    message = {"role": "assistant", "content": text, "reasoning_content": reasoning}
-    ids = encode_turns(tokenizer, [*messages, message], eos, thinking, tools)[-1][1]
-    return ids[:-1] if ids[-1] in eos else ids
+    if reasoning is not None:
+        message = {"role": "assistant", "content": text, "reasoning_content": reasoning}
+        ids = encode_turns(tokenizer, [*messages, message], eos, thinking, tools)[-1][1]
+        return ids[:-1] if ids[-1] in eos else ids
+    before = _render_messages(tokenizer, messages, True, thinking, tools)
+    if text[:1].strip():
+        try:
+            answered = [*messages, {"role": "assistant", "content": text}]
+            whole = _render_messages(tokenizer, answered, False, thinking, tools)
+        except TemplateRefusalError:
+            whole = ""
+        rest = whole[len(before) :] if whole.startswith(before) else ""
+        text = rest[: len(rest) - len(rest.lstrip())] + text
+    return encode_behind(tokenizer, before, tokenizer.encode(before, add_special_tokens=False), text)
 
 
 def find_end_token(tokenizer: Any, eos: list[int]) -> int:
-    """Return the end token with which the template closes an answer; a target may have several."""
+    """Return the end token with which the template closes an answer; a target may have several.
+
+    Where the template shows none (DeepSeek-R1-Distill's opens a thought in the prompt that its history drops; others close an
+    answer between turns only), that of its history, else the first.
+    """
     closing, _ = _find_closers(tokenizer)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    _, probe = encode_turns(tokenizer, turns, eos)[0]
-    return probe[-1] if probe[-1] in eos else next((token for token in eos if token in closing), eos[0])
+    try:
+        _, probe = encode_turns(tokenizer, turns, eos)[0]
+    except ValueError:
+        probe = []
+    if probe and probe[-1] in eos:
+        return probe[-1]
+    return next((token for token in eos if token in closing), eos[0])
 
 
 def _render_messages(
@@ -140,11 +312,9 @@ def _render_messages(
 ) -> str:
     if not messages and not header:
         return ""
-    settings = build_template_kwargs(thinking) | ({"tools": tools} if tools else {})
+    written = _write_as_parts(messages, probe_template(tokenizer).parts)
     try:
-        return tokenizer.apply_chat_template(
-            _duplicate_reasoning_key(messages), tokenize=False, add_generation_prompt=header, **settings
-        )
+        return _apply_template(tokenizer, written, header, tools, build_template_kwargs(tokenizer, thinking))
     except jinja2.TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise TemplateRefusalError(
@@ -153,14 +323,28 @@ def _render_messages(
         ) from None
 
 
-def _duplicate_reasoning_key(messages: Messages) -> Messages:
-    """Copy `reasoning_content` to `thinking`, the key that gpt-oss's template reads."""
-    return [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
+def _apply_template(
+    tokenizer: Any, messages: Messages, header: bool, tools: Messages | None, settings: dict[str, bool]
+) -> str:
+    """Return the rendered text. `reasoning_content` is given as `thinking` too, the key that gpt-oss's template reads."""
+    messages = [{**m, "thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
+    given: dict[str, Any] = settings | ({"tools": tools} if tools else {})
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **given)
+    return text
 
 
-def _encode_until_end(tokenizer: Any, text: str, eos: list[int], message: int) -> list[int]:
-    """Return the ids of `text` up to its end token; text after it (a newline) is never generated."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
+def _write_as_parts(messages: Messages, roles: tuple[str, ...]) -> Messages:
+    """Return the messages, those of `roles` with texts as lists of one part, as SGLang and vLLM give them to such templates."""
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
+        if m["role"] in roles and isinstance(m["content"], str)
+        else m
+        for m in messages
+    ]
+
+
+def _cut_behind_end(tokenizer: Any, ids: list[int], eos: list[int], message: int) -> list[int]:
+    """Return the ids of an answer up to its end token; text after it (a newline) is never generated."""
     end = next((k for k, token in enumerate(ids) if token in eos), None)
     if end is None:
         return ids  # `check_loss_mask` raises for it, with the row's name

@@ -1,8 +1,11 @@
 """Batched plain decoding of the target; apart from the engine, so that an edit of the engine does not rerun sampling."""
 
+import json
+from pathlib import Path
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from stages.target.vision import ImagePatches
 
@@ -22,8 +25,8 @@ def generate_answers(
     """Return (answer ids with their end token, "stop" or "length") for each prompt of one batch.
 
     Temperature 0 takes the argmax; above 0 samples are drawn from `seed`. Only temperature and top_p shape the distribution:
-    the model's generation defaults (top_k, penalties) are overridden, since no later stage knows them. `patches` are those
-    of the prompts' images, in the order of the prompts.
+    no key of the target's generation_config.json acts (penalties, suppressed tokens, beams), since no later stage knows them.
+    `patches` are those of the prompts' images, in the order of the prompts.
     """
     length = max(map(len, prompts))
     ids = torch.tensor([[pad] * (length - len(p)) + p for p in prompts], device=model.device)  # [B, T], left-padded
@@ -36,22 +39,30 @@ def generate_answers(
             "mm_token_type_ids": (ids == model.config.image_token_id).int(),  # [B, T], 1 for image tokens
         }
     torch.manual_seed(seed)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        if temperature > 0
-        else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    )
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
+    # `generate` fills what a config leaves open from the model's own, which is the target's generation_config.json.
+    model.generation_config = GenerationConfig()
     out: Tensor = model.generate(
         input_ids=ids,
         attention_mask=mask,
         **images,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos,
-        pad_token_id=pad,
-        repetition_penalty=1.0,
-        **sampling,
+        generation_config=GenerationConfig(
+            max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **sampling
+        ),
     )
     return [_cut_at_end_token(row, eos) for row in out[:, length:].tolist()]
+
+
+def link_target(source: Path, folder: Path, eos: list[int]) -> Path:
+    """Return `folder` with links to the target's files, and a generation_config.json that has its end tokens alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        link = folder / file.name
+        link.unlink(missing_ok=True)
+        if file.name != "generation_config.json":
+            link.symlink_to(file.resolve())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+    return folder.resolve()
 
 
 def _cut_at_end_token(ids: list[int], eos: list[int]) -> tuple[list[int], str]:

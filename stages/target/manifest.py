@@ -27,6 +27,15 @@ DIGEST_THREADS = 8  # hashing releases the GIL
 SAMPLE_BYTES, SAMPLE_EVERY = 4096, 4 << 20  # one block in every 4 MiB: 16 MB of 16 GB
 
 
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What a chat template shows of messages (`chat_template.probe_template`)."""
+
+    hides: tuple[str, ...] = ()  # kinds of what a row may hold that it renders as nothing, as "tools"
+    parts: tuple[str, ...] = ()  # roles whose content it takes as a list of parts only
+    thinking_keys: tuple[str, ...] = ()  # the keys that it reads for sample_target.thinking
+
+
 class MissingHeadError(ValueError):
     """A target whose files have an embedding and no head of the name that was looked for."""
 
@@ -53,6 +62,7 @@ class TargetManifest:
     eos_token_ids: list[int]
     lm_head_key: str | None = None  # the head's tensor, where its name is unusual
     chat_template: str | None = None  # Jinja, instead of the tokenizer's own
+    template: TemplateFacts = TemplateFacts()  # what the chat template shows
     image_token_id: int | None = None  # where hidden states support images
     logits_scale: float = 1.0  # the target's logits are this times final hidden states times its head (`head_check`)
     weights_digest: str | None = None  # sha256 of a local folder's weights; else the commit or DVC pins them
@@ -67,8 +77,9 @@ def read_manifest(path: Path = TARGET_FOLDER) -> TargetManifest:
     """Return the manifest. Raises ValueError naming the file and the stage to run, where it is missing or outdated."""
     fields = atomic.read_json(path / "target.json", MADE_BY)
     try:
-        return TargetManifest(**fields)
-    except TypeError as error:
+        facts = {name: tuple(value) for name, value in fields.pop("template").items()}
+        return TargetManifest(**fields, template=TemplateFacts(**facts))
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path}/target.json is of another version ({error}); run: dvc repro {MADE_BY}") from None
 
 

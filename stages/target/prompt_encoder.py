@@ -15,6 +15,7 @@ class PromptEncoder:
 
     tokenizer: Any
     eos: list[int]
+    vocab_size: int  # rows of the target's embedding
     end_token: int  # closes an answer
     thinking: bool | None  # of the chat template
     image_processor: vision.CachedImageProcessor | None  # where the data has images
@@ -29,8 +30,15 @@ class PromptEncoder:
         image_processor: vision.CachedImageProcessor | None = None,
     ) -> "PromptEncoder":
         tokenizer = chat_template.load_tokenizer(folder, trust_remote_code, target.chat_template)
+        chat_template.check_thinking(tokenizer, thinking)
         end_token = chat_template.find_end_token(tokenizer, target.eos_token_ids)
-        return cls(tokenizer, target.eos_token_ids, end_token, thinking, image_processor)
+        return cls(tokenizer, target.eos_token_ids, target.vocab_size, end_token, thinking, image_processor)
+
+    @property
+    def pad_token(self) -> int:
+        """Return the token that stands at masked positions: any that the embedding has."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None and pad < self.vocab_size else self.eos[0]
 
     def encode_prompt(self, row: str, messages: Messages, tools: Messages | None, images: list[str]) -> list[int]:
         """Return the ids of a prompt, its images expanded. Raises ValueError naming the row, where it has no ids."""
@@ -51,6 +59,22 @@ class PromptEncoder:
             return vision.expand_image_tokens(ids, processor.image_token_id, processor.count_image_tokens(images))
         except ValueError as error:
             raise ValueError(f"sample_target: row {row}: {error}") from None
+
+    def explain_hidden(self, messages: Messages, tools: Messages | None) -> str | None:
+        """Return which of these messages the chat template does not show, and what to do; None where it shows all."""
+        hidden = chat_template.list_hidden_kinds(self.tokenizer, messages, tools)
+        return chat_template.describe_hidden(hidden) if hidden else None
+
+    def explain_hidden_answer(self, messages: Messages, answer_index: int, tools: Messages | None) -> str | None:
+        """Return what `explain_hidden` does for a conversation up to an answer, whose own thoughts must be shown too."""
+        hides, answer = chat_template.probe_template(self.tokenizer).hides, messages[answer_index]
+        if answer.get("reasoning_content") and "reasoning" in hides:
+            return chat_template.describe_hidden(["reasoning"])
+        return self.explain_hidden(messages[: answer_index + 1], tools)
+
+    def explain_unknown_token(self, ids: list[int]) -> str | None:
+        """Return which token the target has no row of the embedding for; None where it has all."""
+        return chat_template.explain_unknown_token(self.tokenizer, ids, self.vocab_size)
 
     def explain_image_problem(self, messages: Messages, images: list[str]) -> tuple[str, str | None] | None:
         """Return why the target cannot take these messages and images, as one word and which image, or None; decodes them."""

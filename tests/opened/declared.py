@@ -5,17 +5,20 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+GATE = "results/train/e000.overfit.json"
 PART = re.compile(r"\.([^/]+)\.\d+\.part\b")  # what stages/runtime/atomic.py writes before it is in its place
 
 
 def undeclared(opened: Iterable[str], stage: dict[str, Any], besides: Iterable[str] = ()) -> list[str]:
     """Return the opened files that are neither params.yaml nor in a dependency or output of `stage`, nor in `besides`.
 
+    GATE is read by train_draft to refuse, never to compute: as a dependency, another draft's refusal would retrain all.
+
     `stage` is an entry of dvc.yaml, whose ${...} stand for any name, or of dvc.lock.
     """
     entries = [entry for kind in ("deps", "outs", "metrics") for entry in stage.get(kind, [])]
     paths = [entry if isinstance(entry, str) else entry.get("path") or next(iter(entry)) for entry in entries]
-    patterns = [re.sub(r"\$\{[^}]*\}", "*", path) for path in [*paths, "params.yaml", *besides]]
+    patterns = [re.sub(r"\$\{[^}]*\}", "*", path) for path in [*paths, "params.yaml", GATE, *besides]]
     return [file for file in opened if not any(_in(PART.sub(r"\1", file), pattern) for pattern in patterns)]
 
 

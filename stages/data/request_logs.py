@@ -1,0 +1,166 @@
+"""Read rows of logs as servers and gateways write them, as rows of messages.
+
+Known are pairs of OpenAI's request and response (`request` and `response`, `input` and `output` as Langfuse names them,
+`messages` and `response` as LiteLLM does), the input of OpenAI's batches (`body`), and their output, once it is joined with its
+input by `custom_id` (`join_batch_output`). A response without an answer leaves a question, which the target answers.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from stages.data.dropped_row import DroppedRowError
+
+REQUEST_KEYS = ("request", "body", "input")
+RESPONSE_KEYS = ("response", "output")
+TURN_LISTS = ("messages", "conversations", "conversation")
+JOINED_KEY = "answered_in"  # of a row of a batch's input: the file that has its answer
+
+
+def parse_json(value: Any) -> Any:
+    """Return the object or list that a text holds as JSON, as gateways store them in tables; else `value` itself."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, dict | list) else value
+
+
+def is_turn_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
+
+
+def unwrap_log(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a log's row as a row with `messages`; any other row as it is.
+
+    Raises:
+        DroppedRowError: for a batch's output without its input, and an input whose answer is in another row.
+    """
+    if JOINED_KEY in row:
+        raise DroppedRowError(
+            "answered_in_batch_output", f"its answer is in {row[JOINED_KEY]}", "one row of each question"
+        )
+    if any(isinstance(row.get(key), list) for key in TURN_LISTS):
+        return row
+    key, turns, request = _find_request(row)
+    if key is None:
+        if row.get("custom_id") is not None and isinstance(row.get("response"), dict):
+            found = "a row of the output of an OpenAI batch, which holds no question"
+            expected = (
+                "the input file of that batch in the same folder, by which its answers are joined with their questions"
+            )
+            raise DroppedRowError("answer_without_question", found, expected)
+        return row
+    rest = {name: value for name, value in row.items() if name != key}
+    if row.get("id") is None and row.get("custom_id") is not None:
+        rest["id"] = row["custom_id"]
+    if request.get("tools"):
+        rest["tools"] = request["tools"]
+    if isinstance(request.get("instructions"), str):  # of OpenAI's responses
+        rest.setdefault("system", request["instructions"])
+    return rest | {"messages": turns}
+
+
+def _find_request(row: dict[str, Any]) -> tuple[str | None, list[Any], dict[str, Any]]:
+    """Return (its key, the turns that it holds, the request); no key where the row holds none."""
+    for key in REQUEST_KEYS:
+        request = parse_json(row.get(key))
+        if is_turn_list(request):
+            return key, request, {}
+        if isinstance(request, dict):
+            turns = parse_json(request.get("messages", request.get("input")))
+            if isinstance(turns, str) and "input" in request:  # OpenAI's responses take a text
+                turns = [{"role": "user", "content": turns}]
+            if is_turn_list(turns):
+                return key, turns, request
+    return None, [], {}
+
+
+def read_response(value: Any) -> list[Any] | None:
+    """Return the turns that a response holds, one or none; None for a value that is no response."""
+    value = parse_json(value)
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}] if value.strip() else []
+    if value is None:
+        return []
+    if isinstance(value, dict) and "body" in value and "choices" not in value:  # of a batch
+        value = value["body"] or {}
+    if isinstance(value, dict) and isinstance(value.get("output"), list):  # of OpenAI's responses
+        value = value["output"]
+    if isinstance(value, dict) and isinstance(choices := value.get("choices"), list):
+        first = choices[0] if choices and isinstance(choices[0], dict) else {}
+        message = first.get("message", first.get("text"))
+        return read_response(message) if isinstance(message, dict | str) else []
+    if isinstance(value, dict) and ("error" in value or not value):
+        return []
+    if isinstance(value, dict) and ("content" in value or value.get("tool_calls")):
+        is_blank = value.get("content") in (None, "", []) and not value.get("tool_calls")
+        return [] if is_blank else [{"role": "assistant"} | value]
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        said = [one for one in value if one.get("role") == "assistant"]
+        return said if said or "role" not in value[0] else None
+    return None
+
+
+# --- OpenAI's batches --------------------------------------------------------------------------------------------------
+
+
+def read_batch_kind(line: bytes) -> str | None:
+    """Return whether a file with this first row is a batch's "input" or "output"; None for any other."""
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or row.get("custom_id") is None:
+        return None
+    if isinstance(row.get("body"), dict):
+        return "input"
+    return "output" if "response" in row and "request" not in row else None
+
+
+def join_batch_output(lines: list[bytes], questions: dict[str, Any]) -> list[bytes]:
+    """Return the rows of a batch's output, each with the `request` of its `custom_id`."""
+    joined = []
+    for line in lines:
+        row = _load_row(line)
+        request = questions.get(str(row.get("custom_id"))) if row else None
+        joined.append(line if row is None or request is None else orjson.dumps(row | {"request": request}))
+    return joined
+
+
+def mark_answered(lines: list[bytes], answered: dict[str, str]) -> list[bytes]:
+    """Return the rows of a batch's input, those with an answer marked by the file that has it."""
+    marked = []
+    for line in lines:
+        row = _load_row(line)
+        file = answered.get(str(row.get("custom_id"))) if row else None
+        marked.append(line if row is None or file is None else orjson.dumps(row | {JOINED_KEY: file}))
+    return marked
+
+
+def index_batches(files: Mapping[str, Iterable[bytes]], kinds: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (the request of each custom_id of the inputs, the file of each custom_id that an output answers)."""
+    questions, answered = dict[str, Any](), dict[str, str]()
+    for name, lines in files.items():
+        for line in lines:
+            row = _load_row(line)
+            if row is None or row.get("custom_id") is None:
+                continue
+            if kinds[name] == "input":
+                questions[str(row["custom_id"])] = row.get("body")
+            else:
+                answered[str(row["custom_id"])] = Path(name).name
+    return questions, {key: name for key, name in answered.items() if key in questions}
+
+
+def _load_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except ValueError:  # the reader of the row says what is wrong
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,126 @@
+"""Check that a target's files are whole: each weight there, of the class's shape, finite; ids of its config in its vocabulary.
+
+transformers draws a weight at random that a checkpoint lacks, in each process another, and says so in a log: two runs at
+temperature 0 then differ, and hidden states are of a third model. The class is built on the meta device, so names and shapes
+are compared without its memory; the values are read once from the files, a tensor at a time.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from stages.params import target_files
+from stages.target.loading import select_auto_class
+
+MAX_NAMES = 4  # of tensors in a message; further ones are counted
+
+
+def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
+    """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
+    or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
+    """
+    key = f"params.yaml: target.model {model}"
+    try:
+        found = _load_names(folder, trust_remote_code)
+    except Exception as error:  # a class may raise anything
+        words = (str(error).strip().splitlines() or [""])[0][:300]
+        if trust_remote_code:  # such a class may not be built without memory for its weights
+            print(
+                f"names of weights were not compared: the class of {model} can't be built so: {type(error).__name__}: {words}"
+            )
+            found = {}
+        else:
+            quantised = " (its weights are quantised)" if _is_quantised(folder) else ""
+            raise ValueError(
+                f"{key}: transformers can't load it{quantised}: {type(error).__name__}: {words}; install what it names, or take "
+                "the checkpoint in bfloat16"
+            ) from None
+    problems = []
+    if missing := sorted(found.get("missing_keys", ())):
+        problems.append(f"lack {_name_some(missing)}, which transformers would draw at random, in each process anew")
+    if mismatched := sorted(found.get("mismatched_keys", ())):
+        shapes = [f"{name} {tuple(given)} where its config says {tuple(wanted)}" for name, given, wanted in mismatched]
+        problems.append(f"have {_name_some(shapes)}")
+    if unexpected := sorted(found.get("unexpected_keys", ())):
+        problems.append(f"have {_name_some(unexpected)}, which its class does not know")
+    if errors := found.get("error_msgs"):
+        problems.append(f"can't be converted: {errors[0]}")
+    if problems:
+        raise ValueError(
+            f"{key}: its files of weights {'; '.join(problems)}. Expected exactly the tensors of its config.json: save the model "
+            "again with save_pretrained (a prefix as _orig_mod. is torch.compile's: save the module inside), or correct the "
+            "config"
+        )
+    if broken := _find_broken(folder):
+        raise ValueError(
+            f"{key}: {_name_some(broken)} hold NaN or infinity, expected finite weights: every answer would be noise; get them "
+            "again, or train again from the last checkpoint without them"
+        )
+
+
+def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """Return transformers' report of loading: missing, unexpected and mismatched names."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # its table of the same names
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _, report = select_auto_class(config).from_pretrained(
+            folder,
+            device_map={"": "meta"},
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    finally:
+        logging.set_verbosity(before)
+    return dict(report)
+
+
+def _is_quantised(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return False
+
+
+def _find_broken(folder: Path) -> list[str]:
+    """Return the names of the tensors that hold NaN or infinity."""
+    broken = []
+    for file in target_files.list_weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    tensor = tensors.get_tensor(name)
+                    if tensor.is_floating_point() and not _is_finite(tensor):
+                        broken.append(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is cut or broken ({error}); get the target's weights again") from None
+    return broken
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # 8-bit floats have no comparisons. A sum is as telling as every element, and overflows in float16 alone.
+    wide = tensor if tensor.element_size() > 1 else tensor.to(torch.float32)
+    total = wide.sum(dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32)
+    return bool(total.isfinite()) or bool(wide.isfinite().all())
+
+
+def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+    """Raise ValueError for an end token that the target's vocabulary does not have: no answer would end."""
+    if wrong := [token for token in eos_token_ids if not 0 <= token < vocab_size]:
+        raise ValueError(
+            f"params.yaml: target.model {model}: eos_token_id is {', '.join(map(str, wrong))}, expected ids below "
+            f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its generation_config.json and config.json"
+        )
+
+
+def _name_some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
