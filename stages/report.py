@@ -83,7 +83,8 @@ def main(*arguments: str) -> None:
         lines = costs.format_launch_table(launch)
         print(
             "\n".join([*lines, *older_engines.describe_older_engines(launch)])
-            or f"nothing is predicted; {PAGE_FILE} says why"
+            or f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
+            "has what the torch engine's costs predict"
         )
         found = atomic.read_json(METRICS_FILE, "report")["verdict"] if lines else {}
         if found.get("contradicts_prediction"):

@@ -33,6 +33,7 @@ from stages.training.packs import PackLoader, plan_epoch
 from stages.training.trainer import Trainer, TrainingProgress
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import Document, block_losses
+from tests.target import chat_templates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS: dict[str, dict[str, Any]] = {
@@ -325,7 +326,7 @@ class Tokens(SimpleNamespace):
 
 
 def tokens(size: int, holes: tuple[int, ...] = (), pad: int | None = None, mask: int | None = None) -> Any:
-    return Tokens(size=size, holes=holes, pad_token_id=pad, mask_token_id=mask)
+    return Tokens(size=size, holes=holes, pad_token_id=pad, mask_token_id=mask, added_tokens_decoder={})
 
 
 TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
@@ -359,13 +360,31 @@ def test_the_mask_token_is_one_that_no_text_uses(requested: int | None, tokenize
         (
             None,
             tokens(20, pad=2),
-            r"mask_token_id is null, .* uses all 20, and has no mask token .*name one as pad_token",
+            r"mask_token_id is null, .* uses all 20, and each special token ends answers .*name one as pad_token",
         ),
     ],
 )
 def test_a_mask_token_that_texts_use_is_refused(requested: int | None, tokenizer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mask_token.choose_mask_token(requested, tokenizer, TARGET)
+
+
+def test_a_target_without_a_spare_row_has_a_special_token_that_no_text_uses() -> None:
+    """Bug: of SmolLM2, whose pad ends answers, no block draft could be trained, and its unused special tokens were refused."""
+    tokenizer, eos = chat_templates.tokenizer("qwen2.5")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<repo_name>", "<|reserved_3|>", "<file_sep>"]})
+    target: Any = SimpleNamespace(vocab_size=len(tokenizer), eos_token_ids=eos, image_token_id=None)
+    names = ("<|reserved_3|>", "<file_sep>", "<repo_name>", "<|im_start|>")
+    reserved, last, other, header = map(tokenizer.convert_tokens_to_ids, names)
+    assert mask_token.choose_mask_token(None, tokenizer, target) == reserved
+    assert mask_token.choose_mask_token(None, tokenizer, target, held={reserved}) == last  # a training row has it
+    assert mask_token.choose_mask_token(other, tokenizer, target) == other
+    with pytest.raises(ValueError, match="'<repo_name>', which training rows hold; expected"):
+        mask_token.choose_mask_token(other, tokenizer, target, held={other})
+    with pytest.raises(ValueError, match="mask_token_id is null"):
+        mask_token.choose_mask_token(None, tokenizer, target, held={reserved, last, other})
+    with pytest.raises(ValueError, match=r"the token '<\|im_start\|>'"):  # the chat template writes it
+        mask_token.choose_mask_token(header, tokenizer, target)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MAGIC_PATTERNS = {
     ".gif": re.compile(rb"GIF8[79]a"),
     ".webp": re.compile(rb"RIFF.{4}WEBP", re.DOTALL),
 }
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP")  # of Pillow's decoders: others may start programs, as EPS does
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP")  # of Pillow's decoders: others may start programs, as EPS does
 FILE_FORMATS = (*FORMATS, "BMP", "TIFF")
 MAX_PIXELS = 1 << 26  # 8,192 x 8,192, as in target/vision.py; decoding takes up to 16 bytes a pixel, 1 GiB
 EXTENSION = re.compile(r"\.[a-z0-9]{1,8}")

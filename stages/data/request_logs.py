@@ -86,7 +86,7 @@ def read_response(value: Any) -> list[Any] | None:
     value = parse_json(value)
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if value.strip() else []
-    if value is None:
+    if value is None or value == []:
         return []
     if isinstance(value, dict) and "body" in value and "choices" not in value:  # of a batch
         value = value["body"] or {}

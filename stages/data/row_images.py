@@ -34,7 +34,7 @@ IMAGE_OUTSIDE = (
 )
 IMAGE_NOT_URL = "a file or bytes: what is at a URL may change or vanish; download it, and write the path of the file"
 IMAGE_BASE64 = "a whole data: URL, as data:image/png;base64,...; write it again"
-IMAGE_BYTES = "a whole PNG, JPEG, WebP or GIF, or a file of BMP or TIFF; convert it"
+IMAGE_BYTES = "PNG, JPEG, WebP or GIF that decodes as a whole, or a file of BMP or TIFF; convert it"
 MAX_FILE_BYTES = 1 << 30  # of an image's file
 IMAGE_SIZE = "a smaller one: it takes up to 16 bytes of memory a pixel to decode; scale it down"
 MARK_OF_IMAGE = (

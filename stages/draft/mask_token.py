@@ -85,11 +85,11 @@ def _list_spare_tokens(tokenizer: Any, target: TargetManifest) -> list[int]:
 
     Tokens that end answers, lie outside of the embedding, or have a part in prompts are none.
     """
-    own = [tokenizer.mask_token_id, tokenizer.pad_token_id]
-    prompts = {tokenizer.bos_token_id, tokenizer.unk_token_id, target.image_token_id}
-    prompts |= chat_template.list_rendered_tokens(tokenizer)
-    added = tokenizer.added_tokens_decoder.items()
-    special = [token for token, text in added if text.special and token not in prompts]
-    special.sort(key=lambda token: (not RESERVED.search(str(tokenizer.added_tokens_decoder[token])), -token))
-    found = dict.fromkeys(i for i in [*own, *special] if i is not None)
-    return [i for i in found if i < target.vocab_size and i not in target.eos_token_ids]
+    found = dict.fromkeys([tokenizer.mask_token_id, tokenizer.pad_token_id])
+    special = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
+    if special:
+        prompts = {tokenizer.bos_token_id, tokenizer.unk_token_id, target.image_token_id}
+        prompts |= chat_template.list_rendered_tokens(tokenizer)
+        ordered = sorted(special, key=lambda token: (not RESERVED.search(special[token]), -token))
+        found |= dict.fromkeys(token for token in ordered if token not in prompts)
+    return [i for i in found if i is not None and i < target.vocab_size and i not in target.eos_token_ids]

@@ -75,12 +75,12 @@ def test_a_broken_file_is_one_message(tmp_path: Path, data: str, columns: dict[s
 
 def test_lines_with_named_keys_may_lack_the_optional_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"Frage": "a", "Antwort": "b", "S": "s"}\n{"Frage": "c", "Antwort": "d"}\n{"Frage": "e"}\n')
+    path.write_text('{"Frage": "a", "Antwort": "b", "S": "s"}\n{"Frage": "c"}\n{"Antwort": "e"}\n')
     chunk = next(readers.read_all_chunks(path, None, {}, lambda file: NAMED | {"system": "S"}))
     rows = readers.parse_chunk(chunk)
     assert next(rows)[1] == {"prompt": "a", "answer": "b", "system": "s"}
-    assert next(rows)[1] == {"prompt": "c", "answer": "d"}
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: expected the keys Antwort \(for answer\).* found Frage"):
+    assert next(rows)[1] == {"prompt": "c"}  # a question alone
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: expected the keys Frage \(for prompt\).* found Antwort"):
         next(rows)
 
 

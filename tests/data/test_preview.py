@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     turns = [
         {"from": "human", "value": "<image>\nWhat?"},
         {"from": "gpt", "value": "A\nsquare."},
-        {"from": "human", "value": "Thanks"},
+        {"from": "human", "value": " "},
     ]
     lines = [{"id": "b0", "conversations": turns, "image": PNG}, {"id": "b1", "text": "x"}]
     Path("raw/b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines) + "\n")  # a blank line is no row
@@ -60,11 +60,9 @@ def test_the_page_shows_the_first_rows_of_each_file(home: Path, capsys: pytest.C
     assert re.search(
         r"a\.csv\n  row 0: prompt_answer, clean, to \w+\n      user: q0\n      assistant: yes\n  row 1", text
     )
-    assert "repaired:closing_question, to" in text and "1 image(s)" in text and "assistant: A ⏎ square." in text
+    assert "repaired:blank_question, to" in text and "1 image(s)" in text and "assistant: A ⏎ square." in text
     assert "  row 1: unknown, dropped:unknown_format\n      found: id, text: " in text and "docs/data.md" in text
-    assert (
-        "6 rows read, the first 2 of each file: 4 clean, 1 dropped:unknown_format, 1 repaired:closing_question" in text
-    )
+    assert "6 rows read, the first 2 of each file: 4 clean, 1 dropped:unknown_format, 1 repaired:blank_question" in text
 
 
 def test_another_path_and_no_row_that_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +85,9 @@ SCHEMA = "not of the schema data/tables/weather.yaml, set fix_data.tables to nul
         ("toon", {"prompt": "q", "answer": "Sunny."}, f"; if the answers are {TEXT}; if they are {SCHEMA}"),
         ("toon", {"prompt": "q", "answer": CUT_TABLE}, f"; if the answers are {SCHEMA}; if they are {TEXT}"),
         ("json", {"prompt": "q", "answer": "Sunny."}, "; if the answers are no JSON, set fix_data.answers: text (docs/data.md)"),
-        ("toon", {"prompt": "q", "answer": None}, ""),
+        ("toon", {"prompt": "q", "answer": 5}, ""),
         ("toon", {"text": "Sunny."}, "; fix_data.columns names the columns of another format"),
-        ("toon", {"prompt": "q", "answer": ""}, ""),
+        ("toon", {"prompt": "", "answer": "a"}, ""),
     ],
 )  # fmt: skip
 def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(

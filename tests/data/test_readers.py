@@ -129,7 +129,7 @@ def test_a_folder_is_its_files_by_name_the_given_one_first(tmp_path: Path) -> No
     assert [s for s, _, _ in rows_of(tmp_path, "deep/a.jsonl")] == ["deep/a.jsonl", "b.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["rows.txt", "rows.parquet.gz", "rows", "rows.hub.yaml.gz"])
+@pytest.mark.parametrize("name", ["rows.md", "rows.parquet.gz", "rows", "rows.hub.yaml.gz"])
 def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"expected JSONL, .* or a folder of those, found"):
@@ -280,8 +280,8 @@ def test_a_missing_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("{dataset: a/b, name: null, split: train, revision: 8049631}", "revision: expected text, found 8049631"),
         ("{dataset: a/b, name: null, split: train, revision: null, rows: 0}", "rows: expected a number of rows from 1"),
         (
-            "{dataset: a/b, name: null, split: train, revision: null, columns: {prompt: q}}",
-            "columns: names columns for prompt",
+            "{dataset: a/b, name: null, split: train, revision: null, columns: {answer: q}}",
+            "columns: names columns for answer",
         ),
         (
             "{dataset: a/b, name: null, split: train, revision: null, columns: {ask: q}}",

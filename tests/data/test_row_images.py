@@ -1,11 +1,12 @@
 """Images of a row: by path, as bytes and as data: URLs, and a row for each reason to drop one by its images."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.data import chat_formats, row_images
+from stages.data import chat_formats, images, row_images
 from stages.data.dropped_row import DroppedRowError
 from tests.data.test_chat_formats import PLAIN, SAY, read, save_file_only
 from tests.data.test_images import png_of
@@ -25,7 +26,7 @@ def test_images_by_path(tmp_path: Path) -> None:
         found = read({"conversations": [human, PLAIN[1] | {"from": "gpt", "value": SAY}], **image}, str(tmp_path))
         assert found.images == kept and found.messages[0]["content"] == human["value"]
     part = [{"type": "image_url", "image_url": {"url": f"file://{path}"}}, {"type": "text", "text": "What?"}]
-    found = read({"messages": [{"role": "user", "content": part}, PLAIN[1]]}, None)
+    found = read({"messages": [{"role": "user", "content": part}, PLAIN[1]]}, str(tmp_path))
     assert found.images == kept and found.messages[0]["content"] == "<image>What?"
 
 
@@ -133,8 +134,45 @@ def test_images_are_in_the_order_of_their_places() -> None:
     row = {"messages": turns, "images": [str(Path(__file__)), "/b.png", "/c.png"]}
     turns[0]["content"] = [given | {"image": str(Path(__file__))}]
     with pytest.raises(DroppedRowError, match="image_missing") as dropped:
-        read(row)
+        read(row, str(Path(__file__).parent))
     assert dropped.value.found == "image 3 of 5, '/b.png', is no file here"
+
+
+@pytest.mark.parametrize(
+    "given", ["{secret}", "file://{secret}", "../secret.png", "link.png", "folder/secret.png", "/proc/self/environ"]
+)
+def test_a_row_copies_no_other_file_of_its_reader(tmp_path: Path, given: str) -> None:
+    """Bug: a row's `image` copied any readable file of the owner into the run, and `dvc push` shared it."""
+    secret, data = tmp_path / "secret.png", tmp_path / "data"
+    secret.write_bytes(png_of(3, 2))
+    data.mkdir()
+    (data / "link.png").symlink_to(secret)
+    (data / "folder").symlink_to(tmp_path)
+    row = {"messages": [{**PLAIN[0], "content": "<image>?"}, PLAIN[1]], "image": given.format(secret=secret)}
+    with pytest.raises(DroppedRowError, match="image_outside") as dropped:
+        read(row, str(data))
+    assert "image_folders" in dropped.value.expected
+    if "proc" not in given:
+        found = chat_formats.parse_conversation(row, "messages", str(data), save_file_only, image_roots=[tmp_path])
+        assert found.images is not None  # its folder is named in params.yaml
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "text"])
+def test_only_a_plain_file_that_decodes_is_copied(tmp_path: Path, kind: str) -> None:
+    """Bug: a pipe was waited for, a device read without end, and a text under the name of an image was copied."""
+    path = tmp_path / "sky.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "text":
+        path.write_text("password: secret")
+    row = {
+        "messages": [{**PLAIN[0], "content": "<image>?"}, PLAIN[1]],
+        "image": "/dev/zero" if kind == "device" else "sky.png",
+    }
+    roots, save = [Path("/dev")], lambda data, extension: images.save_image(data, tmp_path, extension)
+    with pytest.raises(DroppedRowError, match="image_bytes" if kind == "text" else "image_missing") as dropped:
+        chat_formats.parse_conversation(row, "messages", str(tmp_path), save, image_roots=roots)
+    assert "70 61" not in str(dropped.value.found)  # nothing of a file's content is shown
 
 
 def test_a_mark_in_a_text_without_a_key_for_images_is_a_text() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from stages import fix_data
 from stages.data import readers
-from tests.data.test_images import png_of
+from tests.data.test_images import encode_image, png_of
 from tests.fix_data.raw_rows import (
     RAW,
     outcome,
@@ -22,7 +22,7 @@ from tests.fix_data.raw_rows import (
 
 
 def test_tools_reasoning_and_images_are_kept_with_the_messages(home: Path) -> None:
-    Path("data/raw/sky.png").touch()
+    Path("data/raw/sky.png").write_bytes(png(0))
     special = {
         "id": "special", "tools": [{"name": "f"}], "images": ["sky.png"],
         "messages": [
@@ -37,7 +37,7 @@ def test_tools_reasoning_and_images_are_kept_with_the_messages(home: Path) -> No
     train, evaluation, _ = outcome()
     (found,) = pl.concat([train, evaluation]).filter(pl.col("id") == "special").to_dicts()
     assert (
-        found["images"] == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]
+        found["images"] == [f"data/fixed/images/{hashlib.sha256(png(0)).hexdigest()}.png"]
         and found["tools"] == '[{"name": "f"}]'
     )
     assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
@@ -46,8 +46,8 @@ def test_tools_reasoning_and_images_are_kept_with_the_messages(home: Path) -> No
 
 
 def png(n: int) -> bytes:
-    """Return the magic bytes of a PNG and a distinct tail; it is not decoded."""
-    return b"\x89PNG\r\n\x1a\n" + bytes([n]) * (n + 1)
+    """Return a PNG of a colour of its own."""
+    return encode_image("PNG", n)
 
 
 def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(readers, "CHUNK_ROWS", 16)  # several processes
     folder = Path("data/seen")
     folder.mkdir()
-    (folder / "own.png").touch()
+    (folder / "own.png").write_bytes(png(200))
     struct = [
         {
             "id": f"p{n}",
@@ -67,7 +67,8 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
     ]
     struct[7]["image"] = {"bytes": b"BM and more", "path": "own.png"}
     struct[8]["image"] = {"bytes": None, "path": "own.png"}
-    struct[9]["answer"] = " "  # dropped, so its image is no file: row 8, with the same image, has another
+    struct[9]["prompt"] = " "  # dropped, so its image is no file: row 8, with the same image, has another
+    struct[9]["image"] = None
     pl.DataFrame(struct).write_parquet(folder / "a.parquet")
 
     def url(n: int) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
         (s, r): i for t in (train, evaluation) for s, r, i in t.select("source", "source_row", "images").iter_rows()
     }
     own = kept.pop(("a.parquet", 8))
-    assert own == [f"data/fixed/images/{hashlib.sha256().hexdigest()}.png"]  # of an empty file
+    assert own == [f"data/fixed/images/{hashlib.sha256(png(200)).hexdigest()}.png"]
     for (source, source_row), images in kept.items():
         expected = [png(source_row // 2)] if source == "a.parquet" else [png(20 + source_row), png(100)]
         assert [Path(image).read_bytes() for image in images] == expected
@@ -107,7 +108,7 @@ def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path
     folder.mkdir()
     (folder / "own.png").write_bytes(png_of(13000, 13000))
     rows = [
-        {"prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": {"bytes": png_of(9, n + 1), "path": None}}
+        {"prompt": f"<image>Picture {n}?", "answer": "Rain.", "image": {"bytes": png(n + 1), "path": None}}
         for n in range(30)
     ]
     rows[4]["image"] = {"bytes": png_of(8193, 8192), "path": None}
@@ -117,7 +118,7 @@ def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path
     _, _, report = outcome()
     assert report["dropped_reasons"] == {"image_too_large": 2} and report["rows_out"] == 28
     assert report["pictures_written"] == 28
-    rows[4]["image"] = {"bytes": png_of(9, 40), "path": None}
+    rows[4]["image"] = {"bytes": png(40), "path": None}
     pl.DataFrame(rows).write_parquet(folder / "a.parquet")
     set_lines(max_dropped_share="0.01")
     found = "image 1 of 1, 'data/seen/own.png', has more than 67,108,864 pixels, expected a smaller one"
@@ -133,7 +134,7 @@ def test_another_image_under_the_same_name_changes_the_rows(home: Path) -> None:
     (folder / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     set_lines(raw="data/seen")
     found = []
-    for data in (png(1), png(2), b"BM and more"):
+    for data in (png(1), png(2), encode_image("BMP")):
         (folder / "sky.png").write_bytes(data)
         tables = outcome()[:2]
         (image,) = {image for table in tables for images in table["images"] for image in images}

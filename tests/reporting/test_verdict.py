@@ -11,6 +11,7 @@ from stages.reporting.methods import MethodRow
 from stages.reporting.timing_noise import TimingRemark
 from stages.reporting.verdict import Verdict
 from stages.results.prediction import LaunchAdvice, PredictedSpeedup
+from stages.results.replay_records import ReplayedTree
 from stages.results.served_table import ServedRow
 from stages.results.torch_records import TorchCell
 from tests.torch_cells import timed_cell
@@ -26,7 +27,7 @@ def predict(speedup: float, low: float | None, high: float | None, **changes: An
 
 
 def advise(row: PredictedSpeedup, engine: str = "sglang") -> LaunchAdvice:
-    more = {"engine": engine, "timed_on": row.engine, "enable": row.is_faster, "flags": []}
+    more = {"engine": engine, "enable": row.is_faster, "flags": []}
     return LaunchAdvice.model_validate(row.model_dump() | more)
 
 
@@ -47,11 +48,21 @@ def give(
     remarks: list[TimingRemark] | None = None,
     launch: list[LaunchAdvice] | None = None,
     families: Families | None = None,
+    replays: dict[str, list[ReplayedTree]] | None = None,
 ) -> Verdict:
     rows = predicted or []
-    launch = list(map(advise, rows)) if launch is None else launch
+    launch = [advise(row) for row in rows if row.engine != "torch"] if launch is None else launch
     given = launch, rows, cells or [], served or [], methods or [], remarks or []
-    return verdict.build_verdict(*given, ["eval"], {}, families or {})
+    return verdict.build_verdict(*given, ["eval"], replays or {}, families or {})
+
+
+def replayed_chain(first: float) -> ReplayedTree:
+    values: dict[str, Any] = {
+        "checkpoint": "e009", "num_steps": 3, "topk": 1, "num_draft_tokens": 4, "tau": 1.2, "tau_low": 1.1, "tau_high": 1.3,
+        "accept_rate": 0.1, "cycles": 10, "accepted": 2, "mean_depth": 1.0, "acceptance": f"{first} 0.1 0.1",
+        "tau_oracle": 2.0, "tau_adaptive": 2.0, "temperature": 0.0, "top_p": None,
+    }  # fmt: skip
+    return ReplayedTree.model_validate(values)
 
 
 def test_a_prediction_and_a_measurement_that_agree_are_one_line() -> None:
@@ -75,15 +86,6 @@ def test_a_tree_that_was_measured_as_no_faster_is_not_launched_on_its_prediction
         "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80) at concurrency 1; t6_4_32 with e009 is predicted 1.60x "
         "(1.20 to 2.10), but measured 1.00x (0.80 to 1.30)"
     )
-
-
-def test_advice_for_an_engine_of_chains_alone_hides_no_faster_tree() -> None:
-    """Bug: with costs of SGLang's own, the torch engine's fastest tree gave way to vLLM's chain, and it was not to speculate."""
-    chain, tree = predict(0.9, 0.85, 0.95, topk=1, num_draft_tokens=7), predict(1.2, 1.1, 1.3)
-    found = give([chain, tree], launch=[advise(chain, "vllm")])
-    assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.20x (1.10 to 1.30)")
-    found = give([chain, predict(1.2, 0.9, 1.6)], launch=[advise(chain, "vllm")])
-    assert not found.headline.startswith("Launch t6_4_32")
 
 
 def test_what_was_not_measured_says_so() -> None:
@@ -263,10 +265,22 @@ def test_predictions_hold_for_replayed_prompts_only() -> None:
     ]
 
 
-def test_an_engine_that_cannot_run_the_fastest_tree_has_its_own() -> None:
-    fast, chain = predict(1.6, 1.2, 2.1), predict(1.3, 1.1, 1.5, topk=1, num_draft_tokens=7)
-    found = give([fast, chain], launch=[advise(fast), advise(chain, "vllm")])
-    assert found.details == ("On vllm: t6_1_7 with e009, predicted 1.30x (1.10 to 1.50) at concurrency 1",)
+def test_a_tree_that_a_server_cannot_run_gives_way_to_one_that_it_can() -> None:
+    own = {"engine": "vllm", "workload": "code", "max_new_tokens": 200}
+    fast, chain = predict(1.6, 1.2, 2.1, **own), predict(1.3, 1.1, 1.5, topk=1, num_draft_tokens=7, **own)
+    assert give([fast, chain], launch=[advise(chain, "vllm")]).headline.startswith("Launch t6_1_7 with e009")
+
+
+def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless() -> None:
+    """Bug: "Do not speculate" of a draft of which 17% of the first drafts were right; it needed training."""
+    row = replayed_chain(0.17)
+    lost = [timed_cell("t3_1_4", 0.7, 0.6, 0.8)]
+    found = give(cells=lost, replays={"e009": [row], "e003": [replayed_chain(0.1)]})
+    assert found.headline.startswith("e009 is undertrained: 17% of its first drafts are right")
+    assert found.details[0].startswith("Do not speculate")
+    assert give(cells=lost, replays={"e009": [replayed_chain(0.62)]}).headline.startswith("Do not speculate")
+    fast = [timed_cell("t3_1_4", 1.7, 1.6, 1.8)]
+    assert give(cells=fast, replays={"e009": [row]}).headline.startswith("Launch")
 
 
 def test_many_loads_are_counted() -> None:
@@ -344,12 +358,11 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     rows = [predict(2.5, 2.2, 2.8, **wide), predict(1.3, 1.1, 1.5)]
     found = give(rows, launch=[], families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.details == ()
-    launch = [advise(rows[1])]
     cells = [
         timed_cell("t4_2_9", 2.6, 2.3, 2.9, checkpoint="b003"), timed_cell("t3_1_4", 2.0, 1.9, 2.1, checkpoint="b003"),
         timed_cell("t6_4_32", 1.2, 1.1, 1.3),
     ]  # fmt: skip
-    found = give(rows, cells, launch=launch, families=BLOCKS)
+    found = give(rows, cells, families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: predicted 1.30x") and found.checkpoint == "e009"
     why = "since no serving engine runs this tree with this draft"
     assert found.details == (f"Faster in the torch engine, {why}: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",)

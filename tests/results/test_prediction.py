@@ -53,7 +53,8 @@ def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and
     (one_repeat,) = prediction.predict_speedups(costs.made_up(**once), "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
     for row in (one_conversation, one_repeat):
         assert (row.low, row.high) == (None, None) and row.speedup > 1
-        assert not any(found.enable for found in prediction.choose_launches([row], chains_on_vllm))
+        own = row.model_copy(update={"engine": "sglang"})
+        assert [found.enable for found in prediction.choose_launches([own], chains_on_vllm)] == [False]
 
 
 def test_nothing_is_extrapolated() -> None:
@@ -100,7 +101,7 @@ def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
 
 def guess(name: str, speedup: float, low: float | None, **keys: object) -> PredictedSpeedup:
     tree = TreeShape.parse(name)
-    row = {"engine": "torch", "workload": None, "max_new_tokens": None, "checkpoint": "e009", "concurrency": 1}
+    row = {"engine": "sglang", "workload": None, "max_new_tokens": None, "checkpoint": "e009", "concurrency": 1}
     shape = {
         "num_steps": tree.num_steps,
         "topk": tree.topk,
@@ -116,7 +117,8 @@ def chains_on_vllm(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
 
 
 def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
-    rows = [guess("t5_3_12", 1.9, 1.7), guess("t3_1_4", 1.4, 1.2), guess("t2_1_3", 1.3, 1.1)]
+    trees = ("t5_3_12", 1.9, 1.7), ("t3_1_4", 1.4, 1.2), ("t2_1_3", 1.3, 1.1)
+    rows = [guess(*tree, engine=engine) for engine in ("sglang", "vllm") for tree in trees]
     sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
     assert (sglang["engine"], sglang["num_steps"], sglang["topk"], sglang["flags"]) == (
         "sglang",
@@ -126,7 +128,11 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     )
     assert (vllm["engine"], vllm["num_steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
     assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
-    assert sglang["timed_on"] == vllm["timed_on"] == "torch"
+
+
+def test_nothing_is_advised_by_the_costs_of_another_engine() -> None:
+    """Bug: on a laptop the torch engine's costs on a CPU advised vLLM: "t3_1_4, predicted 1.46x"."""
+    assert prediction.choose_launches([guess("t3_1_4", 1.46, 1.3, engine="torch")], chains_on_vllm) == []
 
 
 def test_speculation_is_enabled_only_where_the_whole_interval_is_above_1() -> None:
@@ -135,27 +141,27 @@ def test_speculation_is_enabled_only_where_the_whole_interval_is_above_1() -> No
         assert first["enable"] is enable and bool(first["flags"]) is enable
 
 
-def test_each_concurrency_has_its_own_line_by_the_engines_own_costs_where_there_are_some() -> None:
+def test_each_concurrency_has_its_own_line_by_the_engines_own_costs() -> None:
     own = {"engine": "sglang", "workload": "chat", "max_new_tokens": 128}
     rows = [
-        guess("t5_3_12", 1.9, 1.7),
+        guess("t5_3_12", 1.9, 1.7, engine="torch"),
         guess("t8_2_16", 1.6, 1.5, **own),
         guess("t3_1_4", 1.4, 1.3, **own),
         guess("t8_2_16", 0.7, 0.6, concurrency=64, **own),
         guess("t3_1_4", 0.9, 0.8, concurrency=64, **own),
     ]
     found = prediction.choose_launches(rows, chains_on_vllm)
-    choices = [(r["engine"], r["timed_on"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
+    choices = [(r["engine"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
     assert choices == [
-        ("sglang", "sglang", 1, 8, True),
-        ("sglang", "sglang", 64, 3, False),
-    ]  # torch's trees can't run on vLLM
+        ("sglang", 1, 8, True),
+        ("sglang", 64, 3, False),
+    ]
 
 
 def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = prediction.predict_speedups(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
-    launch = prediction.choose_launches(rows, chains_on_vllm)
+    launch = prediction.choose_launches([row.model_copy(update={"engine": "sglang"}) for row in rows], chains_on_vllm)
     PredictedSpeedup.write_table(rows)
     prediction.write_launch(launch, [costs.made_up()])
     with PredictedSpeedup.TABLE.open(newline="") as lines:

@@ -1,0 +1,161 @@
+"""Questions without answers, and logs as servers and gateways write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.data import chat_formats, column_names, readers, request_logs
+from stages.data.dropped_row import DroppedRowError
+
+ASK = {"role": "user", "content": "Name a river."}
+ANSWER = {"role": "assistant", "content": "Nile."}
+CHOICES = {
+    "id": "r1",
+    "choices": [{"index": 0, "message": ANSWER, "finish_reason": "stop"}],
+    "usage": {"total_tokens": 9},
+}
+BODY = {"model": "m", "messages": [ASK]}
+
+
+def read(row: dict[str, Any]) -> list[dict[str, str]]:
+    row = request_logs.unwrap_log(row)
+    return chat_formats.parse_conversation(row, str(chat_formats.detect_format(row)), None).messages
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"request": BODY, "response": CHOICES},
+        {"request": json.dumps(BODY), "response": json.dumps(CHOICES)},
+        {"messages": [ASK], "response": CHOICES, "model": "m"},  # LiteLLM
+        {"messages": [ASK], "response": json.dumps(CHOICES)},
+        {"input": BODY, "output": ANSWER, "type": "GENERATION"},  # Langfuse
+        {"input": [ASK], "output": "Nile."},
+        {"input": {"messages": [ASK]}, "output": CHOICES},
+        {
+            "request": {"input": "Name a river."},
+            "response": {"output": [{"type": "reasoning"}, {**ANSWER, "type": "message"}]},
+        },
+        {"custom_id": "a", "request": BODY, "response": {"status_code": 200, "body": CHOICES}, "error": None},
+        {"prompt": [ASK], "completion": [ANSWER]},
+        {"prompt": "Name a river.", "response": CHOICES},
+    ],
+)
+def test_a_log_is_a_conversation(row: dict[str, Any]) -> None:
+    """Bug: pairs of request and response, and what gateways log of them, were rows of an unknown format."""
+    assert read(row) == [ASK, ANSWER]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Name a river."},
+        {"question": "Name a river.", "answer": None},
+        {"instruction": "Name a river.", "output": ""},
+        {"messages": [ASK]},
+        {"messages": [ASK, {"role": "assistant", "content": None}]},
+        {"messages": [ASK, {"role": "assistant", "content": " "}]},
+        {"conversations": [{"from": "human", "value": "Name a river."}]},
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": BODY},
+        {"request": BODY, "response": {"error": {"message": "overloaded"}}},
+        {"messages": [ASK], "response": None},
+    ],
+)
+def test_a_question_without_an_answer_is_kept(row: dict[str, Any]) -> None:
+    """Bug: such rows were refused ("an answer is what a draft learns"), though the target writes every answer anyway."""
+    assert read(row) == [ASK]
+
+
+def test_the_rest_of_a_question_is_asked_or_refused() -> None:
+    """Bug: Dolly's `context` was left out, and Alpaca's `input` where it was no text: the question could not be answered."""
+    assert read({"instruction": "Who?", "context": "Ann did.", "response": "Ann."})[0]["content"] == "Who?\n\nAnn did."
+    with pytest.raises(DroppedRowError, match="not_text") as dropped:
+        read({"instruction": "Add up.", "input": [1, 2], "output": "3"})
+    assert "input, beside instruction, is a list" in str(dropped.value.found)
+
+
+def test_unread_keys_of_rows_and_turns_are_named() -> None:
+    row = {
+        "messages": [ASK | {"name": "Bob", "weight": 1}, ANSWER | {"weight": 0}, ASK],
+        "category": "x",
+        "empty": [],
+        "id": 1,
+    }
+    assert chat_formats.list_unread_keys(row, "messages") == {"category", "name of a turn"}
+    row = {"prompt": "a", "query": "b", "answer": "c", "context": "d", "label": 3}
+    assert chat_formats.list_unread_keys(row, "prompt_answer") == {"query", "label"}
+
+
+@pytest.mark.parametrize(("flag", "trained"), [({"weight": 0}, False), ({"train": False}, False), ({"loss": 1}, True)])
+def test_an_answer_that_is_not_to_be_learned_is_marked(flag: dict[str, Any], trained: bool) -> None:
+    """Bug: weight, train and loss of a message were ignored, so a draft learned what the data says it must not."""
+    row = {"messages": [ASK, ANSWER | flag, ASK, ANSWER]}
+    found = chat_formats.parse_conversation(row, "messages", None).trained
+    assert found == (None if trained else [True, False, True, True])
+    with pytest.raises(DroppedRowError, match="unknown_weight"):
+        chat_formats.parse_conversation({"messages": [ASK, ANSWER | {"weight": 0.5}]}, "messages", None)
+
+
+def test_a_result_that_names_no_call_is_dropped() -> None:
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}],
+    }
+    for name, keeps in (("c1", True), ("c2", False)):
+        row = {"messages": [ASK, call, {"role": "tool", "tool_call_id": name, "content": ""}, ANSWER]}
+        if keeps:
+            assert (
+                chat_formats.parse_conversation(row, "messages", None).messages[2]["content"] == ""
+            )  # an empty result is one
+        else:
+            with pytest.raises(DroppedRowError, match="unknown_tool_call"):
+                chat_formats.parse_conversation(row, "messages", None)
+
+
+def test_an_empty_system_message_is_kept() -> None:
+    """Bug: the row was dropped as empty_turn, though an empty system message is not none: templates have a default."""
+    assert read({"messages": [{"role": "system", "content": ""}, ASK, ANSWER]})[0] == {"role": "system", "content": ""}
+
+
+def test_columns_take_nested_paths() -> None:
+    row = {"request": {"messages": [ASK]}, "response": json.dumps(CHOICES), "a.b": "plain"}
+    columns = {"messages": "request.messages", "answer": "response.choices.0.message", "id": "a.b"}
+    named = column_names.select_columns(row, columns, "logs.jsonl, line 1")
+    assert read(named) == [ASK, ANSWER] and named["id"] == "plain"
+    with pytest.raises(ValueError, match=r"request\.turns .*\(for messages\)"):
+        column_names.select_columns(row, {"messages": "request.turns"}, "logs.jsonl, line 1")
+
+
+def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:
+    ids = ["a", "b", "c"]
+    inputs = [{"custom_id": i, "method": "POST", "body": {"messages": [ASK | {"content": i}]}} for i in ids]
+    outputs = [{"id": "x", "custom_id": i, "response": {"status_code": 200, "body": CHOICES}} for i in ("c", "a")]
+    for name, rows in (("in.jsonl", inputs), ("out.jsonl", outputs)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, dropped = {}, []
+    for chunk in readers.read_all_chunks(tmp_path, None, {}):
+        for _, row in readers.parse_chunk(chunk):
+            assert row is not None
+            try:
+                messages = read(row)
+            except DroppedRowError as error:
+                dropped.append(str(error))
+                continue
+            found[messages[0]["content"]] = len(messages)
+    assert found == {"b": 1, "c": 2, "a": 2} and dropped == ["answered_in_batch_output"] * 2
+    with pytest.raises(DroppedRowError, match="answer_without_question"):
+        read(outputs[0])
+
+
+def test_a_text_file_has_a_question_a_line_and_is_no_data_beside_data(tmp_path: Path) -> None:
+    (tmp_path / "questions.txt").write_text("Name a river.\n\nName a lake.\n")
+    (chunk,) = readers.read_all_chunks(tmp_path, None, {})
+    assert [(n, row) for n, row in readers.parse_chunk(chunk)] == [
+        (0, {"prompt": "Name a river."}),
+        (2, {"prompt": "Name a lake."}),
+    ]
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
+    assert [file.name for file in readers.list_files(tmp_path)] == ["data.jsonl"]
