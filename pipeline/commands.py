@@ -72,6 +72,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         yield from _read_results()
         return
     from pipeline import dvc_graph, processes, workspaces  # 0.2 s
+    from stages.params import checks
     from stages.params.cell_trees import describe_left_out
 
     params = check_run_params()
@@ -80,6 +81,7 @@ def run_graph(verbose: bool = False) -> Iterator[str]:
         stages = dvc_graph.list_stages()
         if reasons:
             yield from describe_left_out(params.list_left_out_trees())
+            yield from (f"note: {line}" for line in [*checks.list_remarks(params), *_warn_of_disk(params)])
         yield from _describe_stale(reasons, stages)
         if reasons:
             with processes.guard_run(held_files), processes.preload_stages(len(reasons)):
@@ -166,8 +168,6 @@ def check_run_params() -> "Params":
     checks.check_params(params)
     target_checks.check_target_config(params)
     target_checks.check_mask_tokens(params)
-    for line in [*checks.list_remarks(params), *_warn_of_disk(params)]:
-        print(f"note: {line}")
     freshness.write_known(VALID_PARAMS_FILE, {"look": digest})
     return params
 

@@ -199,7 +199,7 @@ def _check_threshold(
         if measurement.coverage < LEAST_COVERAGE and name == ROOT_CHECKPOINT:
             advice = (
                 f"The draft vocabulary covers {measurement.coverage:.0%} of the row, and no other token can be drafted: raise "
-                f"init_draft.draft_vocab_size, which is {params.init_draft.draft_vocab_size}"
+                "init_draft.draft_vocab_size"
             )
         elif perfect_tau < LEAST_TELLING_TAU and measurement.engine_tau is not None:
             advice = (

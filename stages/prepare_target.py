@@ -48,12 +48,13 @@ def main() -> None:
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
         target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
-        tokenizer = _load_checked_tokenizer(p, target, folder)
+        tokenizer = _load_tokenizer(p, target, folder)
         target = replace(target, template=chat_template.probe_template(tokenizer))
+        supported_targets.check_chat_template(p, tokenizer, target)
         mask_tokens = named_mask_tokens.check_mask_tokens(p, tokenizer, target)
         if not target.model.startswith("builtin/"):
             weights = manifest.resolve_weights_folder(target, folder)
-            checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code)
+            checkpoint_check.check_checkpoint(target.model, weights, p.target.trust_remote_code, target.lm_head_key)
         target = replace(target, logits_scale=_measure_logits_scale(p, target, folder))
         manifest.write_manifest(folder, target)
     print(*mask_tokens, sep="\n", end="\n" if mask_tokens else "")
@@ -164,25 +165,13 @@ def describe_target(
     )
 
 
-def _load_checked_tokenizer(p: schema.Params, target: TargetManifest, folder: Path) -> Any:
-    """Return the target's tokenizer.
-
-    Raises ValueError for one without a chat template that works, or none at all: sampling would fail on it, much later.
-    """
-    source, key = manifest.resolve_weights_folder(target, folder), f"params.yaml: target.model {target.model}"
+def _load_tokenizer(p: schema.Params, target: TargetManifest, folder: Path) -> Any:
+    """Return the target's tokenizer. Raises ValueError for one without a chat template, or none at all."""
+    source = manifest.resolve_weights_folder(target, folder)
     target_files.check_tokenizer_files(target.model, source)
     tokenizer = chat_template.load_tokenizer(source, p.target.trust_remote_code, target.chat_template)
     if not tokenizer.chat_template:
         raise ValueError(target_files.describe_missing_template(target.model))
-    try:
-        ids = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
-    except chat_template.TemplateRefusalError as error:
-        raise ValueError(f"{key}: a question can't be rendered: {error}") from None
-    if hidden := [kind for kind in chat_template.probe_template(tokenizer).hides if kind in ("questions", "answers")]:
-        raise ValueError(f"{key}: {chat_template.describe_hidden(hidden)}")
-    if unknown := chat_template.explain_unknown_token(tokenizer, ids, target.vocab_size):
-        raise ValueError(f"{key}: its chat template: {unknown}")
-    chat_template.check_thinking(tokenizer, p.sample_target.thinking)
     return tokenizer
 
 

@@ -94,7 +94,7 @@ def test_what_is_not_one_positive_factor_is_none(tmp_path: Path, change: str) ->
     model = build("llama")
     model.save_pretrained(tmp_path)
     block = head_check.load_first_block(str(tmp_path), False)
-    factors = {"negative": torch.tensor(-1.0), "by token": torch.linspace(1, 1.01, 61)}
+    factors = {"negative": torch.tensor(-1.0), "by token": torch.linspace(1, 1.01, 301)}
     factors["by position"] = torch.linspace(1, 1.01, head_check.TOKENS)[:, None]
     block.lm_head.register_forward_hook(lambda _module, _args, logits: logits * factors[change])
     tables = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -133,8 +133,8 @@ def test_the_torch_engine_draws_what_transformers_draws(
     """Bug: it drew by logits without the factor, and such workloads were refused."""
     folder = prepare(tmp_path, monkeypatch, name)
     draft = Eagle3Draft(DraftConfig(
-        hidden_size=32, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=61,
-        draft_vocab_size=61, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
+        hidden_size=32, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=301,
+        draft_vocab_size=301, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
     ))  # fmt: skip
     scatter(draft, 0.3, 2)
     loaded = LoadedDraft(draft.requires_grad_(False), [1, 3, 5], {})

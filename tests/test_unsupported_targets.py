@@ -127,7 +127,7 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
     def load(*given: Any) -> PreTrainedModel:
         block = find(*given)
-        block.lm_head.bias = torch.nn.Parameter(torch.full((61,), 0.01))  # moves no argmax
+        block.lm_head.bias = torch.nn.Parameter(torch.full((301,), 0.01))  # moves no argmax
         block.lm_head.bias.data[3] = -9.0
         return block
 

@@ -6,13 +6,15 @@ on this machine. Neither reads weights nor downloads anything. A module of its o
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
 from stages.draft import rotary
 from stages.params import checks, schema
 from stages.params.section import PARAMS_FILE
-from stages.target import config_facts, feature_layers, head_check, layer_state, loading
+from stages.target import chat_template, config_facts, feature_layers, head_check, layer_state, loading
+from stages.target.manifest import TargetManifest
 
 
 def check_target_config(params: schema.Params, config: PretrainedConfig) -> None:
@@ -41,6 +43,22 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
         rotary.check_rope(shapes["rope"], shapes["head_dim"])
     if (block := head_check.build_first_block(config)) is not None:
         loading.check_layers(block, model)
+
+
+def check_chat_template(params: schema.Params, tokenizer: Any, target: TargetManifest) -> None:
+    """Raise ValueError for a chat template that does not render a question, that needs a token which the target's embedding has
+    not, or that does not read sample_target.thinking: sampling would fail on it, or ask another question, much later.
+    """
+    key = f"{PARAMS_FILE}: target.model {target.model}"
+    try:
+        ids = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
+    except chat_template.TemplateRefusalError as error:
+        raise ValueError(f"{key}: a question can't be rendered: {error}") from None
+    if hidden := [kind for kind in target.template.hides if kind in ("questions", "answers")]:
+        raise ValueError(f"{key}: {chat_template.describe_hidden(hidden)}")
+    if unknown := chat_template.explain_unknown_token(tokenizer, ids, target.vocab_size):
+        raise ValueError(f"{key}: its chat template: {unknown}")
+    chat_template.check_thinking(tokenizer, params.sample_target.thinking)
 
 
 def resolve_feature_layers(model: str, layers: list[int] | None, num_layers: int) -> list[int]:

@@ -82,7 +82,7 @@ class FixData(Section):
     eval_rows: Count | None
     eval_share: Share
     eval_overlap: Literal["remove", "keep"]
-    image_folders: tuple[Text, ...] = ()  # beside the data's own folder, from which rows may name images
+    image_folders: list[Text] = Field(default_factory=list)  # recipes need not name it
 
     @model_validator(mode="after")
     def keys_agree(self) -> "FixData":

@@ -28,8 +28,8 @@ def open_user_folder(tmpdir: Path | None = None) -> Path:
                 folder.chmod(0o700)
             return folder
     raise ValueError(
-        f"{folder} belongs to another user or is no folder, expected a folder of your own for locks; remove what stands there, "
-        "or set TMPDIR to a folder of yours"
+        f"{folder} belongs to another user or is no folder, expected a folder of your own for locks; set TMPDIR to a "
+        "folder of yours"
     )
 
 

@@ -160,9 +160,9 @@ def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> st
 
 
 def list_rendered_tokens(tokenizer: Any) -> set[int]:
-    """Return the tokens of the known words of PROBES as the chat template renders them."""
+    """Return the tokens of the known words of PROBES as the chat template renders them; none without a template."""
     found: set[int] = set()
-    for kind, (messages, _) in PROBES.items():
+    for kind, (messages, _) in PROBES.items() if tokenizer.chat_template else ():
         tools = [_TOOL] if kind in ("tools", "tool calls", "tool results") else None
         for thinking in (None, True, False):
             with suppress(TemplateRefusalError):

@@ -21,10 +21,11 @@ from stages.target.loading import select_auto_class
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
 
 
-def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
+def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_key: str | None = None) -> None:
     """Raise ValueError naming the tensors that the target's files lack, that its class does not know, that have another shape,
     or that are not finite; and where its class can't be built at all, as without the library of its quantisation.
     """
+    target_files.list_weight_files(folder)
     key = f"params.yaml: target.model {model}"
     try:
         found = _load_names(folder, trust_remote_code)
@@ -47,7 +48,7 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool) -> None:
     if mismatched := sorted(found.get("mismatched_keys", ())):
         shapes = [f"{name} {tuple(given)} where its config says {tuple(wanted)}" for name, given, wanted in mismatched]
         problems.append(f"have {_name_some(shapes)}")
-    if unexpected := sorted(found.get("unexpected_keys", ())):
+    if unexpected := sorted({*found.get("unexpected_keys", ())} - {lm_head_key}):
         problems.append(f"have {_name_some(unexpected)}, which its class does not know")
     if errors := found.get("error_msgs"):
         problems.append(f"can't be converted: {errors[0]}")

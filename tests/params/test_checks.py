@@ -242,15 +242,15 @@ def test_a_name_of_columns_that_fits_no_file_is_refused_before_any_stage(columns
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
+    edit_params_text(("draft_vocab_size: null", "draft_vocab_size: 320"))
     p = schema.load_params()
-    assert p.init_draft.draft_vocab_size == 320
     checks.check_draft_vocab(p, 320)
     with pytest.raises(
         ValueError, match=r"^params\.yaml: init_draft\.draft_vocab_size is 320, but .* has 319 tokens; use at most 319"
     ):
         checks.check_draft_vocab(p, 319)
-    edit_params_text(("draft_vocab_size: 320", "draft_vocab_size: null"))
-    checks.check_draft_vocab(schema.load_params(), 1)
+    unset = p.init_draft.model_copy(update={"draft_vocab_size": None})
+    checks.check_draft_vocab(p.model_copy(update={"init_draft": unset}), 1)
 
 
 NOTHING = "data/nothing"

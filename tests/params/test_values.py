@@ -63,10 +63,17 @@ def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any
         ),
         ({"prompt": "q", "a.csv": {"prompt": "q", "answer": "a"}}, ": expected a map of columns, as"),
         ({"prompt": 5, "answer": "a"}, ".prompt: expected text, found 5"),
-        ({"prompt": "q"}, ": names columns for prompt, expected prompt and answer, or messages alone"),
+        (
+            {"answer": "a"},
+            ": names columns for answer, expected prompt (and answer, where the data has answers) or messages",
+        ),
+        (
+            {"messages": "m", "prompt": "q"},
+            ": names columns for messages and for prompt or input, expected one of the two",
+        ),
         ({"a.csv": {"prompt": "q", "answr": "a"}}, ".a.csv: has the key answr, expected some of prompt"),
         ({"a.csv": {"prompt": "q", "answer": 5}}, ".a.csv.answer: expected text, found 5"),
-        ({}, ": names columns for nothing, expected prompt and answer"),
+        ({}, ": names columns for nothing, expected prompt (and answer"),
     ],
 )
 def test_columns_are_one_map_or_one_for_each_file(columns: Any, line: str) -> None:

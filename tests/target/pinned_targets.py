@@ -22,7 +22,7 @@ def start_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 61, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 64,
+    "vocab_size": 301, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 64,
 }  # fmt: skip
 
 
