@@ -15,6 +15,8 @@ TORCH ?=
 UV ?= $(shell command -v uv)
 # A file for each choice: with another TORCH torch is installed anew, without one whatever is there stays.
 INSTALLED := $(VENV)/.installed$(TORCH:%=-torch-%)
+INSTALL := PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_RETRIES=10 PIP_RESUME_RETRIES=20 \
+  $(if $(UV),"$(UV)" pip install --python $(BIN)/python,$(BIN)/python -m pip install -q)
 SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
   "aerie: needs Python 3.11, 3.12 or 3.13; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12" % v)
 
@@ -69,15 +71,21 @@ clean: ## remove caches and byte code; .venv, .scratch (unfinished training) and
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info build
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
+# A package that a kill has cut in half has no INSTALLER file, and pip and uv would take it for installed.
 $(INSTALLED): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "aerie: $(PYTHON) not found; name another one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)'
-	@$(PYTHON) pipeline/install.py --torch "$(TORCH)" --uv "$(UV)" $(EXTRA:%=--extra %)
+	@echo "installing into $(VENV): up to 3 GB where your index has PyTorch with CUDA; 0.5 GB with TORCH=cpu"
+	@test -x $(BIN)/python || $(if $(UV),"$(UV)" venv -q --allow-existing --python $(PYTHON) $(VENV),$(PYTHON) -m venv $(VENV))
+	@for entry in $(VENV)/lib/python*/site-packages/*.dist-info; do test -e $$entry/INSTALLER || rm -rf $$entry; done
+	@$(INSTALL) $(if $(UV),,"pip>=25.2")
+	@$(if $(TORCH),$(INSTALL) $(if $(UV),--torch-backend $(TORCH),--index-url https://download.pytorch.org/whl/$(TORCH)) -c constraints.txt torch)
+	@$(INSTALL) -c constraints.txt -e ".$(EXTRA:%=[%])"
 	@rm -f $(VENV)/.installed-torch-*
 	@touch $(VENV)/.installed $@ $(EXTRA:%=$(VENV)/.installed-%)
 
 # In one go where nothing is installed: a second start of pip looks at every package again and builds this project again.
 $(VENV)/.installed-test: EXTRA := test
 $(VENV)/.installed-test: $(INSTALLED)
-	@[ -e $@ ] && [ ! $< -nt $@ ] || $(PYTHON) pipeline/install.py --uv "$(UV)" --extra test
+	@[ -e $@ ] && [ ! $< -nt $@ ] || $(INSTALL) -c constraints.txt -e ".[test]"
 	@touch $@

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome, list_error_lines
-from pipeline.stage_summaries import summarise_stage
 from stages.runtime.durations import format_duration
 
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed
 PROGRESS_INTERVAL_S = 30.0  # between lines on how far a stage is, where there is no terminal
+OF_DVC = re.compile(r"> |Running stage |Updating lock file |Generating lock file |Verifying |\d+%\|")
 REFRESH_PER_S = 1  # of the bar; it must cost a timed stage nothing
 
 
@@ -114,10 +114,10 @@ class RunDisplay:
         self._stage = None
 
     def _print_outcome(self, how: str) -> None:
-        """Print the line of a stage that went well, with what it made."""
-        begin = f"{self._stage:<{self._width}} {how:>12}   "
-        summary = summarise_stage(str(self._stage)).replace("\n", "\n" + " " * len(begin))
-        self._print(f"{begin}{summary}".rstrip())
+        """Print the line of a stage that went well, with the last line that it printed itself."""
+        own = [line for line in self._tail if not (OF_DVC.match(line) or NOTICE.match(line))]
+        words = own[-1].removeprefix(f"{self._stage}: ") if own and self._outcome == Outcome.RAN else ""
+        self._print(f"{self._stage:<{self._width}} {how:>12}   {words}".rstrip())
 
     def _open_log(self, stage: str) -> None:
         try:

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 from pipeline.dvc_output import list_error_lines
-from pipeline.stage_summaries import TARGET_FILE
 from stages.params import checks
 from stages.params.draft_sections import BlockSegment
 from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE
+
+TARGET_FILE = Path("artifacts/target/target.json")
 
 
 def check_mask_tokens(params: Params, file: Path = PARAMS_FILE) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline import stage_summaries
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
 from stages.data import conversations
 from stages.draft import block_initialisation, checkpoint, eagle3_checkpoint
@@ -176,13 +175,9 @@ def test_a_threshold_of_one_is_said_to_demand_nothing(
     output = capsys.readouterr().out
     assert "after 1 steps on one row 1.02 tokens per verify cycle of 4.80, 1.31 by the trainer's own" in output
     assert "1.00 required (check_overfit.min_tau is 1.0, so nothing is: " in output and "learned" not in output
-    summary = stage_summaries.summarise_stage("check_overfit@e000")
-    assert summary.startswith("tau 1.02 of 4.80 on one row after 1 steps; nothing required") and "min_tau" in summary
     edit_params(overfit_project, {"check_overfit": {"min_tau": 1.01}})
     check_overfit.main()
     assert "; 1.01 required\n" in capsys.readouterr().out
-    summary = stage_summaries.summarise_stage("check_overfit@e000")
-    assert summary == "tau 1.02 of 4.80 on one row after 1 steps, at least 1.01 required"
     edit_params(overfit_project, {"check_overfit": {"min_tau": 3.5}})  # for the other tests
 
 
@@ -335,16 +330,8 @@ def test_untrained_block_drafts_learn_a_row_that_the_engine_accepts(
         assert report["required_tau"] == pytest.approx(1 + 2.5 * (report["perfect_tau"] - 1) / STEPS, abs=1e-3), name
     passed = Path("results/overfit_pass.json").read_bytes()
     assert set(json.loads(passed)) == {"passed", "row", "draft"}
-    told = stage_summaries.summarise_stage("check_overfit@e000")
-    drafts = [line.partition(": ") for line in told.splitlines()]  # Bug: one line with the drafts' numbers in a row
-    assert [name for name, _, _ in drafts] == ["e000", "dflash", "dspark", "dflash2"]
-    assert all(
-        re.fullmatch(r"tau .* of .* on one row after \d+ steps, at least \d\.\d\d required", text)
-        for *_, text in drafts
-    )
-    assert drafts[1][2].startswith(f"tau {blocks['dflash']['tau']:.2f} of 4.00 on one row")
     output = capsys.readouterr().out
-    assert all(f"{name}: learns row " in output for name, _, _ in drafts)
+    assert all(f"{name}: learns row " in output for name in ("e000", *blocks))
     edit_params(
         with_blocks, {"train_draft": {"checkpoints": SEGMENTS | {"dspark": SEGMENTS["dspark"] | {"epochs": 9}}}}
     )

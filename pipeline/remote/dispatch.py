@@ -1,4 +1,4 @@
-"""Send stages to other hosts, the workers of a Prefect pool or a Ray cluster; watch them and collect their results.
+"""Send stages to other hosts, the workers of a Prefect pool; watch them and collect their results.
 
 A worker is `make worker` in a checkout of its own and runs pipeline/remote/prefect_worker.py. Files travel through the DVC
 remote (pipeline/remote/dvc_remote.py), so the hosts share that remote and the Prefect server, and nothing else.
@@ -54,15 +54,7 @@ def open_hosts(rules: Schedule, log: Callable[[str], object]) -> Iterator[Remote
         yield None
         return
     dvc_remote.check_remote()
-    if rules.runner == "workers":
-        yield PoolWorkers(log)
-        return
-    try:
-        from pipeline.remote.ray_cluster import RayCluster
-    except ModuleNotFoundError:
-        raise ValueError("schedule.runner is ray, and prefect-ray is not installed: pip install -e '.[ray]'") from None
-    with RayCluster(rules.ray_address) as cluster:
-        yield cluster
+    yield PoolWorkers(log)
 
 
 def run_remotely(

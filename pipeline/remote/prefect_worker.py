@@ -2,8 +2,6 @@
 
     make worker        # with PREFECT_API_URL of the server whose runs it helps
 
-Or on a node of a Ray cluster, where AERIE_CHECKOUT names this checkout.
-
 The files are those of the run that sent the stage, so this checkout's commit does not matter to results; its .dvc holds
 the remote's address and credentials.
 """
@@ -11,13 +9,11 @@ the remote's address and credentials.
 import contextlib
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from prefect import flow, get_client, get_run_logger, runtime, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow, get_client, get_run_logger, runtime
 from prefect.states import Completed, Failed, State
 
 from pipeline import dvc_graph, processes, resources, workspaces
@@ -39,19 +35,6 @@ def stage(order: dvc_remote.StageOrder) -> State[None]:
     end_with_parent()
     _tag_worker()
     return _run_order(order)
-
-
-@task(name="stage", cache_policy=NO_CACHE)
-def stage_on_ray(order: dvc_remote.StageOrder) -> State[None]:
-    """Run a stage of another host's run on a node of a Ray cluster."""
-    checkout = os.environ.get("AERIE_CHECKOUT", "")
-    if not Path(checkout, ".dvc").is_dir():
-        return Failed(
-            message=f"AERIE_CHECKOUT of this node is {checkout!r}, expected a checkout; set it before `ray start`"
-        )
-    get_run_logger().info(f"on {socket.gethostname()}, {checkout}")
-    with contextlib.chdir(checkout):
-        return _run_order(order)
 
 
 def _run_order(order: dvc_remote.StageOrder) -> State[None]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase, translate
 from typing import Any, get_args
 
 from pydantic import Tag
@@ -21,42 +20,6 @@ UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text", "one map", 
 
 PATTERNS_IN_WORDS = {r"^[^/]+$": "the file's name without its folder"}
 FEW_KEYS = 4  # of a workload; from so many on, missing ones share a line
-# Keys of earlier versions -> today's; * stands for a name that the user chose.
-OLD_KEYS = {
-    "fix_data.near_duplicate": "fix_data.near_duplicate_threshold",
-    "init_draft.window": "init_draft.sliding_window",
-    "replay_trees.semantics": "replay_trees.tree_scoring",
-    "replay_trees.steps": "replay_trees.num_steps",
-    "replay_trees.tokens": "replay_trees.num_draft_tokens",
-    "replay_trees.inside": "replay_trees.trace_trees",
-    "time_trees.steps": "time_trees.num_steps",
-    "time_trees.tokens": "time_trees.num_draft_tokens",
-    "benchmark.workloads.*.begin": "benchmark.workloads.*.start",
-    "benchmark.workloads.*.end": "benchmark.workloads.*.stop",
-    "benchmark.torch": "benchmark.torch_workloads",
-    "benchmark.semantics": "benchmark.tree_scoring",
-    "benchmark_methods.drafted": "benchmark_methods.with_draft",
-    "benchmark_methods.draftless": "benchmark_methods.without_draft",
-    "schedule.sent": "schedule.remote_stages",
-}
-_is_old_key = re.compile("|".join(map(translate, OLD_KEYS))).match  # any of them, at once
-
-
-def explain_old_keys(sections: dict[str, Any]) -> list[str]:
-    """Return a line with the new name for each key of `sections` that is named as in an earlier version."""
-    lines = []
-    for key in filter(_is_old_key, _list_keys(sections)):
-        new = next((new for old, new in OLD_KEYS.items() if fnmatchcase(key, old)), None)
-        if new is not None:
-            renamed = ".".join([*key.split(".")[:-1], new.rpartition(".")[2]])
-            lines.append(f"{key} is now {renamed}; rename the key")
-    return lines
-
-
-def _list_keys(value: Any, prefix: str = "") -> Iterator[str]:
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        yield f"{prefix}{key}"
-        yield from _list_keys(inner, f"{prefix}{key}.")
 
 
 def explain_errors(errors: Sequence[Any], root: type[Section]) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, Text, get_named
+from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, get_named
 
 CountOrAll = Annotated[
     Annotated[int, Field(ge=0), Tag("a number")] | Annotated[Literal["all"], Tag("a text")], TEXT_OR_NUMBER
@@ -24,8 +24,7 @@ class Schedule(Section):
     slots: Count
     attempts: Count
     retry_pause_s: NonNegative
-    runner: Literal["local", "workers", "ray"]
-    ray_address: Text | None
+    runner: Literal["local", "workers"]
     remote_stages: list[Name]
     form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]]
     stages: dict[Name, StageResources]

@@ -16,7 +16,7 @@ from stages.params.block_draft_methods import list_titles
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import BlockSegment, CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain_errors, explain_old_keys, explain_yaml
+from stages.params.error_messages import explain_errors, explain_yaml
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
@@ -364,9 +364,6 @@ def _read_sections(path: Path, if_missing: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {found!r:.60}")
-    if renamed := explain_old_keys(found):
-        problems = "\n".join(f"  {line}" for line in renamed)
-        raise ValueError(f"{path} has {len(renamed)} key(s) of an earlier version:\n{problems}")
     return found
 
 

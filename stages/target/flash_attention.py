@@ -16,7 +16,7 @@ def activate_flash_attention_3(device: torch.device) -> bool:
     """Replace PyTorch's flash kernel by FlashAttention 3 in this process, where it is installed on a Hopper; return whether.
 
     PyTorch calls it for `_flash_attention_forward` from then on, in compiled code too (torch.nn.attention, torch 2.11). On an
-    H200 its forward takes half of the time (benchmarks/document_attention.py). A kernel that fails, or computes something
+    H200 its forward takes half of the time (docs/results/2026-11-27-h200-sweep-8b.md). A kernel that fails, or computes something
     else than PyTorch's, is left out with a warning.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:

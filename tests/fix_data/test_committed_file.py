@@ -8,8 +8,9 @@ import pytest
 import toon_format
 import toons
 
-from stages.toy import damaged_exports, weather
+from stages.toy import weather
 from tests.fix_data.raw_rows import RAW, outcome
+from tests.toy import damaged_exports
 
 
 def test_counts_add_up_on_the_committed_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,9 @@
 """Missing, unknown, misspelt and earlier keys of params.yaml are named, all in one message."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
-from stages.params import schema
-from stages.params.error_messages import OLD_KEYS
 from stages.params.spelling import suggest_name
 from tests.params.params_edits import LEAVES, READ, REAL, edit_params_text, list_problems, set_value
 
@@ -140,33 +136,3 @@ def test_every_problem_is_told_at_once() -> None:
     assert [line.split(":")[0] for line in list_problems()] == [
         "target.dtype", "prepare_target.seed", "fix_data.max_char",
     ]  # fmt: skip
-
-
-def with_old_key(old: str, new: str) -> dict[str, Any]:
-    """The committed file's sections with one key as an earlier version named it; `*` is the workload eval."""
-    sections: dict[str, Any] = YAML(typ="safe").load(REAL)
-    *above, key = new.replace("*", "eval").split(".")
-    section = sections
-    for part in above:
-        section = section[part]
-    section[old.rpartition(".")[2]] = section.pop(key)
-    return sections
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_KEYS.items())
-def test_an_old_key_is_named_with_its_new_name(old: str, new: str, tmp_path: Path) -> None:
-    """In params.yaml and in a recipe; else the one is an unknown key, and the other a missing one."""
-    sections = with_old_key(old, new)
-    line = f"{old} is now {new}; rename the key".replace("*", "eval")
-    for name, read in (("params.yaml", schema.load_params), ("recipe.yaml", schema.read_recipe)):
-        with (tmp_path / name).open("w") as file:
-            YAML(typ="safe").dump(sections, file)
-        with pytest.raises(ValueError, match="of an earlier version") as error:
-            read(tmp_path / name)
-        assert str(error.value) == f"{tmp_path / name} has 1 key(s) of an earlier version:\n  {line}"
-
-
-def test_every_new_key_exists_and_no_old_one() -> None:
-    known = {".".join(key_path).replace(".eval.", ".*.") for key_path in LEAVES} | {"benchmark_methods.with_draft"}
-    known |= {"benchmark_methods.without_draft"}
-    assert set(OLD_KEYS.values()) <= known and not set(OLD_KEYS) & known

@@ -11,7 +11,6 @@ import pytest
 from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
-from pipeline import stage_summaries
 from stages import sample_target
 from stages.params.data_sections import SampleTarget, SamplingServer
 from stages.target import generation
@@ -208,11 +207,6 @@ def test_cut_answers_are_one_warning_and_missing_questions_are_counted(
     assert warning.split()[1] == str(sum(found["truncated"].values()))
     assert f"to all {num_train} questions of the data, 1000 were wanted" in shown and "questions not asked" in shown
     assert found["missing"] == {"train": 1000 - num_train, "eval": 0, "eval_t": 0}
-    summary = stage_summaries.summarise_stage("sample_target")
-    assert (
-        f"{1000 - num_train:,} fewer than sample_target.train_rows: the data has no more" in summary
-        and "eval_rows" not in summary
-    )
 
 
 def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import load_overhead
-from stages.runtime import free_port
 from stages.serving import latency, load_generator
 from stages.serving.load_generator import Arrivals, LoadRequest
 from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
@@ -322,18 +320,3 @@ def test_records_come_in_the_order_of_the_requests() -> None:
         found = run_load(fake.url, requests)
     assert answered_ids == ["4", "3", "2", "1", "0"]
     assert [r.id for r in found.records] == ["0", "1", "2", "3", "4"]
-
-
-def test_the_benchmark_of_its_cost_counts_every_token_event() -> None:
-    """What a token event costs is for benchmarks/load_overhead.py to say, on a machine at rest; docs/LOG.md has it."""
-    port = free_port.find_free_port()
-    null = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving.misbehaving_server", str(port), "0.02", "stream"], cwd=ROOT
-    )
-    try:
-        load_overhead.wait_for(port)
-        found = load_overhead.measured(port, "generate", "sglang", at_once=8, tokens=6, rounds=2)
-    finally:
-        null.terminate()
-        null.wait()
-    assert found["events"] == 16 * 6 + 8 * load_overhead.WARM_TOKENS

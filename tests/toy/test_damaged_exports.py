@@ -17,7 +17,8 @@ from PIL import Image
 
 from stages.data import toon
 from stages.data.table_schema import load_table_file
-from stages.toy import damaged_exports, weather, weather_maps
+from stages.toy import weather, weather_maps
+from tests.toy import damaged_exports
 
 ROOT = Path(__file__).parents[2]
 RAW = ROOT / "data/raw/weather_toon.jsonl"
@@ -35,9 +36,9 @@ def clean_by_number() -> list[list[dict[str, str]]]:
 
 
 def test_the_committed_file_regenerates_byte_for_byte() -> None:
-    command = [sys.executable, "-m", "stages.toy.damaged_exports"]
+    command = [sys.executable, "-m", "tests.toy.damaged_exports"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-    assert made == RAW.read_bytes(), "run: python -m stages.toy.damaged_exports > data/raw/weather_toon.jsonl"
+    assert made == RAW.read_bytes(), "run: python -m tests.toy.damaged_exports > data/raw/weather_toon.jsonl"
 
 
 def test_it_is_small_and_realistically_damaged() -> None:
@@ -111,7 +112,7 @@ def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
     committed = [json.loads(line) for line in MAPS.read_text().splitlines()]
     made = list(damaged_exports.export_maps(damaged_exports.MAPS_EXPORT_SEED, damaged_exports.MAPS_EXPORT_ROWS))
     assert len(committed) == damaged_exports.MAPS_EXPORT_ROWS and MAPS.stat().st_size < 500_000
-    again = "run: python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl"
+    again = "run: python -m tests.toy.damaged_exports maps > data/raw/weather_maps.jsonl"
     drawn = [
         m
         for _, maps in itertools.islice(weather_maps.generate_conversations(damaged_exports.MAPS_EXPORT_SEED), 20)

@@ -112,7 +112,7 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
 def test_flex_attention_equals_plain_attention(window: int | None, monkeypatch) -> None:
     """FlexAttention, as on a GPU but uncompiled, gives the same loss, with one mask or one per step.
 
-    Flex attention has no gradient on a CPU; on a GPU benchmarks/flex_check.py compares those too.
+    Flex attention has no gradient on a CPU; on a GPU those were compared once (2026-11-21).
     """
     weights = random_draft(11, sliding_window=window)
     rows = [make_row(12, 40, [(3, 30)]), make_row(13, 9, []), make_row(14, 25, [(1, 9), (12, 25)])]

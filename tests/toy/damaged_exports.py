@@ -1,7 +1,7 @@
 """Damage clean conversations as real exports do: fences, prose, wrong counts, lost rows, empty turns, duplicates.
 
-    python -m stages.toy.damaged_exports > data/raw/weather_toon.jsonl          # the committed file, byte for byte
-    python -m stages.toy.damaged_exports maps > data/raw/weather_maps.jsonl     # equal but for the compression of its PNGs
+    python -m tests.toy.damaged_exports > data/raw/weather_toon.jsonl          # the committed file, byte for byte
+    python -m tests.toy.damaged_exports maps > data/raw/weather_maps.jsonl     # equal but for the compression of its PNGs
 
 Each corruption is a pure function (rng, text) -> text of an answer, in one of three tables: SURROUNDING leaves the TOON table
 as it is, SPELLING writes the same data differently, LOSS removes data or makes it ambiguous. A corruption that does not apply
