@@ -48,18 +48,19 @@ TURN_LIST_KEYS = {  # the first of them that a row has
 PROMPT_KEYS = ("prompt", "question", "instruction", "query", "input")
 ANSWER_KEYS = ("answer", "response", "completion", "output")
 PASSAGE_KEYS = ("input", "context", "passage", "document")  # the rest of a question: Alpaca's, Dolly's
-TRAIN_KEYS = ("weight", "train", "loss")  # of an answer, whether it is to be learned: OpenAI's, axolotl's, ms-swift's
+# Of an answer, whether it is to be learned: OpenAI's, axolotl's, ms-swift's, and others'.
+TRAIN_KEYS = ("weight", "train", "loss", "loss_weight", "loss_mask", "trainable")
 # Keys that are read in every row, and in every turn.
 COMMON_KEYS = {"id", "prompt_id", "custom_id", "system", "system_prompt", "tools", "images", "image", "status", "error"}
 TURN_KEYS = {
-    "role", "from", "content", "value", "tool_calls", "reasoning_content", "reasoning", "thinking", *TRAIN_KEYS,
+    "role", "from", "content", "value", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", *TRAIN_KEYS,
 }  # fmt: skip
 TOOL_KEYS = {"tool_call_id", "name"}  # of a tool's turn
 CHAT_FORMATS = (*TURN_LIST_KEYS, "prompt_answer")
 ROLE_NAMES = {
     "system": "system", "developer": "system", "human": "user", "user": "user", "gpt": "assistant",
     "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
-    "tool": "tool", "observation": "tool",
+    "tool": "tool", "observation": "tool", "function": "tool",
 }  # fmt: skip
 # What turns must be, for messages. A column map names the keys of rows, and none of their turns.
 NO_TURN_MAP = 'no key of params.yaml maps keys or roles of turns: write them again (docs/data.md, "Columns of a table")'
@@ -231,7 +232,7 @@ def parse_conversation(
     if not all(turn.is_trained for turn in parsed):
         conversation.trained = [turn.is_trained for turn in parsed]
         if parsed[-1].letter in "ac" and not any(turn.is_trained for turn in parsed if turn.letter in "ac"):
-            found = f"all answers have {', '.join(TRAIN_KEYS[:-1])} or {TRAIN_KEYS[-1]} 0 or false"
+            found = f"all answers are marked as not to be learned ({', '.join(TRAIN_KEYS)})"
             raise DroppedRowError("nothing_to_learn", found, "one answer at least to learn; leave such rows out")
     if given_images:
         conversation.images = row_images.save_images(given_images, num_images, folder, image_roots, save_image)
@@ -350,6 +351,8 @@ def _parse_turn(turn: Any, name: str, turn_images: list[Any]) -> ParsedTurn:
     role = turn.get("from") if turn.get("from") is not None else turn.get("role")
     text = turn.get("value") if turn.get("value") is not None else turn.get("content")
     calls = turn.get("tool_calls") or None
+    if calls is None and (call := turn.get("function_call")):  # OpenAI's before tool_calls
+        calls = [{"type": "function", "function": call}]
     known = ROLE_NAMES.get(role) if isinstance(role, str) else None
     is_given = "content" in turn or "value" in turn
     if text is None and (calls is not None or (is_given and known in ("assistant", "tool"))):

@@ -128,7 +128,7 @@ def _preview_row(chunk: RawChunk, params: FixData, file: Path, eval_source: str 
         return PreviewedRow(*shown, tuple(judged.unread), advice)
     kept = pl.read_ipc(file.read_bytes()).row(0, named=True)
     turns = [(message["role"], message["content"]) for message in kept["messages"]]
-    calls = sum(one is not None for one in kept["tool_calls"] or [])
+    calls = sum(one is not None and turn[0] == "assistant" for turn, one in zip(turns, kept["tool_calls"] or []))  # noqa: B905
     counted = {
         "tool call(s)": calls,
         "image(s)": len(kept["images"] or []),

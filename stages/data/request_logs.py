@@ -14,8 +14,9 @@ import orjson
 
 from stages.data.dropped_row import DroppedRowError
 
-REQUEST_KEYS = ("request", "body", "input")
+REQUEST_KEYS = ("request", "body", "input", "inputs", "prompt", "kwargs", "request_body")
 RESPONSE_KEYS = ("response", "output")
+OTHER_RESPONSES = ("outputs", "response_body")  # LangSmith's, and what proxies write
 TURN_LISTS = ("messages", "conversations", "conversation")
 JOINED_KEY = "answered_in"  # of a row of a batch's input: the file that has its answer
 
@@ -47,6 +48,8 @@ def unwrap_log(row: dict[str, Any]) -> dict[str, Any]:
         )
     if any(isinstance(row.get(key), list) for key in TURN_LISTS):
         return row
+    if texts := {key: turns for key in TURN_LISTS if is_turn_list(turns := parse_json(row.get(key)))}:
+        return row | texts
     key, turns, request = _find_request(row)
     if key is None:
         if row.get("custom_id") is not None and isinstance(row.get("response"), dict):
@@ -59,6 +62,8 @@ def unwrap_log(row: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in row.items() if name != key}
     if row.get("id") is None and row.get("custom_id") is not None:
         rest["id"] = row["custom_id"]
+    if other := next((name for name in OTHER_RESPONSES if name in rest), None):
+        rest["response"] = rest.pop(other)
     if request.get("tools"):
         rest["tools"] = request["tools"]
     if isinstance(request.get("instructions"), str):  # of OpenAI's responses

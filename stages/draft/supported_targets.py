@@ -54,8 +54,8 @@ def check_chat_template(params: schema.Params, tokenizer: Any, target: TargetMan
         ids = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
     except chat_template.TemplateRefusalError as error:
         raise ValueError(f"{key}: a question can't be rendered: {error}") from None
-    if hidden := [kind for kind in target.template.hides if kind in ("questions", "answers")]:
-        raise ValueError(f"{key}: {chat_template.describe_hidden(hidden)}")
+    if "questions" in target.template.hides:
+        raise ValueError(f"{key}: {chat_template.describe_hidden(['questions'])}")
     if unknown := chat_template.explain_unknown_token(tokenizer, ids, target.vocab_size):
         raise ValueError(f"{key}: its chat template: {unknown}")
     chat_template.check_thinking(tokenizer, params.sample_target.thinking)

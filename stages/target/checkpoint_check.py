@@ -31,13 +31,15 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
         found = _load_names(folder, trust_remote_code)
     except Exception as error:  # a class may raise anything
         words = (str(error).strip().splitlines() or [""])[0][:300]
-        if trust_remote_code:  # such a class may not be built without memory for its weights
+        # Remote code may need memory for its weights to be built, and a quantisation its own device.
+        is_quantised = _is_quantised(folder)
+        if trust_remote_code or (is_quantised and not isinstance(error, ImportError)):
             print(
                 f"names of weights were not compared: the class of {model} can't be built so: {type(error).__name__}: {words}"
             )
             found = {}
         else:
-            quantised = " (its weights are quantised)" if _is_quantised(folder) else ""
+            quantised = " (its weights are quantised)" if is_quantised else ""
             raise ValueError(
                 f"{key}: transformers can't load it{quantised}: {type(error).__name__}: {words}; install what it names, or take "
                 "the checkpoint in bfloat16"

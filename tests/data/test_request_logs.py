@@ -40,6 +40,10 @@ def read(row: dict[str, Any]) -> list[dict[str, str]]:
         },
         {"custom_id": "a", "request": BODY, "response": {"status_code": 200, "body": CHOICES}, "error": None},
         {"prompt": [ASK], "completion": [ANSWER]},
+        {"prompt": {"messages": [ASK]}, "completion": "Nile."},
+        {"inputs": {"messages": [ASK]}, "outputs": CHOICES},  # LangSmith
+        {"request_body": json.dumps(BODY), "response_body": json.dumps(CHOICES)},
+        {"messages": json.dumps([ASK]), "response": CHOICES},
         {"prompt": "Name a river.", "response": CHOICES},
     ],
 )
@@ -113,6 +117,14 @@ def test_a_result_that_names_no_call_is_dropped() -> None:
         else:
             with pytest.raises(DroppedRowError, match="unknown_tool_call"):
                 chat_formats.parse_conversation(row, "messages", None)
+
+
+def test_a_call_in_openais_older_form_is_a_call() -> None:
+    turns = [ASK, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]
+    row = {"messages": [*turns, {"role": "function", "name": "f", "content": "wet"}, ANSWER]}
+    found = chat_formats.parse_conversation(row, "messages", None)
+    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.tool_calls and '"name": "f"' in str(found.tool_calls[1])
 
 
 def test_an_empty_system_message_is_kept() -> None:
