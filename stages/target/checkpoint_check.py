@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging
 
 from stages.params import target_files
@@ -78,6 +78,7 @@ def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
             folder,
             device_map={"": "meta"},
             use_safetensors=True,
+            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,

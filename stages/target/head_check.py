@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from stages.target.layer_state import read_sliding_window
@@ -64,6 +64,7 @@ def load_first_block(source: str, trust_remote_code: bool) -> PreTrainedModel:
             dtype=torch.float32,
             attn_implementation="sdpa",
             use_safetensors=True,
+            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
             trust_remote_code=trust_remote_code,
         )
     finally:

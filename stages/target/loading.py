@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -31,6 +32,7 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             use_safetensors=True,
+            generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse
             trust_remote_code=trust_remote_code,
             device_map=choose_device_map(device),
         )

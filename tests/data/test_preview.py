@@ -110,7 +110,7 @@ def test_turns_with_other_keys_or_roles_are_described(home: Path, capsys: pytest
     Path("z.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
     with pytest.raises(SystemExit):
         preview.main("5", "z.jsonl")
-    roles = "system, developer, human, user, gpt, assistant, chatgpt, bing, bard, model, tool, observation"
+    roles = "system, developer, human, user, gpt, assistant, chatgpt, bing, bard, model, tool, observation, function"
     unmapped = (
         'no key of params.yaml maps keys or roles of turns: write them again (docs/data.md, "Columns of a table")'
     )
