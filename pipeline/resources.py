@@ -93,6 +93,7 @@ class ResourcePool:
         return None
 
     def _try_lock(self, name: str, kind: int = fcntl.LOCK_EX) -> TextIO | None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         return _lock_at_once(open_lock_file(self._folder, f"{name}.lock"), kind)
 
 

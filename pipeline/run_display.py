@@ -15,7 +15,7 @@ from stages.runtime.durations import format_duration
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed
 PROGRESS_INTERVAL_S = 30.0  # between lines on how far a stage is, where there is no terminal
-OF_DVC = re.compile(r"> |Running stage |Updating lock file |Generating lock file |Verifying |\d+%\|")
+OF_DVC = re.compile(r"> |Running stage |Updating lock file |Generating lock file |Verifying ")
 REFRESH_PER_S = 1  # of the bar; it must cost a timed stage nothing
 
 
@@ -115,7 +115,11 @@ class RunDisplay:
 
     def _print_outcome(self, how: str) -> None:
         """Print the line of a stage that went well, with the last line that it printed itself."""
-        own = [line for line in self._tail if not (OF_DVC.match(line) or NOTICE.match(line))]
+        own = [
+            line
+            for line in self._tail
+            if line.strip() and not (OF_DVC.match(line) or NOTICE.match(line) or PROGRESS_PATTERN.search(line))
+        ]
         words = own[-1].removeprefix(f"{self._stage}: ") if own and self._outcome == Outcome.RAN else ""
         self._print(f"{self._stage:<{self._width}} {how:>12}   {words}".rstrip())
 

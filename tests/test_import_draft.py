@@ -121,7 +121,7 @@ def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> N
     [
         (
             {"draft_vocab_size": 64},
-            "init_draft.draft_vocab_size is 64, but the weights of init_draft.from have 320; set it so",
+            "init_draft.draft_vocab_size is 64, but the weights of init_draft.from have 464; set it so",
         ),
         ({"fc_norm": True}, "init_draft.fc_norm is True, but the weights of init_draft.from have False"),
         ({"intermediate_size": 64}, "init_draft.intermediate_size is 64, but the weights"),

@@ -84,6 +84,7 @@ def test_rows_add_up_at_every_stage(small_run: Path) -> None:
     sampled = json.loads((small_run / "results/sample_report.json").read_text())
     fixed = pl.read_parquet(small_run / "data/fixed/train.parquet")["messages"].to_list()
     answers = sum(m["role"] == "assistant" for messages in fixed for m in messages)
+    answers += sum(messages[-1]["role"] != "assistant" for messages in fixed)  # questions that the target is to answer
     assert sampled["not_asked"]["train"] == answers - SMALL["sample_target"]["train_rows"]
     for name in ("sample_report", "hiddens_report"):
         report = json.loads((small_run / f"results/{name}.json").read_text())

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from torch import Tensor
 
 from stages.draft import published_block_formats, published_eagle3_formats, published_files
@@ -45,7 +46,8 @@ SLOWLY = pytest.mark.parametrize(
 class Tokens(SimpleNamespace):
     """A tokenizer of the ids 0 to 18, two added ones, and no more: rows 21 and 22 of the embedding are unused."""
 
-    mask_token_id, pad_token_id, added_tokens_decoder = None, None, ADDED
+    mask_token_id = pad_token_id = None
+    added_tokens_decoder: ClassVar = {i: AddedToken(text, special=False) for i, text in ADDED.items()}  # as Qwen's
 
     def get_vocab(self) -> dict[str, int]:
         return {f"t{i}": i for i in range(19)} | {text: i for i, text in ADDED.items()}

@@ -48,7 +48,7 @@ def build(name: str, window: int = WINDOW) -> PreTrainedModel:
 
 
 def draw_ids(length: int) -> torch.Tensor:
-    return torch.randint(2, 61, (length,), generator=torch.Generator().manual_seed(length))
+    return torch.randint(2, 301, (length,), generator=torch.Generator().manual_seed(length))
 
 
 PROMPTS = [draw_ids(length).tolist() for length in (10, 29, 4)]
@@ -57,8 +57,8 @@ PROMPTS = [draw_ids(length).tolist() for length in (10, 29, 4)]
 @cache
 def build_engine(name: str) -> Engine:
     draft = Eagle3Draft(DraftConfig(
-        hidden_size=32, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=61,
-        draft_vocab_size=61, max_position_embeddings=256, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
+        hidden_size=32, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=301,
+        draft_vocab_size=301, max_position_embeddings=256, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
     ))  # fmt: skip
     scatter(draft, 0.3, 2)
     return Engine(build(name), [], TAPPED, draft.requires_grad_(False))
