@@ -3,6 +3,7 @@
 ## variables:
 ##   PYTHON=python3.12  another Python for .venv: 3.11, 3.12 or 3.13
 ##   TORCH=cpu          PyTorch for CPUs, a sixth of the download; TORCH=cu130: for that CUDA release
+##   RECIPE=name        a recipe of `make run`, as `aerie use name` takes it; params.yaml as it was is kept
 ##   UV=                install with pip though uv is there
 ##   WORKER_LIMIT=2     stages at a time of `make worker`
 ##   ENGINE=vllm        the engine of `make serving-env`; otherwise sglang
@@ -23,7 +24,8 @@ SUPPORTED := import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sy
 .PHONY: run ui worker check test test-long clean serving-env help
 
 # A second run must be quick: no installer, one start of Python.
-run: $(INSTALLED) ## install what is missing, run what is stale, print the table
+run: $(INSTALLED) ## install what is missing, run what is stale, print the table; RECIPE=name takes a recipe's keys first
+	@$(if $(RECIPE),$(BIN)/python -m pipeline use $(RECIPE))
 	@$(BIN)/python -m pipeline run
 
 help: ## this list

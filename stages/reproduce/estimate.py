@@ -335,13 +335,17 @@ def _add_sampling(
 
 
 def _count_sampling_gpus(p: schema.Params) -> int:
-    """Return the GPUs of the servers that sample: by tensor and data parallelism, or one for each URL."""
+    """Return the GPUs of the servers that sample: one for each URL, or those of a machine, which the stage fills with servers.
+
+    A machine has as many as extract_hiddens uses, and those of one server at least.
+    """
     server = p.sample_target.server
     if server.launch is None:
         return max(1, len(expand_urls(server.base_urls)))
     flags = {"--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size"}
     words = [part for word in server.launch_args for part in word.split("=", 1)]
-    return math.prod(int(value) for flag, value in itertools.pairwise(words) if flag in flags and value.isdigit())
+    own = math.prod(int(value) for flag, value in itertools.pairwise(words) if flag in flags and value.isdigit())
+    return max(own, p.extract_hiddens.processes)
 
 
 def _count_prompts(p: schema.Params, workload: Workload, concurrency: int | None) -> int:
