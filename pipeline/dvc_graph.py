@@ -288,13 +288,14 @@ def restore_outputs(name: str) -> None:
         repo.checkout(targets=[name], force=True, allow_missing=True)
 
 
-def run_all_stages(stages: Collection[str], keep_going: bool = False, verbose: bool = False) -> None:
+def run_all_stages(stages: Collection[str], verbose: bool = False) -> None:
     """Bring every stage, all of `stages`, up to date with one DVC process: a line for each, its output in logs/.
 
-    With `verbose` all that the stages print is shown, without DVC's advice, and no logs are written. With `keep_going`, stages
-    that do not depend on a failed one still run. Raises StageError after the end of a failed stage's log was printed.
+    Stages that do not depend on a failed one still run: one draft that cannot be trained does not hold up the others. With
+    `verbose` all that the stages print is shown, without DVC's advice, and no logs are written. Raises StageError after the
+    end of a failed stage's log was printed.
     """
-    words = [DVC_MODULE, "--wait-for-lock", "repro", *(["--keep-going"] if keep_going else [])]
+    words = [DVC_MODULE, "--wait-for-lock", "repro", "--keep-going"]
     if verbose:
         status, logs = run_command(words, DvcOutput(stages, lambda *_: None, show_line), {}, ()), ""
         failed = f"a stage failed (dvc exited with {status})"

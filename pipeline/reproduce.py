@@ -54,7 +54,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
         stages = dvc_graph.list_stages()
         with processes.guard_run(held_files), processes.preload_stages(len(stages)):
             try:
-                dvc_graph.run_all_stages(stages, keep_going=True)
+                dvc_graph.run_all_stages(stages)
             except processes.StageError:  # which stage failed and which were skipped is printed
                 stale = list(dvc_graph.explain_stale())
         yield from compare_recipe(name, keep)

@@ -126,12 +126,12 @@ def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
     assert run_all() == {"first": Outcome.UNCHANGED, "middle": Outcome.RAN, "last": Outcome.RAN}
 
 
-def test_after_a_failure_stages_that_do_not_need_it_still_run_if_asked(project, capfd):
+def test_after_a_failure_stages_that_do_not_need_it_still_run(project, capfd):
     project.write_stage("first", "sys.exit('out of cheese')")
     other = "  other:\n    cmd: cp raw.csv other.csv\n    deps: [raw.csv]\n    outs: [other.csv]\n"
     (project.root / "dvc.yaml").write_text((project.root / "dvc.yaml").read_text() + other)
     with pytest.raises(processes.StageError, match="first failed, see above"):
-        dvc_graph.run_all_stages(dvc_graph.list_stages(), keep_going=True)
+        dvc_graph.run_all_stages(dvc_graph.list_stages())
     printed = "".join(capfd.readouterr())
     assert re.search(r"^first +failed after", printed, re.MULTILINE)
     assert re.search(r"^other +\d+\.\d s$", printed, re.MULTILINE)

@@ -43,12 +43,12 @@ def equipped_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dvc_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whether DVC was run, and how. A stage fails."""
+    """Whether DVC was run. A stage fails."""
     done: list[str] = []
 
-    def run_all_stages(stages: Collection[str], keep_going: bool) -> None:
+    def run_all_stages(stages: Collection[str]) -> None:
         assert "report" in stages
-        done.append("keep going" if keep_going else "stop")
+        done.append("all stages")
         raise processes.StageError("a stage failed")
 
     monkeypatch.setattr(dvc_graph, "run_all_stages", run_all_stages)
@@ -89,7 +89,7 @@ def test_it_applies_the_recipe_runs_all_stages_it_can_and_compares_results(
     with pytest.raises(SystemExit, match=r"60 of 60 stages failed: .*sample_target, .*; see above, fix it, run again"):
         run_command_line(["reproduce", "qwen3-vl-2b-weather"])
     printed = capsys.readouterr().out
-    assert dvc_runs == ["keep going"]
+    assert dvc_runs == ["all stages"]
     assert YAML(typ="safe").load((home / "params.yaml").read_text())["target"]["model"] == "Qwen/Qwen3-VL-2B-Instruct"
     table = (home / "results/reproduce/qwen3-vl-2b-weather.md").read_text()
     assert table in printed and "79 published numbers" in table and "79 not run" in table
