@@ -65,7 +65,8 @@ def list_error_lines(lines: Iterable[str]) -> list[str]:
     error_starts = [at for at, line in enumerate(output) if line.startswith(ERROR_PREFIX)]
     if not error_starts:
         return _explain_kill(output)
-    continuation = itertools.takewhile(lambda line: not line.startswith("ERROR: "), output[error_starts[-1] + 1 :])
+    of_stage = itertools.takewhile(lambda line: not FAILURE.match(line), output[error_starts[-1] + 1 :])
+    continuation = itertools.takewhile(lambda line: not line.startswith("ERROR: "), of_stage)
     return [output[error_starts[-1]].removeprefix(ERROR_PREFIX), *continuation]
 
 

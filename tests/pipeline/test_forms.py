@@ -103,7 +103,7 @@ def test_impossible_fields_are_refused(given: dict, message: str) -> None:
         ({"sample_target.server.api_key_env": "HF_TOKEN"}, "sample_target.server.api_key_env"),
         ({"target.trust_remote_code": True}, "target.trust_remote_code"),
         ({"target.trust_remote_code": True, "target.model": "org/name"}, "target.trust_remote_code"),
-        ({"schedule.ray_address": "evil:6379"}, "schedule.ray_address"),
+        ({"fix_data.image_folders": ["/"]}, "fix_data.image_folders"),
         ({"schedule.form_may_set": ["target.trust_remote_code"]}, "schedule.form_may_set"),
         ({"target.model": "/etc"}, "target.model"),
         ({"target.model": "data/../../theirs"}, "target.model"),

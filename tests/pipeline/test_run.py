@@ -101,7 +101,7 @@ def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project:
     project.write_stage("middle", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
     project.write_stage("last", "print('dvc is', open(f'/proc/{os.getppid()}/stat').read().split()[3])")
     done = run()
-    assert done.returncode == 0 and re.search(r"^last +\d+\.\d s$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and re.search(r"^last +\d+\.\d s   this is last$", done.stdout, re.MULTILINE)
     assert done.stdout.startswith("stale: first, middle, last (new)\n")
     logs = [locate_log(stage).read_text() for stage in ("middle", "last")]
     assert "Running stage 'last'" in logs[1]
@@ -161,7 +161,7 @@ def test_a_stage_does_not_outlive_a_run_that_is_killed_outright_and_the_next_run
     assert "another run is at work here" in read_until(second, "at work")
     assert has_ended(stage)
     rest = second.stdout.read() if second.stdout else ""
-    assert second.wait(60) == 0 and re.search(r"^last +\d+\.\d s$", rest, re.MULTILINE)
+    assert second.wait(60) == 0 and re.search(r"^last +\d+\.\d s   this is last$", rest, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

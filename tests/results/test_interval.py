@@ -4,13 +4,13 @@ import csv
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 
 from stages.results import clusters, interval
-from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_it_holds_the_truth_nineteen_times_in_twenty() -> None:
 
 # --- pooled over clusters ---------------------------------------------------------------------------------------------
 
-RECORD = ROOT / "docs" / "results" / "2026-11-21-trees" / "inside.csv"
+RECORD = Path(__file__).parent / "recorded_acceptance.csv"  # docs/results/2026-11-21-trees.md
 DRAWS = 2000
 Population = np.ndarray  # [conversations, 2]: accepted drafts and cycles of each
 
@@ -57,11 +57,10 @@ def recorded() -> list[Population]:
     found: dict[tuple[str, str], dict[str, list[int]]] = {}
     with RECORD.open(newline="") as lines:
         for row in csv.DictReader(lines):
-            if row["by"] == "row":
-                conversations = found.setdefault((row["draft"], row["tree"]), {})
-                sums = conversations.setdefault(clusters.get_conversation(row["bucket"]), [0, 0])
-                sums[0] += int(row["accepted"])
-                sums[1] += int(row["cycles"])
+            conversations = found.setdefault((row["draft"], row["tree"]), {})
+            sums = conversations.setdefault(clusters.get_conversation(row["row"]), [0, 0])
+            sums[0] += int(row["accepted"])
+            sums[1] += int(row["cycles"])
     return [np.array(list(conversations.values())) for conversations in found.values()]
 
 
