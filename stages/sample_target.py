@@ -77,6 +77,9 @@ def _sample(context: SamplingContext, scratch_folder: Path, started: float) -> N
         print(f"warning: {warning}")
     for split in splits:
         split.shards.publish(SAMPLED_FOLDER / split.name)
+    rows = ", ".join(f"{split.name} {split.shards.counts['rows']}" for split in splits if _is_asked_for(p, split))
+    tokens = sum(split.shards.counts["tokens"] for split in splits)
+    print(f"{rows} answers, {tokens} tokens")  # the last line is the one that a run shows
     seconds = round(time.perf_counter() - started, 2)
     atomic.write_json(REPORT, _build_report(context, splits) | {"warnings": warnings, "seconds": seconds})
     scratch.remove_scratch(scratch_folder)

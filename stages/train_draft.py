@@ -139,7 +139,9 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     _write_report(name, segment, folder, trainer.log)
     scratch.remove_scratch(work)
     first, last = trainer.log[0], trainer.log[-1]
-    print(f"{name}: {trainer.epoch} epochs, {trainer.step} steps, loss {first.loss:.3f} -> {last.loss:.3f}")
+    epochs = f"{trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, {trainer.step} steps"
+    before = "" if first is last else f"{first.loss:.3f} -> "
+    print(f"{name}: {epochs}, loss {before}{last.loss:.3f}")
 
 
 def _list_feature_layers(draft: DraftModel, target: TargetManifest) -> list[int]:

@@ -322,9 +322,3 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         linked = page.parent / path if path else page
         assert linked.exists(), path
         assert not anchor or anchor in _list_anchors(linked), f"{path}#{anchor}"
-
-
-def test_readme_leads_those_with_data_of_their_own_to_the_example() -> None:
-    """Bug: a newcomer with a CSV file found the example of one in the guide last."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Results")[0]
-    assert re.search(r"own data.*\(docs/guide\.md#from-a-csv-to-the-first-cell-an-example\)", text)
