@@ -95,7 +95,7 @@ def test_the_interval_of_tau_covers_at_ten_prompts() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 20, 40])
 def test_the_interval_of_tau_covers_at_other_sizes(size: int) -> None:
-    """docs/metrics.md quotes these."""
+    """docs/results/2026-11-21-trees.md quotes these."""
     assert fmean(coverage(population, size) for population in recorded()) >= 0.90
     assert coverage(skewed(), size) >= 0.93
 
