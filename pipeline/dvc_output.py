@@ -65,8 +65,8 @@ def list_error_lines(lines: Iterable[str]) -> list[str]:
     error_starts = [at for at, line in enumerate(output) if line.startswith(ERROR_PREFIX)]
     if not error_starts:
         return _explain_kill(output)
-    of_stage = itertools.takewhile(lambda line: not FAILURE.match(line), output[error_starts[-1] + 1 :])
-    continuation = itertools.takewhile(lambda line: not line.startswith("ERROR: "), of_stage)
+    rest = output[error_starts[-1] + 1 :]
+    continuation = itertools.takewhile(lambda line: not (line.startswith("ERROR: ") or FAILURE.match(line)), rest)
     return [output[error_starts[-1]].removeprefix(ERROR_PREFIX), *continuation]
 
 

@@ -65,14 +65,15 @@ def main(name: str = ROOT_CHECKPOINT) -> None:
     schema.check_initial(params, name)
     torch.set_num_threads(params.target.num_threads)
     blocks = params.train_draft.list_fresh_blocks()
-    report, failures = _check_threshold(params, name, _measure(params, name))
+    report, failure = _check_threshold(params, name, _measure(params, name))
+    failures = {name: failure} if failure else {}
     reports = dict[str, Any]()
     for block in blocks:
         try:
-            reports[block], failed = _check_threshold(params, block, _measure(params, block))
-            failures |= failed
+            reports[block], failure = _check_threshold(params, block, _measure(params, block))
         except ValueError as error:  # one draft's refusal stops no other's training
-            failures[block] = str(error)
+            failure = str(error)
+        failures |= {block: failure} if failure else {}
     if len(failures) == 1 + len(blocks):
         raise ValueError("\n".join(failures.values()))
     for failure in failures.values():
@@ -167,8 +168,8 @@ def _train_on_row(
 
 def _check_threshold(
     params: schema.Params, name: str, measurement: OverfitMeasurement
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the report of a draft, and by its name why tau is below the threshold of check_overfit.min_tau, if it is."""
+) -> tuple[dict[str, Any], str | None]:
+    """Return the report of a draft, and why its tau is below the threshold of check_overfit.min_tau, if it is."""
     settings, losses, perfect_tau = params.check_overfit, measurement.losses, measurement.perfect_tau
     ttt_steps, num_steps = params.train_draft.ttt_steps, _count_chain_drafts(params, name)
     # The trainer counts matches with the labels even where the row has another token, so a whole chain can be reached.
@@ -207,21 +208,21 @@ def _check_threshold(
                 "those that are sampled from a target of random weights. Set sample_target.temperature: 0, or "
                 "check_overfit.min_tau: 1.0, which demands nothing"
             )
-        return report, {
-            name: f"{learned} a chain of {num_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least "
+        return report, (
+            f"{learned} a chain of {num_steps} drafts commits {tau:.2f} tokens per verify cycle, expected at least "
             f"{required:.2f}: check_overfit.min_tau {settings.min_tau}, in proportion to {perfect_tau:.2f}, which perfect "
             f"guesses reach on this row. {advice}"
-        }
+        )
     if perfect_tau < LEAST_TELLING_TAU and measurement.trainer_tau < of_whole_chains:
-        return report, {
-            name: f"{learned} the trainer's own forward commits {measurement.trainer_tau:.2f} of the target's most likely tokens "
+        return report, (
+            f"{learned} the trainer's own forward commits {measurement.trainer_tau:.2f} of the target's most likely tokens "
             f"per verify cycle, expected at least {of_whole_chains:.2f}: check_overfit.min_tau {settings.min_tau}. It decides "
             "here, since the row's own tokens are seldom those: perfect guesses reach "
             f"{perfect_tau:.2f} on it. {_advise(name, measurement, math.inf)}. A target of random "
             "weights, whose tokens are about equally likely, is not learned in so few steps: to try the rest of the run "
             "with one, set check_overfit.min_tau: 1.0, which demands nothing"
-        }
-    return report, {}
+        )
+    return report, None
 
 
 def _count_chain_drafts(params: schema.Params, name: str) -> int:

@@ -312,22 +312,14 @@ def _check_tool_results(parsed: list[ParsedTurn], own_turns: list[ParsedTurn]) -
     ids: list[Any] = []
     for turn in parsed:
         if turn.letter == "c":
-            calls = json.loads(turn.calls or "[]") if _is_json(turn.calls) else []
-            ids += [
-                call.get("id") for call in (calls if isinstance(calls, list) else [calls]) if isinstance(call, dict)
-            ]
+            calls = request_logs.parse_json(turn.calls)
+            calls = calls if isinstance(calls, list) else [calls]
+            ids += [call.get("id") for call in calls if isinstance(call, dict)]
         elif turn.letter == "t" and turn.calls is not None and any(ids):
             wanted = json.loads(turn.calls).get("tool_call_id")
             if wanted is not None and wanted not in ids:
                 found = f"{_name_turn(turn, own_turns)} answers the call {wanted!r}, of {', '.join(map(repr, ids))}"
                 raise DroppedRowError("unknown_tool_call", found, ID_OF_CALL)
-
-
-def _is_json(text: str | None) -> bool:
-    try:
-        return text is not None and json.loads(text) is not None
-    except (ValueError, RecursionError):
-        return False
 
 
 def _parse_plain_turn(turn: Any) -> ParsedTurn | None:

@@ -5,7 +5,6 @@ reply}. A row then has the named columns only, under the names of chat_formats.p
 nested values, as response.choices.0.message; a column of that very name goes first.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,12 +65,7 @@ def _find_value(row: dict[str, Any], column: str) -> Any:
 
 def parse_turn_list(value: Any) -> Any:
     """Return the list that a text holds as JSON, as CSV files and some Parquet files have turns; else `value` itself."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        turns = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    turns = request_logs.parse_json(value)
     return turns if isinstance(turns, list) else value
 
 

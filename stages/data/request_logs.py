@@ -117,11 +117,8 @@ def read_response(value: Any) -> list[Any] | None:
 
 def read_batch_kind(line: bytes) -> str | None:
     """Return whether a file with this first row is a batch's "input" or "output"; None for any other."""
-    try:
-        row = orjson.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or row.get("custom_id") is None:
+    row = _load_row(line)
+    if row is None or row.get("custom_id") is None:
         return None
     if isinstance(row.get("body"), dict):
         return "input"

@@ -43,9 +43,7 @@ class TargetRequest:
     position: int  # in the order of all requests of a split
     id: str  # "<conversation id>.<number of the answer>"
     messages: Messages  # the whole conversation, with the data's own answers
-    answer_index: (
-        int  # of the requested answer; the messages before it are the prompt. One past the end of a question alone
-    )
+    answer_index: int  # of the requested answer, behind its prompt; of a question alone one past the end
     tools: list[dict[str, Any]] | None
     source: str  # file of the raw data
     source_row: int

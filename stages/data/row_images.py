@@ -115,8 +115,9 @@ def _save_image(image: Any, description: str, folder: str | None, roots: Sequenc
         raise DroppedRowError("image_too_large", f"{name} has more than {images.MAX_PIXELS:,} pixels", IMAGE_SIZE)
     path = save_image(data, extension)
     if path is None:
-        shown_bytes = _read_image_bytes(image, description) is not None  # of a file nothing is shown
-        begin = f" that begin with {data[:8].hex(' ')}" if data and shown_bytes else ""
+        begin = (
+            f" that begin with {data[:8].hex(' ')}" if data and extension is None else ""
+        )  # of a file nothing is shown
         raise DroppedRowError("image_bytes", f"{name} has {len(data):,} bytes{begin}", IMAGE_BYTES)
     return path
 

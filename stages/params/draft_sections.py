@@ -22,9 +22,8 @@ from stages.params.spelling import suggest_name
 from stages.params.tree_shape import TreeShape
 
 DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
-
-
 USUAL_DRAFT_VOCAB = 32_000  # of published drafts
+LEAST_COVERAGE = 0.98  # of the answers' tokens by the draft's vocabulary, below which a warning is due
 
 
 class InitDraft(Section):

@@ -12,13 +12,13 @@ from stages.data import conversations
 from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
 from stages.params import schema
+from stages.params.draft_sections import LEAST_COVERAGE
 from stages.serving.server_group import ServerGroup
 from stages.target import answer_token_ids, chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished
 
 FIRST_ANSWERS = 64  # of training, after which a run says what only its end would show
-LEAST_COVERAGE = 0.98  # of them by the draft's vocabulary, as init_draft warns of
 
 
 @dataclass

@@ -15,6 +15,7 @@ and gpt-oss drop earlier thoughts).
 import os
 import re
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -72,15 +73,15 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}},
     },
 }
-# Of each kind of what a row may hold: messages with it, and a word that their rendering must have.
-PROBES: dict[str, tuple[Messages, str]] = {
-    "questions": ([_ASK], "aeriequestion"),
-    "answers": ([_ASK, _ANSWER, _ASK], "aerieanswer"),
-    "system messages": ([{"role": "system", "content": "aeriesystem"}, _ASK], "aeriesystem"),
-    "tools": ([_ASK], "aerietool"),
-    "tool calls": ([_ASK, _CALLING, _RESULT], "aerieargument"),
-    "tool results": ([_ASK, _CALLING, _RESULT], "aerieresult"),
-    "reasoning": ([_ASK, {**_ANSWER, "reasoning_content": "aeriethought"}], "aeriethought"),
+# Of each kind of what a row may hold: messages with it, their tools, and a word that their rendering must have.
+PROBES: dict[str, tuple[Messages, Messages | None, str]] = {
+    "questions": ([_ASK], None, "aeriequestion"),
+    "answers": ([_ASK, _ANSWER, _ASK], None, "aerieanswer"),
+    "system messages": ([{"role": "system", "content": "aeriesystem"}, _ASK], None, "aeriesystem"),
+    "tools": ([_ASK], [_TOOL], "aerietool"),
+    "tool calls": ([_ASK, _CALLING, _RESULT], [_TOOL], "aerieargument"),
+    "tool results": ([_ASK, _CALLING, _RESULT], [_TOOL], "aerieresult"),
+    "reasoning": ([_ASK, {**_ANSWER, "reasoning_content": "aeriethought"}], None, "aeriethought"),
 }
 ROLES_OF_PROBES = {"questions": "user", "answers": "assistant", "system messages": "system", "tool results": "tool"}
 
@@ -102,9 +103,8 @@ def probe_template(tokenizer: Any) -> TemplateFacts:
 
 def _is_shown(tokenizer: Any, kind: str, parts: tuple[str, ...]) -> bool | None:
     """Return whether the template shows this kind, contents of the roles `parts` as parts; None where it refuses it."""
-    messages, word = PROBES[kind]
+    messages, tools, word = PROBES[kind]
     header = messages[-1]["role"] != "assistant"
-    tools = [_TOOL] if kind in ("tools", "tool calls", "tool results") else None
     try:
         return word in _apply_template(tokenizer, _write_as_parts(messages, parts), header, tools, {})
     except Exception:  # a template may raise anything
@@ -162,8 +162,7 @@ def explain_unknown_token(tokenizer: Any, ids: list[int], vocab_size: int) -> st
 def list_rendered_tokens(tokenizer: Any) -> set[int]:
     """Return the tokens of the known words of PROBES as the chat template renders them; none without a template."""
     found: set[int] = set()
-    for kind, (messages, _) in PROBES.items() if tokenizer.chat_template else ():
-        tools = [_TOOL] if kind in ("tools", "tool calls", "tool results") else None
+    for messages, tools, _ in PROBES.values() if tokenizer.chat_template else ():
         for thinking in (None, True, False):
             with suppress(TemplateRefusalError):
                 found.update(encode_prompt(tokenizer, messages, thinking, tools))
@@ -252,7 +251,7 @@ def encode_behind(tokenizer: Any, prompt: str, prompt_ids: list[int], text: str)
     one that the target never writes there. Where a token would span the border, the text is tokenised behind less of the
     prompt: its last character, or nothing.
     """
-    encode = lambda one: tokenizer.encode(one, add_special_tokens=False)  # noqa: E731
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     for before, ids in ((prompt, prompt_ids), (prompt[-1:], None)):
         head = encode(before) if ids is None else ids
         if before and (whole := encode(before + text))[: len(head)] == head:
