@@ -51,7 +51,8 @@ class SampledSplit:
     mixture: list[tuple[float, float]]  # (temperature, weight)
     shards: ParquetShardWriter
     concurrency: int  # requests at once
-    first_dropped: dict[str, str] = field(default_factory=dict)  # by reason: this run's first row, where more is known
+    # By reason, where more is known: the position of the first row that this run dropped, and the words on it.
+    first_dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def num_missing(self) -> int:
@@ -79,9 +80,9 @@ class SampledSplit:
 
     def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
         """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
-        if error.details:
-            row = f"row {request.row}: {error.details}"
-            self.first_dropped.setdefault(error.reason, row)
+        if error.details:  # servers' answers come in any order: the first is that of the data
+            dropped = (request.position, f"row {request.row}: {error.details}")
+            self.first_dropped[error.reason] = min(self.first_dropped.get(error.reason, dropped), dropped)
         self._check_first_dropped(error.reason)
         self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
 
@@ -92,14 +93,14 @@ class SampledSplit:
         # Refusals come at once, answers later: so many may be refused before the first is there.
         count = dropped.get(reason, 0) + 1
         if count >= max(stopping.limit, self.concurrency):
-            problem, first = stopping.problem.format(count=count), self.first_dropped.get(reason)
+            problem, first = stopping.problem.format(count=count), self.first_dropped.get(reason, (0, None))[1]
             raise ValueError(f"sample_target: {problem}. The first: {first}")
 
     def describe_dropped(self) -> list[str]:
         """Return a line for each reason of which more is known: how many rows were dropped for it, and the first."""
         return [
             f"{self.name}: {self.shards.counts[f'dropped/{reason}']} rows dropped as {reason}, the first: {first}"
-            for reason, first in self.first_dropped.items()
+            for reason, (_, first) in self.first_dropped.items()
         ]
 
     def check_rows(self) -> None:
@@ -110,7 +111,7 @@ class SampledSplit:
         hints: list[str | None] = [f"raise sample_target.{self.name}_rows"]
         if dropped:
             most = dropped[0][0]
-            hints = [ADVICE_WITHOUT_ROWS.get(most), self.first_dropped.get(most)]
+            hints = [ADVICE_WITHOUT_ROWS.get(most), self.first_dropped.get(most, (0, None))[1]]
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped) or "none"
         counted = f"({self.selection.num_requests} sampled, dropped: {reasons})"
         found = f"no row is left in the {self.name} split, expected at least one {counted}"

@@ -6,12 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from stages import sample_target
+from stages.data import conversations, parquet_shards, requests, sampled_split
 from stages.params.data_sections import SampleTarget, SamplingServer
 from stages.target import generation
 from tests.conftest import ROOT
@@ -241,3 +243,16 @@ def test_every_key_that_moves_an_answer_is_tracked() -> None:
     untracked = {"start_timeout_s", "base_urls", "concurrency", "timeout_s", "attempts", "api_key_env"}
     wanted = {f"sample_target.{key}" for key in section if key != "server"} | way
     assert set(graph) == {"target"} | wanted - {f"sample_target.server.{key}" for key in untracked}
+
+
+def test_the_first_dropped_row_is_that_of_the_data(tmp_path: Path) -> None:
+    """Bug: it was the first that a server's worker had dropped, another in each run."""
+    shards = parquet_shards.ParquetShardWriter(tmp_path, 2, 2, conversations.SAMPLED_SCHEMA)
+    selection = requests.RequestSelection(np.array([2]), {})
+    split = sampled_split.SampledSplit("train", tmp_path, None, selection, [], shards, concurrency=2)
+    for position in (1, 0):
+        row = requests.TargetRequest(position, f"q.{position}", [], position, None, "maps.jsonl", position, "ok")
+        split.drop_request(row, requests.UnusableRequestError("image_unreadable", "cut"))
+    assert split.describe_dropped() == [
+        "train: 2 rows dropped as image_unreadable, the first: row q.0 (maps.jsonl, row 0): cut"
+    ]
