@@ -54,6 +54,7 @@ from ruamel.yaml import YAML
 from benchmarks import engine_kit, random_target, widened_target
 from benchmarks.gpu_graph import copy_project, run, serve_cells, serve_on_gpus
 from pipeline import processes
+from stages.params.schema import load_params
 from stages.runtime import atomic
 from stages.telemetry.gpu_energy import list_visible_cards, pynvml
 from stages.telemetry.stage_log import LOG_FILE
@@ -259,11 +260,11 @@ def draw_question(rng: random.Random, o: argparse.Namespace) -> int:
 def edit_params(folder: Path, o: argparse.Namespace) -> None:
     """Write the keys of params.yaml that differ from the default ones."""
     yaml = YAML(typ="safe")
-    p = yaml.load(Path("params.yaml").read_text())
+    p = load_params(Path("params.yaml")).model_dump(by_alias=True)
     dtype = "float32" if o.small else "bfloat16"
     kit = list_launch_args(o)
     p["target"] |= {
-        "model": TARGET, "watch": TARGET, "dtype": dtype, "device": "cpu" if o.small else "cuda",
+        "model": TARGET, "dtype": dtype, "device": "cpu" if o.small else "cuda",
         "num_threads": 2 if o.small else 8,
     }  # fmt: skip
     if not o.costs:

@@ -31,11 +31,12 @@ from ruamel.yaml import YAML
 
 from benchmarks import engine_kit
 from pipeline import processes
+from stages.params.schema import load_params
 from stages.runtime import atomic
 from stages.serving import measurement_lock
 
 COPIED = (
-    ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/nothing", "data/prompt_sets", "data/raw",
+    ".dvc/config", ".dvc/plots", ".dvcignore", "benchmarks", "constraints.txt", "data/prompt_sets", "data/raw",
     "data/tables", "data/targets", "draft_configs", "dvc.yaml", "params.yaml", "pipeline", "published", "pyproject.toml",
     "recipes", "serving-env", "stages", "templates", "tests",
 )  # fmt: skip
@@ -168,7 +169,7 @@ def copy_project(folder: Path, source: Path) -> None:
 def edit_params(folder: Path, plan: Plan, served: bool, small: bool, device: str) -> None:
     """Write the plan's keys; without `served` the graph has no served cells yet."""
     yaml = YAML(typ="safe")  # comments are lost; kept, some of them would stand where a new list begins
-    p = yaml.load((folder / "params.yaml").read_text())
+    p = load_params(folder / "params.yaml").model_dump(by_alias=True)
     first = dict(p["benchmark"]["workloads"]["eval"]) | {"num_prompts": 5, "repeats": 1, "warmup": 4}
     dtype = "float32" if small else plan.dtype
     p["target"] |= {"device": device, "dtype": dtype, "num_threads": 2 if device == "cpu" else 6}

@@ -112,11 +112,8 @@ def _list_output_paths(cache: Path, out: dict[str, Any], oid: str) -> list[str]:
 if __name__ == "__main__":
     from dvc.cli import main
 
-    from pipeline.dvc_internals import mend_lock_list, use_libyaml_for_lock_file
-    from pipeline.input_snapshot import record_started_inputs
+    from pipeline.dvc_internals import mend_lock_list
 
     check_cached_copies()
-    record_started_inputs()
-    use_libyaml_for_lock_file()
     mend_lock_list()
     sys.exit(main(sys.argv[1:]))

@@ -139,9 +139,9 @@ def use(recipe: Recipe, keep: Keep = False) -> None:
     """Write a recipe's keys into params.yaml as committed, so that recipes never mix.
 
     Local edits that would go are named; --keep keeps them. The previous params.yaml is kept beside it, and the last line
-    says how to return to it.
+    says how to return to it. `own` is no recipe but a params.yaml for your own target and data, with the lines to fill in.
 
-    Example: aerie use weather-tiny-vl, then aerie run.
+    Example: aerie use own; or aerie use weather-tiny-vl, then aerie run.
     """
     from pipeline import recipes
 
@@ -305,27 +305,6 @@ def worker(limit: Annotated[int, typer.Option(min=1, help="Stages at a time.")] 
     Example: PREFECT_API_URL=http://head:4200/api AERIE_PASSWORD_FILE=password aerie worker --limit 2
     """
     _exec_module("pipeline.start_worker", "--limit", str(limit))
-
-
-@app.command()
-def deps(write: Annotated[bool, typer.Option("--write", help="Rewrite the lines in dvc.yaml.")] = False) -> None:
-    """Check the code dependencies in dvc.yaml.
-
-    They must be the import closures of the stages. Exits with 1 if they differ.
-
-    Example: aerie deps --write after a changed import.
-    """
-    from pipeline import deps as code_deps
-
-    if write:
-        _print_lines(code_deps.write_code_deps() or ["dvc.yaml lists every import closure already"])
-        return
-    text = code_deps.DVC_FILE.read_text(encoding="utf-8")
-    if code_deps.render_code_deps(text) != text:
-        raise ValueError(
-            f"{code_deps.DVC_FILE} does not list the import closures of its stages; run: aerie deps --write"
-        )
-    _print_lines([f"{code_deps.DVC_FILE} lists the import closures of its stages"])
 
 
 @app.command()

@@ -11,7 +11,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Use a recipe": ("use", "fetch", "reproduce"),
     "Runs started in the pages": ("ui", "promote", "drop"),
     "Several hosts": ("worker", "pull"),
-    "Work on aerie itself": ("deps",),
 }
 
 

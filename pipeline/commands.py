@@ -37,11 +37,9 @@ AFTER_STOP = {
 EMBEDDED_DATA = ("data/raw/weather_toon.jsonl", "data/raw/weather_maps.jsonl")
 
 WHAT_NEXT = "What next (`. .venv/bin/activate` puts aerie on the PATH)"
-YOUR_DATA = "  your data      fix_data.raw, format and answers in params.yaml: docs/data.md"
+YOUR_DATA = "  your data      aerie use own, then fix_data.raw in params.yaml: docs/data.md"
 MORE_DATA = "  a longer run   sample_target.train_rows, epochs of train_draft.checkpoints: docs/training.md"
-YOUR_TARGET = (
-    "  your target    target.model in params.yaml: docs/guide.md; a whole way to a served draft: docs/walkthrough.md"
-)
+YOUR_TARGET = "  your target    aerie use own, then target.model: docs/guide.md; to a served draft: docs/walkthrough.md"
 SERVED_TARGET = "  a server       benchmark_served.workloads: the same cells on SGLang or vLLM: docs/serving.md"
 SERVING_COSTS = (
     "  its cycles     serving_costs.workloads: up to which concurrency to speculate, on that server: docs/cost.md"

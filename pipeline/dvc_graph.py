@@ -1,12 +1,13 @@
 """The graph of stages, as DVC has it: their order, which are stale and why; bring one or all of them up to date.
 
 DVC alone decides whether a stage runs, is restored from the run-cache or stays as it is. Its status is asked in this process;
-what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py, input_snapshot.py,
-dvc_internals.py, remote/dvc_remote.py and remote/workspaces.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that
-they rely on.
+what it did with a stage is read from the line it prints. Of pipeline/, this module, checked_dvc.py, dvc_internals.py,
+workspaces.py and remote/dvc_remote.py use DVC; docs/dvc.md describes the behaviour of DVC 3.67.1 that they rely on.
 """
 
 import errno
+import hashlib
+import json
 import logging
 import os
 import re
@@ -23,17 +24,20 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline import freshness
+from pipeline import dvc_internals, freshness
 from pipeline.checked_dvc import check_cached_copies
 from pipeline.dvc_internals import mend_lock_list
 from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outcome, find_error
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log, show_line
+from stages.params import schema, stage_inputs
 from stages.params.spelling import suggest_name
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 LOCK_FILE = Path("dvc.lock")
+RESTORED = "restored from the cache, not run"
+INPUTS_STAGE = "inputs"  # always runs first, and is never stale by itself
 CONFLICT = "<<<<<<< "  # begins what git leaves in a file that it could not merge
 
 
@@ -133,12 +137,116 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
     with open_repo() as repo:
         paths = _list_watched_paths(repo) if names is None else []
         digest = freshness.digest_paths(paths)
-        found = repo.status(targets=names)
-        if paths and not found:
-            freshness.remember_fresh(paths, digest, _sort_stages(repo))
+        found = {name.rpartition(":")[2]: changes for name, changes in repo.status(targets=names).items()}
         new = {_get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
-    reasons = {name.rpartition(":")[2]: list(_format_changes(changes)) for name, changes in found.items()}
-    return {name: ["new"] if name in new else changes for name, changes in reasons.items()}
+        changed = {name: _explain_inputs(old, new) for name, old, new in _list_changed_inputs(repo, bool(names))}
+        reasons = {
+            name: ["new"]
+            if name in new and name in found
+            else [*changed.get(name, []), *_format_changes(found.get(name, []))]
+            for name in _sort_stages(repo)
+            if name != INPUTS_STAGE and (not names or name in names)
+        }
+        reasons = {name: lines for name, lines in reasons.items() if lines}
+        for name in list(_list_restorable(repo, list(reasons), bool(names))):
+            reasons[name].insert(0, RESTORED)
+        if paths and not reasons:
+            freshness.remember_fresh(paths, digest, _sort_stages(repo))
+    return reasons
+
+
+def _read_inputs_files() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in stage_inputs.INPUTS_FOLDER.glob("*.json")}
+
+
+def _list_restorable(repo: Any, stale: list[str], in_run: bool) -> Iterator[str]:
+    """Yield the stale stages whose results of the same inputs are in the run-cache, so that they will not run.
+
+    `stale` is in the order in which they run; of a stage below one that will run nothing is known.
+    """
+    from dvc_data.hashfile.hash_info import HashInfo
+    from dvc_data.hashfile.meta import Meta
+
+    texts = _render_inputs(in_run) if stale and _list_recorded_inputs(repo) else {}
+    stages = {_get_stage_name(stage): stage for stage in repo.index.stages}
+    changing = dict[
+        str, Any
+    ]()  # path of each output of a stale stage -> the hash that it will have, None where unknown
+    for name in stale:
+        stage, cached = stages[name], None
+        found = {dep: _find_hash(dep, texts, changing, HashInfo) for dep in stage.deps}
+        if all(found.values()):
+            for dep, hash_info in found.items():
+                dep.hash_info = hash_info
+                dep.get_hash = lambda known=hash_info: known  # the file may not be there yet
+                if isinstance(hash_info.value, str):  # not of parameters
+                    dep.meta = Meta(isdir=hash_info.isdir)  # which holds the old hash too
+            cached = dvc_internals.load_cached_run(repo, stage)
+        if is_restored := bool(cached and cached.outs_cached()):
+            yield name
+        outs = cached.outs if cached and is_restored else stage.outs
+        changing |= {out.fs_path: out.hash_info if is_restored else None for out in outs}
+
+
+def _find_hash(dep: Any, texts: dict[Path, str], changing: dict[str, Any], hash_info: Any) -> Any:
+    """Return the hash that a dependency will have; None where that is not known before a run."""
+    if text := texts.get(Path(str(dep))):
+        return hash_info("md5", _hash_text(text))
+    if dep.fs_path in changing:
+        return changing[dep.fs_path]
+    is_folder_of_changes = any(Path(path).is_relative_to(dep.fs_path) for path in changing)
+    return dep.get_hash() if dep.exists and not is_folder_of_changes else None
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.md5(text.encode()).hexdigest()
+
+
+def _render_inputs(in_run: bool) -> dict[Path, str]:
+    """Return the text of each file of inputs: in a run, which has begun with `inputs`, as it is, else as it would be now."""
+    return _read_inputs_files() if in_run else stage_inputs.render_all(schema.load_params(edited=True))
+
+
+def _list_changed_inputs(repo: Any, in_run: bool) -> Iterator[tuple[str, stage_inputs.Inputs | None, str]]:
+    """Yield each stage whose inputs are not those of its last run, with the last, None where the cache lacks them, and these."""
+    if not (recorded := _list_recorded_inputs(repo)):
+        return
+    texts = _render_inputs(in_run)
+    for name, (path, oid) in recorded.items():
+        if path in texts and _hash_text(texts[path]) != oid:
+            yield name, _read_cached_inputs(repo, oid), texts[path]
+
+
+def _list_recorded_inputs(repo: Any) -> dict[str, tuple[Path, str]]:
+    """Return the path of each stage's inputs, and the hash of those that it last ran with."""
+    folder = stage_inputs.INPUTS_FOLDER.as_posix()
+    return {
+        _get_stage_name(stage): (Path(str(dep)), dep.hash_info.value)
+        for stage in repo.index.stages
+        for dep in stage.deps
+        if str(dep).startswith(f"{folder}/") and dep.hash_info
+    }
+
+
+def _read_cached_inputs(repo: Any, oid: str) -> stage_inputs.Inputs | None:
+    try:
+        found: stage_inputs.Inputs = json.loads(Path(repo.cache.local.oid_to_path(oid)).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def read_recorded_inputs() -> dict[str, stage_inputs.Inputs]:
+    """Return the inputs with which each stage has last run, of those that the cache has."""
+    with open_repo() as repo:
+        recorded = {name: _read_cached_inputs(repo, oid) for name, (_, oid) in _list_recorded_inputs(repo).items()}
+    return {name: inputs for name, inputs in recorded.items() if inputs}
+
+
+def _explain_inputs(old: stage_inputs.Inputs | None, text: str) -> list[str]:
+    if old is None:
+        return ["its parameters or code changed; those of its last run are not in this cache"]
+    return stage_inputs.list_differences(old, json.loads(text))
 
 
 def _list_watched_paths(repo: Any) -> list[str]:
@@ -148,19 +256,21 @@ def _list_watched_paths(repo: Any) -> list[str]:
         return []
     files = {stage.path_in_repo for stage in repo.index.stages} | {str(LOCK_FILE), ".dvcignore"}
     files |= {f"{repo.DVC_DIR}/{name}" for name in ("config", "config.local")}
+    if _list_recorded_inputs(repo):
+        files |= set(map(str, stage_inputs.list_sources(schema.load_params(edited=True))))
     return [*files, *{os.path.relpath(entry.fs_path) for entry in deps_and_outs}]
 
 
 def _format_changes(found: list[Any]) -> Iterator[str]:
-    """Yield DVC's status of a stage in words: `stages/report.py modified`, `params.yaml: report.title modified`."""
+    """Yield DVC's status of a stage's data and command in words: `data/raw/rows.jsonl modified`."""
     for entry in found:
         if isinstance(entry, str):
             yield entry.replace("changed checksum", "the command changed")
             continue
         for path, change in next(iter(entry.values())).items():
-            if isinstance(change, dict):  # parameters
+            if isinstance(change, dict):  # parameters, of a stage that a user has added with some of its own
                 yield from (f"{path}: {key} {how}" for key, how in change.items())
-            else:
+            elif not Path(path).is_relative_to(stage_inputs.INPUTS_FOLDER):  # explained by what is in them
                 yield f"{path} {'missing' if change == 'deleted' else change}"  # DVC itself removes outputs before a run
 
 
@@ -280,6 +390,12 @@ def list_outputs(stages: Collection[str]) -> dict[str, list[str]]:
             for name, stage in named.items()
             if name.partition("@")[0] in stages
         }
+
+
+def write_inputs() -> None:
+    """Run the stage `inputs`, before others that run by themselves. Raises StageError as `reproduce_stage`."""
+    if INPUTS_STAGE in list_stages():
+        reproduce_stage(INPUTS_STAGE, lambda _: None)
 
 
 def restore_outputs(name: str) -> None:

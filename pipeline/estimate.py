@@ -10,14 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from ruamel.yaml import YAML
 
-from pipeline import preflight, reproduce
-from pipeline.dvc_graph import LOCK_FILE
-from stages.params import schema
+from pipeline import dvc_graph, preflight, reproduce
+from stages.params import schema, stage_inputs
 from stages.params.byte_size import format_bytes
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE
@@ -75,7 +72,7 @@ def describe_estimate(recipe: str | None, params_file: Path | None, gpu: str) ->
         params = schema.load_params(file)
         upstream = reproduce.list_stages_with(file)
         size, problem = _try_estimate(path, file, gpu)
-        measured = find_measured_runs(upstream, YAML(typ="safe").load(file.read_text(encoding="utf-8")))
+        measured = find_measured_runs(upstream, params)
     yield f"target {params.target.model}, {len(upstream)} stages"
     yield ""
     yield from _format_table(list(_build_rows(upstream, size, measured, params.target.model)))
@@ -94,37 +91,23 @@ def _try_estimate(recipe: Path | None, file: Path, gpu: str) -> tuple[reproduce.
         return empty, str(error).splitlines()[-1]
 
 
-def find_measured_runs(upstream: dict[str, list[str]], params: dict[str, Any]) -> dict[str, MeasuredRun]:
-    """Return the last logged run of each stage, if the stages in dvc.lock are those of the same target.
+def find_measured_runs(upstream: dict[str, list[str]], params: schema.Params) -> dict[str, MeasuredRun]:
+    """Return the last logged run of each stage, if the stages that last ran here are those of the same target.
 
-    A run has the same parameters if dvc.lock has them, for this stage and all it depends on.
+    A run has the same parameters if it was made with them, as was all it depends on.
     """
-    locked = _read_locked_params()
-    if not _is_same_params(locked.get("prepare_target"), params):
-        return {}
-    same: dict[str, bool] = {}
-    for stage, needed in upstream.items():  # in the order in which they run
-        same[stage] = _is_same_params(locked.get(stage), params) and all(same[name] for name in needed)
-    return {run.stage: MeasuredRun(run, same[run.stage]) for run in stage_log.read_log() if run.stage in upstream}
-
-
-def _read_locked_params() -> dict[str, dict[str, Any]]:
-    """Return the values of params.yaml that each stage last ran with, by its name and their keys."""
     try:
-        lock = YAML(typ="safe").load(LOCK_FILE.read_text(encoding="utf-8"))
-        return {name: stage.get("params", {}).get(PARAMS_FILE.name, {}) for name, stage in lock["stages"].items()}
-    except (OSError, TypeError, KeyError, AttributeError):  # no run yet, or a file that `aerie run` will repair
+        recorded = dvc_graph.read_recorded_inputs()
+    except ValueError:  # a dvc.lock that `aerie run` will repair
         return {}
-
-
-def _is_same_params(locked: dict[str, Any] | None, params: dict[str, Any]) -> bool:
-    return locked is not None and all(_read_key(params, key) == value for key, value in locked.items())
-
-
-def _read_key(params: Any, key: str) -> Any:
-    for part in key.split("."):
-        params = params.get(part) if isinstance(params, dict) else None
-    return params
+    wanted = {one.name: stage_inputs.list_values(params, one) for one in stage_inputs.list_instances(params)}
+    same = dict[str, bool]()
+    for stage, needed in upstream.items():  # in the order in which they run
+        is_same = stage in recorded and recorded[stage]["params"] == wanted.get(stage)
+        same[stage] = is_same and all(same.get(name, True) for name in needed)
+    if not same.get("prepare_target"):
+        return {}
+    return {run.stage: MeasuredRun(run, same[run.stage]) for run in stage_log.read_log() if run.stage in same}
 
 
 def _build_rows(

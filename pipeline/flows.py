@@ -179,6 +179,8 @@ def _run_stages(stack: contextlib.ExitStack, run: PreparedRun) -> dict[str, Stat
     try:
         stack.enter_context(processes.guard_run(run.held))
         reasons = dvc_graph.explain_stale()
+        if reasons and dvc_graph.INPUTS_STAGE in run.graph.upstream:
+            reasons = {dvc_graph.INPUTS_STAGE: ["it always runs first"]} | reasons
         if not run.has_own_workspace:
             run_names.rename_run(f"{run.name}: {run_names.join_names(list(reasons), 'stages') or 'nothing stale'}")
         stack.enter_context(processes.preload_stages(len(reasons.keys() - run.graph.remote)))

@@ -34,7 +34,6 @@ REFUSED = {
 PATHS = (
     MODEL,
     REVISION,
-    "target.watch",
     "target.chat_template",
     "fix_data.raw",
     "fix_data.eval_file",
@@ -43,9 +42,7 @@ PATHS = (
     "extract_hiddens.import",
     "init_draft.draft_config_path",
     "init_draft.from",
-    "init_draft.watch",
     "init_draft.revision",
-    "import_draft.watch",
     "import_draft.checkpoints.*.model",
     "import_draft.checkpoints.*.revision",
     "prepare_prompts.sets.*.from",

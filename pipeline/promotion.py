@@ -13,7 +13,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pipeline import dvc_graph, dvc_internals, recipes
+from pipeline import dvc_graph, recipes
 from pipeline.resources import try_lock
 from pipeline.workspaces import LOCK_PATH, STARTED_PARAMS, copy_file, locate_run, run_dvc, run_git
 from stages.params.schema import load_params
@@ -147,6 +147,7 @@ def _merge_locks(run_lock: Path, keep_last: bool) -> None:
     A sweep's report is of its own cells alone: the one here stays until it is made of both.
     """
     yaml, lock = YAML(typ="safe"), dvc_graph.LOCK_FILE
+    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False  # type: ignore[assignment]
     if not lock.exists():
         copy_file(run_lock, lock)
         return
@@ -154,7 +155,7 @@ def _merge_locks(run_lock: Path, keep_last: bool) -> None:
     kept = _list_last_stages() & set(whole["stages"]) if keep_last else set()
     whole["stages"] |= {name: entry for name, entry in new["stages"].items() if name not in kept}
     with atomic.write_file(lock) as temporary, temporary.open("w", encoding="utf-8") as file:
-        dvc_internals.dump_with_libyaml(whole, file)
+        yaml.dump(whole, file)
 
 
 def _list_last_stages() -> set[str]:
@@ -169,6 +170,8 @@ def _renew_table() -> Iterator[str]:
     if missing := [name for name in stale if name not in last]:
         yield f"the lists of both name {len(missing)} cells that neither has measured; `aerie run` does: {', '.join(missing)}"
         return
+    if stale:
+        dvc_graph.write_inputs()
     for name in stale:
         dvc_graph.reproduce_stage(name, lambda line: None)
         yield f"{name} is made of the rows that were here and those of the sweep"

@@ -10,11 +10,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter
@@ -25,6 +26,9 @@ from stages.params.section import PARAMS_FILE, Section
 from stages.params.spelling import suggest_name
 from stages.runtime import atomic
 
+OWN = "own"  # for `aerie use`: not the keys of an experiment but a whole params.yaml, to be filled in
+OWN_PARAMS = RECIPES_FOLDER / OWN / PARAMS_FILE
+TO_FILL_IN = "# <-"
 USED_FILE = Path(".scratch/used_recipe.json")  # the keys of the recipe that `use_recipe` wrote last
 Sections = dict[str, dict[str, Any]]  # section -> key -> value
 
@@ -50,6 +54,10 @@ def use_recipe(name: str, keep: bool = False) -> list[str]:
     Raises:
         ValueError: there is no such recipe, or params.yaml would not be valid with it; it then stays as it was.
     """
+    if name == OWN:
+        if keep:
+            raise ValueError(f"{OWN} is a whole {PARAMS_FILE}, expected no --keep; set your keys in it afterwards")
+        return _begin_own()
     _, sections = schema.read_recipe(locate_recipe(name))
     edits = _find_local_edits()
     with merge_recipe(name, keep) as (file, changes):
@@ -64,6 +72,20 @@ def use_recipe(name: str, keep: bool = False) -> list[str]:
     ]
     lines += [f"kept: {path}: {_describe_value(value)}" for path, value in edits.items() if keep]
     return [*lines, f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}"]
+
+
+def _begin_own() -> list[str]:
+    """Write a params.yaml for one's own target and data, without the toy's values -> the lines to fill in, and how to return."""
+    kept, text = keep_copy(OWN), OWN_PARAMS.read_text(encoding="utf-8")
+    with _write_temporary(text) as file:
+        os.replace(file, PARAMS_FILE)
+    blanks = [line.strip() for line in text.splitlines() if TO_FILL_IN in line and not line.startswith("#")]
+    return [
+        f"{PARAMS_FILE} is that of a run of your own; fill in:",
+        *(f"  {line}" for line in blanks),
+        "then: aerie estimate, aerie run",
+        f"{PARAMS_FILE} as it was is kept in {kept}; to return to it: cp {kept} {PARAMS_FILE}",
+    ]
 
 
 def keep_copy(name: str) -> Path:
@@ -251,13 +273,21 @@ def _get_section(model: Any, key: str) -> Any:
 
 def _list_changes(before: str, after: str, first: list[str]) -> list[str]:
     """Return a line for each key that differs; those of `first`, in their order, before the others."""
-    old, new = _read_leaves(before), _read_leaves(after)
+    old, new = _resolve(before), _resolve(after)
     paths = dict.fromkeys([*first, *old, *new])
     return [
         f"{path}: {_describe_value(old.get(path))} -> {_describe_value(new.get(path))}"
         for path in paths
         if (path in old) != (path in new) or old.get(path) != new.get(path)
     ]
+
+
+def _resolve(text: str) -> dict[str, Any]:
+    """Return the keys of a params.yaml by their path, with defaults where it is valid."""
+    values = YAML(typ="safe").load(text)
+    with suppress(ValidationError):
+        values = schema.Params.model_validate(values).model_dump(by_alias=True)
+    return dict(_list_leaves(values, schema.Params, ""))
 
 
 def _lay_out_value(value: Any) -> Any:

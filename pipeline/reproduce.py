@@ -60,7 +60,7 @@ def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:
         yield from compare_recipe(name, keep)
     if stale is not None:
         raise ValueError(
-            f"{len(stale)} of {len(stages)} stages failed: {', '.join(stale)}; see above, fix it, run again"
+            f"{len(stale)} of {len(stages) - 1} stages failed: {', '.join(stale)}; see above, fix it, run again"
         )
 
 
@@ -98,14 +98,15 @@ def compare_recipe(name: str, keep: bool = False) -> Iterator[str]:
 
 
 def list_stages_with(file: Path) -> dict[str, list[str]]:
-    """Return every stage of dvc.yaml with its upstream stages, with `file` as params.yaml; changes nothing here."""
+    """Return every stage of dvc.yaml but `inputs`, with its upstream stages, with `file` as params.yaml; changes nothing here."""
     with TemporaryDirectory() as folder:
         root = Path(folder)
         (root / ".dvc").mkdir()
         (root / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n")
         shutil.copy("dvc.yaml", root)
         shutil.copy(file, root / PARAMS_FILE)
-        return dvc_graph.list_stages(root)
+        found = dvc_graph.list_stages(root)
+    return {name: needed for name, needed in found.items() if name != dvc_graph.INPUTS_STAGE}
 
 
 def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEstimate:

@@ -31,6 +31,7 @@ def rerun_cells(cells: Sequence[str]) -> Iterator[str]:
     outputs = dvc_graph.list_outputs(TIMED_STAGES)
     names = list(dict.fromkeys(find_timed_stage(cell, outputs) for cell in cells))
     with workspaces.exclusive_run(partial(print, flush=True)) as held_files, processes.guard_run(held_files):
+        dvc_graph.write_inputs()
         for name in names:
             try:
                 dvc_graph.reproduce_stage(name, partial(print, flush=True), force=True)

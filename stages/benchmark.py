@@ -34,7 +34,7 @@ from stages.engine.question_turns import QuestionTurn
 from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.grading import grade
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.byte_size import GIB
 from stages.params.load import Load
 from stages.params.section import get_named
@@ -74,7 +74,7 @@ class TorchAnswer:
 
 
 def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
-    params = schema.load_params()
+    params = stage_inputs.read_params("benchmark", workload_name, checkpoint_name, tree_name)
     processes = params.benchmark.processes
     if reason := cell_context.explain_unsupported(checkpoint_name, TreeShape.parse(tree_name)):
         setup = _describe_setup(params, workload_name, checkpoint_name, tree_name)

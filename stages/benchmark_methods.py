@@ -31,7 +31,7 @@ from stages.methods.lookahead import LookaheadMethod
 from stages.methods.medusa_proposer import MedusaMethod
 from stages.methods.prompt_lookup import PromptLookupMethod
 from stages.methods.static_tree import StaticTree, select_best_branches
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.benchmark_sections import Workload
 from stages.params.methods_section import DynamicRow, LookaheadRow, MethodRow, NgramRow, StaticRow
 from stages.params.section import get_named
@@ -69,7 +69,7 @@ class MethodRunContext:
 
 
 def main(name: str) -> None:
-    p = schema.load_params()
+    p = stage_inputs.read_params("benchmark_methods", name)
     torch.set_num_threads(p.benchmark.num_threads)
     meter, started = gpu_energy.EnergyMeter(p.target.gpus()), time.perf_counter()
     settings, workload = p.get_method_row(name), p.benchmark_methods.workload

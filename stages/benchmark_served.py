@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from stages.params import schema
+from stages.params import stage_inputs
 from stages.params.load import Load
 from stages.params.tree_shape import TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
@@ -38,7 +38,11 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
         raise ValueError(
             f"expected WORKLOAD [CHECKPOINT TREE], found {workload_name} {checkpoint_name}; a cell with a draft needs both"
         )
-    params = schema.load_params()
+    params = (
+        stage_inputs.read_params("benchmark_served", workload_name, checkpoint_name, tree_name)
+        if checkpoint_name
+        else stage_inputs.read_params("benchmark_served_baseline", workload_name)
+    )
     config_name = served_records.name_server_config(checkpoint_name or None, tree_name or None)
     meter, started = gpu_energy.EnergyMeter(server_setup.list_stage_gpus(params, [config_name])), time.perf_counter()
     gpus_before = gpu_memory.list_visible_gpus()

@@ -29,7 +29,7 @@ from stages.hidden_states.reader import HiddenStatesReader
 from stages.overfit.block_overfit import BlockOverfit
 from stages.overfit.eagle3_overfit import Eagle3Overfit
 from stages.overfit.overfit_run import OverfitRun
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
@@ -61,8 +61,7 @@ class OverfitMeasurement:
 
 
 def main(name: str = ROOT_CHECKPOINT) -> None:
-    params = schema.load_params()
-    schema.check_initial(params, name)
+    params = stage_inputs.read_params("check_overfit", name)
     torch.set_num_threads(params.target.num_threads)
     blocks = params.train_draft.list_fresh_blocks()
     report, failure = _check_threshold(params, name, _measure(params, name))

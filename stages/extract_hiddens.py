@@ -26,7 +26,7 @@ from stages.data import conversations
 from stages.hidden_states import extraction, format, importers, origin, shard_plan, sources, writer
 from stages.hidden_states.format import IndexEntry
 from stages.hidden_states.shard_plan import TOKENS_ONLY_SIZE, ShardTask, StoredRowSize
-from stages.params import checks, schema
+from stages.params import checks, schema, stage_inputs
 from stages.params.byte_size import format_bytes
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
@@ -40,7 +40,7 @@ ENTRIES_TIMEOUT_S = 60  # until a file that another host has written is visible 
 
 
 def main() -> None:
-    p = schema.load_params()
+    p = stage_inputs.read_params("extract_hiddens")
     if distributed.launch_ranks("extract_hiddens", [], p.extract_hiddens.processes):
         return
     with contextlib.ExitStack() as stack:

@@ -40,9 +40,10 @@ from stages.data.row_cleaning import (
 )
 from stages.data.table_schema import load_table_file
 from stages.data.train_eval_split import SplitAssignment, SplitFate
+from stages.params import stage_inputs
 from stages.params.checks import check_column_files, check_raw_exists
 from stages.params.data_sections import FixData
-from stages.params.schema import Params, load_params
+from stages.params.schema import Params
 from stages.runtime import atomic, scratch
 from stages.telemetry.run_stage import run_stage
 
@@ -55,7 +56,7 @@ IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 
 
 def main() -> None:
-    params = load_params()
+    params = stage_inputs.read_params("fix_data")
     check_raw_exists(params)
     check_column_files(params)
     if params.fix_data.tables is not None and params.fix_data.answers != "text":

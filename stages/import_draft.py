@@ -19,7 +19,7 @@ from stages.draft import (
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.published_files import PublishedDraft
-from stages.params import checks, schema
+from stages.params import schema, stage_inputs
 from stages.params.draft_sections import ImportedCheckpoint
 from stages.params.section import get_named
 from stages.runtime import atomic
@@ -40,9 +40,8 @@ class ImportedDraft:
 
 
 def main(name: str) -> None:
-    params = schema.load_params()
+    params = stage_inputs.read_params("import_draft", name)
     item = get_named(params.import_draft.checkpoints, name, "import_draft.checkpoints")
-    checks.check_imported_draft(params, name)
     target_manifest = manifest.read_manifest()
     folder, commit = published_files.fetch_draft(item.model, item.revision)
     if published_files.is_block_config(published_files.read_flat_config(folder)):

@@ -22,7 +22,7 @@ from stages.draft import (
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format, reader
-from stages.params import checks, schema
+from stages.params import checks, schema, stage_inputs
 from stages.params.draft_sections import LEAST_COVERAGE
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic
@@ -34,9 +34,7 @@ HIDDENS, REPORTS_FOLDER = Path("data/hiddens"), Path("results/train")
 
 
 def main(name: str = ROOT_CHECKPOINT) -> None:
-    params = schema.load_params()
-    schema.check_initial(params, name)
-    checks.check_initial_draft(params)
+    params = stage_inputs.read_params("init_draft", name)
     target_manifest = manifest.read_manifest()
     checks.check_draft_vocab(params, target_manifest.vocab_size)
     counts = {split: _count_tokens(split, target_manifest.vocab_size) for split in ("train", "eval")}

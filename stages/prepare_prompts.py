@@ -18,7 +18,7 @@ import polars as pl
 
 from stages.data import conversations, prompt_sets, workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.benchmark_sections import Workload
 from stages.params.section import PARAMS_FILE, get_named
 from stages.target import manifest
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def main(workload: str) -> None:
-    params = schema.load_params()
+    params = stage_inputs.read_params("prepare_prompts", workload)
     settings = get_named(params.benchmark.workloads, workload, "benchmark.workloads")
     target = manifest.read_manifest()
     if settings.prompts == "eval":

@@ -23,7 +23,7 @@ from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.loading import load_block_draft, load_eagle3_draft
 from stages.hidden_states import format, origin, reader
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, token_classes, tree_statistics
@@ -101,7 +101,7 @@ class TreeCounts(NamedTuple):
 
 
 def main(name: str) -> None:
-    p = schema.load_params()
+    p = stage_inputs.read_params("replay_trees", name)
     torch.set_num_threads(p.target.num_threads)
     started = time.perf_counter()
     made = manifest.read_manifest()

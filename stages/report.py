@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
@@ -92,7 +92,7 @@ def main(*arguments: str) -> None:
     elif arguments:
         raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:
-        write_report(schema.load_params())
+        write_report(stage_inputs.read_params("report"))
 
 
 def write_report(p: schema.Params) -> None:

@@ -23,7 +23,7 @@ import torch
 from stages.data import conversations, requests, sampled_split
 from stages.data.parquet_shards import ParquetShardWriter
 from stages.data.sampled_split import SampledSplit
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.runtime import atomic, scratch
 from stages.sampling import keep_backend, server_backend, transformers_backend
 from stages.sampling.sampling_context import SamplingContext
@@ -39,7 +39,7 @@ PREVIEW_COLUMNS = ("id", "prompt_ids", "answer_ids", "finish_reason")
 
 
 def main(*words: str) -> None:
-    p = schema.load_params()
+    p = stage_inputs.read_params("sample_target")
     if words:
         _print_preview(p, *words)
         return

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.load import Load
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, cost_served, load_points, timing_grid
@@ -41,7 +41,7 @@ class ServedTimes(Record):
 
 
 def main(workload_name: str) -> None:
-    params, started = schema.load_params(), time.perf_counter()
+    params, started = stage_inputs.read_params("serving_costs", workload_name), time.perf_counter()
     settings = params.serving_costs
     draft_config = server_setup.read_draft_config(params, settings.checkpoint)
     work = server_setup.build_context(params, workload_name, draft_config)

@@ -25,7 +25,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.loading import LoadedDraft, load_draft
 from stages.engine.decode import Engine
 from stages.engine.requests import DecodeRequest, RequestUpdate
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, timing_grid, torch_records
@@ -48,7 +48,7 @@ class TimedDecoding:
 
 
 def main(name: str) -> None:
-    p = schema.load_params()
+    p = stage_inputs.read_params("time_trees", name)
     torch.set_num_threads(p.benchmark.num_threads)
     started = time.perf_counter()
     target, s = manifest.read_manifest(), p.time_trees

@@ -30,7 +30,7 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.methods import method_checkpoint, registry
-from stages.params import schema
+from stages.params import schema, stage_inputs
 from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment, Segment, TrainDraft
 from stages.params.section import ROOT_CHECKPOINT, get_named
@@ -66,7 +66,7 @@ class DraftModel:
 
 
 def main(name: str) -> None:
-    params = schema.load_params()
+    params = stage_inputs.read_params("train_draft", name)
     if distributed.launch_ranks("train_draft", [name], params.train_draft.processes):
         return
     with distributed.join_process_group(params.target.device) as ranks:

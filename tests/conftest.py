@@ -21,6 +21,7 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
+from stages.params.schema import load_params
 from stages.telemetry import fork_server
 from tests import warm_process
 
@@ -30,7 +31,7 @@ EAGLE3 = {
     "e003": {"from": "e000", "epochs": 3},
     "e009": {"from": "e003", "epochs": 6},
 }  # train_draft.checkpoints of params.yaml
-EVAL = YAML(typ="safe").load((ROOT / "params.yaml").read_text())["benchmark"]["workloads"]["eval"]
+EVAL = load_params(ROOT / "params.yaml").benchmark.workloads["eval"].model_dump()
 
 # Products this small gain nothing by a second thread, and where two tests run at once they lose a hundred times as much:
 # the threads wait for each other in turn. Before torch is imported, here and in what tests start.
@@ -117,7 +118,7 @@ def edit_params(project: Path, changes: dict) -> None:
     file = project / "params.yaml"
     params = parse_once(file.read_text(), YAML(typ="safe").load)
     for section, values in changes.items():
-        params[section].update(values)
+        params.setdefault(section, {}).update(values)
     written = [_write_section(pickle.dumps({name: keys})) for name, keys in params.items()]
     text = "".join(section for section, _ in written)
     PARSED[text] = pickle.dumps({name: keys for _, read in written for name, keys in pickle.loads(read).items()})

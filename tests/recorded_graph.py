@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
@@ -15,19 +14,26 @@ from dvc.output import Output
 from dvc.repo import Repo, lock_repo
 from fsspec.implementations.memory import MemoryFileSystem
 
+from stages import inputs
+
 # Outputs that say less than all that their stage reads, and what they do depend on; tests/test_pictured_stages.py compares.
 TELLS_OF = {"results/overfit_pass.json": {"data/hiddens/train", "drafts/e000/draft"}}
 
 
 class Recorder:
-    """Stands in for the commands of the stages: notes who runs, writes what depends on all it was given."""
+    """Stands in for the commands of all stages but `inputs`: notes who runs, writes what depends on all it was given."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.names: set[str] = set()  # of all stages
+        self.meanwhile: dict[str, Callable[[], None]] = {}  # what happens while a stage is at work
 
     def __call__(self, stage: Any, dry: bool = False, run_env: Any = None) -> None:
+        if stage.addressing == "inputs":
+            inputs.main()
+            return
         self.ran.append(stage.addressing)
+        self.meanwhile.pop(stage.addressing, lambda: None)()
         for out in map(str, stage.outs):
             deps = [dep for dep in stage.deps if out not in TELLS_OF or str(dep) in TELLS_OF[out]]
             path = Path(stage.wdir) / out
@@ -39,18 +45,17 @@ class Recorder:
     def _digest(command: str, deps: list[Any]) -> str:
         digest = hashlib.sha256(command.encode())
         for dep in sorted(deps, key=str):
-            if hasattr(dep, "read_params"):
-                digest.update(json.dumps(dep.read_params(), sort_keys=True).encode())
-            else:
-                path = Path(dep.fs_path)
-                for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                    digest.update(b"" if file.is_dir() else file.name.encode() + file.read_bytes())
+            path = Path(dep.fs_path)
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                digest.update(b"" if file.is_dir() else file.name.encode() + file.read_bytes())
         return digest.hexdigest()
 
     def repro(self, root: Path, **how: bool) -> set[str]:
         self.ran.clear()
         with opened(root) as repo, lock_repo(repo):  # one index for both
-            self.names = {stage.addressing for stage in repo.index.stages}  # DVC drops its index when a stage runs
+            self.names = {stage.addressing for stage in repo.index.stages} - {
+                "inputs"
+            }  # DVC drops its index when a stage runs
             repo.reproduce(**how)
         MemoryFileSystem.store.clear()  # where DVC stages folders: it would look through those of all tests before
         MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -96,18 +101,15 @@ def validated_once(validate: Callable[..., Any]) -> Callable[..., None]:
     return once
 
 
-def hashed_once(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Hash each version of a dependency once: thirty stages have the same modules, each in its own copy of the project."""
-    seen: dict[tuple[str, int, int], tuple[Any, Any]] = {}
+def digested_once(compute: Callable[[Path], str]) -> Callable[[Path], str]:
+    """Compute what depends on a file's bytes alone once for the same bytes."""
+    seen: dict[bytes, str] = {}
 
-    def once(odb: Any, path: str, fs: Any, *rest: Any, **how: Any) -> tuple[Any, Any, Any]:
-        if not path.endswith(".py"):
-            return build(odb, path, fs, *rest, **how)
-        found = os.stat(path)  # noqa: PTH116 - a hundred thousand times, as all here
-        key = path.removeprefix(os.getcwd()), found.st_size, found.st_mtime_ns  # noqa: PTH109
-        if key not in seen:
-            seen[key] = build(odb, path, fs, *rest, **how)[1:]
-        return odb, *seen[key]
+    def once(file: Path) -> str:
+        content = file.read_bytes()
+        if content not in seen:
+            seen[content] = compute(file)
+        return seen[content]
 
     return once
 

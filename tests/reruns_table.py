@@ -13,8 +13,14 @@ from tests.conftest import EVAL
 # Lists short enough for a test, and not what a user has made of params.yaml today.
 BASE = {
     "fix_data": {"raw": "data/raw/rows.jsonl"},
-    "target": {"model": "local/mine", "watch": "local/mine"},
-    "train_draft": {"checkpoints": {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}},
+    "target": {"model": "local/mine", "chat_template": "chatml.jinja"},
+    "train_draft": {
+        "checkpoints": {
+            "e003": {"from": "e000", "epochs": 3},
+            "e009": {"from": "e003", "epochs": 6},
+            "dflash9": {"from": "e000", "epochs": 9, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64},
+        }
+    },
     "import_draft": {"checkpoints": {}},
     "replay_trees": {"checkpoints": ["e003", "e009"]},
     "benchmark": {
@@ -23,22 +29,22 @@ BASE = {
         "checkpoints": ["e003", "e009"],
         "trees": ["t5_2_8"],
     },
-    "benchmark_served": {"workloads": ["eval"], "checkpoints": ["e009"], "trees": ["t5_1_6"]},
+    "benchmark_served": {"workloads": ["eval"], "checkpoints": ["e009", "dflash9"], "trees": ["t5_1_6", "t7_1_8"]},
 }
 
 
 def sets(**sections: Any) -> Callable[[Path], None]:
     """An edit of params.yaml: what is given, merged in; a function makes the new value from the old one."""
 
-    def merge(old: Any, new: Any) -> Any:
-        if isinstance(new, dict) and isinstance(old, dict):
-            return old | {key: merge(old.get(key), value) for key, value in new.items()}
-        return new(old) if callable(new) else new
+    def merge(old: Any, new: Any, resolved: Any) -> Any:
+        if isinstance(new, dict) and isinstance(resolved, dict):
+            return (old or {}) | {key: merge((old or {}).get(key), new[key], resolved.get(key)) for key in new}
+        return new(resolved) if callable(new) else new
 
     def edit(root: Path) -> None:
         yaml = YAML(typ="safe")
         path = root / "params.yaml"
-        params = merge(yaml.load(path), sections)
+        params = merge(yaml.load(path), sections, load_params(path).model_dump(by_alias=True))
         yaml.dump(params, path)
         load_params(path)
 
@@ -53,6 +59,24 @@ def comments(name: str) -> Callable[[Path], None]:
             file.write("# a remark\n")
 
     return edit
+
+
+def edits(name: str) -> Callable[[Path], None]:
+    """Another constant in a file of code."""
+
+    def edit(root: Path) -> None:
+        with (root / name).open("a", encoding="utf-8") as file:
+            file.write("ANOTHER_CONSTANT = 1\n")
+
+    return edit
+
+
+def remarks_everywhere(root: Path) -> None:
+    """A comment, a docstring and a blank line in every file of code."""
+    for file in (root / "stages").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        body = text.partition('"""')[2].partition('"""')[2] if text.startswith('"""') else text
+        file.write_text(f'"""Another docstring."""\n\n\n# a remark\n{body}\n# a remark\n', encoding="utf-8")
 
 
 def adds_row(root: Path) -> None:
@@ -87,7 +111,9 @@ PUBLISHED = {"theirs": {"model": "a/draft", "revision": None, "rope_theta": None
 E012 = {"e012": {"from": "e009", "epochs": 3}}
 HEADS = {"heads": {"from": "e000", "epochs": 3, "method": "medusa", "heads": 4}}
 BLOCK = {
-    "dflash9": {"from": "e000", "epochs": 9, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64},
+    "dspark9": {
+        "from": "e000", "epochs": 9, "method": "dspark", "layers": 2, "block_size": 8, "anchors": 64, "markov_rank": 32,
+    },
 }  # fmt: skip
 NGRAM = {"ngram": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}
 MEDUSA = {"medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 16}}
@@ -125,8 +151,8 @@ RERUNS = [
     ),
     Row(
         "a block draft: in train_draft.checkpoints and replay_trees.checkpoints",
-        sets(train_draft={"checkpoints": BLOCK}, replay_trees={"checkpoints": adds("dflash9")}),
-        "check_overfit@* train_draft@dflash9 replay_trees@dflash9 report",
+        sets(train_draft={"checkpoints": BLOCK}, replay_trees={"checkpoints": adds("dspark9")}),
+        "check_overfit@* train_draft@dspark9 replay_trees@dspark9 report",
     ),
     Row(
         "benchmark_methods.without_draft: prompt lookup",
@@ -139,9 +165,9 @@ RERUNS = [
         "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
     ),
     Row(
-        "draft_configs/theta_10000.json",
+        "draft_configs/theta_10000.json, which init_draft.draft_config_path does not name",
         comments("draft_configs/theta_10000.json"),
-        "init_draft@* check_overfit@* train_draft@* replay_trees@* time_trees@* benchmark@* benchmark_served@* report",
+        "",
     ),
     Row("check_overfit.min_tau", sets(check_overfit={"min_tau": 1.25}), "check_overfit@* report", back=""),
     Row(
@@ -175,9 +201,9 @@ RERUNS = [
         back="report",
     ),
     Row(
-        "data/prompt_sets/gsm8k.jsonl: a row",
+        "data/prompt_sets/gsm8k.jsonl: a row, where no workload has it",
         comments("data/prompt_sets/gsm8k.jsonl"),
-        "prepare_prompts@* benchmark*@* report",
+        "",
     ),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
@@ -199,25 +225,31 @@ RERUNS = [
     Row("templates/chatml.jinja", comments("templates/chatml.jinja"), "* -fix_data"),
     Row("data/tables/weather.yaml", comments("data/tables/weather.yaml"), "* -prepare_target"),
     Row("prepare_target.seed", sets(prepare_target={"seed": lambda old: old + 1}), "* -fix_data"),
-    Row("target.watch: other weights in a local folder", replaces_weights, "* -fix_data"),
+    Row("other weights in the local folder target.model", replaces_weights, "* -fix_data"),
     Row("fix_data.eval_share", sets(fix_data={"eval_share": lambda old: old / 2}), "* -prepare_target"),
     Row("fix_data.raw: another row", adds_row, "* -prepare_target"),
     Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
+    Row("a comment, a docstring, a blank line in every file of stages/", remarks_everywhere, ""),
     Row(
-        "stages/engine/decode.py: a comment",
-        comments("stages/engine/decode.py"),
+        "stages/engine/decode.py: a constant",
+        edits("stages/engine/decode.py"),
         "check_overfit@* time_trees@* benchmark@* report",
-    ),
-    Row(
-        "stages/trees/draft_tree.py: a comment",
-        comments("stages/trees/draft_tree.py"),
-        "check_overfit@* replay_trees@* time_trees@* benchmark@* report",
         back="",
     ),
     Row(
-        "stages/target/packed_forward.py: a comment",
-        comments("stages/target/packed_forward.py"),
-        "* -fix_data -prepare_target -sample_target -prepare_prompts@* -benchmark_served_baseline@*",
+        "stages/training/ttt.py: a constant of EAGLE-3's loss",
+        edits("stages/training/ttt.py"),
+        "check_overfit@* train_draft@e0* replay_trees@* benchmark@* benchmark_served@*-e009-* report",
+    ),
+    Row(
+        "stages/training/block_loss.py: a constant of block drafts' loss",
+        edits("stages/training/block_loss.py"),
+        "check_overfit@* train_draft@dflash9 benchmark_served@*-dflash9-* report",
+    ),
+    Row(
+        "stages/engine/kernels_triton.py: a constant of a kernel",
+        edits("stages/engine/kernels_triton.py"),
+        "check_overfit@* time_trees@* benchmark@* report",
     ),
     Row(
         "benchmark_served.trees: add t8_2_16",
@@ -225,12 +257,10 @@ RERUNS = [
         "benchmark_served@*-t8_2_16 report",
     ),
     Row(
-        "stages/serving/engine_flags.py: a comment",
-        comments("stages/serving/engine_flags.py"),
+        "stages/serving/engine_flags.py: a constant",
+        edits("stages/serving/engine_flags.py"),
         "benchmark_served@* benchmark_served_baseline@* report",
     ),
-    Row("stages/report.py: a comment", comments("stages/report.py"), "report"),
-    Row("stages/params/schema.py: a comment", comments("stages/params/schema.py"), ""),
-    Row("stages/telemetry/gpu_energy.py: a comment", comments("stages/telemetry/gpu_energy.py"), ""),
+    Row("stages/params/schema.py: another check", edits("stages/params/schema.py"), ""),
     Row("README.md", comments("README.md"), ""),
 ]

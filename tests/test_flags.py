@@ -1,6 +1,7 @@
 """docs/flags.md: what it names is there."""
 
 import re
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -10,7 +11,6 @@ from stages.params.schema import Params
 from stages.params.tree_shape import TreeShape
 from stages.results import torch_records
 from tests.conftest import ROOT
-from tests.test_house import section_inside
 
 TEXT = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
 SPANS = re.findall(r"`([^`]+)`", TEXT)
@@ -28,6 +28,17 @@ DOCUMENTED = (  # in the seeds
     "fix_toon_data.py", "run_weather.sh", "epoch_3", "test_sclang_withbenchmark.py", "speculative-num-steps",
     "speculative-eagle-topk", "speculative-num-draft-tokens",
 )  # fmt: skip
+
+
+def section_inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """(the section an annotation holds, whether under names of the user's own), through dict[...], | None, Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for inner in get_args(annotation):
+        model, _ = section_inside(inner)
+        if model:
+            return model, getattr(annotation, "__origin__", None) is dict
+    return None, False
 
 
 @pytest.mark.parametrize("key", KEYS)

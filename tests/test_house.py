@@ -7,17 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from benchmarks import readme_picture, readme_served, readme_table
-from pipeline import deps
-from stages.params.benchmark_sections import BenchmarkServer
+from benchmarks import params_page, readme_picture, readme_served, readme_table
+from pipeline import dvc_graph
+from stages.params import stage_inputs
 from stages.params.schema import Params, load_params
-from stages.runtime.import_closure import find_import_closure, find_imported_files, list_modules
+from stages.runtime import stage_code
 
 ROOT = Path(__file__).parent.parent
 NO_STAGES = {"target", "schedule"}  # sections that several stages share, or none reads
@@ -30,53 +29,32 @@ def _graph() -> dict[str, dict[str, Any]]:
 
 
 BASELINE = "_baseline"  # of a stage: the same without a draft, so the same file and section
-GRAPH = _graph()
+GRAPH = {name: stage for name, stage in _graph().items() if name != "inputs"}
 every_stage = pytest.mark.parametrize("stage", GRAPH)
 
 
-# Dependencies are the import closure
+# What stages depend on
 
 
-def test_dvc_yaml_lists_the_import_closures() -> None:
-    text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
-    assert deps.render_code_deps(text, ROOT) == text, "dvc.yaml is stale; run: aerie deps --write"
-
-
-def files_of(folder: str) -> set[str]:
-    """Return the modules of a folder, and the page's templates, style and script below it."""
-    parts = (file for ending in ("j2", "css", "js") for file in (ROOT / folder).rglob(f"*.{ending}"))
-    templates = {file.relative_to(ROOT).as_posix() for file in parts}
-    return list_modules(folder, ROOT) | templates
+def test_inputs_are_written_for_the_stages_of_the_graph() -> None:
+    named = {one.name for one in stage_inputs.list_instances(load_params(ROOT / "params.yaml"))}
+    assert set(dvc_graph.list_stages(ROOT)) == named | {"inputs"}
 
 
 @every_stage
-def test_deps_are_the_import_closure(stage: str) -> None:
-    """As DVC reads them: files, and folders of which every module is imported."""
-    listed = [dep for dep in GRAPH[stage]["deps"] if dep.startswith("stages/")]
-    files = {name for dep in listed for name in ({dep} if dep.endswith((".py", ".j2")) else files_of(dep))}
-    assert files == find_import_closure(stage, ROOT)
-    assert len(listed) == len(set(listed)), f"stages.{stage}.deps lists a file twice"
+def test_a_stage_depends_on_its_inputs(stage: str) -> None:
+    items = "".join(f"-${{item.{name}}}" for name in stage_inputs.DECLARED[stage].items)
+    shown = [re.sub(r"\$\{(item|key)\}", "${item}", dep) for dep in GRAPH[stage]["deps"]]
+    if items.count("item") == 1:
+        items = "-${item}"
+    assert f"artifacts/inputs/{stage}{items}.json" in shown
 
 
 @every_stage
 def test_a_stage_that_can_see_pictures_depends_on_them(stage: str) -> None:
     """Bug: data/fixed/images was a dep of sample_target alone; a clone and a worker lacked what seven others decode."""
-    is_visual = "stages/target/vision.py" in find_import_closure(stage, ROOT)
+    is_visual = "stages/target/vision.py" in stage_code.find_code(stage, root=ROOT)
     assert ("data/fixed/images" in GRAPH[stage]["deps"]) == is_visual, f"stages.{stage}.deps: data/fixed/images"
-
-
-def test_the_closure_follows_a_name_that_is_a_module() -> None:
-    """`from stages.runtime import atomic` names a file, `from stages.runtime.atomic import write_json` names the same one."""
-    assert "stages/runtime/atomic.py" in find_imported_files("stages/report.py", ROOT)
-    closure = find_import_closure("report", ROOT)
-    assert {"stages/report.py", "stages/reporting/page.py", "stages/results/torch_records.py"} <= closure
-    untracked = {name for name in closure if name.startswith(("stages/params/", "stages/telemetry/"))}
-    computing = {
-        "stages/params/load.py",
-        "stages/params/tree_shape.py",
-        "stages/params/served_trees.py",
-    }  # where the sections only hold values
-    assert untracked <= computing
 
 
 # One word everywhere
@@ -95,7 +73,7 @@ def test_a_stage_is_one_word_everywhere(stage: str) -> None:
 
 
 def test_every_stage_file_and_section_is_in_the_graph() -> None:
-    files = {file.stem for file in (ROOT / "stages").glob("*.py")} - {"__init__"}
+    files = {file.stem for file in (ROOT / "stages").glob("*.py")} - {"__init__", "inputs"}
     stages = {stage.removesuffix(BASELINE) for stage in GRAPH}
     assert files == stages
     assert set(Params.model_fields) - NO_STAGES == stages
@@ -141,115 +119,10 @@ def test_importing_stages_imports_nothing_but_where_a_run_forks_them() -> None:
     assert shown.stdout == "[]\n"
 
 
-# Parameters: what dvc.yaml tracks exists, and is what the code reads
-
-
-def section_inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """(the section an annotation holds, whether under names of the user's own), through dict[...], | None, Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    for inner in get_args(annotation):
-        model, _ = section_inside(inner)
-        if model:
-            return model, getattr(annotation, "__origin__", None) is dict
-    return None, False
-
-
-@every_stage
-def test_tracked_params_exist(stage: str) -> None:
-    for tracked in GRAPH[stage]["params"]:
-        model: type[BaseModel] | None = Params
-        named_by_user = False
-        for part in re.findall(r"\$\{[^}]*\}|[^.]+", tracked):
-            if named_by_user:
-                assert part.startswith("${"), (
-                    f"stages.{stage}.params: {tracked}: {part} must be a ${{...}} of the graph"
-                )
-                named_by_user = False
-                continue
-            fields = {f.alias or name: f for name, f in (model.model_fields if model else {}).items()}
-            assert part in fields, (
-                f"stages.{stage}.params: {tracked}: no key {part}; known keys are {', '.join(fields)}"
-            )
-            model, named_by_user = section_inside(fields[part].annotation)
-
-
-WHO_NOT_WHAT = {  # computes, or watches
-    "train_draft.processes", "train_draft.parallel", "train_draft.report_to", "train_draft.run_name",
-    "extract_hiddens.processes", "benchmark_served.server.api_key_env", "benchmark_served.server.start_timeout_s",
-}  # fmt: skip
-
-
-OF_A_DRAFT = {"benchmark_served.interleave", "benchmark_served.server.algorithm"}  # a baseline has none
-
-
-def test_train_draft_tracks_every_key_but_other_checkpoints() -> None:
-    """Tracking the whole section would retrain e003 when e020 is added."""
-    tracked = {p for p in GRAPH["train_draft"]["params"] if p.startswith("train_draft.")}
-    keys = set(Params.model_fields["train_draft"].annotation.model_fields) - {"checkpoints"}
-    keys -= {key.removeprefix("train_draft.") for key in WHO_NOT_WHAT}
-    assert tracked == {f"train_draft.{key}" for key in keys} | {"train_draft.checkpoints.${key}"}
-
-
-def reads(stage: str) -> set[str]:
-    """What the stage's file reads of the parameters, as dotted keys: attributes of `load_params()` or of a `Params` argument."""
-    tree = ast.parse((ROOT / "stages" / f"{stage.removesuffix(BASELINE)}.py").read_text(encoding="utf-8"))
-    roots = {
-        arg.arg
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for arg in node.args.args
-        if arg.annotation and ast.unparse(arg.annotation) in ("Params", "schema.Params")
-    } | {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value) in ("load_params()", "schema.load_params()")
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    found = {chain.split(".", 1)[1] for chain in chains if chain.split(".")[0] in roots}
-    found |= {
-        chain.removeprefix("schema.load_params().") for chain in chains if chain.startswith("schema.load_params().")
-    }
-    return {key for key in found if is_key(key)}
-
-
-def is_key(chain: str) -> bool:
-    """Return whether the first two names of an attribute chain are a section and one of its keys, not a method or property."""
-    section, _, rest = chain.partition(".")
-    field = Params.model_fields.get(section)
-    model = field and section_inside(field.annotation)[0]
-    if not model or not rest:
-        return field is not None
-    return rest.split(".")[0] in {name for key, f in model.model_fields.items() for name in (key, f.alias or key)}
-
-
-def test_the_reads_of_a_stage_are_found() -> None:
-    """Bug: after a rename of `load` none was found, and the next test passed whatever a stage read."""
-    assert all(reads(stage) for stage in GRAPH if stage.removesuffix(BASELINE) != "import_draft"), (
-        "a stage reads nothing?"
+def test_the_page_of_all_keys_is_of_this_schema() -> None:
+    assert params_page.render_page() == params_page.PAGE.read_text(encoding="utf-8"), (
+        "run: python -m benchmarks.params_page"
     )
-
-
-@every_stage
-def test_a_stage_reads_only_what_dvc_tracks(stage: str) -> None:
-    """`p.section.key` must be tracked, or lie above something tracked (a section that is given a short name)."""
-    tracked = [p.split(".${")[0] for p in GRAPH[stage]["params"]]
-    for key in sorted(reads(stage) - WHO_NOT_WHAT):
-        if stage.endswith(BASELINE) and key in OF_A_DRAFT:
-            continue
-        covered = any(f"{key}.".startswith(f"{p}.") or f"{p}.".startswith(f"{key}.") for p in tracked)
-        assert covered, (
-            f"stages/{stage}.py reads {key}; add it to stages.{stage}.params, which tracks {', '.join(tracked)}"
-        )
-
-
-@pytest.mark.parametrize("stage", ["benchmark_served", "serving_costs"])
-def test_a_served_stage_tracks_every_key_of_the_server(stage: str) -> None:
-    """Bug: a cell was not measured again after a change of benchmark_served.server.vision_patch."""
-    keys = {f"benchmark_served.server.{key}" for key in BenchmarkServer.model_fields}
-    assert keys - WHO_NOT_WHAT <= set(GRAPH[stage]["params"])
 
 
 def test_readme_shows_the_very_table_of_a_kept_run() -> None:

@@ -48,7 +48,7 @@ def import_published(method: str, form: Form, name: str = "theirs") -> BlockDraf
     draft = write_block(method, max_position_embeddings=128)
     publish(Path("from_others") / name, *form(draft, NUM_LAYERS))
     item = {"model": f"from_others/{name}", "revision": None, "rope_theta": None}
-    edit_params(Path(), {"import_draft": {"checkpoints": {name: item}, "watch": "from_others"}})
+    edit_params(Path(), {"import_draft": {"checkpoints": {name: item}}})
     edit_params(Path(), {"replay_trees": {"checkpoints": ["b003", name], **GRID, "trace_trees": []}})
     import_draft.main(name)
     return draft
@@ -98,7 +98,7 @@ def test_deepspecs_own_dflash_is_replayed_as_the_draft_without_a_markov_head(pro
     block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("b003"), config, tensors)
     publish(Path("from_others"), *published_blocks.deepspec_dflash(draft, NUM_LAYERS))
     item = {"model": "from_others", "revision": None, "rope_theta": None}
-    edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": item}, "watch": "from_others"}})
+    edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": item}}})
     edit_params(Path(), {"replay_trees": {"checkpoints": ["b003", "theirs"]}})
     import_draft.main("theirs")
     for name in ("b003", "theirs"):

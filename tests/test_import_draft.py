@@ -53,14 +53,14 @@ def project(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path) -> None:
     """By DVC, where no hidden states and no training are: only its own stages run, and its cell says what e003's says."""
     lists = {"checkpoints": ["e003", "straight", "theirs"]}
-    edit_params(project, {"import_draft": {"checkpoints": IMPORTED, "watch": "from_others"}, "replay_trees": lists})
+    edit_params(project, {"import_draft": {"checkpoints": IMPORTED}, "replay_trees": lists})
     edit_params(project, {"benchmark": {"checkpoints": ["e003", "theirs"]}})
     away = project.with_name("away")
     away.mkdir()
     for gone in ("data/hiddens", "drafts", "results/train", "results/replay"):
         shutil.move(project / gone, away / gone.replace("/", "-"))
     try:
-        done = dvc(project, "repro", "--single-item", "import_draft@theirs")
+        done = dvc(project, "repro", "--single-item", "inputs", "import_draft@theirs")
         assert done.returncode == 0, done.stdout + done.stderr
         done = dvc(project, "repro", "--single-item", "benchmark@eval-theirs-t8_2_16")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +85,7 @@ def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_pat
         (root / f"results/train/{name}.json").unlink()
     edit_params(root, {"sample_target": {"train_rows": 0}, "init_draft": {"checkpoints": []}})
     edit_params(root, {"train_draft": {"checkpoints": {}}})
-    edit_params(root, {"import_draft": {"checkpoints": IMPORTED, "watch": "from_others"}})
+    edit_params(root, {"import_draft": {"checkpoints": IMPORTED}})
     mine = {"checkpoints": ["theirs"]}
     edit_params(root, {"replay_trees": mine, "benchmark": {**mine, "trees": ["t8_2_16"]}, "benchmark_served": mine})
     edit_params(root, {"time_trees": mine})
@@ -105,7 +105,7 @@ def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> N
     root = tmp_path / "project"
     shutil.copytree(project, root, symlinks=True)
     size = json.loads((root / "from_others/config.json").read_text())["draft_vocab_size"]
-    edit_params(root, {"init_draft": {"from": "from_others", "watch": "from_others", "draft_vocab_size": size}})
+    edit_params(root, {"init_draft": {"from": "from_others", "draft_vocab_size": size}})
     done = run(root, "stages.init_draft")
     assert done.returncode == 0, done.stderr
     ours, theirs = (load_file(root / f"drafts/{n}/draft/model.safetensors") for n in ("e000", "e003"))
@@ -125,9 +125,8 @@ def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> N
         ),
         ({"fc_norm": True}, "init_draft.fc_norm is True, but the weights of init_draft.from have False"),
         ({"intermediate_size": 64}, "init_draft.intermediate_size is 64, but the weights"),
-        ({"watch": "data/nothing"}, "init_draft.from is the local folder from_others, expected init_draft.watch to be"),
         (
-            {"from": "drafts/e003", "watch": "drafts/e003"},
+            {"from": "drafts/e003"},
             "drafts/e003/config.json not found; expected a draft's folder",
         ),
     ],
@@ -138,7 +137,7 @@ def test_a_warm_start_that_can_not_be(
     root = tmp_path / "project"
     shutil.copytree(project, root, symlinks=True, ignore=shutil.ignore_patterns(".dvc", ".git"))
     monkeypatch.chdir(root)
-    edit_params(root, {"init_draft": {"from": "from_others", "watch": "from_others", **changes}})
+    edit_params(root, {"init_draft": {"from": "from_others", **changes}})
     with pytest.raises(ValueError, match=re.escape(message)):
         init_draft.main()
 

@@ -45,7 +45,6 @@ from tests.target.test_target_forward import H, save_random_model
 from tests.test_extract_hiddens import files, refused, run, run_in_process
 
 ROOM = 12
-GIVEN = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
 SMALL: dict[str, Any] = {
     "target": {"model": "tiny", "num_threads": 1},
     "extract_hiddens": {"max_length": 100, "batch_tokens": 60, "shard_mib": 1},
@@ -78,7 +77,6 @@ SMALL: dict[str, Any] = {
         "trees": ["t3_2_6"],
         "workloads": ["eval"],
         "server": {
-            **GIVEN["benchmark_served"]["server"],
             "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"],
         },
     },

@@ -269,7 +269,7 @@ def test_a_mask_token_of_a_block_segment_is_refused_where_texts_use_it(
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose target is a local folder, which DVC does not watch."""
+    """A project whose target is a local folder."""
     start_project(tmp_path, monkeypatch)
     save("qwen3-vl", tmp_path / "mine")
     edit_params(tmp_path, {"target": {"model": "mine", "num_threads": 1}, "init_draft": {"draft_vocab_size": None}})
@@ -278,7 +278,6 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_other_weights_in_a_local_folder_are_another_manifest(local: Path) -> None:
     """Bug: target.json held digests of config and tokenizer only; not even `dvc repro -f` noticed other weights."""
-    edit_params(local, {"target": {"watch": "mine"}})
     prepare_target.main()
     before = manifest.read_manifest()
     assert manifest.resolve_weights_folder(before) == Path("mine")
@@ -291,9 +290,3 @@ def test_other_weights_in_a_local_folder_are_another_manifest(local: Path) -> No
     after = manifest.read_manifest()
     assert after.weights_digest != before.weights_digest and after.config_digest == before.config_digest
     assert manifest.resolve_weights_folder(after) == Path("mine")
-
-
-def test_a_local_folder_that_dvc_does_not_watch_is_refused(local: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected target\.watch to be that folder .* set target\.watch: mine"):
-        prepare_target.main()
-    assert not manifest.TARGET_FOLDER.exists()

@@ -46,7 +46,7 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
     edit_params(project, {
         "train_draft": {"checkpoints": {}},
         "import_draft": {
-            "watch": "shipped", "checkpoints": {"shipped": {"model": "shipped", "revision": None, "rope_theta": None}},
+            "checkpoints": {"shipped": {"model": "shipped", "revision": None, "rope_theta": None}},
         },
         "replay_trees": {
             "checkpoints": ["shipped"], "num_steps": [5, 8, 10], "num_draft_tokens": [8, 16, 32], "trace_trees": [],

@@ -1,7 +1,7 @@
 """What reruns: edit one thing in a finished project, and see which stages wake. docs/reruns.md says the same in prose.
 
-The graph is the real dvc.yaml, untouched, and DVC is the real DVC. Only the work is not: in place of each command we
-note its stage and write outputs that are a digest of all the stage is declared to depend on. So an edit wakes what it
+The graph is the real dvc.yaml, untouched, DVC is the real DVC, and `inputs` runs. Only the work of the others is not: in place
+of each command we note its stage and write outputs that are a digest of all the stage depends on. So an edit wakes what it
 wakes in the worst case: where the stage's real output would not change, DVC stops earlier.
 """
 
@@ -10,12 +10,10 @@ import json
 import shutil
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import cache, reduce
-from operator import getitem
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import dpath
 import dvc.output
 import dvc.rwlock
 import dvc.stage.run
@@ -26,10 +24,13 @@ from dvc.utils import strictyaml
 from dvc.utils.serialize import _yaml
 from dvc_data.hashfile.state import State
 
+from stages.params.draft_sections import TrainDraft
+from stages.params.schema import Params
+from stages.runtime import stage_code
 from tests.recorded_graph import (
     Recorder,
     build_quietly,
-    hashed_once,
+    digested_once,
     located_once,
     opened,
     parse_json_or_yaml,
@@ -66,13 +67,13 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for module in (_yaml, strictyaml):
             patch.setattr(module, "parse_yaml", cached)
         patch.setattr(strictyaml, "validate", validated_once(strictyaml.validate))
-        patch.setattr(dvc.output, "build", hashed_once(dvc.output.build))
         patch.setattr(dvc.output.Output, "_build", build_quietly)
         # Each path of each stage is looked up, and compared with the project's folder, at every step: a quarter of the rest.
         patch.setattr(dvc.output, "get_cloud_fs", located_once(dvc.output.get_cloud_fs))
         patch.setattr(LocalFileSystem, "isin", staticmethod(cache(LocalFileSystem.isin)))
-        # params.yaml is read once for each stage, and every leaf of it looked at for every key: half of the rest.
-        patch.setattr(dpath, "get", lambda tree, key, separator: reduce(getitem, key.split(separator), tree))
+        # The same code in each copy of the project.
+        patch.setattr(stage_code, "digest_code", digested_once(stage_code.digest_code))
+        patch.setattr(stage_code, "_read_imports", digested_once(stage_code._read_imports))
         # DVC's locks, which take an eighth of the time; no other process works in this project.
         patch.setattr(dvc.rwlock, "rwlock", lambda *_, **__: nullcontext())
         # The links made in the project, for a checkout to remove: a database is opened and closed for every output.
@@ -106,7 +107,7 @@ def finished_project(tmp_path_factory: pytest.TempPathFactory, recorder: Recorde
     (root / "draft_configs" / "theta_10000.json").touch()
     (root / "data/prompt_sets").mkdir(parents=True)
     (root / "data/prompt_sets/gsm8k.jsonl").touch()
-    shutil.copy(REPO / "data/nothing", root / "data/nothing")
+    (root / "data/prompt_sets/mt_bench.jsonl").touch()
     (root / "data/targets").mkdir()
     (root / "data/targets/weights").touch()
     (root / "data" / "raw").mkdir()
@@ -131,7 +132,7 @@ def test_a_published_draft_is_benchmarked_without_sampling_for_training_or_train
             stage = open_ends.pop()
             needed.add(stage.addressing)
             open_ends += graph.successors(stage)
-    prompts = {"prepare_prompts@eval", "prepare_target", "sample_target", "fix_data"}
+    prompts = {"prepare_prompts@eval", "prepare_target", "sample_target", "fix_data", "inputs"}
     assert needed == {cell.addressing, "import_draft@theirs"} | prompts
 
 
@@ -155,6 +156,38 @@ def test_an_edit_wakes_its_stages_and_undoing_it_brings_the_rest_back(
             shutil.copy(finished_project / file, root / file)
     ran = recorder.repro(root)
     assert ran == match_stages(row.back, recorder.names)
+
+
+def test_a_default_of_the_schema_reruns_the_stages_that_declare_it(
+    finished_project: Path, tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "project"
+    shutil.copytree(finished_project, root)
+    monkeypatch.setattr(TrainDraft.model_fields["weight_decay"], "default", 0.01)
+    try:
+        for model in (TrainDraft, Params):
+            model.model_rebuild(force=True)
+        ran = recorder.repro(root)
+    finally:
+        monkeypatch.undo()
+        for model in (TrainDraft, Params):
+            model.model_rebuild(force=True)
+    assert ran == match_stages("train_draft@* replay_trees@* benchmark@* benchmark_served@* report", recorder.names)
+
+
+def test_an_edit_while_a_run_is_at_work_mislabels_nothing(
+    finished_project: Path, tmp_path: Path, recorder: Recorder
+) -> None:
+    """Bug: DVC hashes parameters when a stage has ended, and recorded the edit as what the result was made by."""
+    root = tmp_path / "project"
+    shutil.copytree(finished_project, root)
+    sets(train_draft={"learning_rate": 0.5})(root)
+    recorder.meanwhile["train_draft@e003"] = lambda: sets(train_draft={"learning_rate": 0.25})(root)
+    trained = "train_draft@* replay_trees@* benchmark@* benchmark_served@* report"
+    assert recorder.repro(root) == match_stages(trained, recorder.names)
+    assert recorder.repro(root) == match_stages(trained, recorder.names)  # by the edit
+    sets(train_draft={"learning_rate": 0.5})(root)
+    assert recorder.repro(root) == set()  # all of the first run is that of 0.5
 
 
 def pushed_project(finished_project: Path, tmp_path: Path) -> Path:

@@ -33,7 +33,7 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (project / "data/raw/maps.jsonl").write_text("".join(itertools.islice(file, 60)))
     save("qwen3-vl", project / "tiny")
     edit_params(project, {
-        "target": {"model": "tiny", "watch": "tiny", "num_threads": 1},
+        "target": {"model": "tiny", "num_threads": 1},
         "fix_data": {"raw": "data/raw/maps.jsonl"},
         "init_draft": {"draft_vocab_size": 100},
         "sample_target": ROWS,

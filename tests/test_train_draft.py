@@ -128,9 +128,7 @@ def test_broken_unfinished_work_names_its_folder_and_removing_that_leads_on(
 
 def test_work_of_other_parameters_is_not_taken_up(killed: Path) -> None:
     """SpecForge's caches silently went stale; here the digest covers parameters, inputs and code."""
-    text = (killed / "params.yaml").read_text()
-    assert "ttt_decay: 0.8" in text
-    (killed / "params.yaml").write_text(text.replace("ttt_decay: 0.8", "ttt_decay: 0.7"))
+    edit_params(killed, {"train_draft": {"ttt_decay": 0.7}})
     assert "resumed" not in kill_and_finish(killed, kills=0, seed=0)
 
 

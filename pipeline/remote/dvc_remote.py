@@ -25,6 +25,7 @@ from ruamel.yaml import YAML
 from pipeline import dvc_internals
 from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_repo
 from pipeline.processes import capture_output
+from stages.params.section import RUN_PARAMS
 
 FILES_FOLDER = "aerie"  # the remote's folder of StageOrder.files, beside DVC's own
 UNSENT_FILES = {".dvc", LOCK_FILE.name}  # each host has its own .dvc: the remote's address and credentials
@@ -146,8 +147,11 @@ def unpack_order(order: StageOrder) -> None:
     with open_repo() as repo:
         _check_inside(repo)
         (stage,) = repo.stage.collect(order.stage)
-        if paths := sorted(_list_needed_outputs(repo, stage)):
-            repo.pull(targets=paths)
+        needed = _list_needed_outputs(repo, stage)
+        if any(out.def_path == RUN_PARAMS.parent.as_posix() for out in needed.values()):
+            needed[str(RUN_PARAMS)] = None  # beside the inputs of the stage itself
+        if needed:
+            repo.pull(targets=sorted(needed))
 
 
 def push_results(name: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stages.draft.eagle3 import DraftMLP, Eagle3Draft, RMSNorm
 from stages.draft.eagle3_config import DraftConfig
-from stages.training import attention_mask, chunked_loss, ttt
+from stages.training import attention_mask, chunked_loss, packed_rows, ttt
 
 CROSS_ENTROPY_WEIGHT = 0.1  # SmoothL1 has weight 1
 
@@ -113,7 +113,7 @@ def compute_loss(
     """Return the loss of one step, as ttt.compute_loss does."""
     assert objective.num_steps == 1
     if not pack.chunks:
-        return ttt.compute_zero_loss(eagle, pack, 1)
+        return packed_rows.compute_zero_loss(eagle, pack, 1)
     (states,) = unroll_states(eagle, pack, embedding, 1)
     share = 1 / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
         min=1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.training import chunked_loss, ttt
+from stages.training import chunked_loss, packed_rows, ttt
 
 
 class MedusaDraft(nn.Module):
@@ -72,7 +72,7 @@ def compute_loss(
 ) -> ttt.LossOutput:
     """Return the loss as ttt.compute_loss does; a step is a head."""
     if not pack.chunks:
-        return ttt.compute_zero_loss(medusa, pack, objective.num_steps)
+        return packed_rows.compute_zero_loss(medusa, pack, objective.num_steps)
     decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
     weights = decay / (torch.tensor(pack.supervised_per_step, device=head.device) if counts is None else counts).clamp(
         min=1

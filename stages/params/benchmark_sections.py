@@ -41,26 +41,32 @@ class RepeatUntil(Section):
 class Workload(Section):
     """The prompts of cells, and how requests arrive: docs/workloads.md."""
 
-    prompts: Name
-    num_prompts: CountOrGrid | None
-    start: Annotated[int, Field(ge=0)]
-    stop: Count | None
-    turns: Literal["first", "all"]
-    input_tokens: Count | None
-    max_new_tokens: CountOrGrid
-    length_range: Annotated[float, Field(ge=0, le=1)]
-    ignore_eos: bool
-    temperature: NonNegative
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    top_k: Count | None
-    request_rate: Rate
-    concurrency: CountOrGrid | None
-    warmup: Annotated[int, Field(ge=0)]
-    repeats: Count
-    until: RepeatUntil | None  # None: `repeats`, no more
-    deadline_s: Positive
-    grade: bool
-    seed: Seed
+    prompts: Name  # eval: the eval split; random: its tokens at given lengths; or a name of prepare_prompts.sets
+    num_prompts: CountOrGrid | None = 80  # null: all. On a server also a list, a number for each concurrency
+    start: Annotated[int, Field(ge=0)] = 0  # index of the first prompt of the set
+    stop: Count | None = None  # index after the last; null: the set's end
+    # of conversations: first turn only; or all, each after the engine's own earlier answers
+    turns: Literal["first", "all"] = "first"
+    input_tokens: Count | None = None  # length of random prompts
+    max_new_tokens: CountOrGrid = 512  # a list is a sweep: one load each
+    # 0.5: lengths of random prompts and their answers are drawn from 50% to 100% of those above
+    length_range: Annotated[float, Field(ge=0, le=1)] = 1.0
+    ignore_eos: bool = False  # true: answers continue to max_new_tokens
+    # above 0 answers are sampled with `seed`; verification keeps the target's distribution
+    temperature: NonNegative = 0.0
+    # sampled from the likeliest tokens of this total probability; 1: all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count | None = None  # and from at most so many tokens; null: all
+    request_rate: Rate = "inf"  # requests per second, Poisson; inf: all at once
+    concurrency: CountOrGrid | None = 1  # requests in flight at once; a list is a sweep; null: no limit
+    warmup: Annotated[int, Field(ge=0)] = 1  # unmeasured requests before
+    repeats: Count = 3  # of the whole load; intervals are over repeats
+    # {half_width: 0.05, most_repeats: 8}: repeat until the speedup is known to 5%, 8 times at most
+    until: RepeatUntil | None = None
+    deadline_s: Positive = 600  # timeout of one request
+    # grade answers of gsm8k and math500 by the set's own; of humaneval by running the generated code
+    grade: bool = False
+    seed: Seed = 42
 
     @model_validator(mode="after")
     def keys_agree(self) -> "Workload":
@@ -140,18 +146,25 @@ class Workload(Section):
 
 
 class Benchmark(Section):
+    # prompts and how requests arrive; of benchmark_served too
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
-    mode: Literal["both", "eagle", "baseline"]
-    allow_unsandboxed_code: bool  # HumanEval answers run even where the kernel can't keep them from the user's files
-    torch_workloads: Names
-    tree_scoring: Literal["sglang", "eagle"]
-    draft_sampling: Literal["greedy", "sampled"]
-    num_threads: Count
-    num_gpus_total: Count
-    num_gpus_per_model: Count
-    max_gpu_memory: Positive | None
-    checkpoints: SomeNames
-    trees: Annotated[TreeNames, Field(min_length=1)]
+    # both; eagle: only speculative decoding, without a speedup; baseline: only plain decoding (docs/workloads.md)
+    mode: Literal["both", "eagle", "baseline"] = "both"
+    allow_unsandboxed_code: bool = False  # true: run generated code even if the kernel can't keep it from your files
+    torch_workloads: Names  # workloads for the torch engine, which interleaves plain and speculative decoding
+    tree_scoring: Literal["sglang", "eagle"] = "sglang"  # as replay_trees.tree_scoring
+    # above temperature 0; greedy: the likeliest drafts, as SGLang with DFlash and vLLM's default; sampled: drawn, as
+    # SGLang with DSpark or DFlash2 and vLLM's draft_sample_method: probabilistic. Block drafts' chains only
+    # (docs/trees.md)
+    draft_sampling: Literal["greedy", "sampled"] = "greedy"
+    # CPU threads of the torch engine's decoding, here and in time_trees and benchmark_methods: tokens one at a time
+    # gain by more only for targets of a GiB and more
+    num_threads: Count = 1
+    num_gpus_total: Count = 1  # GPUs of this host; prompts are divided over the copies of the target
+    num_gpus_per_model: Count = 1  # GPUs of one copy, for a target larger than a GPU; each holds consecutive layers
+    max_gpu_memory: Positive | None = None  # GiB of each GPU for weights, caches and everything else; null: all
+    checkpoints: SomeNames  # others of replay_trees.checkpoints: in the table with replayed tau and predicted speedup
+    trees: Annotated[TreeNames, Field(min_length=1)]  # t<num_steps>_<topk>_<num_draft_tokens>
 
     @model_validator(mode="after")
     def torch_engine_supports_it(self) -> "Benchmark":
@@ -206,34 +219,41 @@ class Benchmark(Section):
 class BenchmarkServer(Section):
     """The engine's server: started for each cell, or already running."""
 
-    base_urls: ConfigurationUrls
-    model: Text | None
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
-    command: list[Text]
-    algorithm: Text
-    tp: Count
-    mem_fraction: Share
-    max_total_tokens: Count | None
-    max_batch: Count | None
-    torch_compile: bool
-    launch_args: list[str]
-    vision_patch: bool
-    start_timeout_s: Positive
+    # {baseline: "http://127.0.0.1:30000", e009-t8_2_16: ...}: running servers; others are started
+    base_urls: ConfigurationUrls = Field(default_factory=dict)
+    model: Text | None = None  # the servers' name of the target; null: the path of its folder
+    # name of the environment variable that holds the key, never the key itself
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    # [python3, -m, sglang.launch_server]; []: the engine in serving-env, otherwise on the PATH
+    command: list[Text] = Field(default_factory=list)
+    algorithm: Text = "EAGLE3"
+    tp: Count = 1
+    mem_fraction: Share = 0.8  # of the GPU's memory, for weights and KV cache
+    max_total_tokens: Count | None = None  # tokens of the KV cache; null: as many as fit
+    max_batch: Count | None = None  # most requests in a batch, and in CUDA graphs; null: the workload's concurrency
+    torch_compile: bool = False
+    # more flags of the engine, as [--attention-backend, triton]; the baseline gets them too
+    launch_args: list[str] = Field(default_factory=list)
+    vision_patch: bool = True  # correct what SGLang 0.5.17 feeds the draft of a multimodal target: docs/serving.md
+    start_timeout_s: Positive = 900
 
 
 class ServingCosts(Section):
     """Cycles of benchmark_served's engine, timed with simulated acceptance."""
 
+    # of benchmark.workloads, with ignore_eos or prompts: eval, and several of concurrency; []: not measured
     workloads: Names
-    checkpoint: Name
-    trees: TreeNames
-    accept_length: Annotated[float, Field(gt=1)]  # tokens a cycle
+    checkpoint: Name  # its shapes count, not its weights
+    # the extremes of what you would launch, and trees between them
+    trees: TreeNames = Field(default_factory=lambda: ["t3_1_4", "t8_1_9", "t3_4_8", "t5_4_16", "t8_3_32"])
+    # tokens that the engine is told to accept in each cycle, the bonus token among them
+    accept_length: Annotated[float, Field(gt=1)] = 3.0
 
 
 class BenchmarkServed(Section):
-    engine: Literal["sglang", "vllm"]
-    workloads: Names
+    engine: Literal["sglang", "vllm"] = "sglang"  # in its own environment: make serving-env
+    workloads: Names  # names of benchmark.workloads; []: no served cells
     checkpoints: Names
     trees: TreeNames
-    interleave: bool
-    server: BenchmarkServer
+    interleave: bool = False  # true: each repeat alternates with one on a second server without the draft
+    server: BenchmarkServer = Field(default_factory=lambda: BenchmarkServer())

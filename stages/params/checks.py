@@ -14,10 +14,11 @@ from stages.params import target_files
 from stages.params.cell_trees import describe_left_out
 from stages.params.draft_sections import BlockSegment
 from stages.params.gpus import may_have_gpu
-from stages.params.schema import UNWATCHED, Params, load_params
+from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE
 from stages.params.spelling import suggest_name
 
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"  # owner/name, or builtin/NAME
 SMALL_DRAFT_VOCAB = 4096  # below, a draft's vocabulary is told of
 TARGETS_FOLDER = Path("data/targets")  # of embedded targets that are shipped
 MAX_SHOWN_FILES = 20  # in a message
@@ -90,26 +91,22 @@ def list_problems(params: Params) -> Iterator[str]:
 
 
 def check_target(params: Params) -> None:
-    """Raise ValueError for a target whose folder is missing or not watched, a device that this machine lacks, or as
-    check_target_settings.
-    """
+    """Raise ValueError for a target whose folder is missing, a device that this machine lacks, or as check_target_settings."""
     check_target_path(params)
     check_device(params)
     check_target_settings(params)
 
 
 def check_target_path(params: Params) -> None:
-    """Raise ValueError for a target whose folder is missing, or not watched."""
+    """Raise ValueError for a target whose folder is missing."""
     model = params.target.model
-    if not Path(model).is_dir() and not _may_be_hub_id(model, params.target.watch):
+    if not Path(model).is_dir() and not re.fullmatch(HUB_ID, model):
         parent = Path(model).parent
         folders = [path.as_posix() for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
         raise ValueError(
             f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there{suggest_name(model, folders)}; "
-            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name, with target.watch: {UNWATCHED}) or "
-            "builtin/weather-tiny"
+            f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
         )
-    check_watched("target.model", model, "target.watch", params.target.watch)
 
 
 def check_device(params: Params) -> None:
@@ -159,26 +156,6 @@ def check_stored_layers(params: Params) -> None:
     """Raise ValueError where a block draft is to be trained that reads other layers than target.feature_layers names."""
     if params.target.feature_layers is not None:
         check_segment_layers(params, params.target.feature_layers)
-
-
-def check_published_drafts(params: Params) -> None:
-    """Raise ValueError for a published draft, to start from or to import, in a folder that DVC does not watch."""
-    if params.init_draft.checkpoints:
-        check_initial_draft(params)
-    for name in params.import_draft.checkpoints:
-        check_imported_draft(params, name)
-
-
-def check_initial_draft(params: Params) -> None:
-    """Raise ValueError for a draft to start from in a folder that DVC does not watch."""
-    check_watched("init_draft.from", params.init_draft.from_, "init_draft.watch", params.init_draft.watch)
-
-
-def check_imported_draft(params: Params, name: str) -> None:
-    """Raise ValueError for a draft to import in a folder that DVC does not watch."""
-    imported = params.import_draft
-    key, model = f"import_draft.checkpoints.{name}.model", imported.checkpoints[name].model
-    check_watched(key, model, "import_draft.watch", imported.watch)
 
 
 def read_chat_template(name: str | None) -> str | None:
@@ -242,30 +219,6 @@ def _find_number(params: Params, key: str) -> int | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # prepare_target says what is wrong
         return None
     return number if isinstance(number, int) else None
-
-
-def _may_be_hub_id(model: str, watch: str) -> bool:
-    """Return whether a name that is no folder may be a Hugging Face id, owner/name, or builtin/NAME.
-
-    A name inside the folder that DVC watches is taken for a folder.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model):
-        return False
-    return watch == UNWATCHED or not Path(model).resolve().is_relative_to(Path(watch).resolve())
-
-
-def check_watched(key: str, model: str | None, watch_key: str, watch: str) -> None:
-    """Raise ValueError if `model` is a local folder that DVC does not watch: replaced weights would go unnoticed.
-
-    DVC watches `watch`, a dependency of the stage that reads `model`; a Hugging Face id is pinned by its commit instead.
-    """
-    if model is None or not Path(model).is_dir():
-        return
-    if not Path(model).resolve().is_relative_to(Path(watch).resolve()):
-        raise ValueError(
-            f"{PARAMS_FILE}: {key} is the local folder {model}, expected {watch_key} to be that folder or one around it, found "
-            f"{watch}: DVC would not notice other weights in {model}; set {watch_key}: {model}"
-        )
 
 
 def check_draft_vocab(params: Params, vocab_size: int) -> None:
@@ -345,7 +298,6 @@ TARGET_CHECKS = (
     check_target_files,
     check_vocab_of_target,
     check_stored_layers,
-    check_published_drafts,
 )
 CHECKS = (check_raw_exists, check_column_files, *TARGET_CHECKS)
 

@@ -67,22 +67,37 @@ TableFilePath = Annotated[Text, AfterValidator(check_table_path)]
 
 
 class FixData(Section):
-    raw: Text
-    format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"]
-    columns: Annotated[ColumnMaps | None, BeforeValidator(_check_column_form)]
-    answers: Literal["toon", "json", "text"]
-    tables: TableFilePath | None
-    surrounding_text: Literal["strip", "keep"]
-    dangling_turns: Literal["trim", "drop"]
-    min_chars: Count
-    max_chars: Count
-    max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None
-    near_duplicate_threshold: Annotated[float, Field(ge=0.5, le=1)] | None
-    eval_file: Text | None
-    eval_rows: Count | None
-    eval_share: Share
-    eval_overlap: Literal["remove", "keep"]
-    image_folders: list[Text] = Field(default_factory=list)  # recipes need not name it
+    raw: Text  # a file or a folder of them: JSONL, JSON, CSV, Parquet, NAME.hub.yaml (docs/data.md)
+    # auto detects each row's format by its keys; or sharegpt, ultrachat, messages, prompt_answer
+    format: Literal["auto", "sharegpt", "ultrachat", "messages", "prompt_answer"] = "auto"
+    # of CSV or other tables: {prompt: question, answer: reply}; null: by known names; or a map for each file of
+    # `raw`, {a.csv: {prompt: question, answer: reply}, "more/*.csv": {...}} (docs/data.md)
+    columns: Annotated[ColumnMaps | None, BeforeValidator(_check_column_form)] = None
+    # toon or json: each answer must decode, if need be after repair; text: kept as it is
+    answers: Literal["toon", "json", "text"] = "text"
+    # a schema of toon or json answers: names, types, units (docs/data.md); null: any
+    tables: TableFilePath | None = None
+    # prose and code fences around a table: strip, or keep (if the target writes them too)
+    surrounding_text: Literal["strip", "keep"] = "strip"
+    # an answer before the first question, a blank question at the end: trim cuts them off; drop drops the
+    # conversation
+    dangling_turns: Literal["trim", "drop"] = "trim"
+    min_chars: Count = 1  # shorter conversations are dropped
+    max_chars: Count = 8000  # longer conversations are dropped
+    # a larger share of dropped rows stops the run with the reasons; null: no limit
+    max_dropped_share: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
+    # 0.8 drops conversations that share 80% of their 5-character shingles; null: exact ones only
+    near_duplicate_threshold: Annotated[float, Field(ge=0.5, le=1)] | None = None
+    # a file in the folder `raw` (or `raw` itself) as the eval split; null: split by eval_share
+    eval_file: Text | None = None
+    # number of first rows of eval_file that are the eval split, the others train; null: all
+    eval_rows: Count | None = None
+    # share of rows in the eval split, chosen by a hash of their content: new rows move no other
+    eval_share: Share = 0.15
+    # training rows with a duplicate in eval (or a near duplicate): remove or keep
+    eval_overlap: Literal["remove", "keep"] = "remove"
+    # folders, beside the data's own, from which rows may name images by path
+    image_folders: list[Text] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def keys_agree(self) -> "FixData":
@@ -139,15 +154,19 @@ class FixData(Section):
 class SamplingServer(Section):
     """The servers of sample_target. Settings of the connection are tracked by no stage."""
 
-    launch: Literal["transformers", "sglang", "vllm"] | None
-    launch_args: list[str]
-    start_timeout_s: Positive
-    base_urls: ServerUrls
-    model: Text | None
-    concurrency: Count
-    timeout_s: Positive
-    attempts: Count
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
+    # start and stop servers, one per GPU: transformers, sglang or vllm; null: use those in base_urls
+    launch: Literal["transformers", "sglang", "vllm"] | None = None
+    # more flags of those servers, as [--tp, "2"], which makes it one per two GPUs
+    launch_args: list[str] = Field(default_factory=list)
+    start_timeout_s: Positive = 900  # loading a large target takes minutes
+    # ["http://gpu1:8000", "http://gpu2:6000-6007"]: several hosts, and eight ports of the second
+    base_urls: ServerUrls = Field(default_factory=list)
+    model: Text | None = None  # the name of the target at base_urls; null: target.model
+    concurrency: Count = 64  # requests in flight, over all servers
+    timeout_s: Positive = 600  # of one request, from sending to the last byte
+    attempts: Count = 6  # of one request, with growing pauses; then the run stops, and received answers are kept
+    # name of the environment variable that holds the key, never the key itself
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
 
     @model_validator(mode="after")
     def is_launched_or_running(self) -> "SamplingServer":
@@ -177,19 +196,25 @@ Temperature = Annotated[
 
 
 class SampleTarget(Section):
-    backend: Literal["transformers", "server", "keep"]
-    train_rows: Annotated[int, Field(ge=0)] | None  # 0 where nothing is trained
-    eval_rows: Count | None
-    temperature: Temperature
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    thinking: bool | None
-    history: Literal["data", "target"]
-    seed: Seed
-    batch_size: Count
-    max_new_tokens: Count
-    truncated: Literal["keep", "drop"]
-    shard_size: Count
-    server: SamplingServer
+    # transformers: in this process; server: over HTTP, see `server`; keep: the answers of the data
+    backend: Literal["transformers", "server", "keep"] = "transformers"
+    # number of training prompts that the target answers, chosen by a hash of their content; null: all. Where the data
+    # has fewer, all of them are asked, and the stage's line says so
+    train_rows: Annotated[int, Field(ge=0)] | None = None
+    eval_rows: Count | None = 200  # they decide how wide the intervals of tau are
+    # of training answers; or a mixture, [{temperature: 0.7, weight: 3}, ...], drawn per row; eval answers are at 0,
+    # and a second set at this temperature (of a mixture the heaviest above 0)
+    temperature: Temperature = 0.7
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    thinking: bool | None = None  # passed to the chat template as enable_thinking; null: the template's default
+    # data: later turns follow the data's earlier answers; target: the target's own
+    history: Literal["data", "target"] = "data"
+    seed: Seed = 11
+    batch_size: Count = 64  # of the transformers backend
+    max_new_tokens: Count = 1024
+    truncated: Literal["keep", "drop"] = "keep"  # answers cut at max_new_tokens: keep or drop
+    shard_size: Count = 4096  # rows of a file of data/sampled; a complete file survives an interrupted run
+    server: SamplingServer = Field(default_factory=lambda: SamplingServer())
 
     @model_validator(mode="after")
     def backend_has_what_it_needs(self) -> "SampleTarget":
@@ -223,9 +248,9 @@ class PromptSet(Section):
     """A public prompt set: a file in data/prompt_sets/, or a Hugging Face dataset's id."""
 
     from_: Annotated[Text, Field(alias="from")]
-    name: Text | None
-    split: Text | None
-    revision: Text | None
+    name: Text | None = None  # of the dataset's configuration; null: it has only one
+    split: Text | None = None
+    revision: Text | None = None  # a commit
     format: Literal["mt_bench", "gsm8k", "humaneval", "alpaca", "math500"]
 
     @model_validator(mode="after")
@@ -255,8 +280,17 @@ class PromptSet(Section):
         return self.format in ("gsm8k", "humaneval", "math500")
 
 
+SHIPPED_SETS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")  # samples of a few prompts
+
+
 class PreparePrompts(Section):
-    sets: dict[Name, PromptSet]
+    # from: a file in data/prompt_sets/ (it has samples), or a Hugging Face dataset's id: docs/workloads.md
+    sets: dict[Name, PromptSet] = Field(
+        default_factory=lambda: {
+            name: PromptSet.model_validate({"from": str(PROMPT_SETS_FOLDER / f"{name}.jsonl"), "format": name})
+            for name in SHIPPED_SETS
+        }
+    )
 
     @model_validator(mode="after")
     def names_are_free(self) -> "PreparePrompts":

@@ -27,21 +27,25 @@ LEAST_COVERAGE = 0.98  # of the answers' tokens by the draft's vocabulary, below
 
 
 class InitDraft(Section):
-    checkpoints: RootCheckpoints  # [] if all drafts are imported; the graph's foreach of init_draft and check_overfit
-    feature_layers: Eagle3FeatureLayers | None  # those of the stored ones that the draft reads
-    draft_vocab_size: Count | None
-    intermediate_size: Count | None
-    max_position_embeddings: Count | None
-    draft_config_path: Annotated[str, Field(pattern=r"^draft_configs/[^/]+$")] | None
-    fc_norm: bool
-    norm_before_fc: bool
-    norm_output: bool
-    qk_norm: bool
-    sliding_window: Count | None
-    from_: Annotated[Text | None, Field(alias="from")]
-    watch: Text
-    revision: str | None
-    seed: Seed
+    checkpoints: RootCheckpoints  # []: nothing is trained, and the graph has neither init_draft nor check_overfit
+    # the three of target.feature_layers that the draft reads; null: the stored ones where they are three, else
+    # EAGLE-3's own
+    feature_layers: Eagle3FeatureLayers | None = None
+    # the most frequent tokens of the training answers; null: 32000, or all of a target with fewer
+    draft_vocab_size: Count | None = None
+    intermediate_size: Count | None = None  # null: as the target's
+    max_position_embeddings: Count | None = None  # null: as the target's
+    # a JSON file in draft_configs/ whose keys override those inferred from the target: docs/drafts.md
+    draft_config_path: Annotated[str, Field(pattern=r"^draft_configs/[^/]+$")] | None = None
+    fc_norm: bool = False  # EAGLE-3.1: norm each feature layer before the fusion; SGLang and vLLM load it
+    norm_before_fc: bool = False  # one norm of all three layers, as in gpt-oss drafts; SGLang and vLLM load it
+    norm_output: bool = False  # EAGLE-3.1: a step passes its normed state to the next; SGLang and vLLM load it
+    qk_norm: bool = False  # norm queries and keys per head, as in Qwen3; only vLLM loads it
+    sliding_window: Count | None = None  # positions that a draft step attends to, itself counted; null: all
+    # a published draft to start from, a Hugging Face id or a folder; null: random weights from seed
+    from_: Annotated[Text | None, Field(alias="from")] = None
+    revision: str | None = None  # of a Hugging Face id in `from`: branch, tag or commit
+    seed: Seed = 3
 
     @model_validator(mode="after")
     def options_agree(self) -> "InitDraft":
@@ -80,11 +84,11 @@ class InitDraft(Section):
 
 
 class CheckOverfit(Section):
-    steps: Count
-    learning_rate: Positive
-    min_tau: Annotated[
-        float, Field(ge=1)
-    ]  # tokens per verify cycle; the one that every cycle has is counted, so 1 is reached
+    steps: Count = 200
+    learning_rate: Positive = 0.0003
+    # tokens per verify cycle to reach on that row, at most ttt_steps + 1, scaled to what perfect guesses reach; 1.0
+    # demands nothing: docs/metrics.md
+    min_tau: Annotated[float, Field(ge=1)] = 6.0
 
 
 class Segment(Section):
@@ -231,25 +235,36 @@ def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) 
 
 
 class TrainDraft(Section):
-    checkpoints: dict[Name, AnySegment]  # {} if all drafts are imported
-    ttt_steps: Count
-    ttt_decay: Annotated[float, Field(gt=0, le=1)]
-    mask: Literal["aligned", "eagle"]
-    loss: Literal["ce", "lk_alpha", "lk_lambda"]
-    dtype: Literal["float32", "bfloat16"]
-    learning_rate: Positive
-    warmup_steps: Annotated[int, Field(ge=0)]
-    schedule: Literal["constant", "cosine", "linear"]
-    horizon_epochs: Count | None
-    weight_decay: NonNegative
-    grad_clip: Positive
-    batch_tokens: Count
-    packs_per_step: Count
-    processes: Count
-    parallel: Literal["ddp", "fsdp"]
-    report_to: list[Literal["tensorboard", "wandb"]]
-    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None
-    seed: Seed
+    # one chained stage each: `epochs` more from `from` (e000 is made by init_draft); {}: none of another method:
+    # {from: e000, epochs: 9, method: eagle}, or method: medusa with heads: 4 block drafts: {from: e000, epochs: 9,
+    # method: dflash, layers: 2, block_size: 8, anchors: 64}, or dspark, with markov_rank: 32, or dflash2
+    # (docs/training.md)
+    checkpoints: dict[Name, AnySegment]
+    ttt_steps: Count = 7  # training-time test, EAGLE-3 section 3.1
+    ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of step k is decay**k
+    # aligned: as the draft is used in serving; eagle: as in the papers, two tokens early
+    mask: Literal["aligned", "eagle"] = "aligned"
+    # ce: soft cross-entropy; lk_alpha, lk_lambda: by acceptance (docs/training.md)
+    loss: Literal["ce", "lk_alpha", "lk_lambda"] = "ce"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation: master weights and moments stay float32
+    learning_rate: Positive = 0.0001
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    # after the warm-up: constant; or cosine or linear, to zero at the end of horizon_epochs
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    # epochs from e000 of a cosine or linear schedule, the same for every checkpoint; null: constant
+    horizon_epochs: Count | None = None
+    weight_decay: NonNegative = 0.0
+    grad_clip: Positive = 0.5
+    batch_tokens: Count = 16384  # of a pack: rows end to end without padding
+    packs_per_step: Count = 1  # packs of one optimizer step, divided over processes
+    processes: Count = 1  # GPUs of this host; for several hosts start the stage with torchrun
+    # ddp: every process has all weights; fsdp: weights and moments are sharded
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    # [tensorboard, wandb]: curves in runs/ or at wandb.ai; packages: docs/training.md
+    report_to: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
+    # name of a run there; null: its checkpoint's name
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
+    seed: Seed = 5
 
     @model_validator(mode="after")
     def chains_reach_the_root(self) -> "TrainDraft":
@@ -315,10 +330,9 @@ class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint; `rope_theta` overrides its config's."""
 
     model: Text
-    revision: str | None
-    rope_theta: Positive | None
+    revision: str | None = None
+    rope_theta: Positive | None = None
 
 
 class ImportDraft(Section):
-    watch: Text
-    checkpoints: dict[Name, ImportedCheckpoint]
+    checkpoints: dict[Name, ImportedCheckpoint]  # NAME: {model: an id or a folder, revision: null, rope_theta: null}

@@ -19,22 +19,13 @@ METHOD_TAGS = {  # of unions whose member is chosen by a key `method`
 UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
 
 PATTERNS_IN_WORDS = {r"^[^/]+$": "the file's name without its folder"}
-FEW_KEYS = 4  # of a workload; from so many on, missing ones share a line
 
 
 def explain_errors(errors: Sequence[Any], root: type[Section]) -> list[str]:
     """Explain pydantic's errors of `root`, a line each; a misspelt key and the missing one that it stands for share a line."""
     errors = _leave_out_guessed(errors)
     meant = _pair_misspelt(errors)
-    bare = _find_bare_workloads(errors)
-    incomplete = [
-        f"benchmark.workloads.{name} lacks {len(keys)} keys ({', '.join(keys)}), and the code holds no defaults; take them from "
-        f"another workload: give that an anchor (eval: &eval), and write {name}: {{<<: *eval, ...}} with what differs"
-        for name, keys in bare.items()
-    ]
-    of_bare = {("benchmark", "workloads", name, key) for name, keys in bare.items() for key in keys}
-    errors = [error for error in errors if error["type"] != "missing" or error["loc"] not in of_bare]
-    return incomplete + [
+    return [
         _explain_misspelt(error["loc"], meant[error["loc"]]) if error["loc"] in meant else _explain_error(error, root)
         for error in errors
         if error["type"] != "missing" or error["loc"] not in meant.values()
@@ -59,15 +50,6 @@ def _has_method(location: Location) -> bool:
 
 def _is_like_method(key: Any) -> bool:
     return find_nearest(str(key), ["method"]) is not None
-
-
-def _find_bare_workloads(errors: Sequence[Any]) -> dict[str, list[str]]:
-    """Return the workloads that lack FEW_KEYS keys or more, with these: one line says it better than one each."""
-    lacking: dict[str, list[str]] = {}
-    for error in errors:
-        if error["type"] == "missing" and error["loc"][:2] == ("benchmark", "workloads") and len(error["loc"]) == 4:
-            lacking.setdefault(str(error["loc"][2]), []).append(str(error["loc"][3]))
-    return {name: keys for name, keys in lacking.items() if len(keys) >= FEW_KEYS}
 
 
 def _pair_misspelt(errors: Sequence[Any]) -> dict[Location, Location]:
@@ -109,7 +91,7 @@ def _explain_error(error: Any, root: type[Section]) -> str:
         advice = "Correct the spelling, or leave the key out"
         return f"{key}: unknown key{nearest}; known keys are {', '.join(known)}{shared}. {advice}"
     if kind == "missing":
-        return f"{key}: missing; the code holds no defaults, so write it{_advise_on_missing(error['loc'], root)}"
+        return f"{key}: missing, and it has no default; write it{_advise_on_missing(error['loc'], root)}"
     if kind in ("model_type", "dict_type"):
         return f"{key}: expected a section with {', '.join(_known_keys(error['loc'], root))}, {found}"
     if isinstance(error["input"], int | float) and not isinstance(error["input"], bool):
@@ -130,11 +112,11 @@ def _explain_error(error: Any, root: type[Section]) -> str:
 
 
 def _advise_on_missing(location: Location, root: type[Section]) -> str:
-    """Return where a missing key is to be found: in the last commit, or for what the user has named, which keys it has."""
+    """Return where a missing key is explained, or for what the user has named, which keys it has."""
     above = [depth for depth in range(len(location) - 1) if location[depth] not in UNION_TAGS]
     named = [depth for depth in above if str(location[depth]) not in _known_keys(location[:depth], root)]
     if not named:
-        return " (git show HEAD:params.yaml has one)"
+        return " (docs/params.yaml says what it is)"
     section = _find_section(location[:-1], root)
     fields = {field.alias or name: field for name, field in section.model_fields.items()}
     allowed = " (null is allowed)" if type(None) in get_args(fields[location[-1]].annotation) else ""

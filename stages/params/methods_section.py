@@ -59,7 +59,9 @@ def _discriminate_row(value: Any) -> str:
 class BenchmarkMethods(Section):
     """Rows of the methods table, by names that the user chose."""
 
-    workload: Name
+    workload: Name  # one of benchmark.torch_workloads
+    # NAME: {method: eagle3 or eagle2, checkpoint: e009, tree: t8_2_16}, or {method: eagle or medusa, checkpoint:
+    # medusa9, depth: 4, nodes: 16} (root counted)
     with_draft: dict[
         Name,
         Annotated[
@@ -67,6 +69,8 @@ class BenchmarkMethods(Section):
             Discriminator(_discriminate_row),
         ],
     ]
+    # NAME: {method: ngram, longest: 3, shortest: 1, length: 8}, or {method: lookahead, window: 5, level: 4, guesses:
+    # 5}
     without_draft: dict[
         Name,
         Annotated[

@@ -1,8 +1,8 @@
 """The section `schedule`: which stages Prefect runs at once, and where."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from stages.params.section import TEXT_OR_NUMBER, Count, Name, NonNegative, Section, get_named
 
@@ -18,16 +18,42 @@ class StageResources(Section):
     exclusive: bool
 
 
+DEFAULT_NEEDS = {
+    name: StageResources.model_validate({"gpus": gpus, "exclusive": exclusive})
+    for gpus, exclusive, names in (
+        (0, False, ("fix_data", "prepare_target", "init_draft", "import_draft", "prepare_prompts", "report")),
+        ("all", False, ("sample_target", "extract_hiddens", "train_draft")),
+        (1, False, ("check_overfit", "replay_trees")),
+        (1, True, ("time_trees", "benchmark", "benchmark_methods", "benchmark_methods_baseline")),
+        ("all", True, ("benchmark_served", "benchmark_served_baseline", "serving_costs")),
+    )
+    for name in names
+}
+MEASURING = ("replay_trees", *(name for name, needs in DEFAULT_NEEDS.items() if needs.exclusive))
+
+
+def _add_default_needs(named: Any) -> Any:
+    return DEFAULT_NEEDS | named if isinstance(named, dict) else named
+
+
 class Schedule(Section):
     """Concurrency, retries and hosts of stages: docs/scheduling.md. No stage reads it."""
 
-    slots: Count
-    attempts: Count
-    retry_pause_s: NonNegative
-    runner: Literal["local", "workers"]
-    remote_stages: list[Name]
-    form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]]
-    stages: dict[Name, StageResources]
+    slots: Count = 2  # stages at once, over all runs on this machine
+    attempts: Count = 3  # attempts of a stage that fails by the network or a server; other failures are final
+    retry_pause_s: NonNegative = 20  # before the second attempt; twice that before the third
+    # local: all stages here; workers: `remote_stages` on hosts of a work pool
+    runner: Literal["local", "workers"] = "local"
+    # others run here; train_draft may be added: its hidden states are then sent too
+    remote_stages: list[Name] = Field(default_factory=lambda: list(MEASURING))
+    # keys that run commands or leave the project, but that the web forms may set, as
+    # [benchmark_served.server.launch_args]: by all who have the password; docs/security.md
+    form_may_set: list[Annotated[str, Field(pattern=r"^[a-z_]+(\.([A-Za-z0-9_]+|\*))+$")]] = Field(default_factory=list)
+    # gpus: number of visible GPUs, or all; without any GPU such stages run one at a time. exclusive: no other stage runs on
+    # this machine, since it would change what is timed. Stages that are not named need what they need by default
+    stages: Annotated[dict[Name, StageResources], BeforeValidator(_add_default_needs)] = Field(
+        default_factory=lambda: dict(DEFAULT_NEEDS)
+    )
 
     @model_validator(mode="after")
     def remote_stages_exist(self) -> "Schedule":
@@ -37,6 +63,6 @@ class Schedule(Section):
 
     def get_needs(self, stage: str) -> StageResources:
         """Return the resources of a stage of dvc.yaml (cells included) or of a `.dvc` file. Raises ValueError for others."""
-        if stage.endswith(".dvc"):
+        if stage.endswith(".dvc") or stage == "inputs":
             return StageResources(gpus=0, exclusive=False)
         return get_named(self.stages, stage.partition("@")[0], "schedule.stages")

@@ -1,10 +1,12 @@
 """params.yaml, typed and strict: one section, one frozen class (stages/params). No torch, no defaults.
 
-Every stage reads its parameters through `load_params()`, which checks the *whole* file: DVC silently
-drops keys that are not strings, so a misspelt section would otherwise vanish from the graph. No stage has this package in
-its `deps`, but for tree_shape.py and served_trees.py, which compute: DVC tracks the values, and the code holds no defaults.
+`load_params()` checks the *whole* file: DVC silently drops keys that are not strings, so a misspelt section would otherwise
+vanish from the graph. A stage depends on the values that it declares (stage_inputs.py), not on this package, but for load.py,
+tree_shape.py and served_trees.py, which compute.
 """
 
+import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,24 +22,24 @@ from stages.params.error_messages import explain_errors, explain_yaml
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
-from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, Section, Text, get_named
+from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, get_named
 from stages.params.spelling import suggest_name
-from stages.params.started_params import locate_started_params
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
 from stages.params.yaml_text import parse_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
-UNWATCHED = "data/nothing"  # a file that never changes, for DVC to watch where no model is a local folder
 STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
 
 
 class Report(Section):
-    title: Text
+    title: Text = "aerie"
+    # a folder in results/ for the answers of every cell, in the files of AngelSlim's spec_benchmark.py
     output_dir: Annotated[str, Field(pattern=r"^results/[A-Za-z][A-Za-z0-9_-]{0,63}$")]
-    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None
-    analysis: bool
+    # begins the names of these files; null: the target's name
+    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] | None = None
+    analysis: bool = True  # false: no summary beside them, as with its --no-metrics
 
     @field_validator("output_dir")
     @classmethod
@@ -51,23 +53,23 @@ class Report(Section):
 
 class Params(Section):
     target: Target
-    prepare_target: PrepareTarget
+    prepare_target: PrepareTarget = Field(default_factory=lambda: PrepareTarget())
     fix_data: FixData
-    sample_target: SampleTarget
-    extract_hiddens: ExtractHiddens
+    sample_target: SampleTarget = Field(default_factory=lambda: SampleTarget())
+    extract_hiddens: ExtractHiddens = Field(default_factory=lambda: ExtractHiddens())
     init_draft: InitDraft
-    check_overfit: CheckOverfit
+    check_overfit: CheckOverfit = Field(default_factory=lambda: CheckOverfit())
     train_draft: TrainDraft
     import_draft: ImportDraft
     replay_trees: ReplayTrees
     time_trees: TimeTrees
-    prepare_prompts: PreparePrompts
+    prepare_prompts: PreparePrompts = Field(default_factory=lambda: PreparePrompts())
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
     serving_costs: ServingCosts
     benchmark_methods: BenchmarkMethods
     report: Report
-    schedule: Schedule
+    schedule: Schedule = Field(default_factory=lambda: Schedule())
 
     @model_validator(mode="after")
     def sections_agree(self) -> "Params":
@@ -330,15 +332,17 @@ def check_initial(params: Params, name: str) -> None:
         )
 
 
-def load_params(path: Path = PARAMS_FILE) -> Params:
-    """Read params.yaml, in a stage as it was when the stage began, and check the whole file.
+def load_params(path: Path = PARAMS_FILE, edited: bool = False) -> Params:
+    """Read params.yaml and check the whole file. In a stage that DVC runs, read what `inputs` found in it when the run began.
+
+    With `edited` read the file as it is now there too.
 
     Raises:
         ValueError: naming the file, every wrong key, what was expected and what to do.
     """
-    file = locate_started_params(path) if path == PARAMS_FILE else path
-    found = _read_sections(file, "run from the project's root, the folder of dvc.yaml")
-    return _validate_model(Params, found, path)
+    if path == PARAMS_FILE and not edited and "DVC_STAGE" in os.environ and RUN_PARAMS.exists():
+        return _validate_model(Params, json.loads(RUN_PARAMS.read_bytes()), RUN_PARAMS)
+    return _validate_model(Params, _read_sections(path, "run from the project's root, the folder of dvc.yaml"), path)
 
 
 def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:

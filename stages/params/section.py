@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from stages.params.spelling import suggest_name
 
 PARAMS_FILE = Path("params.yaml")
+RUN_PARAMS = Path("artifacts/inputs/params.json")  # all parameters of the run that DVC is at
 ROOT_CHECKPOINT = "e000"  # made by init_draft; every chain of segments starts from it
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -46,9 +47,20 @@ SomeNames = Annotated[list[Name], Field(min_length=1), AfterValidator(_check_uni
 
 
 class Section(BaseModel):
-    """A strict, frozen section: unknown keys are refused, an integer is not a string, nothing has a default."""
+    """A strict, frozen section: unknown keys are refused, an integer is not a string. Keys of the graph have no default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise AttributeError(
+                    f"{type(self).__name__}.{name} is not declared; add it to stages/params/stage_inputs.py"
+                )
+            return super().__getattr__(name)
 
 
 LIST_OR_NUMBER = Discriminator(lambda value: "a list" if isinstance(value, list) else "a number")

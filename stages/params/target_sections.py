@@ -8,16 +8,22 @@ from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section
 
 
 class Target(Section):
+    # a toy of a million parameters, made by prepare_target; else a Hugging Face id or a local folder
     model: Text
-    watch: Text
-    revision: str | None
-    trust_remote_code: bool
-    dtype: Dtype
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
-    num_threads: Count
-    feature_layers: FeatureLayers | None  # what is stored: the layers of all drafts
-    lm_head_key: Text | None
-    chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None
+    revision: str | None = None  # branch, tag or commit of a Hugging Face id; pinned to a commit in target.json
+    trust_remote_code: bool = False  # true runs Python that comes with the model: only for sources you trust
+    dtype: Dtype = "float32"  # float32 makes speculative decoding exactly lossless
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"  # cpu, cuda or cuda:N
+    # CPU threads of torch; fixed, so that sums round the same on every machine (decoding: benchmark.num_threads)
+    num_threads: Count = 2
+    # ids i, "the residual stream entering block i", in increasing order: what is stored for drafts. For drafts of
+    # several families list all of theirs (docs/drafts.md); null: EAGLE-3's [2, n//2, n-3], of fewer than 7 layers [1,
+    # n//2, n-1]
+    feature_layers: FeatureLayers | None = None
+    # name of the output head's tensor; null: lm_head.weight, or the embedding if they are tied
+    lm_head_key: Text | None = None
+    # a file in templates/, for a target without a correct chat template; null: the target's own
+    chat_template: Annotated[str, Field(pattern=r"^[^/]+$")] | None = None
 
     def gpus(self, processes: int = 1) -> list[int]:
         """Return the visible GPUs of a stage: the one named by `device`, or one for each of several processes."""
@@ -27,23 +33,27 @@ class Target(Section):
 
 
 class PrepareTarget(Section):
-    weights: Literal["shipped", "train"]
-    seed: Seed
-    steps: Count
-    batch_tokens: Count
-    learning_rate: Positive
+    # shipped: builtin/weather-tiny as it lies in data/targets; train: made here by the keys below
+    weights: Literal["shipped", "train"] = "shipped"
+    seed: Seed = 7
+    steps: Count = 300  # a count and not a duration, so that machines of a kind train the same weights: a minute or two
+    batch_tokens: Count = 2048
+    learning_rate: Positive = 0.03  # of Muon, for matrices; embeddings and norms use AdamW at a fifth of it
 
 
 class ExtractHiddens(Section):
-    dtype: Literal["float32", "bfloat16", "float16", "fp8"]
-    max_length: Count
-    longer_rows: Literal["drop", "truncate"]
-    batch_tokens: Count
-    shard_mib: Count
-    compile: bool
-    processes: Count
-    online: bool
-    import_: Annotated[Text | None, Field(alias="import")]
+    # as stored: float32, bfloat16, float16 or fp8 (e4m3): docs/hiddens.md
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = "bfloat16"
+    max_length: Count = 2048  # tokens of prompt and answer
+    # drop: rows longer than max_length are dropped; truncate: their answers are cut. Both are counted
+    longer_rows: Literal["drop", "truncate"] = "drop"
+    batch_tokens: Count = 16384  # of one forward pass, without padding
+    shard_mib: Count = 1024  # approximate size of a file, and the unit of work of a process
+    compile: bool = False  # torch.compile of the target's blocks; takes a minute, worth it for hours of work
+    processes: Count = 1  # one per GPU; the number doesn't change the files
+    online: bool = False  # true: training rows are not stored, and train_draft runs the target in each epoch
+    # a folder of hidden states made elsewhere, which is checked and stored; null: compute them
+    import_: Annotated[Text | None, Field(alias="import")] = None
 
     @model_validator(mode="after")
     def has_one_source(self) -> "ExtractHiddens":

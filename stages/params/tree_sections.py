@@ -18,13 +18,16 @@ TreeNames = Annotated[
 ]
 
 
+DraftTokens = Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+
+
 class TreeGrid(Section):
     """Lists of numbers, whose combinations are trees, and the checkpoints whose drafts grow them."""
 
     checkpoints: SomeNames
     num_steps: Grid
     topk: Grid
-    num_draft_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    num_draft_tokens: DraftTokens
 
     def list_trees(self, num_drafts: int | None = None) -> list[TreeShape]:
         """Return every tree of the grid that can be built, ordered by topk, num_steps, num_draft_tokens.
@@ -47,9 +50,16 @@ class TreeGrid(Section):
 
 
 class ReplayTrees(TreeGrid):
-    tree_scoring: Literal["sglang", "eagle"]
-    trace_trees: TreeNames
-    memory_gib: Positive
+    num_steps: Grid = Field(default_factory=lambda: list(range(1, 11)))
+    topk: Grid = Field(default_factory=lambda: [1, 2, 3, 4])
+    # at topk 1 always num_steps + 1
+    num_draft_tokens: DraftTokens = Field(default_factory=lambda: [4, 6, 8, 12, 16, 20, 24, 32, 48])
+    # how nodes are scored; sglang: products of probabilities; eagle: sums of logarithms
+    tree_scoring: Literal["sglang", "eagle"] = "sglang"
+    # trees with statistics of every cycle (docs/trees.md); []: none
+    trace_trees: TreeNames = Field(default_factory=lambda: ["t8_1_9", "t10_2_32", "t10_3_32", "t8_2_16"])
+    # memory of rows and nodes processed at once, besides the draft; tens of GiB are faster on a GPU
+    memory_gib: Positive = 4.0
 
     @model_validator(mode="after")
     def some_tree_exists(self) -> "ReplayTrees":
@@ -66,13 +76,19 @@ class ReplayTrees(TreeGrid):
 
 
 class TimeTrees(TreeGrid):
-    """The timing grid of the torch engine."""
+    """The timing grid of the torch engine: costs are predicted for trees within it."""
 
-    context: Count
-    warmup: Annotated[int, Field(ge=0)]
-    cycles: Count
-    repeats: Count
-    batches: Grid
+    num_steps: Grid = Field(default_factory=lambda: [1, 3, 6, 10])
+    topk: Grid = Field(default_factory=lambda: [1, 2, 4])
+    num_draft_tokens: DraftTokens = Field(
+        default_factory=lambda: [2, 4, 8, 16, 32, 64]
+    )  # at topk 1 always num_steps + 1
+    context: Count = 1024  # tokens in the KV cache before the first timed cycle
+    warmup: Annotated[int, Field(ge=0)] = 1  # untimed cycles of each tree in each repeat
+    cycles: Count = 2  # timed cycles of each tree in each repeat
+    repeats: Count = 5  # rounds over all trees; a tree's cost is the median of its cycles
+    # sequences at once; [1, 4, 16, 64]: predicts speedups at these loads
+    batches: Grid = Field(default_factory=lambda: [1])
 
     @model_validator(mode="after")
     def has_enough_trees_for_a_fit(self) -> "TimeTrees":

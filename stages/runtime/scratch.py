@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.runtime import atomic
-from stages.runtime.import_closure import find_import_closure
+from stages.runtime.digests import KeptDigests
+from stages.runtime.stage_code import digest_stage
 
 SCRATCH_FOLDER = Path(".scratch")
 CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stages`
@@ -26,12 +27,11 @@ CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stag
 def locate_scratch(stage: str, *depends_on: Any) -> Path:
     """Return the folder of one piece of work of `stage`, as train_draft-e003.
 
-    Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's import closure: an edit of
-    code that the stage does not import leaves its unfinished work in place.
+    Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's code: an edit of code that
+    the stage does not import, or of a comment, leaves its unfinished work in place.
     """
-    total = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    for name in sorted(find_import_closure(stage.partition("-")[0], CODE_ROOT)):
-        total.update((CODE_ROOT / name).read_bytes())
+    code = digest_stage(stage.partition("-")[0], KeptDigests.read(), root=CODE_ROOT)
+    total = hashlib.sha256(json.dumps([depends_on, code], sort_keys=True, default=str).encode())
     return SCRATCH_FOLDER / f"{stage}-{total.hexdigest()[:16]}"
 
 

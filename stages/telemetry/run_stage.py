@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 
+from stages.params import stage_inputs
 from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
 from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
-from stages.telemetry.params_edits import warn_about_params_edits
 
 
 def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | None] = list) -> None:
@@ -66,8 +66,9 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     with ExitStack() as watched:
         if is_stage:
             stage = _stage_name(sys.argv)
+            if os.environ.get("DVC_STAGE", "inputs") != "inputs" and "RANK" not in os.environ:
+                stage_inputs.check_inputs(os.environ["DVC_STAGE"])
             unfinished.begin_stage(stage)
-            watched.enter_context(warn_about_params_edits(stage))
             watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)
     unfinished.end_stage()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stages.draft.block_draft import PLAIN_PARTS, BlockDraft, BlockLayer, LayerParts
 from stages.params.draft_sections import BlockSegment
-from stages.training import block_loss, ttt
+from stages.training import block_loss, packed_rows
 from stages.training.block_attention import build_block_attention
 from stages.training.block_loss import BlockLabels, BlockLossWeights
 from stages.training.compile_on_cuda import compile_on_cuda
@@ -114,7 +114,7 @@ def compute_loss(
 ) -> LossOutput:
     """Compute the loss of a pack. Total losses of the packs of a step add up to the loss of the step."""
     if not len(pack.anchors):
-        return ttt.compute_zero_loss(draft, pack, objective.num_steps)
+        return packed_rows.compute_zero_loss(draft, pack, objective.num_steps)
     divisor = (counts * _copy_weights(objective, counts.device)).sum()
     features, parts = pack.features.to(draft.fc.weight.dtype), _COMPILED_PARTS if pack.ids.is_cuda else PLAIN_PARTS
     context = draft.project_context(features[None], pack.position[None], parts)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class PackRow(Protocol):
@@ -110,6 +110,12 @@ class LossOutput:
     total_loss: Tensor  # scalar for backward; those of a step's packs add up to the step's objective
     loss_per_step: Tensor  # [L] summed over supervised positions
     argmax_matches: Tensor  # [L, P] bool: the draft's argmax is the label; False where not supervised
+
+
+def compute_zero_loss(draft: nn.Module, pack: PackedRows, num_steps: int) -> LossOutput:
+    """Return the loss of a pack without supervised positions, with a zero gradient for every weight."""
+    total = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
+    return LossOutput(total, pack.last.new_zeros(num_steps), pack.ids.new_zeros(num_steps, 0).bool())
 
 
 def number_image_tokens(image_token_mask: Tensor) -> Tensor:

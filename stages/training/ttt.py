@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stages.draft.eagle3 import Eagle3Draft
-from stages.training import attention_mask, chunked_loss
+from stages.training import attention_mask, chunked_loss, packed_rows
 from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
 
@@ -175,7 +175,7 @@ def compute_loss(
 ) -> LossOutput:
     """Compute the loss of a pack over all L steps. Total losses of the packs of a batch add up to the loss of the batch."""
     if not pack.chunks:
-        return compute_zero_loss(draft, pack, objective.num_steps)
+        return packed_rows.compute_zero_loss(draft, pack, objective.num_steps)
     states = _unroll_states(draft, pack, embedding, objective.num_steps)
     decay = objective.decay ** torch.arange(objective.num_steps, device=head.device)
     if counts is None:
@@ -224,12 +224,6 @@ def _unroll_states(draft: Eagle3Draft, pack: TrainingPack, embedding: Tensor, nu
             own_keys, own_values = [*own_keys, key], [*own_values, value]
         states.append(hidden)
     return states
-
-
-def compute_zero_loss(draft: nn.Module, pack: PackedRows, num_steps: int) -> LossOutput:
-    """Return the loss of a pack without supervised positions, with a zero gradient for every weight."""
-    total = torch.stack([p.sum() * 0 for p in draft.parameters()]).sum()
-    return LossOutput(total, pack.last.new_zeros(num_steps), pack.ids.new_zeros(num_steps, 0).bool())
 
 
 def embed_tokens(pack: TrainingPack, ids: Tensor, embedding: Tensor, tokens: slice | Tensor) -> Tensor:

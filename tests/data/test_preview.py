@@ -20,10 +20,8 @@ PNG = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUl
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project whose raw data is a folder with a file of each kind and rows of every fate."""
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    for key, value in (("raw", "raw"), ("answers", "text"), ("eval_share", "0.5")):
-        text = re.sub(rf"^(  {key}: )\S+", rf"\g<1>{value}", text, count=1, flags=re.MULTILINE)
-    Path("params.yaml").write_text(text)
+    Path("params.yaml").write_text((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    edit_params(tmp_path, {"fix_data": {"raw": "raw", "answers": "text", "eval_share": 0.5}})
     Path("raw").mkdir()
     rows = [{"id": f"a{n}", "prompt": f"q{n}", "answer": "yes"} for n in range(6)]
     Path("raw/a.csv").write_text("id,prompt,answer\n" + "".join(f"{','.join(row.values())}\n" for row in rows))

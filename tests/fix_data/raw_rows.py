@@ -2,16 +2,17 @@
 
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+from ruamel.yaml import YAML
 
 from stages import fix_data
 from stages.data import conversations
 from stages.runtime import atomic
 from stages.toy import weather
+from tests.conftest import edit_params
 
 RAW = Path("data/raw/weather_toon.jsonl")
 TABLE = weather.format_toon(
@@ -20,13 +21,8 @@ TABLE = weather.format_toon(
 
 
 def set_params(**changes: str) -> None:
-    """Change keys of fix_data in params.yaml, one line each."""
-    path = Path("params.yaml")
-    text = path.read_text()
-    for key, value in changes.items():
-        text, found = re.subn(rf"^(  {key}: )\S+", rf"\g<1>{value}", text, count=1, flags=re.MULTILINE)
-        assert found == 1, key
-    path.write_text(text)
+    """Change keys of fix_data in params.yaml; values as YAML has them."""
+    edit_params(Path(), {"fix_data": {key: YAML(typ="safe").load(value) for key, value in changes.items()}})
 
 
 def write_raw(rows: list[Any]) -> None:

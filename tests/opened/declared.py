@@ -1,10 +1,12 @@
-"""What a stage may open: what dvc.yaml declares for it."""
+"""What a stage may open: what dvc.yaml declares for it, and its inputs."""
 
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+# What a parameter names: its bytes are in the stage's inputs.
+NAMED = ("data/tables", "templates", "draft_configs", "data/prompt_sets")
 GATE = "results/train/e000.overfit.json"
 PART = re.compile(r"\.([^/]+)\.\d+\.part\b")  # what stages/runtime/atomic.py writes before it is in its place
 
@@ -18,7 +20,10 @@ def undeclared(opened: Iterable[str], stage: dict[str, Any], besides: Iterable[s
     """
     entries = [entry for kind in ("deps", "outs", "metrics") for entry in stage.get(kind, [])]
     paths = [entry if isinstance(entry, str) else entry.get("path") or next(iter(entry)) for entry in entries]
-    patterns = [re.sub(r"\$\{[^}]*\}", "*", path) for path in [*paths, "params.yaml", GATE, *besides]]
+    patterns = [
+        re.sub(r"\$\{[^}]*\}", "*", path)
+        for path in [*paths, "params.yaml", "artifacts/inputs", GATE, *NAMED, *besides]
+    ]
     return [file for file in opened if not any(_in(PART.sub(r"\1", file), pattern) for pattern in patterns)]
 
 

@@ -1,8 +1,8 @@
-"""Edits of the repository's params.yaml in the current folder, and the problems that loading it names."""
+"""Edits of the repository's params.yaml, with every default written out, and the problems that loading it names."""
 
 import copy
+import io
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,36 @@ from ruamel.yaml import YAML
 from stages.params import schema
 from tests.conftest import ROOT
 
-REAL = (ROOT / "params.yaml").read_text(encoding="utf-8")
-READ = YAML(typ="safe").load(REAL)
-MEASURED = "".join(re.findall(r"\[e009\] .*\n  trees", REAL))  # benchmark.checkpoints, with its comment
+ON_ONE_LINE = ("checkpoints", "sets", "stages")  # mappings of mappings
+
+
+def _write_out(values: dict[str, Any], indent: str = "", one_line: bool = False) -> Iterator[str]:
+    """Yield the lines of params.yaml: a key each, with a comment behind it as a user's file has."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value and not one_line:
+            yield f"{indent}{key}:"
+            yield from _write_out(value, f"{indent}  ", key in ON_ONE_LINE)
+        else:
+            yaml, text = YAML(typ="safe"), io.StringIO()
+            yaml.default_flow_style, yaml.width, yaml.sort_base_mapping_type_on_output = True, 1000, False
+            yaml.dump(value, text)
+            yield f"{indent}{key}: {text.getvalue().removesuffix(chr(10)).removesuffix('...').strip()}  # a remark"
+
+
+READ: dict[str, Any] = schema.load_params(ROOT / "params.yaml").model_dump(by_alias=True)
+REAL = "\n".join(_write_out(READ)) + "\n"
+MEASURED = "benchmark|[e009]"  # benchmark.checkpoints
 SECOND = "e009: {from: e003, epochs: 6}"
 
 
 def edit_params_text(*changes: tuple[str, str]) -> None:
-    """Change params.yaml as a user does, in its text."""
+    """Change params.yaml as a user does, in its text; the first place of `old`, of `section|old` the first in that section."""
     text = REAL
     for old, new in changes:
-        assert text.count(old) >= 1, old
-        text = text.replace(old, new, 1)
+        section, _, old = old.rpartition("|")
+        start = f"\n{text}".index(f"\n{section}:") if section else 0
+        assert old in text[start:], old
+        text = text[:start] + text[start:].replace(old, new, 1)
     Path("params.yaml").write_text(text, encoding="utf-8")
 
 

@@ -22,33 +22,33 @@ BAD_CHECKPOINTS = [
      "train_draft: checkpoints e009 -> e009 form a cycle; start one from e000"),
     ("e003: {from: e000,", "e003: {from: e009,",
      "train_draft: checkpoints e003 -> e009 -> e003 form a cycle; start one from e000"),
-    ("[e000]           # []", "[] # []",
+    ("init_draft|[e000]", "[]",
      "init_draft.checkpoints is [] and train_draft.checkpoints has e003, e009, expected [e000], which they start from"),
-    ("[e000]           # []", "[e001] # []", "init_draft.checkpoints.0: expected 'e000', found 'e001'"),
+    ("init_draft|[e000]", "[e001]", "init_draft.checkpoints.0: expected 'e000', found 'e001'"),
     ("train_rows: 220", "train_rows: 0",
      "sample_target.train_rows is 0 and init_draft.checkpoints [e000], whose vocabulary and training need training rows"),
     (SECOND, "e000: {from: e003, epochs: 6}",
      "train_draft: checkpoints.e000 is made by init_draft; choose another name"),
-    (MEASURED, "[e003, e003]\n  trees", "benchmark.checkpoints: e003 is listed twice; list each name once"),
-    (MEASURED, "[e003, 9]\n  trees", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
-    (MEASURED, "[e003, e010]\n  trees",
+    (MEASURED, "[e003, e003]", "benchmark.checkpoints: e003 is listed twice; list each name once"),
+    (MEASURED, "[e003, 9]", "benchmark.checkpoints.1: expected text, found 9; YAML reads"),
+    (MEASURED, "[e003, e010]",
      "benchmark.checkpoints: 'e010' is not trained, expected some of e003, e009; correct it, or add it to train_draft"),
     ("[e003, e009]", "[e003, e010]", "replay_trees.checkpoints: 'e010' is not trained, expected some of e003, e009"),
     ("[e003, e009]", "[e003, e003]", "replay_trees.checkpoints: e003 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t10_2_32,", "replay_trees.trace_trees: t10_2_32 is listed twice"),
     ("trace_trees: [t8_1_9,", "trace_trees: [t3_2_16,", "replay_trees.trace_trees: t3_2_16 has 15 nodes under the root"),
-    ("[e000]           # e000", "[e001] # e000",
+    ("time_trees|[e000]", "[e001]",
      "time_trees.checkpoints: 'e001' is no checkpoint, expected some of e000, e003, e009"),
-    ("[e000]           # e000", "[e000, e000] # e000", "time_trees.checkpoints: e000 is listed twice"),
+    ("time_trees|[e000]", "[e000, e000]", "time_trees.checkpoints: e000 is listed twice"),
     ("  num_steps: [1, 3, 6, 10] ", "  num_steps: [1] ",
      "time_trees: num_steps [1], topk [1, 2, 4] and num_draft_tokens [2, 4, 8, 16, 32, 64]"),
-    ("  checkpoints: {}", f"  checkpoints: {{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
-    ("  checkpoints: {}", f"  checkpoints: {{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
-    ("  checkpoints: {}", f"  checkpoints: {{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
+    ("import_draft|{}", f"{{e003: {PUBLISHED}}}", "import_draft.checkpoints.e003 is made by another stage"),
+    ("import_draft|{}", f"{{e000: {PUBLISHED}}}", "import_draft.checkpoints.e000 is made by another stage"),
+    ("import_draft|{}", f"{{'1': {PUBLISHED}}}", f"import_draft.checkpoints.1: {NO_NAME} '1'"),
     ("e003: {from: e000,", "e003: {from: theirs,", "train_draft: checkpoints.e003.from is 'theirs', expected one of"),
     ("sliding_window: null ", "sliding_window: 9 ",
      "init_draft.sliding_window is 9, expected at least the most steps asked for, 10"),
-    ("revision: null                # of", "revision: main # of", "init_draft: revision is 'main', expected null while from"),
+    ("init_draft|revision: null", "revision: main", "init_draft: revision is 'main', expected null while from"),
     ("draft_config_path: null ", "draft_config_path: /tmp/x.json ", "init_draft.draft_config_path: expected text matching"),
     ("min_tau: 6.0", "min_tau: 8.5",
      "check_overfit.min_tau 8.5 can't be reached: a chain of train_draft.ttt_steps = 7 drafts commits at most 8 tokens per"),
@@ -127,7 +127,7 @@ def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
 
 def test_a_published_draft_may_be_replayed_and_measured() -> None:
     imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
-    edit_params_text(("  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]\n  trees"))
+    edit_params_text(("import_draft|  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]"))
     p = schema.load_params()
     assert p.get_making_stage("theirs") == "import_draft@theirs" and p.get_making_stage("e003") == "train_draft@e003"
 

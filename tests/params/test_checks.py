@@ -25,25 +25,6 @@ def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -
         checks.check_target(schema.load_params())
 
 
-def test_a_misspelt_target_folder_is_told_from_a_hugging_face_id_by_what_is_watched() -> None:
-    Path("models/my_target").mkdir(parents=True)
-    edit_params_text(
-        ("model: builtin/weather-tiny ", "model: models/my_traget "), ("watch: data/nothing ", "watch: models ")
-    )
-    with pytest.raises(ValueError, match=r"models/my_traget, .* found none there \(did you mean models/my_target\?\)"):
-        checks.check_target(schema.load_params())
-    edit_params_text(("model: builtin/weather-tiny ", "model: models/my_traget "))
-    checks.check_target(schema.load_params())  # may be an id
-    edit_params_text(
-        ("model: builtin/weather-tiny ", "model: models/my_target "), ("watch: data/nothing ", "watch: models ")
-    )
-    checks.check_target(schema.load_params())
-    edit_params_text(
-        ("model: builtin/weather-tiny ", "model: Qwen/Qwen3-8B "), ("watch: data/nothing ", "watch: models ")
-    )
-    checks.check_target(schema.load_params())
-
-
 def test_a_block_drafts_layers_that_are_not_stored_are_refused_before_any_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,8 +74,8 @@ def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stag
 ) -> None:
     """Bug: prepare_target found them, after fix_data."""
 
-    def check(model: str, watch: str, layers: list[int] | None) -> None:
-        given = {"model": model, "watch": watch, "feature_layers": layers}
+    def check(model: str, layers: list[int] | None) -> None:
+        given = {"model": model, "feature_layers": layers}
         set_values({("target", key): value for key, value in given.items()})
         checks.check_target(schema.load_params())
 
@@ -102,19 +83,19 @@ def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stag
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(config))
     for layers in ([1, 2, 4], None):
-        check("models/mine", "models", layers)
+        check("models/mine", layers)
     with pytest.raises(
         ValueError, match=r"target\.feature_layers is \[1, 5\], expected increasing ids below 5, the number"
     ):
-        check("models/mine", "models", [1, 5])
+        check("models/mine", [1, 5])
     path.write_text("{")  # prepare_target says what is wrong
-    check("models/mine", "models", [1, 5])
+    check("models/mine", [1, 5])
     shutil.copytree(ROOT / "data/targets/weather-tiny", "data/targets/weather-tiny")
     with pytest.raises(
         ValueError, match=r"target\.feature_layers is \[1, 99\], expected .* of builtin/weather-tiny's layers"
     ):
-        check("builtin/weather-tiny", "data/nothing", [1, 99])
-    check("someone/other", "data/nothing", [1, 99])  # not here
+        check("builtin/weather-tiny", [1, 99])
+    check("someone/other", [1, 99])  # not here
     for missing in ("data/my/models/qwen", "../qwen"):  # prepare_target says so; bug: the Hub's error on ids
         given = {("target", "model"): missing, ("target", "feature_layers"): [1, 99]}
         set_values(given)
@@ -126,7 +107,7 @@ def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stag
     (cached / "snapshots/abc/config.json").write_text(json.dumps(config))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     with pytest.raises(ValueError, match=r"expected increasing ids below 5, the number of someone/other's layers"):
-        check("someone/other", "data/nothing", [1, 99])
+        check("someone/other", [1, 99])
 
 
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,22 +232,6 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_refused() -> None:
         checks.check_draft_vocab(p, 319)
     unset = p.init_draft.model_copy(update={"draft_vocab_size": None})
     checks.check_draft_vocab(p.model_copy(update={"init_draft": unset}), 1)
-
-
-NOTHING = "data/nothing"
-
-
-def test_a_local_folder_that_dvc_does_not_watch_is_refused_and_an_id_needs_no_watch(tmp_path: Path) -> None:
-    """Bug: DVC knew a local folder's name only, so other weights in it reran nothing."""
-    draft = tmp_path / "drafts/one"
-    draft.mkdir(parents=True)
-    for model, watch in ((None, NOTHING), ("someone/draft", NOTHING), (draft, draft), (draft, tmp_path / "drafts")):
-        checks.check_watched(
-            "import_draft.checkpoints.one.model", model and str(model), "import_draft.watch", str(watch)
-        )
-    for watch in (NOTHING, str(tmp_path / "dra"), str(draft / "below")):
-        with pytest.raises(ValueError, match=r"expected import_draft\.watch to be that folder or one around it"):
-            checks.check_watched("import_draft.checkpoints.one.model", str(draft), "import_draft.watch", watch)
 
 
 def command(home: Path) -> subprocess.CompletedProcess:

@@ -96,7 +96,7 @@ def test_a_missing_file_says_where_to_run() -> None:
     assert "not found" in read_refusal()
 
 
-PAGES = [ROOT / "params.yaml", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted((ROOT / "docs").glob("*.yaml")), *sorted((ROOT / "docs").glob("*.md"))]
 URL_EXAMPLE = re.compile(r"[\[{][^\[\]{}`]*https?://[^\[\]{}`]*[\]}]")
 
 
@@ -109,7 +109,7 @@ def test_the_examples_of_urls_can_be_written_into_params_yaml() -> None:
 
 
 def test_a_url_in_brackets_without_quotes_is_told_to_be_quoted() -> None:
-    edit_params_text(("base_urls: []  ", "base_urls: [http://gpu1:8000]  "))
+    edit_params_text(("base_urls: []", "base_urls: [http://gpu1:8000]"))
     where = line_of("    base_urls: []")
     assert read_refusal() == (
         f"params.yaml is not valid YAML: line {where}: found unexpected ':'; put text with a colon in quotes, as "

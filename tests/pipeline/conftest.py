@@ -109,8 +109,8 @@ def _write_params() -> str:
     yaml = YAML()
     params = yaml.load(REPO / "params.yaml")
     params["fix_data"]["raw"] = "raw.csv"
-    params["schedule"]["stages"] = {stage: {"gpus": 0, "exclusive": False} for stage in COPIES}
-    params["schedule"] |= {"retry_pause_s": 0, "remote_stages": []}
+    stages = {stage: {"gpus": 0, "exclusive": False} for stage in COPIES}
+    params["schedule"] = {"stages": stages, "retry_pause_s": 0, "remote_stages": []}
     text = io.StringIO()
     yaml.dump(params, text)
     return text.getvalue()

@@ -17,7 +17,6 @@ from pipeline import (
     cli,
     command_help,
     commands,
-    deps,
     doctor,
     dvc_graph,
     estimate,
@@ -33,7 +32,7 @@ from tests.conftest import ROOT
 BIN = Path(sys.executable).parent
 COMMANDS = (
     "run", "stale", "rerun", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
-    "deps", "doctor", "preview", "fetch",
+    "doctor", "preview", "fetch",
 )  # fmt: skip
 
 
@@ -103,7 +102,6 @@ def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
         (["promote", "a-run"], promotion, "promote_run", ("a-run",)),
         (["drop", "a-run"], workspaces, "drop_run", ("a-run",)),
         (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
-        (["deps", "--write"], deps, "write_code_deps", ()),
         (["doctor"], doctor, "report_findings", (None,)),
         (["estimate"], estimate, "describe_estimate", (None, None, "h200")),
         (
@@ -282,18 +280,6 @@ def test_unknown_arguments_end_with_1_and_name_the_help(words: list[str]) -> Non
         cli.run_command_line(words)
     assert isinstance(ended.value.code, str)
     assert re.fullmatch(rf"aerie: .+ Found: {' '.join(words)}; run: aerie.* --help", ended.value.code)
-
-
-def test_deps_says_when_dvc_yaml_lacks_an_import(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(deps, "render_code_deps", lambda text: text)
-    cli.run_command_line(["deps"])
-    assert "lists the import closures" in capsys.readouterr().out
-    monkeypatch.setattr(deps, "render_code_deps", lambda text: f"{text}more")
-    with pytest.raises(SystemExit, match="run: aerie deps --write"):
-        cli.run_command_line(["deps"])
 
 
 def test_starting_it_imports_nothing_heavy() -> None:

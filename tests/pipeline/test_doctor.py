@@ -193,17 +193,14 @@ def test_doctor_names_what_a_run_refuses_each_on_its_own_line(home: Path) -> Non
     """Bug: it said that nothing was in the way where `aerie run` ended at once, or in prepare_target."""
     target = home / "models/mine"
     make_target(target)
-    edit_params(home, {"target": {"model": "models/mine", "watch": "models"}})
+    edit_params(home, {"target": {"model": "models/mine"}})
     (line,) = [each.found for each in doctor.check_all() if each.subject == "params.yaml"]
     assert line == "valid, target models/mine"
     edit_params(home, {
-        "target": {"watch": "data/nothing"}, "init_draft": {"draft_vocab_size": 501},
-        "import_draft": {"checkpoints": {"theirs": {"model": "models", "revision": None, "rope_theta": None}}},
+        "target": {"feature_layers": [1, 2, 99]}, "init_draft": {"draft_vocab_size": 501},
     })  # fmt: skip
-    unwatched, vocabulary, draft = refuse_run()
-    assert (
-        "expected target.watch to be that folder" in unwatched and "import_draft.checkpoints.theirs.model is" in draft
-    )
+    layers, vocabulary = refuse_run()
+    assert "target.feature_layers is [1, 2, 99], expected increasing ids below" in layers
     assert "draft_vocab_size is 501, but models/mine has 500 tokens" in vocabulary
     with pytest.raises(SystemExit):
         list(doctor.report_findings())
@@ -240,7 +237,7 @@ def test_files_that_a_local_target_lacks_are_problems_before_a_run(
     """Bug: prepare_target named them, after fix_data, and doctor nothing."""
     target = home / "models/mine"
     make_target(target)
-    edit_params(home, {"target": {"model": "models/mine", "watch": "models"}})
+    edit_params(home, {"target": {"model": "models/mine"}})
     damage(target)
     (found,) = refuse_run()
     assert message in found

@@ -72,7 +72,10 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
     before = raw.read_text()
     raw.write_text("tree,tau\nt5_1_6,2.6\n")
     assert run_first() == Outcome.RAN
+    raw.write_text("tree,tau\nt5_1_6,2.7\n")
+    assert dvc_graph.explain_stale()["first"] == ["raw.csv modified"]
     raw.write_text(before)
+    assert dvc_graph.explain_stale()["first"] == [dvc_graph.RESTORED, "raw.csv modified"]
     assert run_first() == Outcome.RESTORED
     assert (project.root / "first.csv").read_text() == before
 

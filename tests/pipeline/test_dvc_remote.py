@@ -278,3 +278,24 @@ def test_offer_and_collect_as_commands(project: Project, tmp_path: Path) -> None
     assert refused.returncode == 1 and refused.stderr.startswith(
         "aerie: what a worker made of first is not on the remote"
     )
+
+
+def test_the_inputs_of_a_stage_go_with_it(head: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host that runs it reads the parameters that the run began with, not those of its own checkout."""
+    graph = head.root / "dvc.yaml"
+    text = graph.read_text().replace("middle.py]", "middle.py, artifacts/inputs/middle.json]", 1)
+    graph.write_text(
+        f"{text}\n  inputs:\n    cmd: python inputs.py\n    always_changed: true\n    outs: [artifacts/inputs]\n"
+    )
+    (head.root / "inputs.py").write_text(
+        "import os\nos.makedirs('artifacts/inputs', exist_ok=True)\n"
+        "for name in ('middle', 'last', 'params'):\n    open(f'artifacts/inputs/{name}.json', 'w').write('{}')\n"
+    )
+    head.commit()
+    run_dvc_cli("repro", "inputs")
+    order = dvc_remote.offer_stage("middle")
+    assert order and set(order.upstream) == {"first", "inputs"}
+    folder = make_there(order, monkeypatch)
+    assert {file.name for file in (folder / "artifacts/inputs").iterdir()} == {"middle.json", "params.json"}
+    dvc_remote.collect_stage("middle")
+    assert dvc_graph.reproduce_stage("middle", print) == dvc_graph.Outcome.RESTORED

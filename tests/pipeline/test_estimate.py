@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ruamel.yaml import YAML
 
-from pipeline import estimate, reproduce
+from pipeline import dvc_graph, estimate, reproduce
 from pipeline.cli import run_command_line
 from pipeline.reproduce import RunEstimate, StageEstimate
+from stages.params import schema, stage_inputs
 from stages.telemetry import stage_log
 from tests.conftest import ROOT, edit_params
 
@@ -37,16 +37,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def lock_present_params(home: Path) -> None:
-    """Make dvc.lock that of a run with the params.yaml here, whatever the committed one is of."""
-    yaml = YAML(typ="safe")
-    params = yaml.load(home / "params.yaml")
-    lock = yaml.load(home / "dvc.lock")
-    for stage in lock["stages"].values():
-        locked: dict[str, Any] = stage.get("params", {}).get("params.yaml", {})
-        stage["params"] = {"params.yaml": {key: estimate._read_key(params, key) for key in locked}}
-    with (home / "dvc.lock").open("w") as file:
-        yaml.dump(lock, file)
+def lock_present_params(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the last run of every stage be one with the params.yaml that is here now."""
+    params = schema.load_params()
+    recorded = {
+        one.name: {"params": stage_inputs.list_values(params, one)} for one in stage_inputs.list_instances(params)
+    }
+    monkeypatch.setattr(dvc_graph, "read_recorded_inputs", lambda: recorded)
 
 
 def log_runs(home: Path, seconds: dict[str, float], gpus: tuple[str, ...] = ()) -> None:
@@ -67,23 +64,25 @@ def test_without_a_run_times_are_recorded_ones_or_arithmetic(home: Path) -> None
     assert rows["to"] == "get before the run: data/raw/weather_toon.jsonl, data/tables/weather.yaml"
 
 
-def test_a_run_here_with_these_parameters_comes_before_arithmetic(home: Path) -> None:
-    lock_present_params(home)
+def test_a_run_here_with_these_parameters_comes_before_arithmetic(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_present_params(monkeypatch)
     log_runs(home, {"train_draft@e003": 30.0, "train_draft@e009": 60.0}, ("a GPU", "a GPU"))
     rows = read_rows()
     assert rows["train_draft"] == "2 90.0 s 1.00 GiB 0.05 measured here on 2026-11-23"
 
 
-def test_a_cell_that_did_not_run_counts_as_the_others_do(home: Path) -> None:
-    lock_present_params(home)
+def test_a_cell_that_did_not_run_counts_as_the_others_do(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_present_params(monkeypatch)
     log_runs(home, {"benchmark@eval-e009-t8_1_9": 5.0, "benchmark@eval-e009-t5_1_6": 7.0})
     rows = read_rows()
     assert rows["benchmark"] == "8 48.0 s - - measured here on 2026-11-23, 2 of 8; the others counted as their mean"
 
 
-def test_a_run_of_other_parameters_yields_to_arithmetic_and_says_so_where_there_is_none(home: Path) -> None:
+def test_a_run_of_other_parameters_yields_to_arithmetic_and_says_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sampling fewer rows changes every stage behind it, though their own parameters are the same."""
-    lock_present_params(home)
+    lock_present_params(monkeypatch)
     log_runs(home, {"fix_data": 1.5, "extract_hiddens": 2.5, "train_draft@e003": 30.0, "train_draft@e009": 60.0})
     edit_params(home, {"sample_target": {"train_rows": 20}})
     rows = read_rows()
@@ -92,8 +91,8 @@ def test_a_run_of_other_parameters_yields_to_arithmetic_and_says_so_where_there_
     assert rows["train_draft"].endswith("arithmetic of the test")
 
 
-def test_a_run_of_another_target_tells_nothing(home: Path) -> None:
-    lock_present_params(home)
+def test_a_run_of_another_target_tells_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_present_params(monkeypatch)
     log_runs(home, {"replay_trees@e009": 9.0})
     edit_params(home, {"target": {"model": "someone/Other-9B"}})
     assert read_rows()["replay_trees"].endswith("not estimated")

@@ -154,7 +154,7 @@ def test_a_run_shows_the_graph_the_outcomes_and_the_table(server: Server) -> Non
     run = server.run()
     assert server.ended(run)["message"] == "3 stages: 3 ran"
     shown = server.ask(f"flow_runs/{run}")
-    assert (shown["name"], shown["tags"]) == ("build: last, first, middle", ["checkpoint:e009", "workload:eval"])
+    assert (shown["name"], shown["tags"]) == ("build: first, middle, last", ["checkpoint:e009", "workload:eval"])
     tasks = server.tasks(run)
     assert {name: task["state_name"] for name, task in tasks.items()} == dict.fromkeys(
         ["first", "middle", "last"], "Ran"

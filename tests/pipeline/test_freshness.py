@@ -217,7 +217,7 @@ def test_a_cache_of_hashes_that_is_read_only_is_one_line(
     """Bug: a traceback of sqlite's, where the whole disk is read-only, or only the folder of DVC's hashes."""
     edit_title()
     if words == ["doctor"]:  # which then makes no estimate: that imports torch, and does not ask DVC
-        Path("params.yaml").write_text(Path("params.yaml").read_text().replace("min_tau:", "min_tua:"))
+        Path("params.yaml").write_text(Path("params.yaml").read_text().replace("title:", "tilte:"))
     site = f"mount --bind {tmp_path}/site {tmp_path}/site && mount -o remount,ro,bind {tmp_path}/site && "
     status, output = run_limited(site, tmp_path, *words)
     assert status == 1 and "Traceback" not in output, output
@@ -248,7 +248,7 @@ def test_what_is_known_to_be_fresh_needs_no_memo(fresh_project: Project, monkeyp
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("min_tau:", "min_tua:", "check_overfit.min_tua: unknown key, and min_tau is missing (did you mean min_tau?)"),
+        ("title:", "tilte:", "report.tilte: unknown key (did you mean title?)"),
         ("t5_4_16, t10_2_32", "t8_9_2_16, t10_2_32", "benchmark.trees"),
         ("raw: raw.csv", "raw: row.csv", "fix_data.raw is row.csv, which does not exist"),
     ],

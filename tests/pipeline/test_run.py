@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline import commands, processes, workspaces
+from pipeline import commands, processes, recipes, workspaces
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
 from stages.params import schema
@@ -310,8 +311,8 @@ def read_steps(**sections: Any) -> str:
     text = "\n".join(lines)
     named = re.findall(r"(?:docs|recipes)/[\w.-]+\.(?:md|yaml)", text)
     assert named and all((REPO / name).is_file() for name in named)
-    recipe = re.search(r"aerie use ([\w-]+)", text)
-    assert recipe is None or (REPO / f"recipes/{recipe[1]}.yaml").is_file()
+    used = set(re.findall(r"aerie use ([\w-]+)", text)) - {recipes.OWN}
+    assert all((REPO / f"recipes/{name}.yaml").is_file() for name in used)
     return text
 
 
@@ -402,3 +403,18 @@ def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Proj
         Path("go").touch()
     assert has_ended(stage)
     assert run().returncode == 0
+
+
+def test_use_own_is_a_short_file_whose_lines_to_fill_in_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(REPO / "params.yaml", tmp_path)
+    shutil.copytree(REPO / "recipes", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    told = recipes.use_recipe("own")
+    assert [line.split()[0] for line in told[1:-2]] == ["model:", "device:", "dtype:", "raw:"]
+    own = schema.load_params()
+    assert (own.fix_data.answers, own.train_draft.learning_rate) == ("text", 0.0001)  # not the toy's
+    assert Path("params.yaml.before-own").read_text() == (REPO / "params.yaml").read_text()
+    with pytest.raises(ValueError, match="expected no --keep"):
+        recipes.use_recipe("own", keep=True)

@@ -78,7 +78,9 @@ def test_a_chat_template_and_feature_layers_are_checked_before_any_stage(home: P
     assert found.ok is False and f"params.yaml: {found.found}" == str(error.value)
 
 
-@pytest.mark.parametrize("edit", [{"chat_template": "none.jinja"}, {"model": "mine"}], ids=["template", "unwatched"])
+@pytest.mark.parametrize(
+    "edit", [{"chat_template": "none.jinja"}, {"model": "of/other/mine"}], ids=["template", "missing"]
+)
 def test_a_run_by_prefect_makes_the_checks_of_a_run_here(
     home: Path, monkeypatch: pytest.MonkeyPatch, edit: dict[str, object]
 ) -> None:
@@ -191,13 +193,11 @@ def test_a_target_that_prepare_target_refuses_is_refused_before_any_stage(
     with pytest.raises(ValueError, match=message) as error:
         prepare_target.supported_targets.check_target_config(schema.load_params(), config)
     for model in ("someone/mine", str(snapshot)):
-        edit_params(
-            home, {"target": {"model": model, "watch": str(cache) if model == str(snapshot) else "data/nothing"}}
-        )
+        edit_params(home, {"target": {"model": model}})
         found = [each.found for each in doctor.check_all() if each.subject == "params.yaml"]
         expected = str(error.value).replace("someone/mine", model).removeprefix("params.yaml: ")
         assert expected in found
-    edit_params(home, {"target": {"model": "someone/mine", "watch": "data/nothing"}})
+    edit_params(home, {"target": {"model": "someone/mine"}})
     with pytest.raises(ValueError, match=message):
         commands.check_run_params()
 
@@ -219,11 +219,11 @@ def test_a_target_that_is_not_here_is_not_looked_at(home: Path, monkeypatch: pyt
 def test_a_config_that_cannot_be_read_is_left_to_prepare_target(home: Path, broken: str) -> None:
     (home / "mine").mkdir()
     (home / "mine/config.json").write_text(broken)
-    edit_params(home, {"target": {"model": "mine", "watch": "mine"}})
+    edit_params(home, {"target": {"model": "mine"}})
     target_checks.check_target_config(schema.load_params())
 
 
 def test_a_target_that_can_be_used_passes(home: Path) -> None:
     LlamaConfig(**MISTRAL).save_pretrained(home / "mine")
-    edit_params(home, {"target": {"model": "mine", "watch": "mine"}})
+    edit_params(home, {"target": {"model": "mine"}})
     target_checks.check_target_config(schema.load_params())

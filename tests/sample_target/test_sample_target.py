@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
 from stages import sample_target
 from stages.data import conversations, parquet_shards, requests, sampled_split
-from stages.params.data_sections import SampleTarget, SamplingServer
 from stages.target import generation
-from tests.conftest import ROOT
 from tests.sample_target.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion, echo
 
@@ -233,16 +230,6 @@ def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.Capt
     assert "with the data's own answers" in capsys.readouterr().out
     with pytest.raises(ValueError, match="expected no arguments or --preview N, found --preview"):
         sample_target.main("--preview")
-
-
-def test_every_key_that_moves_an_answer_is_tracked() -> None:
-    """And no other: with another port or more at once, the rows that were answered stay answered."""
-    graph = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["sample_target"]["params"]
-    section = SampleTarget.model_fields
-    way = {f"sample_target.server.{key}" for key in SamplingServer.model_fields}
-    untracked = {"start_timeout_s", "base_urls", "concurrency", "timeout_s", "attempts", "api_key_env"}
-    wanted = {f"sample_target.{key}" for key in section if key != "server"} | way
-    assert set(graph) == {"target"} | wanted - {f"sample_target.server.{key}" for key in untracked}
 
 
 def test_the_first_dropped_row_is_that_of_the_data(tmp_path: Path) -> None:

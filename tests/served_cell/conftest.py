@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from stages.runtime import free_port
 from stages.serving import server
@@ -78,7 +77,6 @@ def project(shared_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(shared_project))
     shutil.copy(ROOT / "params.yaml", shared_project)
     shutil.rmtree(shared_project / "results/cells", ignore_errors=True)
-    server_params = YAML(typ="safe").load((shared_project / "params.yaml").read_text())["benchmark_served"]["server"]
     edit_params(
         shared_project,
         {
@@ -88,7 +86,7 @@ def project(shared_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "benchmark": {"workloads": {"eval": LOAD}, "checkpoints": ["e003"]},
             "benchmark_served": {
                 "workloads": ["eval"], "checkpoints": ["e003"], "trees": ["t5_1_6", "t8_2_16"],
-                "server": {**server_params, "command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
+                "server": {"command": [*DOUBLE, "serve"], "start_timeout_s": 60.0},
             },
         },
     )  # fmt: skip

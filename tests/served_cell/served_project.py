@@ -15,8 +15,8 @@ LOAD = {**EVAL, "num_prompts": 6, "warmup": 1, "max_new_tokens": 40}
 
 def edit_server(project: Path, **changes: Any) -> None:
     """Change keys of benchmark_served.server."""
-    server_params = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"]["server"]
-    edit_params(project, {"benchmark_served": {"server": {**server_params, **changes}}})
+    read = YAML(typ="safe").load((project / "params.yaml").read_text())["benchmark_served"].get("server", {})
+    edit_params(project, {"benchmark_served": {"server": {**read, **changes}}})
 
 
 def read_replayed_tree(tree: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: PreTrainedMod
     start_project(tmp_path, monkeypatch)
     (tmp_path / "templates").mkdir()
     edit_params(tmp_path, {
-        "target": {"model": "mine", "watch": "mine", "num_threads": 1, **target}, "init_draft": {"draft_vocab_size": None},
+        "target": {"model": "mine", "num_threads": 1, **target}, "init_draft": {"draft_vocab_size": None},
     })  # fmt: skip
     with torch.no_grad():
         for weight in model.parameters():  # so that logits are far from 0

@@ -1,0 +1,470 @@
+"""The inputs of each instance of a stage besides its data, as the first stage of the graph writes them (stages/inputs.py).
+
+    artifacts/inputs/train_draft-e003.json      the parameters that the stage declares, with defaults; digests of its code and of
+                                                the files and folders that those parameters name
+    artifacts/inputs/params.json                all parameters of this run, checked
+
+DVC tracks the first as a dependency of the stage, and nothing else of params.yaml or of the code. A stage reads its parameters
+by `read_params`: of the run that DVC is at, whatever is edited meanwhile, and none that it does not declare.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import BaseModel
+
+from stages.params.checks import TEMPLATES_FOLDER
+from stages.params.draft_sections import BlockSegment
+from stages.params.schema import Params, check_initial, load_params
+from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, get_named
+from stages.runtime.digests import KeptDigests, digest_path
+from stages.runtime.stage_code import BASELINE, CODE, digest_stage
+
+INPUTS_FOLDER = RUN_PARAMS.parent
+RUN_NOTE = Path(".scratch/inputs_run")
+RUN_MARK_VARIABLE = "AERIE_RUN"  # as in pipeline/processes.py: set for all that a run of aerie's starts
+ABSENT = object()
+MOST_NAMED = 5  # changes in a message
+Inputs = dict[str, dict[str, Any]]  # "params" by key, "code" by file, "paths" by key
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The keys of params.yaml that a stage reads; {workload} and the like stand for what the instance is of."""
+
+    keys: tuple[str, ...]  # their values count
+    free: tuple[str, ...] = ()  # who computes, who watches, what is only checked: any value gives the same result
+    paths: tuple[str, ...] = ()  # of the keys, those that may name a file or folder, whose bytes count
+    items: tuple[str, ...] = ()  # what an instance is of, as in its name after the @
+
+
+SERVER = "benchmark_served.server"
+MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
+SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
+CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
+TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
+METHODS = Declared(
+    (
+        *TORCH_KEYS,
+        "benchmark.workloads.{workload}",
+        "benchmark_methods.workload",
+        *(f"benchmark_methods.{rows}.{{method}}" for rows in ("with_draft", "without_draft")),  # it is in one of them
+    ),
+    free=(MAKERS,),
+    items=("method",),
+)
+DECLARED = {
+    "fix_data": Declared(("fix_data",), paths=("fix_data.tables", "fix_data.image_folders")),
+    "prepare_target": Declared(("target", "prepare_target"), paths=("target.model", "target.chat_template")),
+    "sample_target": Declared(
+        ("target", "sample_target"),
+        free=(
+            "init_draft",  # what the first answers leave out of a draft's vocabulary is told
+            *(f"sample_target.server.{key}" for key in (
+                "base_urls", "concurrency", "timeout_s", "attempts", "api_key_env", "start_timeout_s",
+            )),
+        ),
+    ),
+    "extract_hiddens": Declared(("target", "extract_hiddens"), free=("extract_hiddens.processes", "train_draft.checkpoints")),
+    "init_draft": Declared(
+        ("target", "init_draft", "train_draft.ttt_steps", "extract_hiddens.max_length"),
+        paths=("init_draft.from", "init_draft.draft_config_path"),
+        items=("checkpoint",),
+    ),
+    "check_overfit": Declared(
+        (
+            "target", "check_overfit",
+            *(f"train_draft.{key}" for key in (
+                "ttt_steps", "ttt_decay", "mask", "loss", "grad_clip", "checkpoints", "dtype", "seed",
+            )),
+        ),
+        items=("checkpoint",),
+    ),
+    "train_draft": Declared(
+        (
+            "target",
+            "extract_hiddens.compile",  # of the target's blocks, where hidden states are made online
+            "train_draft.checkpoints.{checkpoint}",
+            *(f"train_draft.{key}" for key in (
+                "ttt_steps", "ttt_decay", "mask", "loss", "dtype", "learning_rate", "warmup_steps", "schedule",
+                "horizon_epochs", "weight_decay", "grad_clip", "batch_tokens", "packs_per_step", "seed",
+            )),
+        ),
+        free=tuple(f"train_draft.{key}" for key in ("processes", "parallel", "report_to", "run_name")),
+        items=("checkpoint",),
+    ),
+    "import_draft": Declared(
+        ("target", "import_draft.checkpoints.{checkpoint}"),
+        paths=("import_draft.checkpoints.{checkpoint}.model",),
+        items=("checkpoint",),
+    ),
+    "replay_trees": Declared(
+        (
+            "target",
+            "sample_target.temperature", "sample_target.top_p",  # what the second eval set should be drawn at
+            *(f"replay_trees.{key}" for key in (
+                "tree_scoring", "num_steps", "topk", "num_draft_tokens", "trace_trees", "memory_gib",
+            )),
+        ),
+        free=(MAKERS,),
+        items=("checkpoint",),
+    ),
+    "time_trees": Declared(
+        (
+            *TORCH_KEYS,
+            *(f"time_trees.{key}" for key in (
+                "num_steps", "topk", "num_draft_tokens", "context", "warmup", "cycles", "repeats", "batches",
+            )),
+        ),
+        free=(MAKERS,),
+        items=("checkpoint",),
+    ),
+    "prepare_prompts": Declared(
+        (
+            "target", "sample_target.thinking", "prepare_prompts.sets.{prompts}",
+            *(f"benchmark.workloads.{{workload}}.{key}" for key in (
+                "prompts", "num_prompts", "start", "stop", "turns", "input_tokens", "length_range", "warmup", "seed",
+            )),
+        ),
+        paths=("prepare_prompts.sets.{prompts}.from",),
+        items=("workload",),
+    ),
+    "benchmark": Declared(
+        (
+            *TORCH_KEYS, *CELL_WORKLOAD,
+            *(f"benchmark.{key}" for key in (
+                "mode", "draft_sampling", "num_gpus_total", "num_gpus_per_model", "max_gpu_memory", "allow_unsandboxed_code",
+            )),
+        ),
+        free=(MAKERS,),
+        items=("workload", "checkpoint", "tree"),
+    ),
+    "benchmark_served": Declared(
+        (
+            "target", *CELL_WORKLOAD, "benchmark.allow_unsandboxed_code", "benchmark_served.engine",
+            "benchmark_served.interleave", SERVER,
+        ),
+        free=SERVER_CONNECTION,
+        items=("workload", "checkpoint", "tree"),
+    ),
+    "benchmark_served_baseline": Declared(
+        (
+            "target", *CELL_WORKLOAD, "benchmark.allow_unsandboxed_code", "benchmark_served.engine",
+            *(f"{SERVER}.{key}" for key in (
+                "base_urls", "model", "command", "tp", "mem_fraction", "max_total_tokens", "max_batch", "torch_compile",
+                "launch_args",
+            )),
+        ),
+        free=("benchmark_served.interleave", SERVER),
+        items=("workload",),
+    ),
+    "serving_costs": Declared(
+        ("target", *CELL_WORKLOAD, "serving_costs", "benchmark_served.engine", SERVER),
+        free=SERVER_CONNECTION,
+        items=("workload",),
+    ),
+    "benchmark_methods": METHODS,
+    "benchmark_methods_baseline": METHODS,
+    "report": Declared(
+        (
+            "report", "target.model",
+            *(f"benchmark.{key}" for key in ("workloads", "mode", "torch_workloads", "checkpoints", "trees", "draft_sampling")),
+            "benchmark_served", "benchmark_methods", "serving_costs", "import_draft.checkpoints",
+            *(f"{stage}.checkpoints" for stage in ("init_draft", "train_draft", "replay_trees", "time_trees")),
+        ),
+    ),
+}  # fmt: skip
+
+# Modules of one family of drafts, or of one engine, which instances of others import and never run.
+FAMILY_CODE = {
+    "eagle3": ("stages/engine/eagle3_proposer.py", "stages/overfit/eagle3_overfit.py", "stages/training/ttt.py"),
+    "block": (
+        "stages/draft/block_config.py", "stages/draft/block_draft.py",
+        "stages/draft/block_initialisation.py", "stages/engine/block_kernels.py", "stages/engine/block_proposer.py",
+        "stages/overfit/block_overfit.py", "stages/replay/block_replay.py", "stages/training/block_attention.py",
+        "stages/training/block_loss.py", "stages/training/block_training.py", "stages/trees/block_expansion.py",
+    ),
+    "eagle": ("stages/methods/eagle.py", "stages/methods/eagle_proposer.py"),
+    "medusa": ("stages/methods/medusa.py", "stages/methods/medusa_proposer.py"),
+    "ngram": ("stages/methods/prompt_lookup.py",),
+    "lookahead": ("stages/methods/lookahead.py",),
+}  # fmt: skip
+BUILT_ON_EAGLE3 = {"eagle", "medusa"}  # families that train by its packs
+ENGINE_CODE = {
+    "sglang": ("stages/serving/server_startup/sglang_vision_patch.py", "stages/serving/vision_patch.py"),
+    "vllm": ("stages/serving/vllm_counters.py",),
+}
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A stage of the graph, with what it is of: benchmark@eval-e003-t8_2_16."""
+
+    stage: str
+    items: dict[str, str] = field(default_factory=dict)  # by the names of Declared.items
+
+    @property
+    def name(self) -> str:
+        """Return the name in dvc.yaml."""
+        return "@".join(filter(None, [self.stage, "-".join(self.items.values())]))
+
+    @property
+    def file(self) -> Path:
+        return INPUTS_FOLDER / f"{self.name.replace('@', '-')}.json"
+
+    @classmethod
+    def parse(cls, name: str) -> "Instance":
+        stage, _, words = name.partition("@")
+        return cls(stage, dict(zip(DECLARED[stage].items, words.split("-"), strict=bool(words))))
+
+
+def list_instances(params: Params) -> list[Instance]:
+    """Return every stage that dvc.yaml makes of these parameters, but `inputs`."""
+    served = params.benchmark_served
+    lists: dict[str, list[list[str]]] = {
+        "init_draft": [list(params.init_draft.checkpoints)],
+        "check_overfit": [list(params.init_draft.checkpoints)],
+        "train_draft": [list(params.train_draft.checkpoints)],
+        "import_draft": [list(params.import_draft.checkpoints)],
+        "replay_trees": [params.replay_trees.checkpoints],
+        "time_trees": [params.time_trees.checkpoints],
+        "prepare_prompts": [list(params.benchmark.workloads)],
+        "benchmark": [params.benchmark.torch_workloads, params.benchmark.checkpoints, params.benchmark.trees],
+        "benchmark_served": [served.workloads, served.checkpoints, served.trees],
+        "benchmark_served_baseline": [served.workloads],
+        "serving_costs": [params.serving_costs.workloads],
+        "benchmark_methods": [list(params.benchmark_methods.with_draft)],
+        "benchmark_methods_baseline": [list(params.benchmark_methods.without_draft)],
+    }
+    return [
+        Instance(stage, dict(zip(declared.items, values, strict=True)))
+        for stage, declared in DECLARED.items()
+        for values in product(*lists.get(stage, []))
+    ]
+
+
+# What an instance reads
+
+
+def read_params(stage: str, *values: str) -> Params:
+    """Return the parameters of this run, without those that the stage does not declare: to read one is an AttributeError.
+
+    Raises ValueError for a name that params.yaml does not have.
+    """
+    params, instance = load_params(), Instance(stage, dict(zip(DECLARED[stage].items, values, strict=True)))
+    if workload := instance.items.get("workload"):
+        get_named(params.benchmark.workloads, workload, "benchmark.workloads")
+    if stage in ("init_draft", "check_overfit"):
+        check_initial(params, values[0])
+    if stage in ("train_draft", "import_draft"):
+        get_named(getattr(params, stage).checkpoints, values[0], f"{stage}.checkpoints")
+    if method := instance.items.get("method"):
+        params.get_method_row(method)
+    return restrict_params(params, instance)
+
+
+def restrict_params(params: Params, instance: Instance) -> Params:
+    declared = DECLARED[instance.stage]
+    keys = [key.split(".") for key in _fill_keys(params, instance, (*declared.keys, *declared.free))]
+    found: Params = _restrict(params, keys)
+    return found
+
+
+def _restrict(value: Any, keys: list[list[str]]) -> Any:
+    if [] in keys:
+        return value
+    inner = {first: [key[1:] for key in keys if key[0] == first] for first in dict.fromkeys(key[0] for key in keys)}
+    if not isinstance(value, BaseModel):
+        return {key: _restrict(value[key], rest) for key, rest in inner.items() if key in value}
+    names = {info.alias or name: name for name, info in type(value).model_fields.items()}
+    kept = value.model_copy()
+    for key, name in names.items():
+        if key in inner:
+            kept.__dict__[name] = _restrict(getattr(value, name), inner[key])
+        else:
+            del kept.__dict__[name]
+    return kept
+
+
+def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> list[str]:
+    """Return the keys with the instance's names in their places."""
+    names = dict(instance.items)
+    if instance.stage.removesuffix(BASELINE) == "benchmark_methods":
+        names["workload"] = params.benchmark_methods.workload
+    if instance.stage == "prepare_prompts":
+        names["prompts"] = params.benchmark.workloads[names["workload"]].prompts
+    return [key.format(**names) for key in keys]
+
+
+# What an instance depends on
+
+
+def build_inputs(params: Params, instance: Instance, kept: KeptDigests, root: Path = Path()) -> Inputs:
+    """Return what an instance depends on besides its data: values of parameters, digests of code and of files they name."""
+    code = digest_stage(instance.stage, kept, _list_left_out(params, instance), root)
+    named = {key: digest_path(path, kept) for key, path in _list_named(params, instance)}
+    return {"params": list_values(params, instance), "paths": named, "code": code}
+
+
+def list_values(params: Params, instance: Instance) -> dict[str, Any]:
+    """Return the values on which an instance depends by their keys: `train_draft.seed`."""
+    declared, values = DECLARED[instance.stage], _dump(params)
+    free = _fill_keys(params, instance, declared.free)
+    found: dict[str, Any] = {}
+    for key in _fill_keys(params, instance, declared.keys):
+        if (value := _get_value(values, key)) is not ABSENT:
+            found |= dict(_list_leaves(key, value))
+    return {key: found[key] for key in sorted(found) if not any(f"{key}.".startswith(f"{out}.") for out in free)}
+
+
+def _list_named(params: Params, instance: Instance) -> Iterator[tuple[str, Path]]:
+    """Yield the keys of an instance that name files or folders, with these; of a list each under a number."""
+    values = _dump(params)
+    for key in _fill_keys(params, instance, DECLARED[instance.stage].paths):
+        found = list(_list_paths(key, _get_value(values, key)))
+        yield from ((f"{key}.{number}" if len(found) > 1 else key, path) for number, path in enumerate(found))
+
+
+def _dump(params: Params) -> dict[str, Any]:
+    return params.model_dump(mode="json", by_alias=True)
+
+
+def list_sources(params: Params) -> set[Path]:
+    """Return every file and folder that inputs are made of: params.yaml, the code, and what parameters name."""
+    named = {path for instance in list_instances(params) for _, path in _list_named(params, instance)}
+    return {PARAMS_FILE, Path(CODE)} | named
+
+
+def _get_value(values: Any, key: str) -> Any:
+    """Return the value at a key; ABSENT where there is none, as for prompts that are no set."""
+    for part in key.split("."):
+        values = values.get(part, ABSENT) if isinstance(values, dict) else ABSENT
+    return values
+
+
+def _list_leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _list_leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _list_paths(key: str, value: Any) -> Iterator[Path]:
+    """Yield the files and folders that the value of a key names; a model's id is none."""
+    for name in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
+        path = TEMPLATES_FOLDER / name if key == "target.chat_template" else Path(name)
+        if path.exists():
+            yield path
+
+
+def _list_left_out(params: Params, instance: Instance) -> set[str]:
+    """Return the modules of families and engines that the instance does not run."""
+    families, engine = _list_families(params, instance), params.benchmark_served.engine
+    if families and families & BUILT_ON_EAGLE3:
+        families = families | {"eagle3"}
+    left_out = [files for family, files in FAMILY_CODE.items() if families is not None and family not in families]
+    if instance.stage.startswith(("benchmark_served", "serving_costs")):
+        left_out += [files for name, files in ENGINE_CODE.items() if name != engine]
+    return {file for files in left_out for file in files}
+
+
+def _list_families(params: Params, instance: Instance) -> set[str] | None:
+    """Return the families of the drafts that an instance runs; None: any, as of published drafts, whose files say which."""
+    trained = params.train_draft.checkpoints
+
+    def name_family(checkpoint: str) -> set[str] | None:
+        if checkpoint in params.import_draft.checkpoints:
+            return None
+        segment = trained.get(checkpoint)
+        return {"block" if isinstance(segment, BlockSegment) else (segment and segment.non_eagle3_method) or "eagle3"}
+
+    match instance.stage:
+        case "check_overfit":
+            return {"eagle3", *(["block"] if params.train_draft.list_fresh_blocks() else [])}
+        case "serving_costs":
+            return name_family(params.serving_costs.checkpoint)
+        case "benchmark_methods" | "benchmark_methods_baseline":
+            method = params.get_method_row(instance.items["method"]).method
+            return {"eagle3" if method == "eagle2" else method}
+        case "benchmark_served_baseline":
+            return set()
+        case "import_draft" | "report" | "prepare_target":
+            return None
+    return name_family(instance.items.get("checkpoint", ROOT_CHECKPOINT))
+
+
+# Files
+
+
+def render_all(params: Params) -> dict[Path, str]:
+    """Return the text of every file of INPUTS_FOLDER for these parameters and the code and files as they are."""
+    kept = KeptDigests.read()
+    texts = {one.file: _render(build_inputs(params, one, kept)) for one in list_instances(params)}
+    kept.write()
+    return texts | {RUN_PARAMS: _render(params.model_dump(mode="json", by_alias=True))}
+
+
+def _render(content: Any) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def check_inputs(name: str) -> None:
+    """Check that a stage which DVC runs is the one that its inputs file describes; `inputs` has written that before.
+
+    Raises:
+        ValueError: code, files or, outside a run that began with `inputs`, params.yaml have changed since.
+    """
+    instance, kept = Instance.parse(name), KeptDigests.read()
+    recorded = json.loads(instance.file.read_text(encoding="utf-8"))
+    changed = list_differences(recorded, build_inputs(load_params(), instance, kept))
+    if not (changed or is_run_of_inputs()):
+        changed = list_differences(recorded, build_inputs(load_params(edited=True), instance, kept))
+    kept.write()
+    if changed:
+        raise ValueError(
+            f"{name}: {'; '.join(changed[:MOST_NAMED])} since the stage `inputs` ran, expected what {instance.file} says; run "
+            "`aerie run`, or `dvc repro` without --single-item, which run `inputs` first"
+        )
+
+
+def note_run() -> None:
+    """Note which DVC runs `inputs`: the stages that it runs later belong to these inputs, whatever is edited meanwhile."""
+    RUN_NOTE.parent.mkdir(exist_ok=True)
+    RUN_NOTE.write_text(_identify_dvc(), encoding="utf-8")
+
+
+def is_run_of_inputs() -> bool:
+    """Return whether this stage is of a run that began with `inputs`: one of aerie's, or of the same DVC."""
+    if RUN_MARK_VARIABLE in os.environ:
+        return True
+    return RUN_NOTE.exists() and RUN_NOTE.read_text(encoding="utf-8") == _identify_dvc()
+
+
+def _identify_dvc() -> str:
+    """Return what names the nearest DVC process above this one; "" where there is none."""
+    for process in psutil.Process().parents():
+        with suppress(psutil.Error):
+            if any("dvc" in word for word in process.cmdline()[:3]):
+                return f"{process.pid} {process.create_time()}"
+    return ""
+
+
+def list_differences(before: Inputs, after: Inputs) -> list[str]:
+    """Return what differs in words: `params.yaml: train_draft.seed is 6, was 5`, `stages/training/ttt.py changed`."""
+    lines = []
+    for key in sorted({*before["params"], *after["params"]}):
+        old, new = (part["params"].get(key, "not there") for part in (before, after))
+        if old != new:
+            lines.append(f"{PARAMS_FILE}: {key} is {json.dumps(new)}, was {json.dumps(old)}")
+    for part, words in (("paths", "{}: other files"), ("code", "{} changed")):
+        names = sorted({*before[part], *after[part]})
+        lines += [words.format(name) for name in names if before[part].get(name) != after[part].get(name)]
+    return lines

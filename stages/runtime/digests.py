@@ -1,0 +1,144 @@
+"""Digests of files: of their bytes, and of code without its remarks. Kept in `.scratch` by a file's size, time and inode."""
+
+import ast
+import hashlib
+import io
+import json
+import os
+import tokenize
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+KEPT_DIGESTS = Path(".scratch/digests.json")
+CHUNK_BYTES = 1 << 20
+THREADS = 8  # of a folder's files; hashing and reading release the interpreter
+
+
+@dataclass
+class KeptDigests:
+    """Facts on files that are kept between processes: a file of the same size, time and inode is not read again."""
+
+    known: dict[str, list[str]] = field(default_factory=dict)  # "kind path" -> its state, what was found
+    used: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls) -> "KeptDigests":
+        try:
+            return cls(json.loads(KEPT_DIGESTS.read_bytes()))
+        except (OSError, ValueError):
+            return cls()
+
+    def find(self, kind: str, file: Path, compute: Callable[[Path], str]) -> str:
+        """Return what `compute` finds in a file, from memory where the file is as it was."""
+        found = file.stat()
+        name, state = f"{kind} {file.absolute()}", f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
+        known = self.used.get(name) or self.known.get(name)
+        if known is None or known[0] != state:
+            known = [state, compute(file)]
+        self.used[name] = known
+        return known[1]
+
+    def write(self) -> None:
+        """Keep what was used, and what is known of other files; nothing where the disk is full or read-only."""
+        together = self.known | self.used
+        if together == self.known:
+            return
+        temporary = KEPT_DIGESTS.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):
+            KEPT_DIGESTS.parent.mkdir(exist_ok=True)
+            temporary.write_text(json.dumps(together), encoding="utf-8")
+            os.replace(temporary, KEPT_DIGESTS)
+
+
+def digest_file(file: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    total = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(CHUNK_BYTES):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def digest_path(path: Path, kept: KeptDigests) -> str:
+    """Return a digest of a file, or of a folder's files with their names; "missing" where there is neither.
+
+    Hidden files are left out: a download's notes and git's change without the data. The place does not count, so a clone and
+    another host find the same.
+    """
+    if not path.is_dir():
+        return kept.find("bytes", path, digest_file) if path.exists() else "missing"
+    files = sorted(_list_files(path))
+    with ThreadPoolExecutor(THREADS) as threads:
+        digests = threads.map(lambda file: kept.find("bytes", file, digest_file), files)
+        lines = [f"{file.relative_to(path).as_posix()} {found}\n" for file, found in zip(files, digests, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _list_files(folder: Path) -> Iterator[Path]:
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _list_files(entry)
+        elif entry.exists():
+            yield entry
+
+
+def digest_code(file: Path) -> str:
+    """Return the first 16 digits of the sha256 of a file; of a module without its remarks."""
+    content = file.read_bytes()
+    if file.suffix == ".py":
+        content = cut_remarks(content.decode()).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def cut_remarks(text: str) -> str:
+    """Return a module's text without comments, docstrings and blank lines, the same on every supported Python.
+
+    They are cut by position: a dump of the syntax tree differs between versions. Lines within a string stay as they are.
+    """
+    tree = ast.parse(text)
+    lines = text.split("\n")  # as the parser counts them
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    quoted = {row for first, last in _list_long_strings(tree) for row in range(first, last)}
+    cut = {row for node in _list_docstrings(tree, lines) for row in range(node.lineno, (node.end_lineno or 0) + 1)}
+    kept = []
+    for row, line in enumerate(lines, 1):
+        if row in cut:
+            continue
+        line = line if row in quoted else line.rstrip()
+        if line or row in quoted:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _list_long_strings(node: ast.AST) -> Iterator[tuple[int, int]]:
+    """Yield the first and last row of every string of several rows; not of those within an f-string, which lie in its rows."""
+    is_text = isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )
+    if is_text:
+        assert isinstance(node, ast.expr)
+        yield node.lineno, node.end_lineno or node.lineno
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _list_long_strings(child)
+
+
+def _list_docstrings(tree: ast.Module, lines: list[str]) -> Iterator[ast.Expr]:
+    """Yield the docstrings that stand on rows of their own."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+            continue
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            before = lines[first.lineno - 1].encode()[: first.col_offset]
+            behind = lines[(first.end_lineno or 0) - 1].encode()[first.end_col_offset :]
+            if not before.strip() and not behind.strip():
+                yield first

@@ -1,0 +1,79 @@
+"""The code of a stage: the files of stages/ that its modules import, directly or not.
+
+It decides what an edit of code reruns (stages/params/stage_inputs.py) and which unfinished work a stage may resume
+(stages/runtime/scratch.py).
+"""
+
+import ast
+from collections.abc import Collection
+from pathlib import Path
+
+from stages.runtime.digests import KeptDigests, digest_code
+
+CODE = "stages"
+# What changes no result: the checks of params.yaml, whose values are tracked, and what runs, logs and watches a stage.
+NOT_TRACKED = ("stages/params/", "stages/runtime/", "stages/telemetry/")
+TRACKED = {  # what these rooms hold that computes
+    "stages/params/load.py",
+    "stages/params/served_trees.py",
+    "stages/params/tree_shape.py",
+    "stages/runtime/distributed.py",
+    "stages/runtime/mkl_first_calls.py",
+}
+TEMPLATES = "templates"  # the page templates of a folder's modules
+BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage's module without a draft
+
+
+def digest_stage(stage: str, kept: KeptDigests, left_out: Collection[str] = (), root: Path = Path()) -> dict[str, str]:
+    """Return a digest of each file of a stage's code by its name.
+
+    `left_out` are modules that this instance of the stage imports and never runs, as those of another family of drafts.
+    """
+    files = sorted(find_code(stage, kept, left_out, root))
+    return {file: kept.find("code", root / file, digest_code) for file in files}
+
+
+def find_code(
+    stage: str, kept: KeptDigests | None = None, left_out: Collection[str] = (), root: Path = Path()
+) -> set[str]:
+    """Return the files, relative to `root` and with `/`, page templates included. Raises ValueError for a relative import."""
+    kept = kept or KeptDigests()
+    word = stage.removesuffix(BASELINE)
+    found = {file.relative_to(root).as_posix() for file in (root / CODE).glob(f"{word}.*") if file.is_file()}
+    pending = {file for file in found if file.endswith(".py")}
+    while pending:
+        named = {name for file in pending if _is_tracked(file) for name in find_imports(file, kept, root)}
+        pending = named - found - set(left_out)
+        found |= pending
+    for folder in {file.rsplit("/", 1)[0] for file in found} - {CODE}:
+        found |= {file.relative_to(root).as_posix() for file in (root / folder / TEMPLATES).glob("*") if file.is_file()}
+    return {file for file in found if _is_tracked(file)}
+
+
+def _is_tracked(file: str) -> bool:
+    return file in TRACKED or not file.startswith(NOT_TRACKED)
+
+
+def find_imports(file: str, kept: KeptDigests, root: Path = Path()) -> list[str]:
+    """Return the files of stages/ that one file imports, anywhere in it."""
+    named = kept.find("imports", root / file, _read_imports).split()
+    return [name for name in named if (root / name).is_file()]
+
+
+def _read_imports(file: Path) -> str:
+    """Return the files that a module's imports may name.
+
+    `from stages.runtime import atomic` names the module stages/runtime/atomic.py, `from stages.runtime.atomic import
+    write_json` the same one.
+    """
+    named: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(
+                    f"{file}:{node.lineno}: relative import; write it from the root, as stages.runtime.atomic"
+                )
+            named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return " ".join(sorted({f"{name.replace('.', '/')}.py" for name in named if name.split(".")[0] == CODE}))
