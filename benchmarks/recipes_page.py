@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline import recipes
 from stages.params import schema
-from stages.params.byte_size import format_bytes
 from stages.params.recipe import RECIPES_FOLDER
+from stages.params.units import format_bytes
 from stages.reproduce import estimate, target_size
 
 PAGE = Path("docs/recipes.md")

@@ -13,10 +13,10 @@ from pipeline.preflight import Finding, check_files, find_engine
 from pipeline.remote import dvc_remote
 from pipeline.workspaces import SERVING_ENVIRONMENTS
 from stages.params import checks
-from stages.params.byte_size import format_bytes
 from stages.params.cell_trees import describe_left_out
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
+from stages.params.units import format_bytes
 from stages.telemetry.machine_errors import explain_file_error
 
 PACKAGES = ("torch", "transformers", "datasets", "polars", "safetensors", "dvc", "prefect", "typer")

@@ -31,7 +31,7 @@ from pipeline.dvc_output import OUTCOME_LINES, PROGRESS_PATTERN, DvcOutput, Outc
 from pipeline.processes import DVC_MODULE, TAIL_LINES, StageError, is_transient, run_command
 from pipeline.run_display import RunDisplay, locate_log, show_line
 from stages.params import schema, stage_inputs
-from stages.params.spelling import suggest_name
+from stages.params.section import suggest_name
 
 # The name of a stage in dvc.yaml, for a stage with a list also @VALUE; never a folder or an option.
 STAGE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_-]*(@[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"

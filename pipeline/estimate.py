@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict
 
 from pipeline import dvc_graph, preflight, reproduce
 from stages.params import schema, stage_inputs
-from stages.params.byte_size import format_bytes
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE
+from stages.params.units import format_bytes
 from stages.telemetry import stage_log
 
 MEASURED_FOLDER = RECIPES_FOLDER / "measured"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pipeline import resources
 from pipeline.workspaces import SERVING_ENVIRONMENTS
-from stages.params.byte_size import GIB, format_bytes
 from stages.params.data_sections import PromptSet
 from stages.params.recipe import Recipe
 from stages.params.schema import Params
+from stages.params.units import GIB, format_bytes
 
 MIN_FREE_BYTES = 2 * GIB  # a run of the embedded target with its cache takes under 1 GiB
 MARKS = {True: "ok     ", False: "PROBLEM", None: "       "}

@@ -22,8 +22,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
-from stages.params.section import PARAMS_FILE, Section
-from stages.params.spelling import suggest_name
+from stages.params.section import PARAMS_FILE, Section, suggest_name
 from stages.runtime import atomic
 
 OWN = "own"  # for `aerie use`: not the keys of an experiment but a whole params.yaml, to be filled in

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from pipeline.dvc_output import CONCLUSION, FAILURE, NOTICE, PROGRESS_PATTERN, Outcome, list_error_lines
-from stages.runtime.durations import format_duration
+from stages.params.units import format_duration
 
 LOGS_FOLDER = Path("logs")
 TAIL_LINES = 30  # of the log of a stage that failed

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 from pipeline import dvc_graph
 from pipeline.processes import capture_output
 from pipeline.resources import try_lock
-from stages.params.section import PARAMS_FILE
-from stages.params.spelling import suggest_name
+from stages.params.section import PARAMS_FILE, suggest_name
 
 RUNS_FOLDER = Path(".scratch/runs")
 LOCK_PATH = Path(".scratch/run.lock")

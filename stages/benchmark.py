@@ -25,29 +25,19 @@ import torch
 
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
-from stages.engine import cell_context, question_turns, timing
-from stages.engine.cell_context import TorchCellContext
+from stages.engine import cell_context
+from stages.engine.cell_context import QuestionTurn, TorchCellContext
 from stages.engine.decode import DecodeStep
+from stages.engine.decode_state import DecodeRequest
 from stages.engine.device_placement import measure_remaining_memory
 from stages.engine.memory_estimate import MemoryEstimate
-from stages.engine.question_turns import QuestionTurn
-from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.grading import grade
 from stages.params import schema, stage_inputs
-from stages.params.byte_size import GIB
-from stages.params.load import Load
 from stages.params.section import get_named
-from stages.params.tree_shape import TreeShape
-from stages.results import (
-    load_points,
-    metrics,
-    served_records,
-    stopping,
-    torch_cell_writer,
-    torch_grades,
-    torch_records,
-)
+from stages.params.tree_shape import Load, TreeShape
+from stages.params.units import GIB
+from stages.results import load_points, metrics, served_records, stopping, torch_cell_writer, torch_records
 from stages.results.served_records import LoadPoint, LoadsMeasurement
 from stages.results.stopping import RepeatRule
 from stages.results.torch_cell_writer import TorchCellSetup
@@ -180,12 +170,12 @@ def _decode_turns(
 
     The kind of decoding that goes first alternates over prompts, repeats and turns.
     """
-    turn: QuestionTurn | None = question_turns.get_first_turn(question)
+    turn: QuestionTurn | None = cell_context.get_first_turn(question)
     while turn:
         order = DECODING_KINDS if (prompt_index + repeat + turn.number) % 2 == 0 else DECODING_KINDS[::-1]
         sampling_params = cell_context.make_sampling_params(work, question.id, repeat, turn.number)
         timed = {
-            kind: timing.time_decode(
+            kind: cell_context.time_decode(
                 partial(_start_decoding, work, kind, turn.ids, question.id, sampling_params), work.params.target.device
             )
             for kind in order
@@ -193,7 +183,7 @@ def _decode_turns(
         outputs = {kind: decoded.tokens for kind, decoded in timed.items()}
         row = _build_row(work, turn, repeat, sampling_params, timed)
         yield TorchAnswer(row, [step.num_accepted for step in timed["speculative"].cycles], outputs)
-        turn = question_turns.build_next_turn(work, turn, outputs["plain"])
+        turn = cell_context.build_next_turn(work, turn, outputs["plain"])
 
 
 def _build_row(
@@ -201,7 +191,7 @@ def _build_row(
     turn: QuestionTurn,
     repeat: int,
     sampling_params: SamplingParams | None,
-    timed: dict[str, timing.TimedDecode],
+    timed: dict[str, cell_context.TimedDecode],
 ) -> PromptRow:
     """Return the row of an answer, not yet graded; `timed` is by kind of decoding."""
     speculative, plain = timed["speculative"], timed["plain"]
@@ -248,8 +238,8 @@ def _grade_rows(
         return None
     references = dict(work.prompts.select("id", "reference").iter_rows())
     unsandboxed = work.params.benchmark.allow_unsandboxed_code
-    return torch_grades.grade_rows(
-        rows, outputs, references, lambda ids: question_turns.decode_text(work, ids), unsandboxed
+    return torch_cell_writer.grade_rows(
+        rows, outputs, references, lambda ids: cell_context.decode_text(work, ids), unsandboxed
     )
 
 
@@ -339,12 +329,12 @@ def _run_kinds(work: TorchCellContext, load: Load, repeat: int) -> dict[str, lis
     kinds = list_kinds(work)
     records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in kinds}
     prompts = workload_prompts.list_rows(work.prompts)
-    turns = [question_turns.get_first_turn(prompt) for prompt in prompts]
+    turns = [cell_context.get_first_turn(prompt) for prompt in prompts]
     while turns:
         for kind in kinds if (repeat + turns[0].number) % 2 == 0 else kinds[::-1]:
             records[kind].append(_run_load(work, kind, turns, load, repeat))
         answered = zip(turns, records[kinds[0]][-1], strict=True)
-        following = [question_turns.build_next_turn(work, turn, record.ids) for turn, record in answered]
+        following = [cell_context.build_next_turn(work, turn, record.ids) for turn, record in answered]
         turns = [turn for turn in following if turn]
     return records
 
@@ -365,7 +355,7 @@ def _run_load(
 
     def start_clock() -> float:
         distributed.all_gather_lists(ranks, [])  # all processes start together
-        return timing.read_device_clock(ranks.device)
+        return cell_context.read_device_clock(ranks.device)
 
     own_slots = len(range(ranks.rank, slots, ranks.world))
     records = inprocess_load.decode_load(
@@ -392,7 +382,7 @@ def _build_point(work: TorchCellContext, kind: str, load: Load, found: RepeatedL
     if work.workload.grade:
         unsandboxed = work.params.benchmark.allow_unsandboxed_code
         grades = load_points.grade_first_turns(
-            requests, references, lambda r: question_turns.decode_text(work, r.ids), unsandboxed
+            requests, references, lambda r: cell_context.decode_text(work, r.ids), unsandboxed
         )
     acceptance = None
     if kind == "speculative":

@@ -20,11 +20,11 @@ from stages.data.workload_prompts import WorkloadPrompt
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.draft.loading import load_eagle3_draft
 from stages.engine import sampling
+from stages.engine.cell_context import time_decode
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.proposer import DraftingMethod
 from stages.engine.sampling import SamplingParams
-from stages.engine.timing import time_decode
 from stages.methods import method_checkpoint, registry
 from stages.methods.eagle_proposer import EagleMethod
 from stages.methods.lookahead import LookaheadMethod

@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from stages.params import stage_inputs
-from stages.params.load import Load
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import Load, TreeShape
 from stages.results import load_points, served_points, served_records, torch_records
-from stages.results.draft_sampling import name_draft_sampling
+from stages.results.record import name_draft_sampling
 from stages.results.stopping import RepeatRule
 from stages.results.torch_records import StageCost, StoppingRecord
 from stages.served_cell import measured_loads, server_setup

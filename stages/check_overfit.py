@@ -27,8 +27,7 @@ from stages.engine import forced_decode
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.overfit.block_overfit import BlockOverfit
-from stages.overfit.eagle3_overfit import Eagle3Overfit
-from stages.overfit.overfit_run import OverfitRun
+from stages.overfit.overfit_run import Eagle3Overfit, OverfitRun
 from stages.params import schema, stage_inputs
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT

@@ -23,11 +23,11 @@ import polars as pl
 import torch
 
 from stages.data import conversations
-from stages.hidden_states import extraction, format, importers, origin, shard_plan, sources, writer
+from stages.hidden_states import extraction, format, importers, reader, shard_plan, sources, writer
 from stages.hidden_states.format import IndexEntry
 from stages.hidden_states.shard_plan import TOKENS_ONLY_SIZE, ShardTask, StoredRowSize
 from stages.params import checks, schema, stage_inputs
-from stages.params.byte_size import format_bytes
+from stages.params.units import format_bytes
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
@@ -209,7 +209,7 @@ def _check_disk_space(needed: int) -> None:
 def _publish_split(split: str, tasks: list[ShardTask], folder: Path, target: TargetManifest) -> None:
     """Move the split's shards, index and origin into place."""
     folder.mkdir(parents=True, exist_ok=True)
-    origin.write_origin(folder, split, target)
+    reader.write_origin(folder, split, target)
     if not (folder / "index.parquet").exists():
         writer.write_index(folder, [entry for task in tasks for entry in _read_entries(task)])
     for task in tasks:

@@ -11,14 +11,7 @@ from typing import Any
 
 import torch
 
-from stages.draft import (
-    checkpoint,
-    config_override,
-    eagle3_checkpoint,
-    published_eagle3_formats,
-    published_files,
-    vocabulary,
-)
+from stages.draft import checkpoint, config_override, eagle3_checkpoint, published_eagle3_formats, published_files
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format, reader
@@ -64,8 +57,8 @@ def _write_report(name: str, draft: Eagle3Draft, counts: dict[str, torch.Tensor]
         "draft_vocab_size": config.draft_vocab_size,
         "target_vocab_size": config.vocab_size,
         "distinct_tokens_train": int((counts["train"] > 0).sum()),
-        "coverage_train": vocabulary.compute_coverage(counts["train"], draft.t2d),
-        "coverage_eval": vocabulary.compute_coverage(counts["eval"], draft.t2d),
+        "coverage_train": eagle3_checkpoint.compute_coverage(counts["train"], draft.t2d),
+        "coverage_eval": eagle3_checkpoint.compute_coverage(counts["eval"], draft.t2d),
         "draft_parameters": sum(x.numel() for x in draft.parameters()),
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
@@ -85,8 +78,8 @@ def _build_fresh_draft(
 ) -> tuple[Eagle3Draft, list[int]]:
     """Return a draft with random weights and the vocabulary by counts [V], and its feature layers."""
     config = infer_config(params, target_manifest)
-    chosen = vocabulary.choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
-    d2t, t2d = vocabulary.build_vocabulary_maps(chosen, target_manifest.vocab_size)
+    chosen = eagle3_checkpoint.choose_vocabulary(counts, config.draft_vocab_size, target_manifest.eos_token_ids)
+    d2t, t2d = eagle3_checkpoint.build_vocabulary_maps(chosen, target_manifest.vocab_size)
     torch.manual_seed(params.init_draft.seed)
     draft = Eagle3Draft(config)
     draft.d2t.copy_(d2t)

@@ -23,16 +23,7 @@ from transformers.utils import logging
 from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
-from stages.target import (
-    chat_template,
-    checkpoint_check,
-    config_facts,
-    head_check,
-    layer_state,
-    loading,
-    manifest,
-    tree_mask_check,
-)
+from stages.target import chat_template, checkpoint_check, config_facts, head_check, layer_state, loading, manifest
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -190,7 +181,7 @@ def _measure_logits_scale(p: schema.Params, target: TargetManifest, folder: Path
     try:
         model = head_check.load_first_block(str(weights), p.target.trust_remote_code)
         found = head_check.compare_head(model, embedding, head)
-        in_trees = tree_mask_check.explain_tree_mask_failure(model)
+        in_trees = head_check.explain_tree_mask_failure(model)
     except Exception as error:  # remote code may not run with one block; check_overfit decodes with all
         print(f"the head was not compared: one block of {target.model} alone gives {type(error).__name__}: {error}")
         config = AutoConfig.from_pretrained(weights, trust_remote_code=p.target.trust_remote_code)

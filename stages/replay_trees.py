@@ -22,17 +22,16 @@ from stages.data import conversations
 from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.loading import load_block_draft, load_eagle3_draft
-from stages.hidden_states import format, origin, reader
+from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
-from stages.replay import oracle_bounds, token_classes, tree_statistics
+from stages.replay import oracle_bounds, tree_statistics
 from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay
-from stages.replay.replay import ReplayOutput
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import ReplayBatch, ReplayOutput
 from stages.replay.sampled_drafts import ExpectedCounts
-from stages.results import clusters, interval, replay_records
-from stages.results.draft_sampling import DraftSampling
+from stages.results import interval, replay_records
+from stages.results.record import DraftSampling
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import locate_feature_layers
@@ -76,7 +75,7 @@ class TreeTraces:
     def add_batch(self, tree: TreeShape, cycles: tree_statistics.TreeCycles, batch: ReplayBatch) -> None:
         """Count the cycles of one tree in a batch of rows."""
         ids = batch.ids.cpu()
-        classes = token_classes.classify_tokens(self.tokenizer, ids.flatten().tolist())  # [V]
+        classes = tree_statistics.classify_tokens(self.tokenizer, ids.flatten().tolist())  # [V]
         cycles = tree_statistics.TreeCycles(*(t.cpu() for t in cycles))
         self.statistics[tree].add(cycles, batch.names, ids, batch.starts.cpu(), batch.ends.cpu(), classes)
 
@@ -213,8 +212,8 @@ def _build_replay_rows(
     trees = list(dict.fromkeys([*grid, *(traces.statistics if traces else ())]))
     rows = answers.read_rows(replayed.dtype)
     counts = _replay_rows(replayed, rows, trees, settings, traces)
-    names = [clusters.get_conversation(row.id) for row in rows]
-    sums = clusters.sum_by_cluster(names, counts.accepted), clusters.sum_by_cluster(names, counts.cycles)
+    names = [interval.get_conversation(row.id) for row in rows]
+    sums = interval.sum_by_cluster(names, counts.accepted), interval.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
@@ -253,8 +252,8 @@ def _build_sampled_rows(
     accepted, cycles, reaching = (
         torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True)
     )  # [rows, D, ...]
-    names = [clusters.get_conversation(row.id) for row in rows]
-    sums = clusters.sum_by_cluster(names, accepted), clusters.sum_by_cluster(names, cycles)
+    names = [interval.get_conversation(row.id) for row in rows]
+    sums = interval.sum_by_cluster(names, accepted), interval.sum_by_cluster(names, cycles)
     intervals = interval.compute_tau_intervals(*sums, range(1, accepted.shape[1] + 1))
     built: list[ReplayedTree] = []
     for tree in chains:
@@ -320,7 +319,7 @@ def _open_answers(
     """Open a split. Raises ValueError for hidden states of another target or of other answers, and for answers that were
     sampled with other settings than sample_target's.
     """
-    origin.check_origin(HIDDENS / split, split, made)
+    reader.check_origin(HIDDENS / split, split, made)
     table = conversations.read_table(SAMPLED / split, conversations.SAMPLED_SCHEMA, "sample_target")
     s = p.sample_target
     temperature = s.eval_temperature if split == "eval_t" else 0.0

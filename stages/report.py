@@ -18,16 +18,7 @@ from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.params.draft_sections import BlockSegment
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.reporting import (
-    angelslim_export,
-    benchmark_table,
-    costs,
-    methods,
-    older_engines,
-    page,
-    timing_noise,
-    verdict,
-)
+from stages.reporting import angelslim_export, benchmark_table, costs, inputs, methods, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.families import EAGLE3, DraftFamily
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
@@ -82,7 +73,7 @@ def main(*arguments: str) -> None:
         launch = prediction.read_launch()
         lines = costs.format_launch_table(launch)
         print(
-            "\n".join([*lines, *older_engines.describe_older_engines(launch)])
+            "\n".join([*lines, *inputs.describe_older_engines(launch)])
             or f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
             "has what the torch engine's costs predict"
         )

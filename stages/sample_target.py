@@ -27,7 +27,7 @@ from stages.params import schema, stage_inputs
 from stages.runtime import atomic, scratch
 from stages.sampling import keep_backend, server_backend, transformers_backend
 from stages.sampling.sampling_context import SamplingContext
-from stages.target import loading, manifest, row_preview, vision
+from stages.target import loading, manifest, prompt_encoder, vision
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry.run_stage import run_stage
 
@@ -187,7 +187,7 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
         "asked_again": dict(context.retries),
         "server_restarts": context.local_servers.restarted if context.local_servers else 0,
         "preview": [
-            asdict(row_preview.describe_row(context.encoder.tokenizer, origin, *row))
+            asdict(prompt_encoder.describe_row(context.encoder.tokenizer, origin, *row))
             for origin, row in zip(origins, rows.select(PREVIEW_COLUMNS).iter_rows(), strict=True)
         ],
     }
@@ -213,7 +213,7 @@ def _print_preview(p: schema.Params, *words: str) -> None:
             pairs = zip(group, turns, strict=False)  # the last conversation may be chosen in part
             rows += [(q.id, *ids, "the data") for q, ids in pairs]
     for row in rows:
-        row_preview.print_row(encoder.tokenizer, *row)
+        prompt_encoder.print_row(encoder.tokenizer, *row)
 
 
 def _list_stage_gpus() -> list[int] | None:

@@ -15,12 +15,10 @@ from statistics import fmean
 from typing import Any
 
 from stages.params import schema, stage_inputs
-from stages.params.load import Load
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import Load, TreeShape
 from stages.results import cost_fit, cost_served, load_points, timing_grid
 from stages.results.cost_model import CostModel
-from stages.results.draft_sampling import name_draft_sampling
-from stages.results.record import Record
+from stages.results.record import Record, name_draft_sampling
 from stages.results.served_records import LoadPoint
 from stages.results.timing_grid import CycleTime, TimingGrid
 from stages.runtime import atomic, scratch

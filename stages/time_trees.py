@@ -24,7 +24,7 @@ from stages.data import conversations
 from stages.draft.block_draft import BlockDraft
 from stages.draft.loading import LoadedDraft, load_draft
 from stages.engine.decode import Engine
-from stages.engine.requests import DecodeRequest, RequestUpdate
+from stages.engine.decode_state import DecodeRequest, RequestUpdate
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.data import workload_prompts
-from stages.engine import cell_context, question_turns
+from stages.engine import cell_context
 from stages.grading import sandbox
 from stages.results import interval, metrics, torch_records
 from stages.results.torch_records import PromptRow
@@ -242,7 +242,7 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     assert [row["correct"] for row in found["prompts"]] == [False] * 3
     questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
     answers = iter([row["canonical_solution"] for row in questions[:2] for _ in range(2)] + ["    return 0\n"] * 2)
-    monkeypatch.setattr(question_turns, "decode_text", lambda work, ids: next(answers))
+    monkeypatch.setattr(cell_context, "decode_text", lambda work, ids: next(answers))
     found = measured(project, "humaneval", grade=True)
     assert [row["correct"] for row in found["prompts"]] == [True, True, False]
     assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]

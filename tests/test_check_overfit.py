@@ -23,7 +23,7 @@ from stages.engine import forced_decode, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import PrefillOutput
 from stages.engine.target_runner import TargetRunner
-from stages.overfit.eagle3_overfit import Eagle3Overfit
+from stages.overfit.overfit_run import Eagle3Overfit
 from stages.params import schema
 from stages.target import manifest
 from stages.training import adamw

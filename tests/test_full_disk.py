@@ -9,7 +9,7 @@ import pytest
 
 from stages.hidden_states import format, writer
 from stages.hidden_states.shard_plan import StoredRowSize
-from stages.params.full_disk import explain_full_disk
+from stages.telemetry.machine_errors import explain_full_disk
 from tests.conftest import ROOT, copy_project
 
 # In a namespace of its own, where also a user who is not root may mount; it is gone with the process.

@@ -20,8 +20,7 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import replay_answers
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params, run_graph
 from tests.draft.slow_draft import OPTIONS

@@ -18,7 +18,7 @@ from stages.draft.loading import LoadedDraft
 from stages.engine import cell_context, sampling
 from stages.engine.decode import Engine
 from stages.engine.sampling import SamplingParams
-from stages.hidden_states import origin
+from stages.hidden_states import reader
 from stages.methods import eagle as eagle_method
 from stages.methods import medusa as medusa_method
 from stages.methods.eagle import EagleDraft
@@ -170,7 +170,7 @@ def test_hidden_states_of_a_target_made_before_the_factor_was_measured_are_still
     prepare(tmp_path, monkeypatch)
     made = manifest.read_manifest()
     assert made.logits_scale == 1 / 8
-    assert origin.digest_target(made) == origin.digest_target(replace(made, logits_scale=1.0))
+    assert reader.digest_target(made) == reader.digest_target(replace(made, logits_scale=1.0))
 
 
 def test_the_engine_of_other_methods_has_the_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

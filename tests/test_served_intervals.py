@@ -7,8 +7,7 @@ import polars as pl
 import pytest
 
 from stages import benchmark_served
-from stages.params.load import Load
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import Load, TreeShape
 from stages.serving import latency, spec_counters
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult

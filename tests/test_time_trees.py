@@ -12,7 +12,7 @@ import pytest
 
 from stages import time_trees
 from stages.engine.decode import Engine
-from stages.engine.requests import DecodeRequest, RequestUpdate
+from stages.engine.decode_state import DecodeRequest, RequestUpdate
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_fit, interval, timing_grid

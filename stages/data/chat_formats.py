@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stages.data import json_lines, nesting, request_logs, row_images
+from stages.data import json_lines, request_logs, row_images
 from stages.data.conversations import IMAGE_PLACEHOLDER
-from stages.data.dropped_row import DroppedRowError
-from stages.data.json_values import describe_value, is_text
-from stages.data.row_images import GivenImage, SaveImage
+from stages.data.json_lines import describe_value, is_text
+from stages.data.row_images import DroppedRowError, GivenImage, SaveImage
 
 Message = dict[str, str]
 
@@ -502,7 +501,7 @@ def _dump_json(value: Any, name: str) -> str:
     Raises:
         DroppedRowError: for values that JSON lacks, and for nesting that templates and encoders could not recurse into.
     """
-    if nesting.is_text_too_deep(value) if isinstance(value, str) else nesting.is_too_deep(value):
+    if json_lines.is_text_too_deep(value) if isinstance(value, str) else json_lines.is_too_deep(value):
         raise DroppedRowError("nested_too_deep")
     text = value
     if not isinstance(value, str):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stages.data import chat_formats, request_logs
-from stages.params.spelling import suggest_name
+from stages.params.section import suggest_name
 
 TURN_LIST_COLUMNS = frozenset({"history", *(key for keys in chat_formats.TURN_LIST_KEYS.values() for key in keys)})
 REQUIRED_ROLES = ("prompt", "messages")  # a row without one of these is no conversation

@@ -16,6 +16,12 @@ import polars as pl
 
 from stages.runtime import atomic
 
+
+def describe_origin(source: str, source_row: int) -> str:
+    """Return the file, as seen from fix_data.raw, and the row in it, counted from 0."""
+    return f"{source}, row {source_row}"
+
+
 ROW_GROUP_SIZE = 1 << 14  # fixed, so that the same rows make the same file
 IMAGE_PLACEHOLDER = "<image>"  # marks an image's position in a text, as in LLaVA's data
 

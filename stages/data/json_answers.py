@@ -9,9 +9,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stages.data.answer_verdict import JudgedAnswer, drop, find_fenced_blocks, judge, name_surroundings
 from stages.data.json_repairs import BrokenJsonError, read_json, starts_json
-from stages.data.schema_check import SchemaMismatchError, conform_document
+from stages.data.schema_check import (
+    JudgedAnswer,
+    SchemaMismatchError,
+    conform_document,
+    drop,
+    find_fenced_blocks,
+    judge,
+    name_surroundings,
+)
 from stages.data.table_schema import TableFile
 
 LOOKED_AT = 200  # characters that show whether a bracket starts JSON

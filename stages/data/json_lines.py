@@ -5,12 +5,37 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from stages.data import file_content, nesting
+from stages.data import file_content
+
+MAX_LEVELS = 100  # real tool schemas have about ten; Python's recursion limit is reached at about 500
+STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+BRACKET_PATTERN = re.compile(r"[\[\]{}]")
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether lists and dicts are nested more than MAX_LEVELS deep. Iterative, so that any depth can be checked."""
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, list | dict)]:
+        depth += 1
+        if depth > MAX_LEVELS:
+            return True
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return False
+
+
+def is_text_too_deep(text: str) -> bool:
+    """Return the same for a text that may be JSON, by its brackets outside strings."""
+    if text.count("[") + text.count("{") <= MAX_LEVELS:
+        return False
+    brackets = BRACKET_PATTERN.findall(STRING_PATTERN.sub("", text))
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0) > MAX_LEVELS
+
 
 SHOWN_LINES = 5  # broken lines that a message explains or names
 MAX_REMOVED_LINES = 20  # in the command that writes a copy without them
@@ -121,7 +146,26 @@ def find_broken_lines(lines: Iterable[bytes]) -> BrokenLines:
 def abbreviate_row(line: Any) -> str:
     """Return a row, parsed or not, in at most 80 characters, for messages."""
     text = line.decode(errors="replace") if isinstance(line, bytes) else line
-    if not isinstance(text, str) and nesting.is_too_deep(text):
+    if not isinstance(text, str) and is_too_deep(text):
         return "a row that is nested too deep to show"
     text = (text if isinstance(text, str) else json.dumps(text, default=str, ensure_ascii=False)).strip()
     return repr(text if len(text) <= 80 else text[:80] + "…") if text else "an empty line"
+
+
+JSON_TYPES: dict[type, str] = {
+    str: "a text", dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number",
+}  # fmt: skip
+
+
+def is_text(value: Any) -> bool:
+    """Return whether `value` is a string that UTF-8 can encode: exports that cut inside an emoji leave half a surrogate pair."""
+    try:
+        return isinstance(value, str) and (value.isascii() or value.encode() is not None)
+    except UnicodeEncodeError:
+        return False
+
+
+def describe_value(value: Any) -> str:
+    """Return the JSON type of a value, and its beginning, both without characters that can't be printed."""
+    kind = JSON_TYPES.get(type(value), f"of the type {type(value).__name__}")
+    return "null" if value is None else f"{kind}, {abbreviate_row(value)}"

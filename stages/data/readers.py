@@ -43,7 +43,7 @@ from stages.data import (
     json_stream,
     request_logs,
 )
-from stages.data.dropped_row import DroppedRowError
+from stages.data.row_images import DroppedRowError
 from stages.params.data_sections import ColumnNames
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from stages.data.dropped_row import DroppedRowError
+from stages.data.row_images import DroppedRowError
 
 REQUEST_KEYS = ("request", "body", "input", "inputs", "prompt", "kwargs", "request_body")
 RESPONSE_KEYS = ("response", "output")

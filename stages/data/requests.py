@@ -20,8 +20,8 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import conversations, nesting
-from stages.data.raw_origin import describe_origin
+from stages.data import conversations, json_lines
+from stages.data.conversations import describe_origin
 
 Messages = list[dict[str, Any]]
 SALT = b"sample_target"  # not fix_data's hash: the eval split consists of the rows whose hash there is small
@@ -284,7 +284,7 @@ def _parse_tool_call(given: dict[str, Any], number: int) -> dict[str, Any]:
     function = given.get("function", given)
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if nesting.is_too_deep(arguments):
+    if json_lines.is_too_deep(arguments):
         raise ValueError("the arguments of a call are nested too deep for templates")
     if not isinstance(arguments, dict) or not isinstance(function["name"], str):
         raise ValueError("a call needs a name, and arguments by name")

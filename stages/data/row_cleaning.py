@@ -29,11 +29,11 @@ from stages.data import (
     request_logs,
     toon,
 )
-from stages.data.answer_verdict import JudgedAnswer
 from stages.data.chat_formats import Conversation, Message
-from stages.data.dropped_row import DroppedRowError
-from stages.data.json_values import is_text
-from stages.data.raw_origin import describe_origin
+from stages.data.conversations import describe_origin
+from stages.data.json_lines import is_text
+from stages.data.row_images import DroppedRowError
+from stages.data.schema_check import JudgedAnswer
 from stages.data.table_schema import load_table_file
 from stages.params.data_sections import FixData
 

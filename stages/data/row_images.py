@@ -15,8 +15,17 @@ from typing import Any
 
 from stages.data import images
 from stages.data.conversations import IMAGE_PLACEHOLDER
-from stages.data.dropped_row import DroppedRowError
-from stages.data.json_values import describe_value, is_text
+from stages.data.json_lines import describe_value, is_text
+
+
+class DroppedRowError(Exception):
+    """A row that can't be used. The message is the reason, one word that the report counts."""
+
+    def __init__(self, reason: str, found: str | None = None, expected: str = "") -> None:
+        super().__init__(reason)
+        self.found = found  # the offending text, where it is a single one; with `expected`, a description of it
+        self.expected = expected  # and what to do; "" where the reason says it
+
 
 IMAGE_KEYS = ("images", "image")  # of a row
 GivenImage = tuple[int, Any]  # its number in the row, from 1, and what the row has

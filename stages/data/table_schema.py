@@ -15,8 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stages.params.error_messages import explain_yaml
-from stages.params.section import Count, Section, Text
-from stages.params.spelling import suggest_name
+from stages.params.section import Count, Section, Text, suggest_name
 
 
 def _check_pattern(pattern: str) -> str:

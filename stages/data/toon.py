@@ -13,9 +13,16 @@ import toon_format
 
 from stages.data import json_answers
 from stages.data.ambiguous_cells import AmbiguousTextError
-from stages.data.answer_verdict import JudgedAnswer, drop, judge, name_surroundings
 from stages.data.json_repairs import BrokenJsonError
-from stages.data.schema_check import SchemaMismatchError, conform_document, find_asked_rows
+from stages.data.schema_check import (
+    JudgedAnswer,
+    SchemaMismatchError,
+    conform_document,
+    drop,
+    find_asked_rows,
+    judge,
+    name_surroundings,
+)
 from stages.data.table_schema import TableFile
 from stages.data.toon_document import FoundDocument, locate_document
 from stages.data.toon_lines import Header, find_tables, read_header, split_row

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from stages.data.ambiguous_cells import AmbiguousTextError
-from stages.data.answer_verdict import find_fenced_blocks, is_fence
+from stages.data.schema_check import find_fenced_blocks, is_fence
 from stages.data.table_schema import ObjectValue, TableFile, list_parts
 from stages.data.toon_lines import (
     READ_DELIMITERS,

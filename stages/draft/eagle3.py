@@ -32,8 +32,8 @@ from torch import Tensor, nn
 import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its side effect
 from stages.draft.eagle3_config import DraftConfig
 from stages.draft.rotary import RotaryModule
+from stages.target.config_facts import assign_frequency_axes
 from stages.target.feature_layers import NUM_EAGLE3_FEATURES
-from stages.target.mrope import assign_frequency_axes
 
 
 class RMSNorm(nn.Module):

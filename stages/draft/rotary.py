@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.target.mrope import assign_frequency_axes
+from stages.target.config_facts import assign_frequency_axes
 
 
 def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:

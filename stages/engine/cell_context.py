@@ -1,15 +1,19 @@
 """The context shared by the decodings of a torch cell: engine, prompts, images, tokenizer and sampling."""
 
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import torch
 
+from stages.data.workload_prompts import WorkloadPrompt
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.loading import load_draft
 from stages.engine import memory_estimate, sampling
 from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeStep
 from stages.engine.device_placement import place_model
 from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.sampling import SamplingParams
@@ -162,3 +166,78 @@ def measure_divergence_margin(
         min(len(output), len(plain_output)),
     )
     return work.engine.measure_margin(prompt, plain_output[:shared], work.images[prompt_id])
+
+
+@dataclass(frozen=True)
+class QuestionTurn:
+    """A turn, ready to decode."""
+
+    question: WorkloadPrompt
+    number: int  # from 0
+    messages: list[dict[str, str]] | None  # of the prompt; None for random prompts
+    ids: list[int]  # of the prompt
+
+
+def get_first_turn(question: WorkloadPrompt) -> QuestionTurn:
+    return QuestionTurn(question, 0, question.messages, question.prompt_ids)
+
+
+def build_next_turn(work: TorchCellContext, turn: QuestionTurn, answer: list[int]) -> QuestionTurn | None:
+    """Return the turn that follows the answer of `turn`, which is given as token ids; None after the last turn."""
+    later = turn.question.later or []
+    if turn.messages is None or turn.number >= len(later):
+        return None
+    answer_message = {"role": "assistant", "content": decode_text(work, answer)}
+    messages = [*turn.messages, answer_message, {"role": "user", "content": later[turn.number]}]
+    ids = chat_template.encode_prompt(work.tokenizer, messages, work.params.sample_target.thinking)
+    return QuestionTurn(turn.question, turn.number + 1, messages, ids)
+
+
+def decode_text(work: TorchCellContext, ids: list[int]) -> str:
+    """Return an answer without the target's special tokens, as a server would send it."""
+    text: str = work.tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+class TimedDecode(NamedTuple):
+    """The steps of a whole decoding, and its times in seconds."""
+
+    steps: list[DecodeStep]
+    prefill_s: float  # until the token from prefill
+    total_s: float  # until the last token
+    process_s: float | None  # CPU time of this process meanwhile, of all threads; None on a GPU
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for step in self.steps for token in step.tokens]
+
+    @property
+    def cycles(self) -> list[DecodeStep]:
+        """All steps but prefill's."""
+        return self.steps[1:]
+
+
+def time_decode(start: Callable[[], Iterator[DecodeStep]], device: str) -> TimedDecode:
+    """Time the decoding that `start` begins.
+
+    On a GPU a prefill runs once before: the first prompt of a length selects kernels, which can take ten prefills.
+    """
+    if device.startswith("cuda"):
+        warmup = start()
+        next(warmup)
+        del warmup
+    process_started, started = time.process_time(), read_device_clock(device)
+    decoding = start()
+    steps = [next(decoding)]
+    first = read_device_clock(device)
+    steps += decoding
+    total_s = read_device_clock(device) - started
+    process_s = None if device.startswith("cuda") else time.process_time() - process_started
+    return TimedDecode(steps, first - started, total_s, process_s)
+
+
+def read_device_clock(device: str) -> float:
+    """Return seconds, after the device has finished all queued work."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter()

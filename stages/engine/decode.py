@@ -48,9 +48,13 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.block_proposer import BlockDrafter
 from stages.engine.decode_state import (
+    ActiveRequest,
+    ActiveSlots,
     CacheSlots,
+    DecodeRequest,
     DecodeState,
     DecodeStep,
+    RequestUpdate,
     VerifyOutput,
     advance_state,
     compute_rope_positions,
@@ -58,13 +62,12 @@ from stages.engine.decode_state import (
 )
 from stages.engine.eagle3_proposer import Eagle3Drafter
 from stages.engine.proposer import DraftingMethod, Proposer
-from stages.engine.requests import ActiveRequest, ActiveSlots, DecodeRequest, RequestUpdate
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_draft_uniforms, draw_uniforms
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import ImagePatchesProtocol
-from stages.trees import acceptance
+from stages.trees import draft_tree
 from stages.trees.draft_tree import DraftTree
 
 
@@ -400,7 +403,7 @@ class Engine:
             run.feature_layers,
         )
         target_tokens = self._sample_nodes(run, hidden, state.output_length + tree.depths, tree)  # [B, M]
-        path, lengths = acceptance.find_accepted_path(tree, target_tokens, path_length - 1)  # [B, R], [B]
+        path, lengths = draft_tree.find_accepted_path(tree, target_tokens, path_length - 1)  # [B, R], [B]
         num_verified = moved = lengths[:, None]
         if slots.active_mask is not None:
             active = slots.active_mask[:num_slots]

@@ -11,9 +11,46 @@ from torch import Tensor, cat
 
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner
 from stages.engine.kv_cache import KVCache
+from stages.engine.sampling import SamplingParams
+from stages.target.multimodal import ImagePatchesProtocol
 
 if TYPE_CHECKING:
     from stages.engine.proposer import DraftingMethod, Proposer
+
+
+class DecodeRequest(NamedTuple):
+    """A prompt, and how to answer it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    images: ImagePatchesProtocol | None = None
+    sampling: SamplingParams | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the prompt and the longest answer."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """The request that a slot is decoding."""
+
+    request_index: int
+    prompt_length: int
+    max_new_tokens: int
+    num_read: int = 1  # tokens that the host has read
+    num_launched: int = 0  # passes launched and not read
+    finished: bool = False
+
+    @property
+    def needs_pass(self) -> bool:
+        """Return whether another pass may bring a token."""
+        return self.num_read + self.num_launched < self.max_new_tokens
+
+
+ActiveSlots = list[ActiveRequest | None]  # by slot; None: idle
+
 
 CACHE_SIZE_MULTIPLE = 256  # tokens; capacities are whole multiples, so that few prompts need a new slot
 
@@ -21,6 +58,9 @@ CACHE_SIZE_MULTIPLE = 256  # tokens; capacities are whole multiples, so that few
 class DecodeStep(NamedTuple):
     tokens: list[int]  # committed: accepted drafts, then the bonus token unless it was cut off
     num_accepted: int  # drafts among them
+
+
+RequestUpdate = tuple[int, DecodeStep | None]  # index of the request; None: its prefill begins
 
 
 class PrefillOutput(NamedTuple):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from stages.engine.cuda_graphs import measure_free_memory
 from stages.engine.memory_estimate import count_weight_bytes
-from stages.params.byte_size import GIB, format_bytes
+from stages.params.units import GIB, format_bytes
 
 
 def place_model(

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stages.engine import padded_matmul
-from stages.engine.matmul_triton import pick_tiling, stream_matmul
-from stages.engine.triton_launch import LAUNCH_OPTIONS, wait_for_inputs
+from stages.engine.matmul_triton import LAUNCH_OPTIONS, pick_tiling, stream_matmul, wait_for_inputs
 from stages.trees.draft_tree import Candidates, get_step_range
 
 KEYS_PER_BLOCK = 128

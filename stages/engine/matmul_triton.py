@@ -7,13 +7,32 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stages.engine.cuda_graphs import time_graph_replay
-from stages.engine.triton_launch import LAUNCH_OPTIONS, USES_PDL
+
+# Programmatic dependent launch (Hopper and later): a kernel starts before its predecessor ends, and waits for its inputs.
+PDL_SUPPORTED = (
+    torch.version.hip is None
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability() >= (9, 0)
+    and not triton.knobs.runtime.interpret
+)
+LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True} if PDL_SUPPORTED else {}  # unknown to other backends
+USES_PDL = tl.constexpr(PDL_SUPPORTED)
+
+
+@triton.jit
+def wait_for_inputs():
+    """Let the next kernel start, and wait until all kernels before this one have ended."""
+    if USES_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
 
 PREFETCHED_LINES = tl.constexpr(
     8

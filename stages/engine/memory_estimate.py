@@ -16,8 +16,8 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import round_up_capacity
-from stages.params.byte_size import format_bytes
 from stages.params.tree_shape import TreeShape
+from stages.params.units import format_bytes
 
 CUBLAS_WORKSPACE = 2 * (32 << 20)  # of two streams
 MATMUL_TIMING_WORKSPACE = 256 << 20  # while matrix products are timed (matmul_triton)

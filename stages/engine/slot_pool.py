@@ -16,7 +16,7 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
 from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacity
 from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes
-from stages.params.byte_size import format_bytes
+from stages.params.units import format_bytes
 from stages.target.layer_state import read_sliding_window
 from stages.target.multimodal import is_multimodal
 

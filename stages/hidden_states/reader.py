@@ -3,9 +3,12 @@
 Shards are mapped, never read whole. A row's checksum is compared the first time the row is read.
 """
 
+import hashlib
+import json
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from stages.hidden_states import format
 from stages.hidden_states.format import MADE_BY, HiddenStatesRow, IndexEntry, RowHeader, StoredHiddenStates
 from stages.runtime import atomic
 from stages.runtime.atomic import BrokenArtifactError
+from stages.target import manifest
+from stages.target.manifest import TargetManifest
 
 ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 
@@ -201,3 +206,41 @@ def _unpack_bits(packed: Any, tokens: slice) -> Tensor:
     """Return a range of packed bits as [T] bool."""
     bits = np.unpackbits(packed[tokens.start // 8 : -(-tokens.stop // 8)].numpy())  # eight tokens a byte, across rows
     return torch.from_numpy(bits[tokens.start % 8 :][: tokens.stop - tokens.start].astype(bool))
+
+
+ORIGIN_FILE, EXTRACTING_STAGE = "origin.json", "extract_hiddens"
+SAMPLED_END_BYTES = 1 << 20  # digested at the start and at the end of each weight file
+
+
+def write_origin(folder: Path, split: str, target: TargetManifest) -> None:
+    atomic.write_json(folder / ORIGIN_FILE, {"split": split, "model": target.model, "target": digest_target(target)})
+
+
+def check_origin(folder: Path, split: str, target: TargetManifest) -> None:
+    """Raise ValueError where a folder's hidden states are another split's or another target's."""
+    found = atomic.read_json(folder / ORIGIN_FILE, EXTRACTING_STAGE)
+    again = f"run: dvc repro -f -s {EXTRACTING_STAGE}"
+    if found.get("split") != split:
+        raise ValueError(f"{folder} holds the split {found.get('split')}, expected {split}; {again}")
+    if found.get("target") != digest_target(target):
+        raise ValueError(
+            f"{folder} holds hidden states of another target, {found.get('model')} ({found.get('target')!s:.12}), expected "
+            f"those of {target.model} as it is in {manifest.TARGET_FOLDER} now ({digest_target(target):.12}); {again}"
+        )
+
+
+def digest_target(target: TargetManifest) -> str:
+    """Return a digest of the target's manifest and of its weight files' names, sizes and ends.
+
+    A digest of all weights would take as long as loading a large target. Hidden states don't depend on the scale of logits.
+    """
+    known = {name: value for name, value in asdict(target).items() if name != "logits_scale"}
+    total = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    for path in sorted(manifest.resolve_weights_folder(target).glob("*.safetensors")):
+        size = path.stat().st_size
+        total.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            total.update(file.read(SAMPLED_END_BYTES))
+            file.seek(max(0, size - SAMPLED_END_BYTES))
+            total.update(file.read(SAMPLED_END_BYTES))
+    return total.hexdigest()

@@ -15,7 +15,7 @@ from stages.literature.published import UNKNOWN, PublishedRow
 from stages.results import interval
 from stages.results.served_records import LoadPoint, ServedCell
 from stages.results.torch_records import PromptRow, TorchCell
-from stages.serving.load_summary import LoadSummary
+from stages.serving.latency import LoadSummary
 
 if TYPE_CHECKING:
     from stages.literature.agreement import SeriesAgreement

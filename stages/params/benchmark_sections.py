@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from stages.params.load import Load
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -23,7 +22,7 @@ from stages.params.section import (
 )
 from stages.params.server_urls import ConfigurationUrls
 from stages.params.tree_sections import TreeNames
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import Load, TreeShape
 
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
-from stages.params.block_draft_methods import BLOCK_METHODS
+from stages.params.block_draft_methods import BLOCK_METHODS, explain_unserved_tree
 from stages.params.draft_sections import BlockSegment, Segment
-from stages.params.served_trees import explain_unserved_tree
 from stages.params.tree_shape import TreeShape
 
 

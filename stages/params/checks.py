@@ -5,18 +5,30 @@ python -m stages.params.checks        # check the whole file, as `aerie run` doe
 """
 
 import json
+import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 
 from stages.params import target_files
 from stages.params.cell_trees import describe_left_out
 from stages.params.draft_sections import BlockSegment
-from stages.params.gpus import may_have_gpu
 from stages.params.schema import Params, load_params
-from stages.params.section import PARAMS_FILE
-from stages.params.spelling import suggest_name
+from stages.params.section import PARAMS_FILE, suggest_name
+
+# Devices of NVIDIA's driver, of Jetson, of WSL and of ROCm.
+GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
+
+
+def may_have_gpu() -> bool:
+    """Return False only where there is no GPU for sure: no device and no nvidia-smi, or none is left visible."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(map(glob, GPU_DEVICES)) or shutil.which("nvidia-smi") is not None
+
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"  # owner/name, or builtin/NAME
 SMALL_DRAFT_VOCAB = 4096  # below, a draft's vocabulary is told of

@@ -17,8 +17,8 @@ from stages.params.section import (
     Section,
     Seed,
     Text,
+    suggest_name,
 )
-from stages.params.spelling import suggest_name
 from stages.params.tree_shape import TreeShape
 
 DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment

@@ -6,8 +6,7 @@ from typing import Any, get_args
 
 from pydantic import Tag
 
-from stages.params.section import Section
-from stages.params.spelling import find_nearest, suggest_name
+from stages.params.section import Section, find_nearest, suggest_name
 
 Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, and tags of unions
 

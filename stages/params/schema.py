@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.block_draft_methods import list_titles
@@ -22,12 +24,31 @@ from stages.params.error_messages import explain_errors, explain_yaml
 from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
-from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, get_named
-from stages.params.spelling import suggest_name
+from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, get_named, suggest_name
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
 from stages.params.tree_shape import TreeShape
-from stages.params.yaml_text import parse_yaml
+
+MOST_LEVELS = 32  # params.yaml has four
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML with the parser that DVC uses, so that both read the same values; it also refuses duplicate keys.
+
+    Raises:
+        ValueError: for invalid bytes and dates, and for too deep nesting: the parser recurses in C, and a hundred thousand
+            levels crash Python.
+        YAMLError: for invalid YAML.
+    """
+    depth = 0
+    for event in YAML(typ="safe").parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MOST_LEVELS:
+            raise ValueError(
+                f"line {event.start_mark.line + 1}: expected at most {MOST_LEVELS} levels of nesting, found more"
+            )
+    return YAML(typ="safe").load(text)
+
 
 SectionT = TypeVar("SectionT", bound=Section)
 STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/

@@ -184,11 +184,11 @@ DECLARED = {
 
 # Modules of one family of drafts, or of one engine, which instances of others import and never run.
 FAMILY_CODE = {
-    "eagle3": ("stages/engine/eagle3_proposer.py", "stages/overfit/eagle3_overfit.py", "stages/training/ttt.py"),
+    "eagle3": ("stages/engine/eagle3_proposer.py", "stages/training/ttt.py"),
     "block": (
         "stages/draft/block_config.py", "stages/draft/block_draft.py",
         "stages/draft/block_initialisation.py", "stages/engine/block_kernels.py", "stages/engine/block_proposer.py",
-        "stages/overfit/block_overfit.py", "stages/replay/block_replay.py", "stages/training/block_attention.py",
+        "stages/overfit/block_overfit.py", "stages/replay/block_replay.py", "stages/training/block_training.py",
         "stages/training/block_loss.py", "stages/training/block_training.py", "stages/trees/block_expansion.py",
     ),
     "eagle": ("stages/methods/eagle.py", "stages/methods/eagle_proposer.py"),
@@ -198,8 +198,8 @@ FAMILY_CODE = {
 }  # fmt: skip
 BUILT_ON_EAGLE3 = {"eagle", "medusa"}  # families that train by its packs
 ENGINE_CODE = {
-    "sglang": ("stages/serving/server_startup/sglang_vision_patch.py", "stages/serving/vision_patch.py"),
-    "vllm": ("stages/serving/vllm_counters.py",),
+    "sglang": ("stages/serving/server_startup/sglang_vision_patch.py", "stages/serving/measured_server.py"),
+    "vllm": ("stages/serving/spec_counters.py",),
 }
 
 

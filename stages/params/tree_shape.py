@@ -4,8 +4,10 @@ Stages depend on it, as on served_trees.py and load.py, and on no other module o
 it computes with parameters. It imports no pydantic, so that engine and replay run without it.
 """
 
+import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def count_candidates(num_steps: int, topk: int) -> int:
@@ -59,3 +61,24 @@ class TreeShape:
                 f"* topk**2 = {self.num_candidates} candidates that its expansion records; use at most "
                 f"t{self.num_steps}_{self.topk}_{self.num_candidates + 1}"
             )
+
+
+class Load(NamedTuple):
+    """A load of an engine: the only one of a workload, or one of a sweep."""
+
+    max_new_tokens: int
+    concurrency: int | None  # None: no limit
+
+    @property
+    def sort_key(self) -> tuple[int, float]:
+        """Return the key by which loads are ordered: the longest answers last, of these no limit last."""
+        return self.max_new_tokens, math.inf if self.concurrency is None else self.concurrency
+
+    def __str__(self) -> str:
+        """Return the load as logs, labels and headings name it: "200 tokens, concurrency 64"."""
+        concurrency = "unlimited concurrency" if self.concurrency is None else f"concurrency {self.concurrency}"
+        return f"{self.max_new_tokens} tokens, {concurrency}"
+
+    def shorten(self) -> str:
+        """Return the load as tables name it: "200 x 64"."""
+        return f"{self.max_new_tokens} x {'no limit' if self.concurrency is None else self.concurrency}"

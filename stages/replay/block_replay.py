@@ -29,6 +29,7 @@ from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import choose_integer_type
 from stages.replay.replay import (
     PositionTables,
+    ReplayBatch,
     ReplayCapacity,
     ReplayOutput,
     WalkCounts,
@@ -37,7 +38,6 @@ from stages.replay.replay import (
     mark_cycle_starts,
     walk_cycles,
 )
-from stages.replay.replay_batch import ReplayBatch
 from stages.replay.tree_statistics import TreeCycles, describe_cycles
 from stages.trees.block_expansion import check_block_tree, expand_block
 from stages.trees.draft_tree import Candidates

@@ -13,8 +13,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params.tree_shape import TreeShape
 from stages.replay import block_replay, replay, sampled_drafts, tree_statistics
-from stages.replay.replay import ReplayCapacity, ReplayOutput
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput
 from stages.replay.sampled_drafts import ExpectedCounts
 from stages.replay.tree_statistics import TreeCycles
 

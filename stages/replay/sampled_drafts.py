@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.block_draft import BlockDraft
 from stages.replay.block_replay import AnswerPositions, compute_row_states, find_positions
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import ReplayBatch
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
 

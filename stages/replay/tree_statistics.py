@@ -6,10 +6,11 @@ buckets. Counts of a bucket can be added over batches, answers, checkpoints and 
 Letters: B rows, T tokens, P positions of a row's answer, C cycles of all rows, M num_draft_tokens with the root, N = M - 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +18,39 @@ from torch import Tensor
 
 from stages.draft.eagle3 import Eagle3Draft, build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import gather_following_tokens
-from stages.replay.replay_batch import ReplayBatch
-from stages.replay.token_classes import TOKEN_CLASSES
+from stages.replay.replay import ReplayBatch, gather_following_tokens
 from stages.trees.draft_tree import Candidates, select_topk
 from stages.trees.expansion import expand_candidates
+
+TOKEN_CLASSES = ("structure", "digits", "letters")
+STRUCTURE_CATEGORIES = ("P", "S", "Z", "C")  # Unicode's categories: punctuation, symbols, separators, controls
+INCOMPLETE_CHARACTER = "\ufffd"  # some bytes of a letter, completed by other tokens
+
+
+def classify_text(text: str) -> str:
+    """Return the class of a token's text; an empty text is structure."""
+    if any(c.isdigit() for c in text):
+        return "digits"
+    has_letters = any(
+        c == INCOMPLETE_CHARACTER or not unicodedata.category(c).startswith(STRUCTURE_CATEGORIES) for c in text
+    )
+    return "letters" if has_letters else "structure"
+
+
+def classify_tokens(tokenizer: Any, ids: Iterable[int]) -> Tensor:
+    """Return the index into TOKEN_CLASSES of each token up to the largest of `ids`; 0 for those not in `ids`.
+
+    Special tokens are structure.
+    """
+    distinct_ids = sorted(set(ids))
+    special = set(tokenizer.all_special_ids)
+    found = torch.zeros(distinct_ids[-1] + 1, dtype=torch.int64)
+    for token in distinct_ids:
+        found[token] = TOKEN_CLASSES.index(
+            "structure" if token in special else classify_text(tokenizer.decode([token]))
+        )
+    return found
+
 
 # Buckets of lengths, two per doubling, and of probabilities, finer where they are small.
 LENGTH_EDGES = (0, 8, *(n for e in range(3, 21) for n in (3 * 2 ** (e - 1), 2 ** (e + 1))))

@@ -21,9 +21,8 @@ from stages.reporting.text import (
     format_tree,
 )
 from stages.results import replay_records
-from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.prediction import PredictedSpeedup
-from stages.results.record import TableRow
+from stages.results.record import GREEDY, DraftSampling, TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.torch_records import TorchCell, name_torch_stage

@@ -15,7 +15,6 @@ from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 from stages.results import cost_served, prediction, prediction_check
-from stages.results.draft_sampling import DraftSampling, limit_draft_sampling
 from stages.results.prediction import (
     DescribeLaunch,
     LaunchAdvice,
@@ -24,6 +23,7 @@ from stages.results.prediction import (
     SpeedupConditions,
 )
 from stages.results.prediction_check import ComparedPrediction
+from stages.results.record import DraftSampling, limit_draft_sampling
 from stages.results.replay_records import ReplayedTree, select_temperature
 from stages.results.served_table import ServedTableLine
 from stages.results.timing_grid import TimingGrid

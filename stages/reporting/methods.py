@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.params.byte_size import format_bytes
+from stages.params.units import format_bytes
 from stages.reporting.benchmark_table import DOUBTED_MARK, DOUBTED_NOTE
 from stages.reporting.text import ONE_PROMPT, align_columns, format_interval, format_number, format_tree
 from stages.results.method_records import MethodCell, name_method_stage

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from stages.params.load import Load
+from stages.params.tree_shape import Load
+from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, methods, overview, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
@@ -20,7 +21,6 @@ from stages.reporting.text import format_gib, format_interval, format_number, fo
 from stages.reporting.verdict import MAX_WARNINGS
 from stages.results.served_records import RAN
 from stages.results.torch_records import TorchCell
-from stages.runtime.durations import format_duration
 
 TEMPLATES = Path(__file__).parent / "templates"
 PageContent = dict[str, Any]  # variables of templates/page.html.j2

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.reporting.provenance import MachineGroup, group_machines
 from stages.reporting.served_sweeps import LoadSweep, build_sweeps
 from stages.reporting.text import (

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.reporting import plots
 from stages.reporting.text import format_tree
-from stages.results import break_even
+from stages.results import prediction
 from stages.results.served_table import ServedRow
 
 RowsByLoad = dict[Load, ServedRow]
@@ -127,12 +127,12 @@ def _describe_break_evens(
     for tokens in lengths:
         points = [(cap, speedups[load]) for cap in limits if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
-            by_length.append(f"answers of {tokens:g} tokens: {break_even.describe_crossings(points, 'concurrency')}")
+            by_length.append(f"answers of {tokens:g} tokens: {prediction.describe_crossings(points, 'concurrency')}")
     for cap in caps:
         points = [(tokens, speedups[load]) for tokens in lengths if (load := Load(tokens, cap)) in speedups]
         if len(points) > 1:
             cap_label = "without a limit of concurrency" if cap is None else f"at concurrency {cap}"
-            by_cap.append(f"{cap_label}: {break_even.describe_crossings(points, 'answer length')}")
+            by_cap.append(f"{cap_label}: {prediction.describe_crossings(points, 'answer length')}")
     return by_length, by_cap
 
 

@@ -1,6 +1,6 @@
 """Words and columns that the page, the terminal and the README share."""
 
-from stages.params import byte_size
+from stages.params import units
 from stages.results.interval import Interval
 
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
@@ -31,7 +31,7 @@ def format_number(value: float | None, digits: int = 2, times: float = 1.0) -> s
 
 def format_gib(value: float | None) -> str:
     """Return a size given in GiB, in the unit that fits it, and a dash for None."""
-    return "–" if value is None else byte_size.format_gib(value)
+    return "–" if value is None else units.format_gib(value)
 
 
 def format_interval(low: float | None, high: float | None, missing: str = "") -> str:

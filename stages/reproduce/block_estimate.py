@@ -7,11 +7,10 @@ from stages.draft import block_checkpoint, block_initialisation
 from stages.draft.block_draft import BlockDraftConfig
 from stages.draft.eagle3_config import DraftConfig
 from stages.params import schema
-from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import BlockSegment
+from stages.params.units import format_bytes
 from stages.reproduce.block_flop import BlockFlop, BlockWork
-from stages.reproduce.recipe_estimate import RecipeEstimate, format_count
-from stages.reproduce.target_size import get_itemsize
+from stages.reproduce.target_size import RecipeEstimate, format_count, get_itemsize
 from stages.target.manifest import TargetManifest
 from stages.training.block_training import OBJECTIVES
 

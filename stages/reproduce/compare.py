@@ -15,8 +15,8 @@ from stages.literature import agreement, comparison, published
 from stages.literature.comparison import CellRecord
 from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.params import schema
-from stages.params.byte_size import format_bytes
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
+from stages.params.units import format_bytes
 from stages.reproduce import estimate
 from stages.results import served_records, torch_records
 from stages.results.served_records import ServedCell

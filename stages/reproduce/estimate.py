@@ -25,15 +25,14 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
-from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import BlockSegment
 from stages.params.recipe import Recipe
 from stages.params.server_urls import expand_urls
+from stages.params.units import format_bytes
 from stages.reproduce import block_estimate, measured_rates
 from stages.reproduce.block_estimate import BlockSize
 from stages.reproduce.measured_rates import GPUS, MEASURED_GPU, SERVER_START_S, Gpu
-from stages.reproduce.recipe_estimate import RecipeEstimate, format_count
-from stages.reproduce.target_size import TargetSize, get_itemsize, read_target_size
+from stages.reproduce.target_size import RecipeEstimate, TargetSize, format_count, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 

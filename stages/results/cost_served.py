@@ -14,13 +14,15 @@ In a closed loop of N requests at once and R in all, R - N begin while N - 1 oth
 load that was timed, and the passes that read them, are counted from the cycles of each request (closed_loop.py).
 """
 
+import heapq
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from stages.params.tree_shape import TreeShape
-from stages.results import closed_loop, timing_grid
+from stages.results import timing_grid
 from stages.results.cost_model import PromptArrivals
 from stages.results.interval import estimate_repeats
 from stages.results.served_records import LoadPoint, RequestRow
@@ -133,8 +135,7 @@ def count_arrivals(point: LoadPoint) -> PromptArrivals:
     if any(r.failed or r.cycles is None for r in point.requests):
         return estimate_arrivals(point, count_cycles)
     found = [
-        closed_loop.count_interruptions([r.cycles or 0 for r in load], point.concurrency or 1)
-        for load in _group_by_load(point)
+        count_interruptions([r.cycles or 0 for r in load], point.concurrency or 1) for load in _group_by_load(point)
     ]
     cycles = sum(load.steps for load in found)
     return PromptArrivals(
@@ -210,3 +211,33 @@ def _time_by_repeat(point: LoadPoint, count_steps: CountSteps) -> list[float]:
             seconds, total = sums.get(r.repeat, (0, 0))
             sums[r.repeat] = seconds + r.decoding_s, total + counted
     return [sums[repeat][0] / sums[repeat][1] for repeat in sorted(sums)]
+
+
+class Interruptions(NamedTuple):
+    """Sums over all requests of a load."""
+
+    steps: int  # cycles, or plain steps
+    prompts: int  # of others, read between the first and the last step of a request
+    passes: int  # that read these prompts
+
+
+def count_interruptions(steps: Sequence[int], at_once: int) -> Interruptions:
+    """Return the interruptions of requests with so many steps each, of which `at_once` run at any time.
+
+    Requests begin in order, each when an earlier one ends. All that wait are read in one pass (SGLang's prefill batch), before
+    the next step of all. Requests that end in one step are followed by one pass, so answers of few different lengths, or
+    whose drafts are accepted alike, have fewer passes than prompts that arrive at random.
+    """
+    ends: list[int] = []  # a heap: after how many steps of the load each running request ends
+    now = begun = prompts = passes = 0
+    while begun < len(steps):
+        beginning = steps[begun : begun + at_once - len(ends)]
+        prompts += len(ends) * len(beginning)
+        passes += len(ends)
+        begun += len(beginning)
+        for count in beginning:
+            heapq.heappush(ends, now + count)
+        now = ends[0]
+        while ends and ends[0] == now:
+            heapq.heappop(ends)
+    return Interruptions(sum(steps), prompts, passes)

@@ -12,8 +12,8 @@ import numpy as np
 
 from stages.grading import grade
 from stages.grading.grade_summary import GradeSummary
-from stages.params.load import Load
-from stages.results import clusters, metrics
+from stages.params.tree_shape import Load
+from stages.results import interval, metrics
 from stages.results.served_records import LoadPoint, PointAcceptance, RequestRow
 from stages.serving import latency
 from stages.serving.latency import RequestRecord
@@ -145,7 +145,7 @@ def pool_counts(
     """Return a point's acceptance. `records` are those of `counts`; None: no interval."""
     names = None
     if records is not None:
-        names = [clusters.get_cluster(prompt_set, r.question_id) for r in records]
+        names = [interval.get_cluster(prompt_set, r.question_id) for r in records]
     pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
     return PointAcceptance(
         **dict(pooled.build_rates(num_draft_tokens)),

@@ -1,6 +1,6 @@
 """Metrics of benchmark cells, computed once for all three benchmark stages; docs/metrics.md defines them.
 
-tau is pooled over verify cycles, its interval over clusters (results/clusters.py).
+tau is pooled over verify cycles, its interval over clusters (results/interval.py).
 
 Letters: N rows (answers or requests), C clusters, R repeats, S num_steps.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stages.results import clusters, interval
+from stages.results import interval
 from stages.results.torch_records import CellMetrics, MethodPromptRow, PromptRow, RepeatSpeeds, TreeAcceptanceRates
 from stages.trees import accept_length
 
@@ -52,7 +52,7 @@ def pool_acceptance(
     tau, ends = accept_length.compute_tau(drafts, passes), None
     if cluster_names is not None:
         ends = interval.compute_tau_interval(
-            clusters.sum_by_cluster(cluster_names, drafts), clusters.sum_by_cluster(cluster_names, passes), num_steps
+            interval.sum_by_cluster(cluster_names, drafts), interval.sum_by_cluster(cluster_names, passes), num_steps
         )
     low, high = ends or (None, None)
     return AcceptanceMetrics(tau, low, high, (tau - 1) / num_steps, int(passes.sum()), int(drafts.sum()))
@@ -130,9 +130,9 @@ def sum_by_cluster(rows: AnswerRows, column: str, prompt_set: str) -> np.ndarray
     values = np.zeros((len(rows), 1 + max(row.repeat for row in rows)), dtype=type(rows[0][column]))
     for number, row in enumerate(rows):
         values[number, row.repeat] = row[column]
-    return clusters.sum_by_cluster(name_clusters(rows, prompt_set), values)
+    return interval.sum_by_cluster(name_clusters(rows, prompt_set), values)
 
 
 def name_clusters(rows: AnswerRows, prompt_set: str) -> list[str]:
     """Return the cluster of each row [N]."""
-    return [clusters.get_cluster(prompt_set, row.id) for row in rows]
+    return [interval.get_cluster(prompt_set, row.id) for row in rows]

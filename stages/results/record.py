@@ -3,11 +3,23 @@
 import csv
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stages.runtime import atomic
+
+DraftSampling = Literal["greedy", "sampled"]
+GREEDY: DraftSampling = "greedy"
+
+
+def name_draft_sampling(samples_drafts: bool) -> DraftSampling:
+    return "sampled" if samples_drafts else GREEDY
+
+
+def limit_draft_sampling(draft_sampling: DraftSampling, temperature: float) -> DraftSampling:
+    """Return how drafts are chosen at a temperature: at 0 nothing is sampled."""
+    return draft_sampling if temperature else GREEDY
 
 
 class Record(BaseModel):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.params.tree_shape import TreeShape
-from stages.results.draft_sampling import GREEDY, DraftSampling, limit_draft_sampling
-from stages.results.record import Record
+from stages.results.record import GREEDY, DraftSampling, Record, limit_draft_sampling
 from stages.runtime import atomic
 
 REPLAY_FOLDER = Path("results/replay")

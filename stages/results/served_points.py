@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.results import load_points, metrics, stopping
 from stages.results.served_records import PointAcceptance, ServerDescription, ServerMemory
 from stages.results.torch_records import Hardware

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from stages.grading.grade_summary import GradeSummary
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.results import torch_records
 from stages.results.record import Record
 from stages.results.torch_records import StoppingRecord, TreeAcceptanceRates, TreeCell
 from stages.runtime import atomic
-from stages.serving.load_summary import LoadSummary
+from stages.serving.latency import LoadSummary
 
 RAN, UNSUPPORTED = "ran", "unsupported"
 # The engine whose loads are cells of `benchmark`: without a server, plain decoding alternating with each load.

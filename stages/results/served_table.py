@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.results import interval, replay_records, served_records
-from stages.results.draft_sampling import DraftSampling
-from stages.results.record import TableRow
+from stages.results.record import DraftSampling, TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import LoadPoint, ServedCell
 

@@ -14,9 +14,8 @@ from pydantic import Field
 
 from stages.params.tree_shape import TreeShape
 from stages.results.cost_model import CostModel, PromptArrivals
-from stages.results.draft_sampling import GREEDY, DraftSampling
 from stages.results.interval import TimeEstimate
-from stages.results.record import Record
+from stages.results.record import GREEDY, DraftSampling, Record
 from stages.results.torch_records import Hardware
 from stages.runtime import atomic
 

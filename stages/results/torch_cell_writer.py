@@ -3,15 +3,17 @@
 All three share the keys of setup and cost. torch_records reads the first kind, served_records the others.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from stages.grading import grade
 from stages.params.tree_shape import TreeShape
 from stages.results import served_records, torch_records
-from stages.results.draft_sampling import name_draft_sampling
+from stages.results.record import name_draft_sampling
 from stages.results.served_records import LoadsMeasurement, ServerDescription, ServerMemory
-from stages.results.torch_records import Hardware, StageCost, TorchMeasurement
+from stages.results.torch_records import Hardware, PromptRow, StageCost, TorchMeasurement, TorchQuality
 
 
 class SampledWorkload(Protocol):
@@ -77,3 +79,34 @@ def write_unsupported(setup: TorchCellSetup, reason: str) -> Path:
         baseline_points=[],
     )
     return write_measured(setup, measured, StageCost(0.0, [], None), samples_drafts=False)
+
+
+def grade_rows(
+    rows: Sequence[PromptRow],
+    outputs: Sequence[Mapping[str, list[int]]],
+    references: Mapping[str, str],
+    decode_text: Callable[[list[int]], str],
+    allow_unsandboxed_code: bool,
+) -> TorchQuality:
+    """Fill in `correct` and `baseline_correct` of first turns, and return the cell's `quality`.
+
+    Args:
+        rows: the cell's rows, at least one of a first turn.
+        outputs: token ids of each row's answers, by kind of decoding.
+        references: by prompt id.
+    """
+
+    def grade_output(row: PromptRow, ids: list[int]) -> bool:
+        return grade.grade_answer(references[row.id], decode_text(ids), allow_unsandboxed_code)
+
+    graded, plain, speculative = [], [], []
+    for row, output in zip(rows, outputs, strict=True):
+        if row.turn == 0:
+            row.baseline_correct = grade_output(row, output["plain"])
+            row.correct = grade_output(row, output["speculative"])
+            graded.append(references[row.id])
+            plain.append(row.baseline_correct)
+            speculative.append(row.correct)
+    return TorchQuality(
+        plain=grade.summarise_grades(graded, plain), speculative=grade.summarise_grades(graded, speculative)
+    )

@@ -13,8 +13,7 @@ from typing import Any, Literal, Self
 
 from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import TreeShape
-from stages.results.draft_sampling import GREEDY, DraftSampling
-from stages.results.record import Record
+from stages.results.record import GREEDY, DraftSampling, Record
 from stages.runtime import atomic
 
 CELLS_FOLDER = Path("results/cells")

@@ -117,7 +117,7 @@ def _open_temporary(path: Path) -> Iterator[Path]:
     """Yield a free name beside `path`, after removing what killed writers of `path` left there.
 
     An error gets a note of what was being written, and what it takes at least: on a full disk no library says either.
-    stages/params/full_disk.py reads it.
+    stages/telemetry/machine_errors.py reads it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):

@@ -14,9 +14,8 @@ CODE = "stages"
 # What changes no result: the checks of params.yaml, whose values are tracked, and what runs, logs and watches a stage.
 NOT_TRACKED = ("stages/params/", "stages/runtime/", "stages/telemetry/")
 TRACKED = {  # what these rooms hold that computes
-    "stages/params/load.py",
-    "stages/params/served_trees.py",
     "stages/params/tree_shape.py",
+    "stages/params/block_draft_methods.py",
     "stages/runtime/distributed.py",
     "stages/runtime/mkl_first_calls.py",
 }

@@ -13,7 +13,7 @@ from stages.data.requests import TargetRequest, UnusableRequestError
 from stages.data.sampled_split import SampledSplit
 from stages.params import schema
 from stages.params.draft_sections import LEAST_COVERAGE
-from stages.serving.server_group import ServerGroup
+from stages.serving.server import ServerGroup
 from stages.target import answer_token_ids, chat_template, manifest
 from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry import unfinished

@@ -12,7 +12,7 @@ import polars as pl
 from tqdm import tqdm
 
 from stages.data import workload_prompts
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.results import served_points
 from stages.served_cell import requests as served_requests
 from stages.served_cell.requests import SECTION, ServedCellContext

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params.block_draft_methods import ALGORITHMS, DFLASH2, DSPARK, find_block_method
-from stages.params.served_trees import explain_unserved_tree
+from stages.params.block_draft_methods import ALGORITHMS, DFLASH2, DSPARK, explain_unserved_tree, find_block_method
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 

@@ -5,7 +5,7 @@ import subprocess
 import time
 from typing import NamedTuple
 
-from stages.params.byte_size import format_bytes, format_gib
+from stages.params.units import format_bytes, format_gib
 from stages.runtime.visible_gpus import list_named_gpus
 from stages.serving import measurement_lock
 

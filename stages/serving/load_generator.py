@@ -23,9 +23,8 @@ import orjson
 
 from stages.serving import http_session, latency, spec_counters
 from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import AcceptanceCounts, VllmCounters
+from stages.serving.spec_counters import AcceptanceCounts, CounterReader, VllmCounters
 from stages.serving.sse import AnswerStream
-from stages.serving.vllm_counters import CounterReader
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
 

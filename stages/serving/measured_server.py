@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.params import server_urls
-from stages.params.load import Load
+from stages.params.tree_shape import Load
 from stages.runtime.free_port import find_free_port
 from stages.serving import (
     engine_flags,
@@ -19,11 +19,11 @@ from stages.serving import (
     measurement_lock,
     server,
     simulated_acceptance,
-    vision_patch,
 )
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
-from stages.serving.server_group import ServerGroup
+from stages.serving.server import ServerGroup
+from stages.serving.server_startup.sglang_vision_patch import PREFIX, TARGETS, VERSION
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 
 CheckServer = Callable[[], None]  # raises ValueError if the server has ended
@@ -167,7 +167,7 @@ def _open_group(
         measured.weight_files_gib = plan.limit_reported_weights()
         measured.info |= _describe_process(plan.setup.engine, log, os.environ | process.environment)
         if _needs_vision_patch(plan, measured):
-            measured.notice = vision_patch.describe_outcome(log, str(measured.info.get("version")))
+            measured.notice = describe_outcome(log, str(measured.info.get("version")))
         # The driver reports memory by GPU, so servers that started at once share one figure.
         serving = gpu_memory.sum_used_gib(gpu_memory.list_visible_gpus()) if len(running) == 1 else None
         measured.gpu_memory = UsedGpuMemory(gpu_memory.sum_used_gib(gpus_before), serving)
@@ -191,7 +191,7 @@ def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> s
         measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)
     threads = plan.num_threads if setup.device == "cpu" else None
-    environment = vision_patch.build_environment() if _needs_vision_patch(plan, measured) else {}
+    environment = build_environment() if _needs_vision_patch(plan, measured) else {}
     if measured.simulated:
         environment |= measured.simulated.build_environment(setup.engine)
     else:
@@ -239,3 +239,48 @@ async def _identify_server(plan: ServerPlan, measured: MeasuredServer, url: str,
         raise ValueError(f"{url} is served by {engine}, expected {plan.setup.engine}; correct benchmark_served.engine")
     needed_tokens = plan.request_tokens + measured.num_draft_tokens
     engine_flags.check_server_info(measured.info, measured.draft, plan.max_concurrency, needed_tokens)
+
+
+STARTUP_FOLDER = Path(__file__).parent / "server_startup"
+CORRECTED_VERSION = (0, 5, 23)  # read from its source: it needs no patch
+SWITCH = "benchmark_served.server.vision_patch"  # of params.yaml, for messages
+
+
+def build_environment() -> dict[str, str]:
+    """Return the variables that load the patch into every Python process of a server."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join([str(STARTUP_FOLDER), *inherited]), "AERIE_SGLANG_PATCH": "vision"}
+
+
+def describe_outcome(log: Path, version: str) -> str | None:
+    """Return a sentence for the report on how a server of this version drafts images; None where it needs no patch.
+
+    Raises:
+        ValueError: SGLang 0.5.17 runs without the patch.
+    """
+    if version != VERSION:
+        if _parse_version(version) >= CORRECTED_VERSION:
+            return None
+        return (
+            f"SGLang {version} was not patched, and may give the draft of a multimodal target wrong embeddings and positions, as "
+            f"{VERSION} does: compare tau with the replayed one (docs/serving.md)"
+        )
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    applied = {line.rpartition(" ")[2] for line in lines if line.startswith(f"{PREFIX} applied to ")}
+    if missing := sorted(TARGETS.keys() - applied):
+        raise ValueError(
+            f"SGLang {version} was to run with the vision patch, expected a line of {log} for each of its modules, found none "
+            f"for {', '.join(missing)}; its Python must read PYTHONPATH (no -I or -E in benchmark_served.server.command), or set "
+            f"{SWITCH}: false and accept a lower tau"
+        )
+    return f"drafted with the vision patch of SGLang {VERSION} ({SWITCH}; docs/serving.md)"
+
+
+def _parse_version(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version; () for one that has none, which is then older than any other."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

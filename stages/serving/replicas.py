@@ -8,8 +8,7 @@ from pathlib import Path
 from stages.runtime.free_port import find_free_port
 from stages.runtime.visible_gpus import list_named_gpus
 from stages.serving.gpu_memory import list_visible_gpus
-from stages.serving.server import ServerProcess, build_server_command
-from stages.serving.server_group import ServerGroup
+from stages.serving.server import ServerGroup, ServerProcess, build_server_command
 
 MAX_RESTARTS = 3  # of each server, in one run
 SECTION = "sample_target.server.launch_args"  # of params.yaml, for messages

@@ -10,10 +10,14 @@ vLLM counts alike (0.33, v1/core/sched/scheduler.py:2350) and reports each reque
 all requests alone; a load of one request at a time reads them between requests, in others cut and uncut ends can't be told apart.
 """
 
+import asyncio
 import itertools
 import re
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from stages.serving.http_session import ExchangeFailedError, HttpSession
 
 COUNTER_PATTERN = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+([0-9.eE+]+)")
 
@@ -128,3 +132,50 @@ def count_vllm_request(before: VllmCounters, after: VllmCounters, output_tokens:
     return _leave_out_cut(
         _add_draftless_steps(subtract_counters(before, after).histogram, output_tokens), 1, output_tokens
     )
+
+
+READING_PAUSE_S = 0.2  # the counters follow the answers by a step
+MAX_READINGS = 20
+
+
+@dataclass
+class CounterReader:
+    """Reads the counters of one server."""
+
+    http: HttpSession
+    url: str
+
+    async def read(self) -> VllmCounters | None:
+        """Return the counters now; None if the server has none."""
+        try:
+            reply = await self.http.send(self.url, "GET", "/metrics")
+        except ExchangeFailedError:
+            return None
+        return parse_vllm_counters(reply.body.decode()) if reply.status == 200 else None
+
+    async def read_settled(self) -> VllmCounters | None:
+        """Return the counters once they no longer change; None if the server has none."""
+        found = None
+        for _ in range(MAX_READINGS):
+            previous, found = found, await self.read()
+            if found == previous:
+                break
+            await asyncio.sleep(READING_PAUSE_S)
+        return found
+
+    async def count_request(
+        self, before: VllmCounters, output_tokens: int
+    ) -> tuple[VllmCounters | None, AcceptanceCounts]:
+        """Return (the counters now, the counts of the only request since `before`).
+
+        The first reading whose cycles make up the answer has them all: the last cycle is what makes them up.
+
+        Raises:
+            ValueError: if the counters don't add up to the answer.
+        """
+        after = await self.read()
+        if after is None or not covers_answer(before, after, output_tokens):
+            after = await self.read_settled()
+        if after is None:
+            raise ValueError("vLLM's /metrics could be read before the request and not after it")
+        return after, count_vllm_request(before, after, output_tokens)

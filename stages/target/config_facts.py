@@ -3,9 +3,28 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
-from stages.target.mrope import assign_frequency_axes
+
+def assign_frequency_axes(rope: dict[str, Any], head_dim: int) -> Tensor | None:
+    """Return the axis (0, 1, 2) of each frequency, [E/2] int64; None without `mrope_section`."""
+    section = rope.get("mrope_section")
+    if section is None:
+        return None
+    if len(section) != 3 or sum(section) != head_dim // 2:
+        raise ValueError(
+            f"the target's mrope_section is {section}, expected three counts that add up to {head_dim // 2}, half of "
+            f"head_dim {head_dim}; correct rope_parameters in its config.json, or for a class that rotates a part of each head "
+            f"give the draft heads of that width: init_draft.draft_config_path names a JSON file in draft_configs/ with "
+            f'{{"head_dim": {2 * sum(section)}}}'
+        )
+    if not rope.get("mrope_interleaved", False):
+        return torch.arange(3).repeat_interleave(torch.tensor(section))
+    found = torch.zeros(head_dim // 2, dtype=torch.int64)
+    for axis in (1, 2):
+        found[axis : 3 * section[axis] : 3] = axis
+    return found
 
 
 def read_config_facts(whole: PretrainedConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")  # transformers' layers that keep nothing else
@@ -28,3 +29,19 @@ def read_sliding_window(config: PretrainedConfig) -> int | None:
     if kinds is not None and "sliding_attention" not in kinds:
         return None
     return getattr(config, "sliding_window", None)
+
+
+def build_layer_masks(
+    config: PretrainedConfig, mask: Tensor, query_positions: Tensor, key_positions: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """Return `attention_mask` for a decoder with this config: what mask [B, 1, M, T] bool admits, and its windows reach.
+
+    Positions, [B, M] of queries and [B, T] of keys, are numbers of tokens: of a node of a tree that of its depth.
+    """
+    config = config.get_text_config()
+    window = read_sliding_window(config)
+    if window is None:
+        return mask
+    near = query_positions[:, None, :, None] - key_positions[:, None, None, :] < window
+    kinds = getattr(config, "layer_types", None)
+    return mask & near if kinds is None else {"full_attention": mask, "sliding_attention": mask & near}

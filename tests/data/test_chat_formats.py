@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.data import chat_formats
-from stages.data.dropped_row import DroppedRowError
+from stages.data.row_images import DroppedRowError
 
 ASK, SAY = "Weather in Bergen?", "Rain."
 PLAIN = [{"role": "user", "content": ASK}, {"role": "assistant", "content": SAY}]

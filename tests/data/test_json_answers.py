@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stages.data import json_answers
-from stages.data.answer_verdict import JudgedAnswer
+from stages.data.schema_check import JudgedAnswer
 from tests.data import damaged_tables
 
 VALUE = '{"users": [{"id": 1, "name": "Ada"}, {"id": 2, "name": "Bo, the \\"third\\""}], "total": 1.50}'

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stages.data import chat_formats, column_names, readers, request_logs
-from stages.data.dropped_row import DroppedRowError
+from stages.data.row_images import DroppedRowError
 
 ASK = {"role": "user", "content": "Name a river."}
 ANSWER = {"role": "assistant", "content": "Nile."}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stages.data import chat_formats, images, row_images
-from stages.data.dropped_row import DroppedRowError
+from stages.data.row_images import DroppedRowError
 from tests.data.test_chat_formats import PLAIN, SAY, read, save_file_only
 from tests.data.test_images import png_of
 

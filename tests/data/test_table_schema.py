@@ -10,7 +10,7 @@ import toon_format
 from ruamel.yaml import YAML
 
 from stages.data import json_answers, toon
-from stages.data.answer_verdict import JudgedAnswer
+from stages.data.schema_check import JudgedAnswer
 from stages.data.table_schema import TableFile, load_table_file
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.data import toon
-from stages.data.answer_verdict import JudgedAnswer
-from stages.data.schema_check import find_asked_rows
+from stages.data.schema_check import JudgedAnswer, find_asked_rows
 from stages.data.table_schema import TableFile, TableValue, load_table_file
 from stages.toy import weather
 from tests.toy import damaged_exports

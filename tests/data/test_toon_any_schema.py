@@ -5,7 +5,7 @@ import toon_format
 import toons
 
 from stages.data import toon
-from stages.data.answer_verdict import JudgedAnswer
+from stages.data.schema_check import JudgedAnswer
 from tests.data import damaged_tables
 
 USERS = "users[3]{id,name}:\n  1,Ada\n  2,Grace Hopper\n  3,Bo"

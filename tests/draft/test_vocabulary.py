@@ -4,13 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.draft import vocabulary
+from stages.draft import eagle3_checkpoint
 
 
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=30), st.integers(2, 6))
 def test_the_vocabulary_holds_the_most_frequent_tokens_and_of_ties_the_lower_id(counts: list[int], size: int) -> None:
     end = len(counts) - 1
-    chosen = vocabulary.choose_vocabulary(torch.tensor(counts), size, always=[end]).tolist()
+    chosen = eagle3_checkpoint.choose_vocabulary(torch.tensor(counts), size, always=[end]).tolist()
     by_count = sorted((i for i in range(len(counts)) if i != end), key=lambda i: (-counts[i], i))
     assert chosen == sorted([end, *by_count[: size - 1]])
 
@@ -18,7 +18,7 @@ def test_the_vocabulary_holds_the_most_frequent_tokens_and_of_ties_the_lower_id(
 @given(st.sets(st.integers(0, 40), min_size=1), st.integers(41, 50))
 def test_vocabulary_maps_are_inverse(chosen: set[int], vocab_size: int) -> None:
     ids = torch.tensor(sorted(chosen))
-    d2t, t2d = vocabulary.build_vocabulary_maps(ids, vocab_size)
+    d2t, t2d = eagle3_checkpoint.build_vocabulary_maps(ids, vocab_size)
     assert [i + d for i, d in enumerate(d2t.tolist())] == sorted(chosen)
     assert {i for i, used in enumerate(t2d.tolist()) if used} == chosen
     assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
@@ -26,5 +26,5 @@ def test_vocabulary_maps_are_inverse(chosen: set[int], vocab_size: int) -> None:
 
 def test_coverage_counts_tokens_not_kinds() -> None:
     t2d = torch.tensor([True, False, True])
-    assert vocabulary.compute_coverage(torch.tensor([6, 3, 1]), t2d) == 0.7
-    assert vocabulary.compute_coverage(torch.zeros(3, dtype=torch.int64), t2d) == 1.0
+    assert eagle3_checkpoint.compute_coverage(torch.tensor([6, 3, 1]), t2d) == 0.7
+    assert eagle3_checkpoint.compute_coverage(torch.zeros(3, dtype=torch.int64), t2d) == 1.0

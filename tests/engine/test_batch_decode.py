@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import grouped_attention, slot_pool
+from stages.engine import slot_pool, target_runner
 from stages.engine.decode import Engine
-from stages.engine.decode_state import DecodeStep
+from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.kv_cache import KVCache
-from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
@@ -323,15 +322,15 @@ def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPa
     q, k, v = (torch.randn(3, heads, rows, 8, generator=draws) for heads, rows in ((6, 5), (2, 11), (2, 11)))
     mask = torch.rand(3, 1, 5, 11, generator=draws) < 0.6
     mask[..., 0] = True
-    out, _ = grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
+    out, _ = target_runner._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
     assert out.is_contiguous()
     for head in range(6):
         scores = (q[:, head] @ k[:, head // 3].mT * 0.3).masked_fill(~mask[:, 0], -torch.inf)
         torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ v[:, head // 3])
     given: list[dict[str, Any]] = []  # transformers 5.17 and 5.23 treat softcap differently
-    monkeypatch.setattr(grouped_attention, "sdpa_attention_forward", lambda *_, **others: given.append(others))
-    grouped_attention._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
-    grouped_attention._attend_by_key_group(None, q, k, v, mask.repeat(1, 6, 1, 1), scaling=0.3)  # a mask for each head
+    monkeypatch.setattr(target_runner, "sdpa_attention_forward", lambda *_, **others: given.append(others))
+    target_runner._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
+    target_runner._attend_by_key_group(None, q, k, v, mask.repeat(1, 6, 1, 1), scaling=0.3)  # a mask for each head
     assert given == [{"scaling": 0.3, "softcap": 30.0}, {"scaling": 0.3}]
 
 

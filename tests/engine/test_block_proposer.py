@@ -15,9 +15,8 @@ from stages.engine import slot_pool
 from stages.engine.block_kernels import FusedBlockExpansion
 from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
-from stages.engine.decode_state import DecodeStep
+from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.memory_estimate import estimate_memory
-from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape

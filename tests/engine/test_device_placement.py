@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from stages.engine import device_placement
 from stages.engine.decode import Engine
+from stages.engine.decode_state import DecodeRequest
 from stages.engine.memory_estimate import MemoryEstimate, estimate_memory
-from stages.engine.requests import DecodeRequest
 from stages.engine.sampling import SamplingParams
-from stages.params.byte_size import GIB, format_bytes
 from stages.params.tree_shape import TreeShape
+from stages.params.units import GIB, format_bytes
 from stages.target import loading
 from tests.engine.test_decode import draft
 from tests.target.test_target_forward import save_random_model

@@ -20,12 +20,10 @@ from transformers.generation import logits_process
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import decode, sampling
 from stages.engine.decode import Engine
-from stages.engine.decode_state import CacheSlots, DecodeStep, PrefillOutput
-from stages.engine.requests import DecodeRequest
+from stages.engine.decode_state import CacheSlots, DecodeRequest, DecodeStep, PrefillOutput
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import replay_answers
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import ReplayBatch, replay_answers
 from stages.results import interval
 from stages.target import generation
 from stages.target.hooks import capture_residual_streams
@@ -311,7 +309,7 @@ def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest
         choices[:, 0] = tree.tokens[:, 0]
         return torch.tensor([[0, 1, 0]]).expand(len(choices), -1), torch.full((len(choices),), 2)
 
-    monkeypatch.setattr(decode.acceptance, "find_accepted_path", first_guess)
+    monkeypatch.setattr(decode.draft_tree, "find_accepted_path", first_guess)
     assert is_rejected(engine, HOW["hot"], (2, 2, 7), RUNS)
 
 

@@ -14,10 +14,10 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.engine import sampling, slot_pool
 from stages.engine.decode import Engine
-from stages.engine.requests import DecodeRequest
+from stages.engine.decode_state import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
-from stages.target import generation, head_check, hooks, packed_forward, tree_mask_check
+from stages.target import generation, head_check, hooks, packed_forward
 from tests.draft.slow_draft import scatter
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
 from tests.engine.test_sampling import join_tokens, warp_logits
@@ -163,8 +163,8 @@ def test_one_block_computes_trees_beyond_its_window_and_not_without_it(
     """So prepare_target finds a class whose layers the engine's masks do not reach."""
     build(name).save_pretrained(tmp_path)
     block = head_check.load_first_block(str(tmp_path), False)
-    assert tree_mask_check.explain_tree_mask_failure(block) is None
-    monkeypatch.setattr(tree_mask_check, "build_layer_masks", lambda _config, mask, *_: mask)
+    assert head_check.explain_tree_mask_failure(block) is None
+    monkeypatch.setattr(head_check, "build_layer_masks", lambda _config, mask, *_: mask)
     assert "tokens of a tree have other hidden states than each alone" in str(
-        tree_mask_check.explain_tree_mask_failure(block)
+        head_check.explain_tree_mask_failure(block)
     )

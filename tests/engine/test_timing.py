@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stages.engine import timing
+from stages.engine import cell_context
 from stages.engine.decode_state import DecodeStep
 
 
@@ -16,7 +16,7 @@ def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
     """Of that first time only the first token is made, and nothing is kept."""
     clock, begins, made, over = iter(range(10, 1000)), [], [], []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(cell_context.time, "perf_counter", lambda: float(next(clock)))
 
     def decoding() -> Iterator[DecodeStep]:
         begins.append(1)
@@ -27,7 +27,7 @@ def test_on_a_gpu_a_prompt_is_read_once_before_the_clock_runs(
         finally:
             over.append(1)
 
-    found = timing.time_decode(decoding, device)
+    found = cell_context.time_decode(decoding, device)
     assert found.tokens == [5, 6, 7] and len(begins) == len(over) == num_before
     assert made == [5] * (num_before - 1) + [5, 6, 7]
     assert (found.prefill_s, found.total_s) == (1.0, 2.0)

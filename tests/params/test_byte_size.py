@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.params.byte_size import GIB, format_bytes
+from stages.params.units import GIB, format_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stages.params import checks, gpus, schema
+from stages.params import checks, schema
 from stages.params.draft_sections import BlockSegment
 from tests.conftest import ROOT
 from tests.params.params_edits import edit_params_text, read_refusal, set_value, set_values
@@ -113,8 +113,8 @@ def test_feature_layers_beyond_a_target_that_is_here_are_refused_before_any_stag
 def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: `device: cuda` on a machine without CUDA ended in a traceback of torch, after the data had been made."""
     set_value(("target", "device"), "cuda")
-    monkeypatch.setattr(gpus, "GPU_DEVICES", ("/nowhere/*",))
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    monkeypatch.setattr(checks, "GPU_DEVICES", ("/nowhere/*",))
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
     with pytest.raises(
         ValueError, match=r"target\.device is cuda, expected a GPU, found none .*; set target\.device: cpu"
     ):
@@ -123,7 +123,7 @@ def test_cuda_without_a_gpu_is_refused_before_any_stage(monkeypatch: pytest.Monk
         set_value(("target", "device"), "cuda")
         other = schema.load_params()
         checks.check_target(other.model_copy(update={"schedule": other.schedule.model_copy(update={"runner": runner})}))
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     checks.check_target(schema.load_params())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.params.spelling import suggest_name
+from stages.params.section import suggest_name
 from tests.params.params_edits import LEAVES, READ, REAL, edit_params_text, list_problems, set_value
 
 every_key = pytest.mark.parametrize("key_path", LEAVES, ids=".".join)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stages.params import schema
-from stages.params.yaml_text import parse_yaml
+from stages.params.schema import parse_yaml
 from tests.conftest import ROOT
 from tests.params.params_edits import LEAVES, NUMBERS, READ, REAL, edit_params_text, read_refusal
 

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from pipeline import commands, doctor, dvc_graph, preflight, reproduce, target_checks
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
-from stages.params import gpus
+from stages.params import checks
 from stages.params.schema import load_params
 from tests.conftest import ROOT, edit_params
 
@@ -143,7 +143,7 @@ def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(
     Path(check()[key].found).unlink()
     assert check()[key].ok is False and check()[key].found.endswith("not found")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(gpus, "GPU_DEVICES", ("/dev/null",))
+    monkeypatch.setattr(checks, "GPU_DEVICES", ("/dev/null",))
     found = check("angelslim-qwen3-1.7b")
     assert found["params.yaml with angelslim-qwen3-1.7b"].found == "valid, target Qwen/Qwen3-1.7B"
     missing = [finding.found for finding in found.values() if finding.ok is False]

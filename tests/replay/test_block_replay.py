@@ -19,7 +19,7 @@ from stages.replay.block_replay import (
     replay_chains,
     trace_block_cycles,
 )
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import ReplayBatch
 from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
 from tests.draft.slow_draft import small_target
 

@@ -14,8 +14,14 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
-from stages.replay.replay import MISSING_RANK, find_step_leaders, rank_candidates, replay_answers, walk_cycles
-from stages.replay.replay_batch import ReplayBatch
+from stages.replay.replay import (
+    MISSING_RANK,
+    ReplayBatch,
+    find_step_leaders,
+    rank_candidates,
+    replay_answers,
+    walk_cycles,
+)
 from stages.trees.draft_tree import TREE_SCORINGS
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_candidates
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft

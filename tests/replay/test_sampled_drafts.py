@@ -12,7 +12,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from stages.draft.block_draft import BlockDraft
 from stages.engine.decode import Engine
-from stages.engine.requests import DecodeRequest
+from stages.engine.decode_state import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay import sampled_drafts

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from stages.params.tree_shape import TreeShape
-from stages.replay import token_classes, tree_statistics
+from stages.replay import tree_statistics
 from stages.replay.replay import mark_cycle_starts, replay_answers
-from stages.replay.token_classes import TOKEN_CLASSES
-from stages.replay.tree_statistics import TreeCycles, TreeStatistics, trace_cycles
+from stages.replay.tree_statistics import TOKEN_CLASSES, TreeCycles, TreeStatistics, trace_cycles
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 from tests.replay.test_replay import make_answers, pad_answers
 
@@ -175,7 +174,7 @@ def test_buckets_come_in_their_order() -> None:
      (" rain", "letters"), ("雨", "letters"), ("�", "letters"), ("a1", "digits"), ("x:", "letters")],
 )  # fmt: skip
 def test_kinds_of_text(text: str, kind: str) -> None:
-    assert token_classes.classify_text(text) == kind
+    assert tree_statistics.classify_text(text) == kind
 
 
 def test_kinds_of_tokens_are_those_of_their_texts() -> None:
@@ -185,7 +184,7 @@ def test_kinds_of_tokens_are_those_of_their_texts() -> None:
         def decode(self, ids: list[int]) -> str:
             return ["<end>", ",", "7", "Oslo"][ids[0]]
 
-    found = token_classes.classify_tokens(Spelling(), [3, 2, 0, 3])
+    found = tree_statistics.classify_tokens(Spelling(), [3, 2, 0, 3])
     assert [TOKEN_CLASSES[i] for i in found.tolist()] == ["structure", "structure", "digits", "letters"]
 
 

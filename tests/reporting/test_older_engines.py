@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.reporting.older_engines import describe_older_engines
+from stages.reporting.inputs import describe_older_engines
 from stages.results import prediction
 from stages.results.prediction import EngineLaunch, LaunchAdvice, PredictedSpeedup
 from tests.results.test_prediction import guess

@@ -6,8 +6,8 @@ import pytest
 
 from pipeline import recipes
 from stages.params import schema
-from stages.params.byte_size import format_bytes
 from stages.params.draft_sections import TrainDraft
+from stages.params.units import format_bytes
 from stages.reproduce import block_estimate, estimate, measured_rates, target_size
 from stages.reproduce.block_estimate import BlockSize
 

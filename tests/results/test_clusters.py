@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stages.results import clusters
+from stages.results import interval
 
 
 @pytest.mark.parametrize(
@@ -15,9 +15,9 @@ from stages.results import clusters
     ],
 )  # fmt: skip
 def test_answers_of_one_conversation_of_the_eval_split_belong_together(prompts: str, row: str, cluster: str) -> None:
-    assert clusters.get_cluster(prompts, row) == cluster
+    assert interval.get_cluster(prompts, row) == cluster
 
 
 def test_values_are_added_up_by_cluster_in_the_order_of_first_appearance() -> None:
-    found = clusters.sum_by_cluster(["b", "a", "b"], np.array([[1, 10], [2, 20], [4, 40]]))
+    found = interval.sum_by_cluster(["b", "a", "b"], np.array([[1, 10], [2, 20], [4, 40]]))
     assert found.tolist() == [[5, 50], [2, 20]]

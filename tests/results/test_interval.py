@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from stages.results import clusters, interval
+from stages.results import interval
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def recorded() -> list[Population]:
     with RECORD.open(newline="") as lines:
         for row in csv.DictReader(lines):
             conversations = found.setdefault((row["draft"], row["tree"]), {})
-            sums = conversations.setdefault(clusters.get_conversation(row["row"]), [0, 0])
+            sums = conversations.setdefault(interval.get_conversation(row["row"]), [0, 0])
             sums[0] += int(row["accepted"])
             sums[1] += int(row["cycles"])
     return [np.array(list(conversations.values())) for conversations in found.values()]

@@ -1,6 +1,6 @@
 import pytest
 
-from stages.runtime.durations import format_duration
+from stages.params.units import format_duration
 
 
 @pytest.mark.parametrize(

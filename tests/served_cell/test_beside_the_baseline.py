@@ -13,7 +13,7 @@ from stages import benchmark_served
 from stages.params.benchmark_sections import Workload
 from stages.results import served_points, served_records
 from stages.served_cell import measured_loads, server_setup
-from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server, server_group
+from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server
 from stages.serving.measured_server import MeasuredServer
 from tests.conftest import EVAL, edit_params
 from tests.served_cell.served_project import LOAD
@@ -45,13 +45,13 @@ def test_the_turn_to_measure_ends_when_the_server_has_ended(
 ) -> None:
     """Bug: SGLang takes seven seconds to end, in which the next stage measured its first repeat, 20 to 30% too slow."""
     monkeypatch.setattr(measurement_lock, "open_user_folder", lambda *_: tmp_path)
-    stop, were_free = server_group.stop_servers, []
+    stop, were_free = server.stop_servers, []
 
     def watch(servers: list[server.ServerProcess]) -> None:
         stop(servers)
         were_free.append(measurement_lock._is_free("starting"))
 
-    monkeypatch.setattr(server_group, "stop_servers", watch)
+    monkeypatch.setattr(server, "stop_servers", watch)
     workload = {**LOAD, "max_new_tokens": 5, "num_prompts": 1, "warmup": 0}
     edit_params(project, {"benchmark": {"workloads": {"eval": workload}}})
     benchmark_served.main("eval")

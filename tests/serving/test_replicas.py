@@ -10,8 +10,7 @@ import pytest
 from stages.runtime import free_port
 from stages.serving import replicas
 from stages.serving.gpu_memory import GpuMemory
-from stages.serving.server import ServerProcess
-from stages.serving.server_group import ServerGroup
+from stages.serving.server import ServerGroup, ServerProcess
 
 ENGINE = """#!{python}
 import os, sys

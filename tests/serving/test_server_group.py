@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stages.runtime import free_port
 from stages.serving import server
-from stages.serving.server_group import ServerGroup
+from stages.serving.server import ServerGroup
 
 # On SIGTERM a server writes a file, waits for those of all three servers, and writes a second file.
 WAITS_FOR_OTHERS = """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention
 
-from stages.target import flash_attention
+from stages.target import feature_target
 
 CUDA = torch.device("cuda")
 
@@ -30,10 +30,10 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    spec = importlib.machinery.ModuleSpec(flash_attention.FA3_MODULE, None)
+    spec = importlib.machinery.ModuleSpec(feature_target.FA3_MODULE, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (made.major, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: spec if made.installed else None)
-    monkeypatch.setattr(flash_attention, "attend_two_documents", made.attend)
+    monkeypatch.setattr(feature_target, "attend_two_documents", made.attend)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", made.active.append)
     monkeypatch.setattr(attention, "restore_flash_attention_impl", made.active.clear)
     monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: made.active[0] if made.active else None)
@@ -45,24 +45,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 )
 def test_only_an_installed_kernel_on_a_hopper_is_activated(machine, major, installed, expected) -> None:
     machine.major, machine.installed = major, installed
-    assert flash_attention.activate_flash_attention_3(CUDA) == bool(expected)
+    assert feature_target.activate_flash_attention_3(CUDA) == bool(expected)
     assert machine.active == expected
 
 
 def test_it_is_activated_once_in_a_process(machine) -> None:
-    assert [flash_attention.activate_flash_attention_3(CUDA) for _ in range(2)] == [True, True]
+    assert [feature_target.activate_flash_attention_3(CUDA) for _ in range(2)] == [True, True]
     assert machine.active == ["FA3"]
 
 
 def test_a_cpu_has_no_flash_kernel() -> None:
-    assert not flash_attention.activate_flash_attention_3(torch.device("cpu"))
+    assert not feature_target.activate_flash_attention_3(torch.device("cpu"))
 
 
 def test_a_kernel_that_computes_something_else_is_told_and_left_out(machine) -> None:
     """Bug: a FlashAttention 3 whose operator failed stayed active, so all rows were padded, at three quarters of the speed."""
     machine.kernels_differ = True
     with pytest.warns(UserWarning, match=r"can't be used \(RuntimeError: its output is 1 away from PyTorch's kernel"):
-        assert not flash_attention.activate_flash_attention_3(CUDA)
+        assert not feature_target.activate_flash_attention_3(CUDA)
     assert machine.active == []
 
 
@@ -71,7 +71,7 @@ def test_a_kernel_that_does_not_load_is_told_and_left_out(machine, monkeypatch) 
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: importlib.machinery.ModuleSpec("", None))
-    monkeypatch.setattr(flash_attention, "attend_two_documents", machine.attend)
+    monkeypatch.setattr(feature_target, "attend_two_documents", machine.attend)
     with pytest.warns(UserWarning, match=r"FlashAttention 3 is installed and can't be used \(ModuleNotFoundError"):
-        assert not flash_attention.activate_flash_attention_3(CUDA)
+        assert not feature_target.activate_flash_attention_3(CUDA)
     assert attention.current_flash_attention_impl() is None

@@ -17,9 +17,8 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import replay_answers
-from stages.replay.replay_batch import ReplayBatch
-from stages.target import mrope, multimodal, packed_forward
+from stages.replay.replay import ReplayBatch, replay_answers
+from stages.target import config_facts, multimodal, packed_forward
 from stages.target.vision import ImagePatches
 from stages.training import ttt
 from tests.target.multimodal_documents import (
@@ -146,13 +145,13 @@ def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None
 
 def test_the_published_layouts() -> None:
     """Qwen3-VL's [24, 20, 20], in turns to the end of the shorter two; Qwen2.5-VL's [16, 24, 24], one after the other."""
-    in_turns = mrope.assign_frequency_axes({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, 128)
+    in_turns = config_facts.assign_frequency_axes({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, 128)
     assert in_turns is not None and in_turns.tolist() == [0, 1, 2] * 20 + [0] * 4
-    chunked = mrope.assign_frequency_axes({"mrope_section": [16, 24, 24]}, 128)
+    chunked = config_facts.assign_frequency_axes({"mrope_section": [16, 24, 24]}, 128)
     assert chunked is not None and chunked.tolist() == [0] * 16 + [1] * 24 + [2] * 24
-    assert mrope.assign_frequency_axes({"rope_theta": 1.0}, 128) is None
+    assert config_facts.assign_frequency_axes({"rope_theta": 1.0}, 128) is None
     with pytest.raises(ValueError, match="add up to 32, half of head_dim 64"):
-        mrope.assign_frequency_axes({"mrope_section": [24, 20, 20]}, 64)
+        config_facts.assign_frequency_axes({"mrope_section": [24, 20, 20]}, 64)
 
 
 def test_engines_are_told_the_layout(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stages.draft.block_draft import build_block_mask, build_dense_attention
-from stages.training import attention_mask, block_attention
+from stages.training import attention_mask, block_training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,7 +20,7 @@ def test_flex_attention_equals_a_dense_mask(anchors: list[int], monkeypatch: pyt
     query = torch.randn(1, len(anchors) * size, 4, 16, generator=draw)
     keys, values = torch.randn(2, 1, len(documents) + len(anchors) * size, 2, 16, generator=draw)
     dense = build_dense_attention(build_block_mask(index, documents, size)[None])(query, keys, values)
-    flex = block_attention._build_flex_attention(index, documents, size)(query, keys, values)
+    flex = block_training._build_flex_attention(index, documents, size)(query, keys, values)
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-6)
 
 

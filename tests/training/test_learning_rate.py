@@ -7,8 +7,8 @@ import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from stages.params.draft_sections import TrainDraft
-from stages.training.learning_rate import LearningRateSchedule, plan_schedule
 from stages.training.packs import plan_epoch
+from stages.training.trainer import LearningRateSchedule, plan_schedule
 
 LENGTHS = [(37 * n) % 90 + 5 for n in range(200)]
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from stages.engine.decode import Engine
 from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import replay_answers
-from stages.replay.replay_batch import ReplayBatch
-from stages.trees import acceptance, draft_tree
+from stages.replay.replay import ReplayBatch, replay_answers
+from stages.trees import draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
 
 VOCAB = 5
@@ -136,7 +135,7 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     while (*walked, chosen(walked)) in paths:
         walked = (*walked, chosen(walked))
     steps = drawn[2]
-    path, count = acceptance.find_accepted_path(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
+    path, count = draft_tree.find_accepted_path(kept, torch.tensor([[chosen(p) for p in paths]]), steps)
     assert path.shape == (1, steps + 1) and count.item() == len(walked) + 1
     assert [paths[n] for n in path[0, : len(walked) + 1]] == [walked[:i] for i in range(len(walked) + 1)]
     assert not path[0, len(walked) + 1 :].any()

@@ -11,7 +11,7 @@ its tokens are accepted (tau 31 to 41% lower on the embedded target, docs/result
 
 SGLang 0.5.23 has these corrections itself (read from its source). A version other than 0.5.17 is left alone, with a notice; a
 0.5.17 in which one of the functions differs from the one read here ends the server. Each outcome is a line of the log that begins
-with `aerie vision patch:`, which `benchmark_served` reads (stages/serving/vision_patch.py).
+with `aerie vision patch:`, which `benchmark_served` reads (stages/serving/measured_server.py).
 """
 
 import functools

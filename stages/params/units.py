@@ -1,4 +1,4 @@
-"""Sizes in bytes as messages and pages show them. Here, since every folder may import it, and no result depends on it."""
+"""Sizes and durations in words, for messages and pages."""
 
 GIB = 2**30
 
@@ -18,3 +18,13 @@ def format_bytes(count: float) -> str:
 def format_gib(size: float) -> str:
     """Return a size given in GiB as `format_bytes` does."""
     return format_bytes(size * GIB)
+
+
+def format_duration(seconds: float) -> str:
+    """Return `14.2 s`, `5 min 12 s` or `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    minutes, left = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left} s"
