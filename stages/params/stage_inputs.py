@@ -186,10 +186,10 @@ DECLARED = {
 FAMILY_CODE = {
     "eagle3": ("stages/engine/eagle3_proposer.py", "stages/training/ttt.py"),
     "block": (
-        "stages/draft/block_config.py", "stages/draft/block_draft.py",
-        "stages/draft/block_initialisation.py", "stages/engine/block_kernels.py", "stages/engine/block_proposer.py",
-        "stages/overfit/block_overfit.py", "stages/replay/block_replay.py", "stages/training/block_training.py",
-        "stages/training/block_loss.py", "stages/training/block_training.py", "stages/trees/block_expansion.py",
+        "stages/draft/block_config.py", "stages/draft/block_draft.py", "stages/draft/block_initialisation.py",
+        "stages/engine/block_kernels.py", "stages/engine/block_proposer.py", "stages/overfit/block_overfit.py",
+        "stages/replay/block_replay.py", "stages/training/block_loss.py", "stages/training/block_training.py",
+        "stages/trees/block_expansion.py",
     ),
     "eagle": ("stages/methods/eagle.py", "stages/methods/eagle_proposer.py"),
     "medusa": ("stages/methods/medusa.py", "stages/methods/medusa_proposer.py"),
@@ -197,10 +197,7 @@ FAMILY_CODE = {
     "lookahead": ("stages/methods/lookahead.py",),
 }  # fmt: skip
 BUILT_ON_EAGLE3 = {"eagle", "medusa"}  # families that train by its packs
-ENGINE_CODE = {
-    "sglang": ("stages/serving/server_startup/sglang_vision_patch.py", "stages/serving/measured_server.py"),
-    "vllm": ("stages/serving/spec_counters.py",),
-}
+ENGINE_CODE = {"sglang": ("stages/serving/server_startup/sglang_vision_patch.py",)}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from stages import inputs
 from stages.params import stage_inputs
 from stages.params.schema import load_params
-from stages.params.stage_inputs import Instance, build_inputs, list_differences, read_params
+from stages.params.stage_inputs import ENGINE_CODE, FAMILY_CODE, Instance, build_inputs, list_differences, read_params
 from stages.runtime.digests import KeptDigests
 from tests.conftest import ROOT, edit_params
 
@@ -69,6 +69,21 @@ def test_a_family_leaves_out_the_code_of_others(project: Path) -> None:
         "m": [False, True, True],
         "e": [False, False, True],
     }
+
+
+def test_what_every_engine_and_family_runs_is_left_out_for_none(project: Path) -> None:
+    """Bug: a list of files to leave out named a module that others had been joined to, so its edits would rerun nothing."""
+    shared = {
+        "stages/serving/measured_server.py",
+        "stages/serving/spec_counters.py",
+        "stages/draft/block_checkpoint.py",
+    }
+    for engine in ("sglang", "vllm"):
+        edit_params(project, {"benchmark_served": {"engine": engine, "workloads": ["eval"]}})
+        code = build_inputs(load_params(), Instance.parse("benchmark_served@eval-e009-t5_1_6"), KeptDigests())["code"]
+        assert shared <= code.keys(), engine
+    listed = [file for files in (*FAMILY_CODE.values(), *ENGINE_CODE.values()) for file in files]
+    assert len(listed) == len(set(listed)) and all((ROOT / file).is_file() for file in listed)
 
 
 @pytest.fixture
