@@ -10,6 +10,7 @@ from typing import Any
 
 from stages.data import chat_formats, request_logs
 from stages.params.section import suggest_name
+from stages.params.units import list_first
 
 TURN_LIST_COLUMNS = frozenset({"history", *(key for keys in chat_formats.TURN_LIST_KEYS.values() for key in keys)})
 REQUIRED_ROLES = ("prompt", "messages")  # a row without one of these is no conversation
@@ -71,9 +72,7 @@ def parse_turn_list(value: Any) -> Any:
 
 def list_names(names: Iterable[str]) -> str:
     """Return names for a message, the first of many."""
-    shown = list(names)
-    more = f" and {len(shown) - MAX_SHOWN_COLUMNS} more" if len(shown) > MAX_SHOWN_COLUMNS else ""
-    return (", ".join(name if name.strip() else repr(name) for name in shown[:MAX_SHOWN_COLUMNS]) or "none") + more
+    return list_first((name if name.strip() else repr(name) for name in names), MAX_SHOWN_COLUMNS)
 
 
 def _check_named(found: Sequence[str], missing: dict[str, str], start: str, noun: str, columns: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from stages.data import file_content
+from stages.params.units import list_first
 
 MAX_LEVELS = 100  # real tool schemas have about ten; Python's recursion limit is reached at about 500
 STRING_PATTERN = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -88,9 +89,7 @@ class BrokenLines:
 
 def describe_numbers(numbers: Sequence[int], total: int, what: str) -> str:
     """Return `3 of 40 lines are broken: 5, 36, 37`, the first few numbers of many."""
-    first = ", ".join(map(str, numbers[:SHOWN_LINES]))
-    more = f" and {len(numbers) - SHOWN_LINES:,} more" if len(numbers) > SHOWN_LINES else ""
-    return f"{len(numbers):,} of {total:,} {what}: {first}{more}"
+    return f"{len(numbers):,} of {total:,} {what}: {list_first(numbers, SHOWN_LINES)}"
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:

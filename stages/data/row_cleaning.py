@@ -36,6 +36,7 @@ from stages.data.row_images import DroppedRowError
 from stages.data.schema_check import JudgedAnswer
 from stages.data.table_schema import load_table_file
 from stages.params.data_sections import FixData
+from stages.params.units import list_first
 
 IMAGES_FOLDER = Path("data/fixed/images")  # copies of every kept image: later stages never read the user's own files
 WAITING_FOLDER = Path(".scratch/fix_data")
@@ -159,9 +160,7 @@ def _describe_dropped(where: str, row: dict[str, Any] | None, error: DroppedRowE
 
 def describe_unread(unread: Counter[str]) -> str:
     """Return the keys that are not read with the number of rows that hold them, the most frequent first."""
-    shown = unread.most_common(MAX_UNREAD)
-    more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
-    return ", ".join(f"{key} (in {count:,} rows)" for key, count in shown) + more
+    return list_first((f"{key} (in {count:,} rows)" for key, count in unread.most_common()), MAX_UNREAD)
 
 
 WITHOUT_TABLE = "no_table"  # most likely prose

@@ -18,6 +18,7 @@ from stages.params.cell_trees import describe_left_out
 from stages.params.draft_sections import BlockSegment
 from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE, suggest_name
+from stages.params.units import list_first
 
 # Devices of NVIDIA's driver, of Jetson, of WSL and of ROCm.
 GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
@@ -77,11 +78,10 @@ def check_column_files(params: Params) -> None:
             )
         used.update(fitting)
     if unknown := [name for name in fix.columns_by_file if name not in used]:
-        more = f" and {len(files) - MAX_SHOWN_FILES} more" if len(files) > MAX_SHOWN_FILES else ""
-        found = (", ".join(files[:MAX_SHOWN_FILES]) or "none") + more
         raise ValueError(
             f"{PARAMS_FILE}: fix_data.columns names {unknown[0]}{suggest_name(unknown[0], files)}, expected the path of a file "
-            f"as seen from fix_data.raw, or a pattern of such paths, found {found} in {raw}; correct it"
+            f"as seen from fix_data.raw, or a pattern of such paths, found {list_first(files, MAX_SHOWN_FILES)} in {raw}; "
+            "correct it"
         )
 
 

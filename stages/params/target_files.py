@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.params.section import PARAMS_FILE
+from stages.params.units import list_first
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -60,10 +61,9 @@ def list_weight_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is cut or broken ({error!r}); get the target's weights again") from None
     if missing := [file.name for file in files if not file.exists()]:
-        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise ValueError(
             f"{folder} lacks {len(missing)} of the {len(files)} files of weights that its {INDEX_FILE} names: "
-            f"{', '.join(missing[:MAX_SHOWN])}{more}; copy or download {'it' if len(missing) == 1 else 'them'} again"
+            f"{list_first(missing, MAX_SHOWN)}; copy or download {'it' if len(missing) == 1 else 'them'} again"
         )
     return files
 

@@ -1,4 +1,6 @@
-"""Sizes and durations in words, for messages and pages."""
+"""Sizes, durations and lists in words, for messages and pages."""
+
+from collections.abc import Iterable
 
 GIB = 2**30
 
@@ -28,3 +30,10 @@ def format_duration(seconds: float) -> str:
     minutes, left = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {left} s"
+
+
+def list_first(names: Iterable[object], limit: int) -> str:
+    """Return the first names of a list and how many follow: `a, b and 3 more`; `none` for an empty one."""
+    shown = list(map(str, names))
+    more = f" and {len(shown) - limit:,} more" if len(shown) > limit else ""
+    return (", ".join(shown[:limit]) or "none") + more

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Literal
 
 from stages.params.tree_shape import TreeShape
+from stages.params.units import list_first
 from stages.reporting.families import Families
 from stages.reporting.methods import BASELINE_ROW, MethodRow
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
@@ -375,8 +376,7 @@ def _describe_unsupported(served: list[ServedRow]) -> list[str]:
     lines = []
     for (engine, remark), found in groups.items():
         location, names = "in the torch engine" if engine == TORCH_ENGINE else f"on {engine}", list(found)
-        further = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        lines.append(f"Left out {location}: {', '.join(names[:MAX_NAMES])}{further}; {remark}")
+        lines.append(f"Left out {location}: {list_first(names, MAX_NAMES)}; {remark}")
     if len(lines) > MAX_LEFT_OUT:
         num_hidden = len(lines) - MAX_LEFT_OUT
         return [*lines[:MAX_LEFT_OUT], f"{num_hidden} more reasons why trees are left out are in results/served.csv"]

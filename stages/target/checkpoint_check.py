@@ -16,6 +16,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.utils import logging
 
 from stages.params import target_files
+from stages.params.units import list_first
 from stages.target.loading import select_auto_class
 
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
@@ -46,12 +47,14 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
             ) from None
     problems = []
     if missing := sorted(found.get("missing_keys", ())):
-        problems.append(f"lack {_name_some(missing)}, which transformers would draw at random, in each process anew")
+        problems.append(
+            f"lack {list_first(missing, MAX_NAMES)}, which transformers would draw at random, in each process anew"
+        )
     if mismatched := sorted(found.get("mismatched_keys", ())):
         shapes = [f"{name} {tuple(given)} where its config says {tuple(wanted)}" for name, given, wanted in mismatched]
-        problems.append(f"have {_name_some(shapes)}")
+        problems.append(f"have {list_first(shapes, MAX_NAMES)}")
     if unexpected := sorted({*found.get("unexpected_keys", ())} - {lm_head_key}):
-        problems.append(f"have {_name_some(unexpected)}, which its class does not know")
+        problems.append(f"have {list_first(unexpected, MAX_NAMES)}, which its class does not know")
     if errors := found.get("error_msgs"):
         problems.append(f"can't be converted: {errors[0]}")
     if problems:
@@ -62,8 +65,8 @@ def check_checkpoint(model: str, folder: Path, trust_remote_code: bool, lm_head_
         )
     if broken := _find_broken(folder):
         raise ValueError(
-            f"{key}: {_name_some(broken)} hold NaN or infinity, expected finite weights: every answer would be noise; get them "
-            "again, or train again from the last checkpoint without them"
+            f"{key}: {list_first(broken, MAX_NAMES)} hold NaN or infinity, expected finite weights: every answer would be "
+            "noise; get them again, or train again from the last checkpoint without them"
         )
 
 
@@ -123,8 +126,3 @@ def check_end_tokens(model: str, vocab_size: int, eos_token_ids: list[int]) -> N
             f"params.yaml: target.model {model}: eos_token_id is {', '.join(map(str, wrong))}, expected ids below "
             f"{vocab_size}, the size of its vocabulary; correct eos_token_id in its generation_config.json and config.json"
         )
-
-
-def _name_some(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
