@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     import numpy as np
 
@@ -236,6 +234,8 @@ def get_conversation(row_id: str) -> str:
 
 def sum_by_cluster(names: Sequence[str], values: np.ndarray) -> np.ndarray:
     """Return the values [N, ...] added up by their clusters' names [N]: [C, ...], in the order of first appearance."""
+    import numpy as np
+
     row_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
     found = np.zeros((len(row_of), *values.shape[1:]), dtype=values.dtype)
     np.add.at(found, [row_of[name] for name in names], values)
