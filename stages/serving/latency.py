@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from stages.serving.spec_counters import AcceptanceCounts
 
 
@@ -124,6 +122,8 @@ def summarise_load(records: list[RequestRecord]) -> LoadSummary:
 
 def summarise_distribution(values: list[float]) -> LatencyDistribution | None:
     """Return mean and percentiles, interpolated linearly as in numpy, SGLang and vLLM; None without values."""
+    import numpy as np  # only where a load is measured
+
     if not values:
         return None
     return LatencyDistribution(float(np.mean(values)), *np.percentile(values, (50, 90, 99)).tolist())

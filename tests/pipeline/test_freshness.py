@@ -156,8 +156,10 @@ def test_stale_says_what_and_why_and_fails_where_something_is(fresh_project: Pro
     Path("middle.csv").unlink()
     assert asked() == (
         1,
-        "stale: middle (restored from the cache, not run; middle.csv missing)\n"
-        "stale: last (middle.csv missing; params.yaml: report.title modified)\n",
+        (
+            "stale: middle (restored from the cache, not run; middle.csv missing)\n"
+            "stale: last (middle.csv missing; params.yaml: report.title modified)\n"
+        ),
     )
     shutil.rmtree(".dvc/cache")
     for output in ("first.csv", "results/benchmark.csv"):
