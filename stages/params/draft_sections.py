@@ -248,7 +248,7 @@ class TrainDraft(Section):
     loss: Literal["ce", "lk_alpha", "lk_lambda"] = "ce"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation: master weights and moments stay float32
     learning_rate: Positive = 0.0001
-    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    warmup_steps: Annotated[int, Field(ge=0)] = 20  # 1 to 2% of all steps of a long run
     # after the warm-up: constant; or cosine or linear, to zero at the end of horizon_epochs
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     # epochs from e000 of a cosine or linear schedule, the same for every checkpoint; null: constant
