@@ -139,19 +139,25 @@ def ask_stale(names: list[str] | None = None) -> dict[str, list[str]]:
         digest = freshness.digest_paths(paths)
         found = {name.rpartition(":")[2]: changes for name, changes in repo.status(targets=names).items()}
         new = {_get_stage_name(stage) for stage in repo.index.stages if not any(dep.hash_info for dep in stage.deps)}
-        changed = {name: _explain_inputs(old, new) for name, old, new in _list_changed_inputs(repo, bool(names))}
+        recorded, stages = _list_recorded_inputs(repo), _sort_stages(repo)
+        texts = _render_inputs(bool(names)) if recorded else {}
+        changed = {
+            name: _explain_inputs(_read_cached_inputs(repo, oid), texts[path])
+            for name, (path, oid) in recorded.items()
+            if path in texts and _hash_text(texts[path]) != oid
+        }
         reasons = {
             name: ["new"]
             if name in new and name in found
             else [*changed.get(name, []), *_format_changes(found.get(name, []))]
-            for name in _sort_stages(repo)
+            for name in stages
             if name != INPUTS_STAGE and (not names or name in names)
         }
         reasons = {name: lines for name, lines in reasons.items() if lines}
-        for name in list(_list_restorable(repo, list(reasons), bool(names))):
+        for name in list(_list_restorable(repo, list(reasons), texts)):
             reasons[name].insert(0, RESTORED)
         if paths and not reasons:
-            freshness.remember_fresh(paths, digest, _sort_stages(repo))
+            freshness.remember_fresh(paths, digest, stages)
     return reasons
 
 
@@ -159,19 +165,17 @@ def _read_inputs_files() -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for path in stage_inputs.INPUTS_FOLDER.glob("*.json")}
 
 
-def _list_restorable(repo: Any, stale: list[str], in_run: bool) -> Iterator[str]:
+def _list_restorable(repo: Any, stale: list[str], texts: dict[Path, str]) -> Iterator[str]:
     """Yield the stale stages whose results of the same inputs are in the run-cache, so that they will not run.
 
-    `stale` is in the order in which they run; of a stage below one that will run nothing is known.
+    `stale` is in the order in which they run; of a stage below one that will run nothing is known. `texts` are of the inputs.
     """
     from dvc_data.hashfile.hash_info import HashInfo
     from dvc_data.hashfile.meta import Meta
 
-    texts = _render_inputs(in_run) if stale and _list_recorded_inputs(repo) else {}
     stages = {_get_stage_name(stage): stage for stage in repo.index.stages}
-    changing = dict[
-        str, Any
-    ]()  # path of each output of a stale stage -> the hash that it will have, None where unknown
+    # The path of each output of a stale stage, with the hash that it will have; None where that is unknown.
+    changing = dict[str, Any]()
     for name in stale:
         stage, cached = stages[name], None
         found = {dep: _find_hash(dep, texts, changing, HashInfo) for dep in stage.deps}
@@ -205,16 +209,6 @@ def _hash_text(text: str) -> str:
 def _render_inputs(in_run: bool) -> dict[Path, str]:
     """Return the text of each file of inputs: in a run, which has begun with `inputs`, as it is, else as it would be now."""
     return _read_inputs_files() if in_run else stage_inputs.render_all(schema.load_params(edited=True))
-
-
-def _list_changed_inputs(repo: Any, in_run: bool) -> Iterator[tuple[str, stage_inputs.Inputs | None, str]]:
-    """Yield each stage whose inputs are not those of its last run, with the last, None where the cache lacks them, and these."""
-    if not (recorded := _list_recorded_inputs(repo)):
-        return
-    texts = _render_inputs(in_run)
-    for name, (path, oid) in recorded.items():
-        if path in texts and _hash_text(texts[path]) != oid:
-            yield name, _read_cached_inputs(repo, oid), texts[path]
 
 
 def _list_recorded_inputs(repo: Any) -> dict[str, tuple[Path, str]]:

@@ -4,7 +4,6 @@ import ast
 import hashlib
 import io
 import json
-import os
 import tokenize
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stages.runtime import atomic
+
 KEPT_DIGESTS = Path(".scratch/digests.json")
-CHUNK_BYTES = 1 << 20
 THREADS = 8  # of a folder's files; hashing and reading release the interpreter
 
 
@@ -44,22 +44,15 @@ class KeptDigests:
     def write(self) -> None:
         """Keep what was used, and what is known of other files; nothing where the disk is full or read-only."""
         together = self.known | self.used
-        if together == self.known:
-            return
-        temporary = KEPT_DIGESTS.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):
-            KEPT_DIGESTS.parent.mkdir(exist_ok=True)
-            temporary.write_text(json.dumps(together), encoding="utf-8")
-            os.replace(temporary, KEPT_DIGESTS)
+        if together != self.known:
+            with suppress(OSError):
+                atomic.write_json(KEPT_DIGESTS, together)
 
 
 def digest_file(file: Path) -> str:
     """Return the sha256 of a file's bytes."""
-    total = hashlib.sha256()
     with file.open("rb") as content:
-        while chunk := content.read(CHUNK_BYTES):
-            total.update(chunk)
-    return total.hexdigest()
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def digest_path(path: Path, kept: KeptDigests) -> str:
