@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stages.runtime import atomic
-
 KEPT_DIGESTS = Path(".scratch/digests.json")
 THREADS = 8  # of a folder's files; hashing and reading release the interpreter
 
@@ -43,6 +41,8 @@ class KeptDigests:
 
     def write(self) -> None:
         """Keep what was used, and what is known of other files; nothing where the disk is full or read-only."""
+        from stages.runtime import atomic  # the rest needs no package, so that any Python can compare digests
+
         together = self.known | self.used
         if together != self.known:
             with suppress(OSError):
