@@ -34,10 +34,11 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.engine.cuda_graphs import AsyncReadback, time_graph_replay
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
-from stages.engine.eagle3_proposer import Eagle3Drafter
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_tokens, draw_uniforms
+from stages.families.eagle3.decoding import Eagle3Drafter
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
+from tests.engines import build_engine
 
 TREES = [(5, 4, 16), (8, 2, 31), (8, 10, 60)]
 GOALS = {None: 4.75, (5, 4, 16): 6.2, (8, 2, 31): 7.0, (8, 10, 60): 8.0}  # ms, issue 7
@@ -134,7 +135,7 @@ def prompts() -> list[list[int]]:
 def small(args: argparse.Namespace, dtype: torch.dtype, vocab: int = SMALL) -> Engine:
     torch.manual_seed(3)
     model = target(6, 256, 8, vocab, dtype, args.device)
-    return Engine(model, [END], [2, 3, 4], draft_for(model, vocab))
+    return build_engine(model, [END], [2, 3, 4], draft_for(model, vocab))
 
 
 def right(args: argparse.Namespace) -> None:
@@ -228,7 +229,7 @@ def big(args: argparse.Namespace) -> Engine:
     if "engine" not in BUILT:
         torch.manual_seed(0)
         model = target(args.layers, args.hidden, args.hidden // 128, 151936, torch.bfloat16, args.device)
-        BUILT["engine"] = Engine(model, [-1], [2, args.layers // 2, args.layers - 3], draft_for(model, 32000))
+        BUILT["engine"] = build_engine(model, [-1], [2, args.layers // 2, args.layers - 3], draft_for(model, 32000))
     return BUILT["engine"]
 
 
@@ -260,8 +261,8 @@ def speed(args: argparse.Namespace) -> None:
 
 def time_steps(engine: Engine, decodings: list[tuple[Tree | None, SamplingParams | None]]) -> None:
     """Print milliseconds a step as seen by a caller and on the device alone, host time and memory, of each tree."""
-    assert engine.draft is not None
-    weights = sum(p.nbytes for model in (engine.model, engine.draft) for p in model.parameters())
+    assert engine.drafter is not None and engine.drafter.module is not None
+    weights = sum(p.nbytes for model in (engine.model, engine.drafter.module) for p in model.parameters())
     cuda = engine.device.type == "cuda"
     widest = max((tree for tree, _ in decodings if tree), key=lambda tree: tree[2])
     list(decoding(engine, widest, CYCLES))  # allocates the slot that all use

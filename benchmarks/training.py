@@ -36,12 +36,13 @@ from benchmarks.random_target import build_config, build_model
 from benchmarks.training_blocks import BLOCK_SIZES, FEATURE_LAYERS, CountedObjective, build_block_draft, describe_work
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
+from stages.families.block import objective as block_training
 from stages.hidden_states import format, writer
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import distributed
 from stages.target.feature_target import FeatureTarget
-from stages.training import block_training, ttt
+from stages.training import ttt
 from stages.training.packs import OnlinePacks
 from stages.training.trainer import Trainer, TrainingProgress
 

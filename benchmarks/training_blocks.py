@@ -13,9 +13,9 @@ from operator import add
 from typing import Any
 
 from stages.draft.block_draft import BlockDraft, BlockDraftConfig
+from stages.families.block.objective import BlockPack, BlockTrainingObjective
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.reproduce.block_flop import BlockFlop, BlockWork
-from stages.training.block_training import BlockPack, BlockTrainingObjective
 from stages.training.packed_rows import PackIndex, PackRow
 from stages.training.packs import plan_epoch
 from stages.training.trainer import Trainer

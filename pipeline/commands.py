@@ -100,16 +100,12 @@ def _is_known_fresh() -> bool:
 
 def _choose_next_steps(params: "Params") -> list[str]:
     """Return the lines at the end of a run of these parameters."""
-    from stages.params.draft_sections import BlockSegment  # pydantic, 0.2 s
-    from stages.params.tree_shape import TreeShape
-
-    segments = params.train_draft.checkpoints.values()
-    blocks = sorted({segment.num_drafts for segment in segments if isinstance(segment, BlockSegment)})
+    chains = {segment.draft.whole_block for segment in params.train_draft.checkpoints.values()} - {None}
     served = params.benchmark_served
     return list_next_steps(
         params.fix_data.raw,
         params.target.model,
-        [TreeShape(depth, 1, depth + 1).name for depth in blocks],
+        sorted((chain.name for chain in chains if chain), key=len),
         served.trees if served.workloads else [],
         bool(params.serving_costs.workloads),
     )

@@ -13,8 +13,6 @@ TIMED_STAGES = (
     "benchmark_served",
     "benchmark_served_baseline",
     "serving_costs",
-    "benchmark_methods",
-    "benchmark_methods_baseline",
     "time_trees",
 )
 

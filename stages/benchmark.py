@@ -25,23 +25,23 @@ import torch
 
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
-from stages.engine import cell_context
-from stages.engine.cell_context import QuestionTurn, TorchCellContext
 from stages.engine.decode import DecodeStep
 from stages.engine.decode_state import DecodeRequest
 from stages.engine.device_placement import measure_remaining_memory
 from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.sampling import SamplingParams
 from stages.grading import grade
+from stages.measuring import torch_context
+from stages.measuring.torch_context import QuestionTurn, TorchCellContext
 from stages.params import schema, stage_inputs
 from stages.params.section import get_named
-from stages.params.tree_shape import Load, TreeShape
+from stages.params.tree_shape import Load, parse_shape
 from stages.params.units import GIB
 from stages.results import load_points, metrics, served_records, stopping, torch_cell_writer, torch_records
 from stages.results.served_records import LoadPoint, LoadsMeasurement
 from stages.results.stopping import RepeatRule
 from stages.results.torch_cell_writer import TorchCellSetup
-from stages.results.torch_records import PromptRow, StageCost, StoppingRecord, TorchMeasurement
+from stages.results.torch_records import DraftSize, PromptRow, StageCost, StoppingRecord, TorchMeasurement
 from stages.runtime import distributed
 from stages.serving import inprocess_load, latency
 from stages.target import manifest
@@ -66,12 +66,12 @@ class TorchAnswer:
 def main(workload_name: str, checkpoint_name: str, tree_name: str) -> None:
     params = stage_inputs.read_params("benchmark", workload_name, checkpoint_name, tree_name)
     processes = params.benchmark.processes
-    if reason := cell_context.explain_unsupported(checkpoint_name, TreeShape.parse(tree_name)):
+    if reason := torch_context.explain_unsupported(params, workload_name, checkpoint_name, parse_shape(tree_name)):
         setup = _describe_setup(params, workload_name, checkpoint_name, tree_name)
         path = torch_cell_writer.write_unsupported(setup, reason)
         print(f"{tree_name} at {checkpoint_name}: {served_records.UNSUPPORTED}: {reason} -> {path}")
         return
-    cell_context.check_gpus(params)
+    torch_context.check_gpus(params)
     try:
         launched = distributed.launch_ranks("benchmark", [workload_name, checkpoint_name, tree_name], processes)
     except ValueError:
@@ -94,14 +94,14 @@ def _run_cell(
     torch.set_num_threads(params.benchmark.num_threads)
     gpus = params.target.gpus(params.benchmark.num_gpus_total)
     meter, started = gpu_energy.EnergyMeter(gpus), time.perf_counter()
-    tree = TreeShape.parse(tree_name)
+    tree = parse_shape(tree_name)
     workload = get_named(params.benchmark.workloads, workload_name, "benchmark.workloads")
     prompts, warmup = workload_prompts.read_prompts(workload_name)
     if workload.grade:
         workload_prompts.check_references(workload_name, prompts)
         grade.check_sandbox(prompts["reference"], workload_name, params.benchmark.allow_unsandboxed_code)
-    work = cell_context.build_context(params, workload, checkpoint_name, tree, ranks, prompts, warmup)
-    memory = cell_context.estimate_memory(work)
+    work = torch_context.build_context(params, workload, checkpoint_name, tree, ranks, prompts, warmup)
+    memory = torch_context.estimate_memory(work)
     if ranks.first:
         print(f"memory of a process: {memory}", flush=True)
     memory.check(measure_remaining_memory(work.engine.model, params.benchmark.max_gpu_memory), work.engine.device)
@@ -132,7 +132,7 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
         work.warmup_prompts
     ):  # uncounted: first calls allocate and select kernels
         for kind in DECODING_KINDS:
-            sampling_params = cell_context.make_sampling_params(work, question.id, 0, 0)
+            sampling_params = torch_context.make_sampling_params(work, question.id, 0, 0)
             list(_start_decoding(work, kind, question.prompt_ids, question.id, sampling_params))
     prompt_set, tree = work.workload.prompts, work.tree
     answers, ended = stopping.decode_repeats(work.workload, partial(_decode_repeat, work), prints=work.ranks.first)
@@ -145,10 +145,19 @@ def _measure_prompt_by_prompt(work: TorchCellContext) -> tuple[TorchMeasurement,
         histogram=metrics.count_accepted_lengths([answer.accepted for answer in answers], tree.num_steps),
         prompts=rows,
         stopping=ended,
+        draft=_measure_draft(work),
     )
     share = found.identical_share
     identical = "" if share is None else f"identical {share:.0%} of "
     return measured, f"tau {found.tau:.3f}, speedup {found.speedup:.2f}, {identical}{len(rows)} answers"
+
+
+def _measure_draft(work: TorchCellContext) -> DraftSize:
+    """Return the size of the draft, and of what it has kept of the last answer."""
+    slots = work.engine.slots.idle[0]
+    method, proposer = list(slots.proposers.items())[-1]
+    state = proposer.count_state_bytes(slots)
+    return DraftSize(weights_bytes=method.weight_bytes, state_bytes=state, draft_parameters=method.num_parameters)
 
 
 def _decode_repeat(work: TorchCellContext, repeat: int) -> list[TorchAnswer]:
@@ -170,12 +179,12 @@ def _decode_turns(
 
     The kind of decoding that goes first alternates over prompts, repeats and turns.
     """
-    turn: QuestionTurn | None = cell_context.get_first_turn(question)
+    turn: QuestionTurn | None = torch_context.get_first_turn(question)
     while turn:
         order = DECODING_KINDS if (prompt_index + repeat + turn.number) % 2 == 0 else DECODING_KINDS[::-1]
-        sampling_params = cell_context.make_sampling_params(work, question.id, repeat, turn.number)
+        sampling_params = torch_context.make_sampling_params(work, question.id, repeat, turn.number)
         timed = {
-            kind: cell_context.time_decode(
+            kind: torch_context.time_decode(
                 partial(_start_decoding, work, kind, turn.ids, question.id, sampling_params), work.params.target.device
             )
             for kind in order
@@ -183,7 +192,7 @@ def _decode_turns(
         outputs = {kind: decoded.tokens for kind, decoded in timed.items()}
         row = _build_row(work, turn, repeat, sampling_params, timed)
         yield TorchAnswer(row, [step.num_accepted for step in timed["speculative"].cycles], outputs)
-        turn = cell_context.build_next_turn(work, turn, outputs["plain"])
+        turn = torch_context.build_next_turn(work, turn, outputs["plain"])
 
 
 def _build_row(
@@ -191,7 +200,7 @@ def _build_row(
     turn: QuestionTurn,
     repeat: int,
     sampling_params: SamplingParams | None,
-    timed: dict[str, cell_context.TimedDecode],
+    timed: dict[str, torch_context.TimedDecode],
 ) -> PromptRow:
     """Return the row of an answer, not yet graded; `timed` is by kind of decoding."""
     speculative, plain = timed["speculative"], timed["plain"]
@@ -207,7 +216,7 @@ def _build_row(
         identical=None if sampling_params else output == plain_output,
         divergence_margin=None
         if sampling_params
-        else cell_context.measure_divergence_margin(work, turn.ids, prompt_id, output, plain_output),
+        else torch_context.measure_divergence_margin(work, turn.ids, prompt_id, output, plain_output),
         finish_reason="stop" if output[-1] in work.engine.end_tokens else "length",
         prefill_latency_s=speculative.prefill_s,
         e2e_latency_s=speculative.total_s,
@@ -239,7 +248,7 @@ def _grade_rows(
     references = dict(work.prompts.select("id", "reference").iter_rows())
     unsandboxed = work.params.benchmark.allow_unsandboxed_code
     return torch_cell_writer.grade_rows(
-        rows, outputs, references, lambda ids: cell_context.decode_text(work, ids), unsandboxed
+        rows, outputs, references, lambda ids: torch_context.decode_text(work, ids), unsandboxed
     )
 
 
@@ -260,7 +269,7 @@ def _measure_in_loads(work: TorchCellContext) -> tuple[LoadsMeasurement, str]:
         reason=None,
         fingerprint={"target": [target.model, target.revision, target.config_digest]},  # the baseline is its own
         server=served_records.ServerDescription(command=[], info={}),
-        memory=_describe_memory(cell_context.estimate_memory(work)),
+        memory=_describe_memory(torch_context.estimate_memory(work)),
         points=points["speculative"],
         baseline_points=points["plain"],
     )
@@ -329,12 +338,12 @@ def _run_kinds(work: TorchCellContext, load: Load, repeat: int) -> dict[str, lis
     kinds = list_kinds(work)
     records: dict[str, list[list[latency.RequestRecord]]] = {kind: [] for kind in kinds}
     prompts = workload_prompts.list_rows(work.prompts)
-    turns = [cell_context.get_first_turn(prompt) for prompt in prompts]
+    turns = [torch_context.get_first_turn(prompt) for prompt in prompts]
     while turns:
         for kind in kinds if (repeat + turns[0].number) % 2 == 0 else kinds[::-1]:
             records[kind].append(_run_load(work, kind, turns, load, repeat))
         answered = zip(turns, records[kinds[0]][-1], strict=True)
-        following = [cell_context.build_next_turn(work, turn, record.ids) for turn, record in answered]
+        following = [torch_context.build_next_turn(work, turn, record.ids) for turn, record in answered]
         turns = [turn for turn in following if turn]
     return records
 
@@ -355,7 +364,7 @@ def _run_load(
 
     def start_clock() -> float:
         distributed.all_gather_lists(ranks, [])  # all processes start together
-        return cell_context.read_device_clock(ranks.device)
+        return torch_context.read_device_clock(ranks.device)
 
     own_slots = len(range(ranks.rank, slots, ranks.world))
     records = inprocess_load.decode_load(
@@ -370,7 +379,7 @@ def _run_load(
 def _make_request(work: TorchCellContext, turn: QuestionTurn, length: int, repeat: int) -> DecodeRequest:
     prompt_id = turn.question.id
     max_new_tokens = workload_prompts.compute_max_new_tokens(turn.question.length_share, length)
-    drawn = cell_context.make_sampling_params(work, prompt_id, repeat, turn.number)
+    drawn = torch_context.make_sampling_params(work, prompt_id, repeat, turn.number)
     return DecodeRequest(turn.ids, max_new_tokens, work.images[prompt_id], drawn)
 
 
@@ -382,7 +391,7 @@ def _build_point(work: TorchCellContext, kind: str, load: Load, found: RepeatedL
     if work.workload.grade:
         unsandboxed = work.params.benchmark.allow_unsandboxed_code
         grades = load_points.grade_first_turns(
-            requests, references, lambda r: cell_context.decode_text(work, r.ids), unsandboxed
+            requests, references, lambda r: torch_context.decode_text(work, r.ids), unsandboxed
         )
     acceptance = None
     if kind == "speculative":

@@ -3,8 +3,8 @@
 If a copy of e000 can't reach nearly whole accepted chains on the one row it was trained on, then features, masks, RoPE or
 vocabulary disagree, and more data will not help. The torch engine decodes along the row's own answer
 (engine/forced_decode.py), as in a benchmark, so a mismatch between trainer and engine fails the gate too. The same is asked of
-the untrained block draft of every segment that starts from e000. What differs by family: stages/overfit. The stage fails where
-all of them do; else each segment of a draft that failed is refused by train_draft, and the others are trained.
+the untrained draft of every other segment that starts from e000, if engines serve its family (families/overfit_run.py). The
+stage fails where all of them do; else each segment of a draft that failed is refused by train_draft, and the others are trained.
 
 train_draft depends on results/overfit_pass.json, so training starts only after this gate. That file has the row and the
 digest of e000's draft, but no threshold, tau, time or block draft: an edit of check_overfit.min_tau that still passes retrains
@@ -21,15 +21,15 @@ import torch
 from tqdm import trange
 
 from stages.data import conversations
-from stages.draft import block_initialisation, checkpoint, eagle3_checkpoint
-from stages.draft.eagle3_config import DraftConfig
+from stages.draft import checkpoint
 from stages.engine import forced_decode
+from stages.families.draft_decoding import build_drafter
+from stages.families.family import LoadedDraft
+from stages.families.overfit_run import OverfitRun, build_overfit
 from stages.hidden_states import format, reader
 from stages.hidden_states.reader import HiddenStatesReader
-from stages.overfit.block_overfit import BlockOverfit
-from stages.overfit.overfit_run import Eagle3Overfit, OverfitRun
 from stages.params import schema, stage_inputs
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import EAGLE3, find_family
 from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
@@ -62,17 +62,17 @@ class OverfitMeasurement:
 def main(name: str = ROOT_CHECKPOINT) -> None:
     params = stage_inputs.read_params("check_overfit", name)
     torch.set_num_threads(params.target.num_threads)
-    blocks = params.train_draft.list_fresh_blocks()
+    others = params.train_draft.list_fresh_drafts()
     report, failure = _check_threshold(params, name, _measure(params, name))
     failures = {name: failure} if failure else {}
     reports = dict[str, Any]()
-    for block in blocks:
+    for other in others:
         try:
-            reports[block], failure = _check_threshold(params, block, _measure(params, block))
+            reports[other], failure = _check_threshold(params, other, _measure(params, other))
         except ValueError as error:  # one draft's refusal stops no other's training
             failure = str(error)
-        failures |= {block: failure} if failure else {}
-    if len(failures) == 1 + len(blocks):
+        failures |= {other: failure} if failure else {}
+    if len(failures) == 1 + len(others):
         raise ValueError("\n".join(failures.values()))
     for failure in failures.values():
         print(f"warning: {failure}; the other drafts are trained")
@@ -104,13 +104,17 @@ def _locate_measurement(params: schema.Params, name: str = ROOT_CHECKPOINT) -> P
         trained = [segment, training.seed, training.grad_clip]
     inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
     digests = [reader.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
-    return scratch.locate_scratch(f"check_overfit-{name}", params.target.model_dump(), settings, trained, digests)
+    family = EAGLE3 if name == ROOT_CHECKPOINT else training.checkpoints[name].family
+    modules = stage_inputs.list_family_modules("check_overfit", [family])
+    return scratch.locate_scratch(
+        f"check_overfit-{name}", params.target.model_dump(), settings, trained, digests, modules=modules
+    )
 
 
 def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
     """Train a fresh draft on one row, then decode that row's answer with it."""
     target_manifest, device = manifest.read_manifest(), params.target.device
-    run = _build_run(params, target_manifest, name)
+    run = build_overfit(name, params, target_manifest, device)
     embedding, head = (t.to(device) for t in manifest.read_embedding_and_head(target_manifest))
     row, perfect_tau = _choose_row(params, target_manifest, run, name, head)
     coverage = run.compute_coverage(row)
@@ -124,24 +128,6 @@ def _learn_row(params: schema.Params, name: str) -> OverfitMeasurement:
     del embedding, head  # the target may need their memory
     engine_tau = _measure_engine_tau(params, target_manifest, run, row)
     return OverfitMeasurement(row.id, perfect_tau, coverage, trainer_tau, engine_tau, losses)
-
-
-def _build_run(params: schema.Params, target_manifest: manifest.TargetManifest, name: str) -> OverfitRun:
-    """Return a copy of e000, or the untrained block draft of a segment, on the target's device."""
-    settings, device = params.train_draft, params.target.device
-    config, tensors = eagle3_checkpoint.read_eagle3_draft(
-        checkpoint.locate_checkpoint(ROOT_CHECKPOINT), f"init_draft@{ROOT_CHECKPOINT}"
-    )
-    if name == ROOT_CHECKPOINT:
-        layers = eagle3_checkpoint.read_feature_layers(config, target_manifest.num_layers)
-        return Eagle3Overfit(config, tensors, layers, settings, device, target_manifest.logits_scale)
-    segment, longest = settings.checkpoints[name], int(reader.read_index(HIDDENS)["length"].max() or 0)
-    assert isinstance(segment, BlockSegment), name
-    sizes = DraftConfig.from_json(config)
-    draft, _ = block_initialisation.build_untrained_draft(
-        name, segment, sizes, target_manifest, params, longest, reader.list_tokens(HIDDENS)
-    )
-    return BlockOverfit(draft, segment, settings.seed, device, target_manifest.logits_scale)
 
 
 def _train_on_row(
@@ -226,7 +212,7 @@ def _check_threshold(
 def _count_chain_drafts(params: schema.Params, name: str) -> int:
     """Return the drafts of a chain: those of a block, or the steps of EAGLE-3's training."""
     segment = params.train_draft.checkpoints.get(name)
-    return segment.num_drafts if isinstance(segment, BlockSegment) else params.train_draft.ttt_steps
+    return (segment and segment.draft.depth) or params.train_draft.ttt_steps
 
 
 def scale_threshold(min_tau: float, perfect_tau: float, num_steps: int) -> float:
@@ -310,9 +296,10 @@ def _measure_engine_tau(
     trust = params.target.trust_remote_code
     try:
         model = loading.load_target(folder, params.target.dtype, params.target.device, trust)
-        served = run.build_engine_draft().to(params.target.device, model.dtype).requires_grad_(False)
-        answer = ids[row.prompt_length :]
-        engine = forced_decode.ForcedDecodingEngine(model, run.feature_layers, served, answer)
+        module, config = run.build_engine_draft()
+        draft = LoadedDraft(find_family(config), module, config, run.feature_layers)
+        drafter = build_drafter(draft.freeze(params.target.device, model.dtype), model)
+        engine = forced_decode.ForcedDecodingEngine(model, drafter, ids[row.prompt_length :])
         try:
             engine.slots.check_length(len(ids))
         except ValueError as error:  # as with layers of a smaller window

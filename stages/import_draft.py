@@ -1,29 +1,21 @@
 """import_draft: published draft -> checkpoint, without training.   python -m stages.import_draft CHECKPOINT
 
 Tensors are converted as engines interpret them, so replay and benchmarks measure the draft as engines run it. Engines can load
-drafts/NAME/draft instead of the published files. The draft's family, EAGLE-3 or block drafts, is read from its config.json.
+drafts/NAME/draft instead of the published files. The draft's family is read from its config.json; builtin/ngram and
+builtin/lookahead name families without weights.
 """
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from stages.draft import (
-    block_checkpoint,
-    checkpoint,
-    eagle3_checkpoint,
-    published_block_formats,
-    published_eagle3_formats,
-    published_files,
-)
-from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import Eagle3Draft
+from stages.draft import checkpoint, published_files
 from stages.draft.published_files import PublishedDraft
-from stages.params import schema, stage_inputs
-from stages.params.draft_sections import ImportedCheckpoint
+from stages.families.family import get_files
+from stages.params import stage_inputs
+from stages.params.families import DraftFamily, find_family
 from stages.params.section import get_named
 from stages.runtime import atomic
-from stages.target import chat_template, manifest
+from stages.target import manifest
 from stages.telemetry.run_stage import run_stage
 
 REPORTS_FOLDER = Path("results/train")  # shared with train_draft, so that it exists in every run
@@ -33,7 +25,7 @@ REPORTS_FOLDER = Path("results/train")  # shared with train_draft, so that it ex
 class ImportedDraft:
     """A written checkpoint, for the report; the field names are its keys."""
 
-    method: str  # eagle3, or one of BLOCK_METHODS
+    method: str  # its family (params/families.py)
     num_drafts: int | None  # of a block; None for EAGLE-3, whose trees have any depth
     draft_parameters: int
     draft_vocab_size: int
@@ -42,29 +34,25 @@ class ImportedDraft:
 def main(name: str) -> None:
     params = stage_inputs.read_params("import_draft", name)
     item = get_named(params.import_draft.checkpoints, name, "import_draft.checkpoints")
-    target_manifest = manifest.read_manifest()
-    folder, commit = published_files.fetch_draft(item.model, item.revision)
-    if published_files.is_block_config(published_files.read_flat_config(folder)):
-        published = _read_block_draft(params, target_manifest, folder, item)
-        imported = _write_block_draft(name, published)
+    target_manifest, folder = manifest.read_manifest(), checkpoint.locate_checkpoint(name)
+    if item.builtin:
+        published, commit = PublishedDraft({}, {}, {}, []), None
+        imported = ImportedDraft(item.builtin.name, None, 0, target_manifest.vocab_size)
+        get_files(item.builtin).write(folder, {"method": item.builtin.name}, {})
     else:
-        published = published_eagle3_formats.read_published_draft(
-            folder,
-            target_manifest,
-            lambda: manifest.read_embedding_and_head(target_manifest),
-            item.model,
-            item.rope_theta,
-        )
-        imported = _write_eagle3_draft(name, published)
+        source, commit = published_files.fetch_draft(item.model, item.revision)
+        reader = get_files(published_files.find_published_family(published_files.read_flat_config(source)))
+        published = reader.read_published(source, item, params, target_manifest)
+        imported = _write_draft(folder, find_family(published.config), published)
     report = {
         "checkpoint": name,
         "model": item.model,
         "commit": commit,
         **asdict(imported),
-        "rope_theta": published.config["rope_theta"],
+        "rope_theta": published.config.get("rope_theta"),
         "options": published.options,
         "notes": published.notes,
-        "weights": manifest.digest_files(checkpoint.locate_checkpoint(name) / "draft", "*.safetensors"),
+        "weights": manifest.digest_files(folder / "draft", "*.safetensors"),
     }
     atomic.write_json(REPORTS_FOLDER / f"{name}.json", report)
     suffix = f" at {commit}" if commit else ""
@@ -73,35 +61,13 @@ def main(name: str) -> None:
         print(f"note: {note}")
 
 
-def _read_block_draft(
-    params: schema.Params, target_manifest: manifest.TargetManifest, folder: Path, item: ImportedCheckpoint
-) -> PublishedDraft:
-    """Read a published block draft; its mask token is compared with the target's tokenizer."""
-    tokenizer: Any = chat_template.load_tokenizer(
-        manifest.resolve_weights_folder(target_manifest), params.target.trust_remote_code, target_manifest.chat_template
-    )
-    return published_block_formats.read_published_block_draft(
-        folder,
-        target_manifest,
-        tokenizer,
-        lambda: manifest.read_embedding_and_head(target_manifest),
-        item.rope_theta,
-    )
-
-
-def _write_block_draft(name: str, published: PublishedDraft) -> ImportedDraft:
-    config = block_checkpoint.parse_block_config(published.config)
-    draft = BlockDraft(config)  # refuses an unsupported rope_type
-    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint(name), published.config, published.tensors)
-    num_parameters = sum(x.numel() for x in draft.parameters())
-    return ImportedDraft(config.method, config.num_drafts, num_parameters, config.vocab_size)
-
-
-def _write_eagle3_draft(name: str, published: PublishedDraft) -> ImportedDraft:
-    draft = Eagle3Draft.from_checkpoint(published.config, published.tensors)  # refuses an unsupported rope_type
-    eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint(name), published.config, published.tensors)
-    num_parameters = sum(x.numel() for x in draft.parameters())
-    return ImportedDraft("eagle3", None, num_parameters, published.config["draft_vocab_size"])
+def _write_draft(folder: Path, family: DraftFamily, published: PublishedDraft) -> ImportedDraft:
+    """Write a published draft. Its buffers, as the maps of its vocabulary, are no parameters."""
+    files, config = get_files(family), published.config
+    files.write(folder, config, published.tensors)
+    num_parameters = sum(tensor.numel() for tensor in published.tensors.values() if tensor.is_floating_point())
+    vocabulary = config.get("draft_vocab_size", config["vocab_size"])
+    return ImportedDraft(family.name, files.describe(config).depth, num_parameters, vocabulary)
 
 
 if __name__ == "__main__":

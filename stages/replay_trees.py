@@ -1,10 +1,10 @@
 """replay_trees: cached eval hidden states and a draft -> tau of every tree.   python -m stages.replay_trees CHECKPOINT
 
-Exact, not estimated (stages/replay/replay.py, and block_replay.py for block drafts). One expansion per topk gives every
+Exact, not estimated (stages/replay/replay.py; by family in stages/families). One expansion per topk gives every
 smaller num_steps and every num_draft_tokens. Answers sampled above temperature 0 (data/hiddens/eval_t, if sample_target made
 any) are replayed too: target-only verification commits samples of the target itself, so the tau of these answers is an
 unbiased estimate of that of decoding, with an interval over conversations. The chains of a block draft are replayed there once
-more with sampled drafts, which are verified by the ratio of both probabilities (replay/sampled_drafts.py).
+more with sampled drafts, which are verified by the ratio of both probabilities (families/block/sampled_replay.py).
 """
 
 import time
@@ -19,17 +19,15 @@ import torch
 from tqdm import tqdm
 
 from stages.data import conversations
-from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
-from stages.draft.block_config import BlockDraftConfig
-from stages.draft.loading import load_block_draft, load_eagle3_draft
+from stages.draft import checkpoint
+from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
+from stages.families.family import load_draft
 from stages.hidden_states import format, reader
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, tree_statistics
-from stages.replay.draft_replay import BlockReplay, DraftReplay, Eagle3Replay
 from stages.replay.replay import ReplayBatch, ReplayOutput
-from stages.replay.sampled_drafts import ExpectedCounts
 from stages.results import interval, replay_records
 from stages.results.record import DraftSampling
 from stages.results.replay_records import ReplayedTree, TreeBucket
@@ -107,7 +105,7 @@ def main(name: str) -> None:
     replayed = _load_replayed_draft(p, name, made)
     settings = p.replay_trees
     for tree in [*replayed.grid, *replayed.traced]:  # before any answer is read
-        check_tree(tree, replayed.num_tokens, replayed.sliding_window)
+        check_tree(tree, replayed.replay.num_tokens, replayed.replay.sliding_window)
     layer_indices = locate_feature_layers(made.feature_layers, replayed.feature_layers, f"the draft of {name}")
     splits = [answers for split in SPLITS if (answers := _open_answers(p, split, made, layer_indices)).num_answers]
     tokenizer = chat_template.load_tokenizer(
@@ -137,11 +135,10 @@ class ReplayedDraft:
     """A draft, what it reads, and the trees that it grows."""
 
     replay: DraftReplay
+    samples_drafts: bool  # its chains are replayed with sampled drafts too
     dtype: torch.dtype
     device: torch.device
     feature_layers: list[int]
-    num_tokens: int  # of its vocabulary
-    sliding_window: int | None
     grid: list[TreeShape]
     traced: list[TreeShape]
 
@@ -149,56 +146,26 @@ class ReplayedDraft:
 def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManifest) -> ReplayedDraft:
     """Load a checkpoint's draft. Raises ValueError for one that does not fit the target."""
     dtype = getattr(torch, p.target.dtype)  # engines run the draft as they run the target; scores are float32
-    embedding, head = manifest.read_embedding_and_head(made)
-    embedding = embedding.to(p.target.device, dtype)
-    settings = p.replay_trees
-    grid, traced = settings.list_trees(), settings.traced_trees()
-    device = embedding.device
-    if block_checkpoint.is_block_draft(checkpoint.locate_checkpoint(name)):
-        block, _ = load_block_draft(p, name, p.target.device, dtype)
-        sizes = block.config
-        _check_draft(name, sizes.vocab_size, sizes.hidden_size, made)
-        _check_text_target(name, sizes, made)
-        replay = BlockReplay(block, embedding, head.to(device, dtype), settings.tree_scoring, made.logits_scale)
-        traced = _select_traced(name, traced, sizes.num_drafts)
-        grid = settings.list_trees(sizes.num_drafts)
-        return ReplayedDraft(replay, dtype, device, list(sizes.feature_layers), sizes.vocab_size, None, grid, traced)
-    draft, config = load_eagle3_draft(p, name, p.target.device, dtype)
-    _check_draft(name, draft.config.vocab_size, draft.config.hidden_size, made)
-    layers = eagle3_checkpoint.read_feature_layers(config, made.num_layers)
-    limits = draft.config.draft_vocab_size, draft.config.sliding_window
-    return ReplayedDraft(
-        Eagle3Replay(draft, embedding, settings.tree_scoring), dtype, device, layers, *limits, grid, traced
-    )
+    embedding, head = (t.to(p.target.device) for t in manifest.read_embedding_and_head(made))
+    draft, settings = load_draft(p, name, made, head, dtype), p.replay_trees
+    sizes = draft.config["vocab_size"], draft.config["hidden_size"]
+    check_draft_fits(f"{checkpoint.locate_checkpoint(name)}/draft", *sizes, made.model, embedding)
+    replay = build_replay(draft, embedding.to(dtype), head.to(dtype), made, settings.tree_scoring)
+    grid, traced = settings.list_trees(replay.most_steps), settings.traced_trees()
+    if replay.most_steps is not None:
+        traced = _select_traced(name, traced, replay.most_steps)
+    layers, samples = draft.feature_layers, draft.family.samples_drafts
+    return ReplayedDraft(replay, samples, dtype, embedding.device, layers, grid, traced)
 
 
-def _select_traced(name: str, trees: list[TreeShape], num_drafts: int) -> list[TreeShape]:
-    """Return the trees that blocks of `num_drafts` drafts can grow, and print which others are left out."""
-    if deeper := [tree.name for tree in trees if tree.num_steps > num_drafts]:
+def _select_traced(name: str, trees: list[TreeShape], most_steps: int) -> list[TreeShape]:
+    """Return the trees of at most so many steps, and print which others are left out."""
+    if deeper := [tree.name for tree in trees if tree.num_steps > most_steps]:
         print(
             f"note: {name} has no statistics inside {', '.join(deeper)} (replay_trees.trace_trees), deeper than the "
-            f"{num_drafts} drafts of its block"
+            f"{most_steps} drafts of its block"
         )
-    return [tree for tree in trees if tree.num_steps <= num_drafts]
-
-
-def _check_draft(name: str, vocab_size: int, hidden_size: int, made: manifest.TargetManifest) -> None:
-    """Raise ValueError for a draft of a target with another vocabulary or width."""
-    if (vocab_size, hidden_size) != (made.vocab_size, made.hidden_size):
-        raise ValueError(
-            f"{checkpoint.locate_checkpoint(name)}/draft is for a target of {vocab_size} tokens and width {hidden_size}, "
-            f"expected {made.model}'s {made.vocab_size} and {made.hidden_size}; train or import a draft for this target"
-        )
-
-
-def _check_text_target(name: str, config: BlockDraftConfig, made: manifest.TargetManifest) -> None:
-    """Raise ValueError for a multimodal target, whose rotary positions have three axes (mrope)."""
-    if made.modality != "text":
-        raise ValueError(
-            f"{checkpoint.locate_checkpoint(name)}/draft is a block draft ({config.method}) and {made.model} a multimodal "
-            f"target (modality {made.modality}), expected a text target: its rotary positions have three axes (mrope_section), "
-            "those of block drafts one; take an EAGLE-3 checkpoint, or a text target"
-        )
+    return [tree for tree in trees if tree.num_steps <= most_steps]
 
 
 # Tables
@@ -240,8 +207,8 @@ def _build_replay_rows(
 def _build_sampled_rows(
     name: str, replayed: ReplayedDraft, answers: AnswerSplit, settings: ReplayTrees
 ) -> list[ReplayedTree]:
-    """Replay the chains of the grid with sampled drafts on a split sampled above temperature 0; none but of a block draft."""
-    if not isinstance(replayed.replay, BlockReplay):
+    """Replay the chains of the grid with sampled drafts on a split sampled above temperature 0; none of a family without."""
+    if not replayed.samples_drafts:
         return []
     chains = [tree for tree in replayed.grid if tree.topk == 1]
     rows = answers.read_rows(replayed.dtype)

@@ -14,18 +14,14 @@ from itertools import product
 from pathlib import Path
 
 from stages.params import schema, stage_inputs
-from stages.params.block_draft_methods import BLOCK_METHODS
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
-from stages.params.tree_shape import TreeShape
-from stages.reporting import angelslim_export, benchmark_table, costs, inputs, methods, page, timing_noise, verdict
+from stages.params.tree_shape import parse_shape
+from stages.reporting import angelslim_export, benchmark_table, costs, inputs, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.reporting.families import EAGLE3, DraftFamily
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
-from stages.reporting.methods import MethodRow
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
 from stages.results import (
-    method_records,
     prediction,
     replay_records,
     served_records,
@@ -34,7 +30,6 @@ from stages.results import (
     torch_records,
     training_records,
 )
-from stages.results.method_records import MethodCell
 from stages.results.prediction import EngineLaunch, PredictedSpeedup
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE, ServedCell
@@ -95,7 +90,6 @@ def write_report(p: schema.Params) -> None:
 
     BenchmarkRow.write_table(found.table_rows)
     ServedRow.write_table(served_rows)
-    MethodRow.write_table(found.methods)
     PredictedSpeedup.write_table(found.predicted.rows)
     prediction.write_launch(found.predicted.launch, found.predicted.costs)
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
@@ -108,9 +102,7 @@ def write_report(p: schema.Params) -> None:
     )
     atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
     launch = found.predicted.launch
-    table = format_terminal_table(
-        found.table_rows, served_rows, metrics, launch, found.methods, found.verdict, found.families
-    )
+    table = format_terminal_table(found.table_rows, served_rows, metrics, launch, found.verdict, found.families)
     atomic.write_text(TABLE_FILE, f"{table}\n")
     print(table)
 
@@ -130,11 +122,9 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     imported = {name: training_records.read_import(name) for name in p.import_draft.checkpoints}
     replayable = _select_replayable(p, [*served.workloads, *loads])
     lines = served_table.join_lines(served_cells, replayed, replayable)
-    method_cells = read_methods(p)
-    method_rows = methods.build_method_rows(method_cells, trained)
     predicted = _predict_speedups(p, cells, lines, replayed)
     families = _list_families(p, imported)
-    remarks = timing_noise.find_timing_remarks(cells, method_cells, lines, predicted.costs)
+    remarks = timing_noise.find_timing_remarks(cells, lines, predicted.costs)
     reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,
@@ -148,17 +138,13 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
         served=served_cells,
         lines=lines,
         predicted=predicted,
-        methods=method_rows,
-        engines=methods.compare_engines(method_rows, cells, lines),
-        stage_runs=_read_stage_runs(p)
-        | {method_records.name_method_stage(cell.row, cell.checkpoint): cell for cell in method_cells},
+        stage_runs=_read_stage_runs(p),
         checkpoints={**trained, **imported},
         verdict=verdict.build_verdict(
             predicted.launch,
             predicted.rows,
             cells,
             [line.row for line in lines],
-            method_rows,
             remarks,
             _select_replayable(p, p.benchmark.workloads),
             replayed,
@@ -174,26 +160,16 @@ def _get_settings(p: schema.Params) -> ReportSettings:
         title=p.report.title,
         model=p.target.model,
         benchmark_trees=p.benchmark.trees,
-        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.non_eagle3_method},
+        other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.method != "eagle3"},
         imported={name: source.model_dump() for name, source in p.import_draft.checkpoints.items()},
         params_digest=hashlib.sha256(values.encode()).hexdigest(),
     )
 
 
-def _list_families(p: schema.Params, imported: dict[str, training_records.ImportReport]) -> dict[str, DraftFamily]:
-    """Return the family of every checkpoint that may be replayed or measured with a tree; imported ones by their reports."""
-    trained = p.train_draft.checkpoints
-    blocks = {
-        name: DraftFamily(BLOCK_METHODS[segment.method].title, segment.num_drafts)
-        for name, segment in trained.items()
-        if isinstance(segment, BlockSegment)
-    }
-    blocks |= {
-        name: DraftFamily(BLOCK_METHODS[found.method].title, found.num_drafts)
-        for name, found in imported.items()
-        if found.method in BLOCK_METHODS
-    }
-    return dict.fromkeys([*trained, *imported], EAGLE3) | blocks
+def _list_families(p: schema.Params, imported: dict[str, training_records.ImportReport]) -> dict[str, DraftKind]:
+    """Return what is known of each checkpoint's draft; of imported ones by their reports."""
+    trained = {name: segment.draft for name, segment in p.train_draft.checkpoints.items()}
+    return trained | {name: DraftKind(FAMILIES[found.method], found.num_drafts) for name, found in imported.items()}
 
 
 # Cells
@@ -225,15 +201,6 @@ def _name_torch_cells(p: schema.Params) -> Iterable[tuple[str, str, str]]:
     return product(_list_torch_workloads(p, alone=True), p.benchmark.checkpoints, p.benchmark.trees)
 
 
-def read_methods(p: schema.Params) -> list[MethodCell]:
-    """Return the cells of the table of methods that params.yaml lists."""
-    listed = p.benchmark_methods
-    stages = dict.fromkeys(listed.with_draft, "benchmark_methods") | dict.fromkeys(
-        listed.without_draft, "benchmark_methods_baseline"
-    )
-    return [method_records.read_method_cell(row, f"{stage}@{row}") for row, stage in stages.items()]
-
-
 def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
     """Return the torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
     return [name for name in p.benchmark.torch_workloads if p.benchmark.is_decoded_one_by_one(name) == alone]
@@ -255,7 +222,7 @@ def _build_replayed_rows(
             sampling = p.benchmark.workloads[name], p.benchmark.draft_sampling
             sampled_trees = replay_records.select_sampled_alike(replayed[checkpoint], *sampling)
             by_shape = {tree.shape: tree for tree in sampled_trees}
-            for tree in (by_shape.get(TreeShape.parse(text)) for text in p.benchmark.trees):
+            for tree in (by_shape.get(parse_shape(text)) for text in p.benchmark.trees):
                 if tree:
                     guess = guesses.get((tree.temperature, checkpoint, tree.shape))
                     rows.append(benchmark_table.build_replayed_row(name, tree, guess))
@@ -275,12 +242,11 @@ def _predict_speedups(
 
     def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
         config = next((cost.draft for cost in timed if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
-        shape = row.num_steps, row.topk, row.num_draft_tokens
-        if config is None or engine_flags.explain_unsupported(engine, *shape, config):
+        if config is None or engine_flags.explain_unsupported(engine, row.shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"
         algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
-        draft = engine_flags.ServedDraft(folder, algorithm, *shape)
+        draft = engine_flags.ServedDraft(folder, algorithm, row.num_steps, row.topk, row.num_draft_tokens)
         flags = engine_flags.build_speculation_flags(engine, draft, config)
         return EngineLaunch(flags, engine_flags.find_first_version(engine, config))
 

@@ -21,10 +21,10 @@ from typing import cast
 import torch
 
 from stages.data import conversations
-from stages.draft.block_draft import BlockDraft
-from stages.draft.loading import LoadedDraft, load_draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, RequestUpdate
+from stages.families.draft_decoding import build_engine
+from stages.families.family import LoadedDraft, get_files
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
@@ -147,16 +147,13 @@ def _build_engine(p: schema.Params, target: manifest.TargetManifest, name: str) 
     model = loading.load_target(
         str(manifest.resolve_weights_folder(target)), p.target.dtype, p.target.device, p.target.trust_remote_code
     )
-    loaded = load_draft(p, name, p.target.device, model.dtype, target.num_layers)
-    layers, draft = loaded.feature_layers, loaded.draft
-    return Engine(model, [], layers, draft, p.benchmark.tree_scoring, target.logits_scale), loaded
+    return build_engine(p, name, model, target, p.target.device, [])
 
 
 def _select_trees(loaded: LoadedDraft, s: TimeTrees, name: str) -> list[TreeShape]:
     """Return the grid's trees that the draft can grow. Raises ValueError where a block leaves too few for a fit."""
-    if isinstance(loaded.draft, BlockDraft):
-        return s.list_block_trees(name, loaded.draft.config.num_drafts)
-    return s.list_trees()
+    depth = get_files(loaded.family).describe(loaded.config).depth
+    return s.list_block_trees(name, depth) if depth else s.list_trees()
 
 
 def _list_decodings(

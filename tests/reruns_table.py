@@ -115,8 +115,7 @@ BLOCK = {
         "from": "e000", "epochs": 9, "method": "dspark", "layers": 2, "block_size": 8, "anchors": 64, "markov_rank": 32,
     },
 }  # fmt: skip
-NGRAM = {"ngram": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}
-MEDUSA = {"medusa": {"method": "medusa", "checkpoint": "heads", "depth": 4, "nodes": 16}}
+NGRAM = {"lookup": {"model": "builtin/ngram"}}
 RERUNS = [
     Row(
         "benchmark.trees: add t8_2_16",
@@ -145,9 +144,12 @@ RERUNS = [
         back="report",
     ),
     Row(
-        "Medusa's heads: in train_draft.checkpoints and benchmark_methods.with_draft",
-        sets(train_draft={"checkpoints": HEADS}, benchmark_methods={"with_draft": MEDUSA}),
-        "check_overfit@* train_draft@heads benchmark_methods@medusa report",
+        "Medusa's heads: in train_draft.checkpoints and benchmark.checkpoints, a shape of theirs in benchmark.trees",
+        sets(
+            train_draft={"checkpoints": HEADS},
+            benchmark={"checkpoints": adds("heads"), "trees": adds("s4_16")},
+        ),
+        "check_overfit@* train_draft@heads benchmark@*-heads-* benchmark@*-s4_16 report",
     ),
     Row(
         "a block draft: in train_draft.checkpoints and replay_trees.checkpoints",
@@ -155,9 +157,9 @@ RERUNS = [
         "check_overfit@* train_draft@dspark9 replay_trees@dspark9 report",
     ),
     Row(
-        "benchmark_methods.without_draft: prompt lookup",
-        sets(benchmark_methods={"without_draft": NGRAM}),
-        "benchmark_methods_baseline@ngram report",
+        "n-gram lookup: in import_draft.checkpoints and benchmark.checkpoints, a shape of its own in benchmark.trees",
+        sets(import_draft={"checkpoints": NGRAM}, benchmark={"checkpoints": adds("lookup"), "trees": adds("n3_1_8")}),
+        "import_draft@lookup benchmark@*-lookup-* benchmark@*-n3_1_8 report",
     ),
     Row(
         "init_draft.sliding_window",
@@ -242,8 +244,8 @@ RERUNS = [
         "check_overfit@* train_draft@e0* replay_trees@* benchmark@* benchmark_served@*-e009-* report",
     ),
     Row(
-        "stages/training/block_loss.py: a constant of block drafts' loss",
-        edits("stages/training/block_loss.py"),
+        "stages/families/block/loss.py: a constant of block drafts' loss",
+        edits("stages/families/block/loss.py"),
         "check_overfit@* train_draft@dflash9 benchmark_served@*-dflash9-* report",
     ),
     Row(

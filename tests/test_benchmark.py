@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.data import workload_prompts
-from stages.engine import cell_context
 from stages.grading import sandbox
+from stages.measuring import torch_context
 from stages.results import interval, metrics, torch_records
 from stages.results.torch_records import PromptRow
 from tests.conftest import ROOT, edit_params
@@ -161,7 +161,7 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
         assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
         assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
     seeds = [
-        cell_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *key)
+        torch_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *key)
         for key in product("ab", (0, 1), (0, 1))
     ]
     assert len({params.seed for params in seeds}) == 8, "each prompt, repeat and turn has draws of its own"
@@ -228,7 +228,7 @@ def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot
 ) -> None:
     """They ran by limits alone, and the cell told of it an hour later."""
     monkeypatch.setattr(sandbox, "read_landlock_abi", lambda: 2)
-    monkeypatch.setattr(cell_context, "_build_engine", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(torch_context, "_build_engine", lambda *_: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match=r"found Landlock ABI 2 on .* set benchmark.allow_unsandboxed_code to true"):
         measured(project, "humaneval", grade=True)
 
@@ -242,7 +242,7 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     assert [row["correct"] for row in found["prompts"]] == [False] * 3
     questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
     answers = iter([row["canonical_solution"] for row in questions[:2] for _ in range(2)] + ["    return 0\n"] * 2)
-    monkeypatch.setattr(cell_context, "decode_text", lambda work, ids: next(answers))
+    monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(answers))
     found = measured(project, "humaneval", grade=True)
     assert [row["correct"] for row in found["prompts"]] == [True, True, False]
     assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]

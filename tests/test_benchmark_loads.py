@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
 from stages.data import conversations, workload_prompts
-from stages.engine import cell_context
 from stages.engine.target_runner import TargetRunner
+from stages.measuring import torch_context
 from stages.results import interval, load_points, served_records, served_table, torch_records
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
@@ -212,7 +212,7 @@ def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
 def test_answers_are_graded_in_loads_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [json.loads(line) for line in (ROOT / "data/prompt_sets/gsm8k.jsonl").read_text().splitlines()[:3]]
     answers = iter([rows[0]["answer"], "#### -1", rows[2]["answer"]] * 2)
-    monkeypatch.setattr(cell_context, "decode_text", lambda work, ids: next(answers))
+    monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(answers))
     found = measured(project, "gsm8k", concurrency=2, grade=True)
     for point in (found["points"][0], found["baseline_points"][0]):
         assert point["quality"]["correct"] == 2 and [r["correct"] for r in point["requests"]] == [True, False, True]

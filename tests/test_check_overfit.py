@@ -16,19 +16,20 @@ from torch import Tensor
 
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, train_draft
 from stages.data import conversations
-from stages.draft import block_initialisation, checkpoint, eagle3_checkpoint
+from stages.draft import checkpoint, eagle3_checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import forced_decode, slot_pool
-from stages.engine.decode import Engine
 from stages.engine.decode_state import PrefillOutput
 from stages.engine.target_runner import TargetRunner
-from stages.overfit.overfit_run import Eagle3Overfit
+from stages.families.block import training as block_start
+from stages.families.eagle3.overfit import Eagle3Overfit
 from stages.params import schema
 from stages.target import manifest
 from stages.training import adamw
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
+from tests.engines import build_engine
 
 PROMPT, ANSWER, STEPS, V = 9, 40, 4, 40
 REPORT = Path("results/train/e000.overfit.json")
@@ -56,7 +57,7 @@ def overfit_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         model.save_pretrained("tiny")
         made = prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
         manifest.write_manifest(manifest.TARGET_FOLDER, made)
-        engine, draw = Engine(model, [], made.feature_layers), torch.Generator().manual_seed(0)
+        engine, draw = build_engine(model, [], made.feature_layers), torch.Generator().manual_seed(0)
         for split, count in {"train": 3, "eval": 1, "eval_t": 0}.items():
             rows = []
             for n in range(count):
@@ -306,7 +307,7 @@ class Tokenizer:
 def with_blocks(overfit_project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The project with segments of block drafts, whose steps are enough to learn a row; e000 has learned one before."""
     before = (overfit_project / "params.yaml").read_text()
-    monkeypatch.setattr(block_initialisation.chat_template, "load_tokenizer", lambda *_: Tokenizer())
+    monkeypatch.setattr(block_start.chat_template, "load_tokenizer", lambda *_: Tokenizer())
     edit_params(overfit_project, {
         "train_draft": {"checkpoints": SEGMENTS}, "check_overfit": {"steps": 300, "learning_rate": 0.01, "min_tau": 3.5},
         "replay_trees": {"checkpoints": ["e003"]}, "benchmark": {"checkpoints": ["e003"], "trees": ["t3_1_4"]},

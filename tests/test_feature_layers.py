@@ -23,12 +23,13 @@ from stages.draft import eagle3_checkpoint
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import BlockSegment
 from stages.params.tree_shape import TreeShape
 from stages.results import replay_records
 from stages.target import chat_template, feature_layers, manifest
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
+from tests.engines import build_engine
 
 V, H, LAYERS = 40, 16, 9
 EAGLE3, BLOCK = [2, 4, 6], [2, 3, 5, 6, 7]  # 2, n//2, n-3; after layers 1, 2, 4, 5, 6, as DFlash spreads five over nine
@@ -56,13 +57,13 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "checkpoints": ["e002"], "num_steps": [3, 4], "topk": [1, 3], "num_draft_tokens": [4, 12], "trace_trees": [],
         },
         "benchmark": {"checkpoints": ["e002"]},
-        "benchmark_served": {"workloads": []}, "benchmark_methods": {"with_draft": {}, "without_draft": {}},
+        "benchmark_served": {"workloads": []},
     })  # fmt: skip
     with chdir(project):
         model = small_target(V, 1, eos_token_id=0, num_layers=LAYERS)
         scatter(model, 0.5, 1)
         model.save_pretrained("tiny")
-        engine, draw = Engine(model, [], []), torch.Generator().manual_seed(0)
+        engine, draw = build_engine(model, [], []), torch.Generator().manual_seed(0)
         for split, count in {"train": 12, "eval": 4, "eval_t": 0}.items():
             rows = []
             for n in range(count):

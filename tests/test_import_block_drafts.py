@@ -16,11 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from stages import benchmark, benchmark_served, import_draft, replay_trees, report, time_trees
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
+from stages.measuring import server_setup
 from stages.params import schema
-from stages.params.block_draft_methods import BLOCK_METHODS
-from stages.reporting.families import DraftFamily
+from stages.params.families import BLOCKS, DFLASH, DraftKind
 from stages.results import replay_records, served_records, timing_grid, torch_records, training_records
-from stages.served_cell import server_setup
 from stages.serving import engine_flags
 from tests.conftest import edit_params
 from tests.draft import published_blocks
@@ -151,7 +150,7 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
     edit_params(Path(), {"benchmark_served": served})
     benchmark_served.main("eval", "theirs", "t3_2_6")  # without a server
     cell = served_records.read_served_cell("eval", "theirs", "t3_2_6", "sglang")
-    assert cell.status == served_records.UNSUPPORTED and f"chains only of {BLOCK_METHODS[method].title} drafts" in str(
+    assert cell.status == served_records.UNSUPPORTED and f"chains only of {BLOCKS[method].title} drafts" in str(
         cell.reason
     )
     file = checkpoint.locate_checkpoint("theirs") / "draft/model.safetensors"
@@ -164,7 +163,7 @@ def test_the_report_knows_the_family_of_an_imported_draft(project: Path) -> None
     """Bug: every imported draft was EAGLE-3's, so trees that no engine serves were offered for launch."""
     import_published("dflash", published_blocks.z_lab)
     imported = {"theirs": training_records.read_import("theirs")}
-    assert report._list_families(schema.load_params(), imported)["theirs"] == DraftFamily("DFlash", SLOTS - 1)
+    assert report._list_families(schema.load_params(), imported)["theirs"] == DraftKind(DFLASH, SLOTS - 1)
 
 
 # What is refused by the stage

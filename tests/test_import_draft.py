@@ -17,13 +17,13 @@ from stages import init_draft
 from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine.decode import Engine
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target import loading, manifest
 from tests.conftest import dvc, edit_params, run_graph
 from tests.draft.slow_draft import OPTIONS
+from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("forked_stages")
 IMPORTED = {"theirs": {"model": "from_others", "revision": None, "rope_theta": None}}
@@ -190,7 +190,7 @@ def test_decoding_with_any_option_is_lossless_and_is_what_replay_counts(
     draft = Eagle3Draft(DraftConfig(**{**vars(DraftConfig.from_json(config)), **chosen})).requires_grad_(False)
     missing = draft.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys and all("norm" in name for name in missing.missing_keys)
-    engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
+    engine = build_engine(model, made.eos_token_ids, made.feature_layers, draft)
     for row in list(reader.read_rows(small_run / "data/hiddens/eval"))[:2]:
         prompt, answer = row.ids[: row.prompt_length].tolist(), row.ids[row.prompt_length :].tolist()
         steps = list(engine.decode_speculative(prompt, len(answer), TreeShape(6, 2, 12)))

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams
-from stages.methods import method_checkpoint, registry
-from stages.methods.eagle_proposer import EagleMethod
-from stages.methods.lookahead import LookaheadMethod
-from stages.methods.medusa_proposer import MedusaMethod
-from stages.methods.prompt_lookup import PromptLookupMethod
-from stages.methods.static_tree import StaticTree, select_best_branches
+from stages.families.eagle import EagleDraft, EagleMethod
+from stages.families.lookahead import LookaheadMethod
+from stages.families.medusa import MedusaDraft, MedusaMethod
+from stages.families.ngram import PromptLookupMethod
+from stages.families.static_tree import StaticTree, select_best_branches
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, manifest
+from tests.engines import build_engine as assemble_engine
+from tests.engines import decode_with_method
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
 ROOM = 40
@@ -50,7 +52,7 @@ def engines(small_run: Path, model) -> dict[str, Engine]:
 def build_engine(small_run: Path, model, name: str) -> Engine:
     draft = Eagle3Draft.from_checkpoint(*eagle3_checkpoint.read_eagle3_draft(small_run / "drafts" / name, "init_draft"))
     made = manifest.read_manifest(small_run / "artifacts/target")
-    return Engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
+    return assemble_engine(model, made.eos_token_ids, made.feature_layers, draft.requires_grad_(False))
 
 
 def join_tokens(steps) -> list[int]:
@@ -130,20 +132,14 @@ def methods(small_run: Path, model) -> dict[str, Any]:
     made, tensors = eagle3_checkpoint.read_eagle3_draft(small_run / "drafts/e000", "init_draft")
     table, head, cpu = model.get_input_embeddings().weight, model.get_output_embeddings().weight, torch.device("cpu")
     static = StaticTree.from_paths(select_best_branches([[0.6, 0.2, 0.1]] * 4, 11), cpu)
-    fresh = {
-        name: registry.TRAINABLE_METHODS[name].initialise(
-            registry.DraftInputs(
-                method_checkpoint.build_method_config(name, DraftConfig.from_json(made), "float32", 4),
-                head,
-                1.0,
-                tensors["d2t"],
-                tensors["t2d"],
-                seed=1,
-            )
-        )
-        for name in method_checkpoint.CHECKPOINT_METHODS
+    sizes = DraftConfig.from_json(made)
+    eagle = EagleDraft.initialise(replace(sizes, draft_vocab_size=sizes.vocab_size), head, seed=1).requires_grad_(False)
+    heads = {
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "draft_vocab_size": sizes.draft_vocab_size,
     }
-    eagle, medusa = (fresh[name].requires_grad_(False) for name in method_checkpoint.CHECKPOINT_METHODS)
+    medusa = MedusaDraft.initialise(heads | {"heads": 4}, head, tensors["d2t"], tensors["t2d"]).requires_grad_(False)
     return {
         "eagle": EagleMethod(eagle, table, static, "sglang"),
         "eagle2": EagleMethod(eagle, table, TreeShape(5, 2, 8), "sglang"),
@@ -159,10 +155,10 @@ def test_every_method_says_what_plain_decoding_says(
 ) -> None:
     both, accepted = engines["e000"], 0
     for seed, prompt in enumerate(prompts):
-        steps = list(both.decode_with_method(prompt, ROOM, methods[name]))
+        steps = list(decode_with_method(both, prompt, ROOM, methods[name]))
         assert join_tokens(steps) == plain_answers[seed]
         accepted += sum(step.num_accepted for step in steps)
-        drawn = both.decode_with_method(prompt, ROOM, methods[name], sampling=DRAWN._replace(seed=seed))
+        drawn = decode_with_method(both, prompt, ROOM, methods[name], sampling=DRAWN._replace(seed=seed))
         assert join_tokens(drawn) == plain_sampled_answers[seed]
     assert accepted > 0, "nothing is accepted, so nothing is tested"
 
@@ -189,7 +185,7 @@ def test_a_draft_for_another_target_is_refused_with_the_numbers(small_run: Path,
     config, _ = eagle3_checkpoint.read_eagle3_draft(small_run / "drafts/e000", "init_draft")
     other = Eagle3Draft(DraftConfig.from_json({**config, "vocab_size": config["vocab_size"] + 1}))
     with pytest.raises(ValueError, match=f"{config['vocab_size'] + 1} tokens"):
-        Engine(model, [2], [2, 3, 4], other)
+        assemble_engine(model, [2], [2, 3, 4], other)
 
 
 def test_a_prompt_longer_than_the_target_holds_is_refused_before_the_first_token(engines) -> None:

@@ -26,11 +26,6 @@ def write_everywhere(project: Path, name: str) -> None:
     given["benchmark"] |= {"torch_workloads": [name], "checkpoints": [name], "trees": [name]}
     given["benchmark_served"] |= {"workloads": [name], "checkpoints": [name], "trees": [name]}
     given["serving_costs"] |= {"workloads": [name]}
-    given["benchmark_methods"] |= {
-        "workload": name,
-        "with_draft": {name: {"method": "eagle3", "checkpoint": name, "tree": "t5_1_6"}},
-        "without_draft": {name + "n": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}},
-    }
     with (project / "params.yaml").open("w") as file:
         yaml.dump(given, file)
 

@@ -30,13 +30,13 @@ from stages import (
     train_draft,
 )
 from stages.data import conversations
-from stages.engine.decode import Engine
 from stages.hidden_states import format, reader, writer
 from stages.params.schema import load_params
 from stages.results import served_records
 from stages.target import loading, manifest
 from stages.target.vision import CachedImageProcessor
 from tests.conftest import EVAL, ROOT, edit_params
+from tests.engines import build_engine
 from tests.opened.declared import undeclared
 from tests.opened.watch import opening
 from tests.serving.engine_double import FORK_VARIABLE
@@ -116,7 +116,7 @@ def sampled_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             for row in rows:
                 seen = eyes.load_patches([str(project / path) for path in row["images"]]) if row["images"] else None
-                decoding = Engine(model, [5], TAPPED).decode_plain(row["prompt_ids"], ROOM, seen)
+                decoding = build_engine(model, [5], TAPPED).decode_plain(row["prompt_ids"], ROOM, seen)
                 row["answer_ids"] = [token for step in decoding for token in step.tokens]
         table = pl.DataFrame(rows, schema=conversations.SAMPLED_SCHEMA)
         conversations.write_table(

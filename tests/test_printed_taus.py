@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from stages import extract_hiddens, import_draft, prepare_target, replay_trees
 from stages.data import conversations
-from stages.draft import loading
 from stages.engine.decode import Engine
+from stages.families import family
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.results import replay_records
@@ -29,6 +29,7 @@ from stages.target import loading as target_loading
 from stages.target import manifest
 from stages.trees.accept_length import compute_tau
 from tests.conftest import ROOT, edit_params
+from tests.engines import build_engine
 
 SHIPPED = ROOT / "tests/shipped_draft"
 TREES = ["t8_1_9", "t5_1_6", "t5_2_8", "t8_2_16", "t8_3_16", "t5_4_16", "t10_2_32", "t10_3_32"]
@@ -59,9 +60,9 @@ def measure(project: Path, prompts: list[list[int]]) -> dict[str, list[str]]:
         import_draft.main("shipped")
         params, made = schema.load_params(), manifest.read_manifest()
         torch.set_num_threads(params.target.num_threads)
-        draft, _ = loading.load_eagle3_draft(params, "shipped", "cpu", torch.float32)
+        draft = family.load_draft(params, "shipped", made, torch.empty(0), torch.float32).module
         model = target_loading.load_target(str(manifest.resolve_weights_folder(made)), "float32", "cpu")
-        engine = Engine(model, made.eos_token_ids, made.feature_layers, draft)
+        engine = build_engine(model, made.eos_token_ids, made.feature_layers, draft)
         answers = [
             [token for step in engine.decode_plain(ids, MAX_NEW_TOKENS) for token in step.tokens] for ids in prompts
         ]

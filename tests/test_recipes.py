@@ -26,7 +26,6 @@ from stages import fix_data, init_draft, prepare_target, sample_target
 from stages.draft.eagle3 import Eagle3Draft
 from stages.literature import published
 from stages.params import schema
-from stages.params.block_draft_methods import BLOCK_METHODS
 from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision
 from stages.toy import text_targets
@@ -114,8 +113,6 @@ def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: s
         f"benchmark_served@{w}-{c}-{t}" for w in served.workloads for c in served.checkpoints for t in served.trees
     }
     cells |= {f"benchmark_served_baseline@{w}" for w in served.workloads}
-    cells |= {f"benchmark_methods@{row}" for row in p.benchmark_methods.with_draft}
-    cells |= {f"benchmark_methods_baseline@{row}" for row in p.benchmark_methods.without_draft}
     assert {stage for stage in stages if stage.startswith("benchmark")} == cells
     made = {f"train_draft@{name}" for name in p.train_draft.checkpoints}
     made |= {f"import_draft@{name}" for name in p.import_draft.checkpoints}
@@ -392,12 +389,11 @@ def test_the_embedded_target_that_sees_reads_maps_it_never_saw(tmp_path: Path, m
 
 
 def shrink(project: Path) -> None:
-    """Make the recipe in use a small run, with its block drafts and all checkpoints that its methods decode with."""
+    """Make the recipe in use a small run, with its drafts of other families."""
     yaml = YAML(typ="safe")
     params = yaml.load((project / "params.yaml").read_text())
-    declared, methods = params["train_draft"]["checkpoints"], params["benchmark_methods"]["with_draft"]
-    used = {method["checkpoint"]: declared[method["checkpoint"]] for method in methods.values()}
-    used |= {name: keys for name, keys in declared.items() if keys.get("method") in BLOCK_METHODS}
+    declared = params["train_draft"]["checkpoints"]
+    used = {name: keys for name, keys in declared.items() if keys.get("method")}
     short = {name: {**settings, "from": "e000", "epochs": 1} for name, settings in used.items()}
     checkpoints = {"checkpoints": SMALL["train_draft"]["checkpoints"] | short}
     edit_params(project, SMALL | {"train_draft": checkpoints})

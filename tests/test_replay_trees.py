@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
-from stages.engine import cell_context
 from stages.engine.decode import Engine
 from stages.hidden_states import shard_plan
+from stages.measuring import torch_context
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import compute_capacity
@@ -32,6 +32,7 @@ from stages.results import replay_records, torch_records
 from stages.target import manifest
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.draft.slow_draft import random_draft, scatter, small_target
+from tests.engines import build_engine
 
 V, END, ANSWER, PROMPTS = 9, 8, 30, 20
 DRAWN = {**EVAL, "num_prompts": PROMPTS, "warmup": 0, "max_new_tokens": ANSWER, "temperature": 0.7, "top_p": 0.9}
@@ -62,7 +63,7 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = init_draft.build_config_json(draft.config, layers, target)
         scatter(draft, 0.3, 2)
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
-        engine = Engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
+        engine = build_engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
             work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload], samples_drafts=False)
@@ -86,7 +87,7 @@ def make_target(seed: int) -> None:
 
 
 def answer_prompt(engine: Engine, work: Any, name: str, prompt: list[int]) -> dict[str, Any]:
-    sampling_params = cell_context.make_sampling_params(work, name, 0, 0)
+    sampling_params = torch_context.make_sampling_params(work, name, 0, 0)
     answer = [token for step in engine.decode_plain(prompt, ANSWER, sampling=sampling_params) for token in step.tokens]
     return {
         "id": name, "prompt_ids": prompt, "answer_ids": answer, "finish_reason": "stop" if answer[-1] == END else "length",

@@ -4,27 +4,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stages import benchmark_methods, prepare_target
+from stages import prepare_target
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
-from stages.draft.loading import LoadedDraft
-from stages.engine import cell_context, sampling
-from stages.engine.decode import Engine
+from stages.engine import sampling
 from stages.engine.sampling import SamplingParams
+from stages.families import draft_decoding
+from stages.families import eagle as eagle_method
+from stages.families import medusa as medusa_method
+from stages.families.eagle import EagleDraft
+from stages.families.family import LoadedDraft
+from stages.families.medusa import MedusaDraft
 from stages.hidden_states import reader
-from stages.methods import eagle as eagle_method
-from stages.methods import medusa as medusa_method
-from stages.methods.eagle import EagleDraft
-from stages.methods.medusa import MedusaDraft
+from stages.measuring import torch_context
 from stages.params import schema
-from stages.params.methods_section import NgramRow
+from stages.params.families import EAGLE3
 from stages.params.tree_shape import TreeShape
 from stages.runtime import distributed
 from stages.target import head_check, loading, manifest
@@ -32,6 +32,7 @@ from stages.training import ttt
 from tests.conftest import edit_params
 from tests.draft.slow_draft import CONFIG, scatter
 from tests.engine.test_sampling import warp_logits
+from tests.engines import build_engine
 from tests.target.pinned_targets import LLAMA, pinned
 from tests.training.test_ttt import make_row
 
@@ -137,11 +138,11 @@ def test_the_torch_engine_draws_what_transformers_draws(
         draft_vocab_size=301, max_position_embeddings=64, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
     ))  # fmt: skip
     scatter(draft, 0.3, 2)
-    loaded = LoadedDraft(draft.requires_grad_(False), [1, 3, 5], {})
-    monkeypatch.setattr(cell_context, "load_draft", lambda *_: loaded)
+    loaded = LoadedDraft(EAGLE3, draft.requires_grad_(False), {}, [1, 3, 5])
+    monkeypatch.setattr(draft_decoding, "load_draft", lambda *_: loaded)
     params = schema.load_params()
     workload = params.benchmark.workloads["eval"]
-    engine = cell_context._build_engine(params, workload, "e000", distributed.RankContext(0, 1, "cpu"))
+    engine = torch_context._build_engine(params, workload, "e000", distributed.RankContext(0, 1, "cpu"))
     engine.end_tokens = set()
     model, prompt = loading.load_target(str(folder), "float32", "cpu"), [3, 1, 4, 1, 5]
     differing = 0
@@ -150,7 +151,7 @@ def test_the_torch_engine_draws_what_transformers_draws(
         plain = [t for step in engine.decode_plain(prompt, 24, sampling=how) for t in step.tokens]
         in_trees = engine.decode_speculative(prompt, 24, TreeShape(3, 2, 6), sampling=how)
         assert plain == expected and [t for step in in_trees for t in step.tokens] == expected
-        unscaled = Engine(model, [], [1, 3, 5]).decode_plain(prompt, 24, sampling=how)
+        unscaled = build_engine(model, [], [1, 3, 5]).decode_plain(prompt, 24, sampling=how)
         differing += [t for step in unscaled for t in step.tokens] != expected
     assert differing, "the comparison says nothing"
 
@@ -160,7 +161,7 @@ def test_margins_are_of_the_targets_own_logits(tmp_path: Path, monkeypatch: pyte
     folder = prepare(tmp_path, monkeypatch)
     model = loading.load_target(str(folder), "float32", "cpu")
     first, second = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].topk(2).values.tolist()
-    engine = Engine(model, [], [], logits_scale=manifest.read_manifest().logits_scale)
+    engine = build_engine(model, [], [], logits_scale=manifest.read_manifest().logits_scale)
     assert engine.measure_margin([3, 1, 4], [1, 5]) == pytest.approx(first - second, rel=1e-4)
 
 
@@ -171,15 +172,6 @@ def test_hidden_states_of_a_target_made_before_the_factor_was_measured_are_still
     made = manifest.read_manifest()
     assert made.logits_scale == 1 / 8
     assert reader.digest_target(made) == reader.digest_target(replace(made, logits_scale=1.0))
-
-
-def test_the_engine_of_other_methods_has_the_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(tmp_path, monkeypatch)
-    params = schema.load_params()
-    row = NgramRow(method="ngram", longest=3, shortest=1, length=4)
-    workload = params.benchmark.workloads["eval"]
-    prompts = pl.DataFrame({"id": ["a"], "images": [[]]}, schema={"id": pl.String, "images": pl.List(pl.String)})
-    assert benchmark_methods._build_context(params, row, workload, prompts).engine.logits_scale == 1 / 8
 
 
 def test_other_factors_than_the_measured_one_are_refused_where_tokens_are_drawn(tmp_path: Path) -> None:

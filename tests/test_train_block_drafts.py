@@ -18,16 +18,17 @@ from safetensors.torch import load_file
 
 from stages import check_overfit, extract_hiddens, init_draft, train_draft
 from stages.data import conversations
-from stages.draft import block_checkpoint, block_initialisation, checkpoint, mask_token
+from stages.draft import block_checkpoint, checkpoint, mask_token
 from stages.draft.block_draft import BlockDraft
+from stages.families.block import objective as block_training
+from stages.families.block import training as block_start
+from stages.families.block.objective import BlockTrainingObjective
 from stages.hidden_states import reader
 from stages.params import schema
-from stages.params.draft_sections import DFLASH2_SIZES, BlockSegment
+from stages.params.families import DFLASH2_SIZES, BlockSegment
 from stages.runtime.distributed import RankContext
 from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
-from stages.training import block_training
-from stages.training.block_training import BlockTrainingObjective
 from stages.training.packed_rows import PackIndex
 from stages.training.packs import PackLoader, plan_epoch
 from stages.training.trainer import Trainer, TrainingProgress
@@ -146,7 +147,7 @@ def test_the_checkpoint_is_what_engines_load(trained_project: Path, method: str)
 
 def test_new_convolutions_change_nothing(trained_project: Path) -> None:
     config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dflash28"), "a test")
-    draft = block_initialisation.initialise_block_draft(block_checkpoint.parse_block_config(config), 1)
+    draft = block_start.initialise_block_draft(block_checkpoint.parse_block_config(config), 1)
     rows = torch.randn(1, 8, draft.config.hidden_size)
     for layer in draft.layers:
         for convolution in (layer.attention_conv, layer.mlp_conv):
@@ -156,7 +157,7 @@ def test_new_convolutions_change_nothing(trained_project: Path) -> None:
 def test_new_weights_are_normal_and_norms_one(trained_project: Path) -> None:
     config, _ = block_checkpoint.read_block_draft(checkpoint.locate_checkpoint("dspark8"), "a test")
     parsed = block_checkpoint.parse_block_config(config)
-    first, same_seed, other_seed = (block_initialisation.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
+    first, same_seed, other_seed = (block_start.initialise_block_draft(parsed, seed) for seed in (1, 1, 2))
     for name, weight in first.named_parameters():
         if weight.ndim == 2 and weight.numel() > 1000:
             assert abs(weight.std() - 0.02) < 0.002 and abs(weight.mean()) < 0.002, name

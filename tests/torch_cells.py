@@ -6,6 +6,10 @@ from stages.results.torch_records import TorchCell
 from tests import costs
 
 TOKENS = 101
+ENDED = {  # keys of a cell that say nothing of speeds
+    "stopping": {"repeats": 1, "rule": "repeats", "half_width": None},
+    "draft": {"weights_bytes": 4096, "state_bytes": 512, "draft_parameters": 1024},
+}
 
 
 def timed_cell(
@@ -43,6 +47,6 @@ def timed_cell(
                 "identical_share": 1.0,
             },
             "prompts": [row | {"id": f"row{n}.0"} for n in range(2)], "hardware": costs.HARDWARE, "versions": {},
-            "seconds": 3.0, "seed": 0, "gpus": [], "joules": None,
+            "seconds": 3.0, "seed": 0, "gpus": [], "joules": None, **ENDED,
         }
     )  # fmt: skip

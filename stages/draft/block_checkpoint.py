@@ -20,8 +20,7 @@ from torch import Tensor
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
-from stages.params.block_draft_methods import BLOCK_METHODS, find_block_method
-from stages.params.draft_sections import DFLASH2_SIZES
+from stages.params.families import BLOCKS, DFLASH2_SIZES, find_family
 from stages.runtime import atomic
 from stages.target import feature_layers
 
@@ -38,7 +37,7 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
     is_default_rope = rope.get("rope_type", "default") == "default"
     shared = {"mask_token_id": c.mask_token_id, "target_layer_ids": feature_layers.to_after_layer_ids(c.feature_layers)}
     config = {
-        "architectures": [BLOCK_METHODS[c.method].architecture],
+        "architectures": [BLOCKS[c.method].architecture],
         "model_type": "qwen3",
         **{key: getattr(c, key) for key in SIZE_KEYS},
         "hidden_act": "silu",
@@ -77,9 +76,9 @@ def parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
 
 
 def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
-    method = find_block_method(config)
-    if method is None or config["architectures"] != [method.architecture]:
-        known = ", ".join(each.architecture for each in BLOCK_METHODS.values())
+    method = find_family(config)
+    if not method.is_block or config["architectures"] != [method.architecture]:
+        known = ", ".join(str(each.architecture) for each in BLOCKS.values())
         raise ValueError(f"architectures is {config['architectures']}, expected one of {known}")
     nested, num_layers = config["dflash_config"], config["num_hidden_layers"]
     dspark = method.name == "dspark"
@@ -181,18 +180,6 @@ def write_block_draft(folder: Path, config: dict[str, Any], tensors: dict[str, T
         atomic.write_json(temporary / "config.json", config)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, temporary / "model.safetensors", {"format": "pt"})
-
-
-def is_block_draft(folder: Path) -> bool:
-    """Return whether a checkpoint's `folder`/draft is a block draft, by config.json's architectures.
-
-    False where config.json is missing or broken, which reading it names.
-    """
-    try:
-        config = atomic.read_json(folder / "draft" / "config.json", "train_draft")
-    except atomic.BrokenArtifactError:
-        return False
-    return find_block_method(config) is not None
 
 
 def read_block_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

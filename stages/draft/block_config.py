@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params.block_draft_methods import BLOCK_METHODS
-from stages.params.draft_sections import DFLASH2_SIZES
+from stages.params.families import BLOCKS, DFLASH2_SIZES
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class BlockDraftConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # rope_parameters: rope_theta, rope_type, ...
-    method: str  # one of BLOCK_METHODS
+    method: str  # one of BLOCKS
     block_size: int  # B
     mask_token_id: int
     feature_layers: tuple[int, ...]  # the residual stream entering block i of the target, strictly increasing
@@ -36,17 +35,17 @@ class BlockDraftConfig:
     @property
     def first_slot(self) -> int:
         """The slot that predicts the first draft."""
-        return BLOCK_METHODS[self.method].first_slot
+        return BLOCKS[self.method].first_slot or 0
 
     @property
     def num_drafts(self) -> int:
         """Return the number of draft tokens of a block, D."""
-        return BLOCK_METHODS[self.method].count_drafts(self.block_size)
+        return BLOCKS[self.method].count_drafts(self.block_size)
 
     def check(self) -> None:
         """Raise ValueError for a config that can't be built or that an engine would misread."""
-        if self.method not in BLOCK_METHODS:
-            raise ValueError(f"method is {self.method!r}, expected one of {', '.join(BLOCK_METHODS)}")
+        if self.method not in BLOCKS:
+            raise ValueError(f"method is {self.method!r}, expected one of {', '.join(BLOCKS)}")
         if self.num_drafts < 1:
             raise ValueError(
                 f"block_size is {self.block_size}, expected at least {1 + self.first_slot} for {self.method}: raise it"

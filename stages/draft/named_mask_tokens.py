@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.draft.mask_token import choose_mask_token, describe_mask_token
 from stages.params import schema
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import BlockSegment
 from stages.params.section import PARAMS_FILE
 from stages.target import chat_template, manifest
 from stages.target.manifest import TargetManifest
@@ -23,7 +23,7 @@ def check_mask_tokens(params: schema.Params, tokenizer: Any, target: TargetManif
     for which none can be chosen is refused only where no other draft is to be trained.
     """
     lines, problems, num_refused = list[str](), list[str](), 0
-    for name in params.train_draft.list_fresh_blocks():
+    for name in params.train_draft.list_fresh_drafts():
         segment = params.train_draft.checkpoints[name]
         assert isinstance(segment, BlockSegment), name
         try:

@@ -23,7 +23,7 @@ from torch import Tensor
 from stages.draft import block_checkpoint, mask_token, published_files
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
-from stages.params.draft_sections import DFLASH2_SIZES
+from stages.params.families import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
 from stages.target.manifest import TargetManifest
 

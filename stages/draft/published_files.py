@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.draft import checkpoint
+from stages.params.families import DFLASH, EAGLE3, DraftFamily
 from stages.target.manifest import TargetManifest
 
 # Returns the target's embedding and head [V, H]; called only where they are needed.
@@ -110,6 +111,11 @@ def is_block_config(raw: Mapping[str, Any]) -> bool:
     """Return whether config.json is of a block draft, of a kind that we run or not."""
     named = [*(raw.get("architectures") or []), raw.get("speculators_model_type") or ""]
     return any(BLOCK_DRAFT_WORDS.search(name) for name in named) or any(key in raw for key in BLOCK_SECTIONS)
+
+
+def find_published_family(raw: Mapping[str, Any]) -> DraftFamily:
+    """Return the family whose files a published config.json is of: of a block draft any of theirs, which are read alike."""
+    return DFLASH if is_block_config(raw) else EAGLE3
 
 
 def check_target_sizes(folder: Path, raw: Mapping[str, Any], manifest: TargetManifest) -> None:

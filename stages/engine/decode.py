@@ -17,9 +17,8 @@ Its shapes depend on the tree only: the path is padded to R = num_steps + 1 rows
 a mask admits them. So a GPU captures a cycle once as a CUDA graph and replays it; the host reads the result of a cycle in
 one copy while the next cycle runs. A plain step is the same with a tree of one node.
 
-A `Proposer` proposes the trees: the engine's own draft (eagle3_proposer.py), a block draft, which expands in one forward
-(block_proposer.py), or another method (stages/methods). Verify, accept and move are shared, so the output of all equals plain
-decoding.
+A `Proposer` of the draft's family proposes the trees (stages/families). Verify, accept and move are shared, so the output of
+all equals plain decoding.
 
 Several prompts, each with its own length, are decoded in slots. A prompt is prefilled alone, in its slot; a step or a cycle
 is one pass over all slots. A slot whose answer ended takes the next prompt at once. A GPU captures one pass for each number
@@ -44,9 +43,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import Eagle3Draft
-from stages.engine.block_proposer import BlockDrafter
 from stages.engine.decode_state import (
     ActiveRequest,
     ActiveSlots,
@@ -60,8 +56,7 @@ from stages.engine.decode_state import (
     compute_rope_positions,
     read_step,
 )
-from stages.engine.eagle3_proposer import Eagle3Drafter
-from stages.engine.proposer import DraftingMethod, Proposer
+from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.engine.sampling import SamplingParams, TokenSampler, draw_draft_uniforms, draw_uniforms
 from stages.engine.slot_pool import SlotPool
 from stages.engine.target_runner import TargetRunner
@@ -89,29 +84,24 @@ class DecodingRun:
 
 
 class Engine:
-    """A target, and optionally a draft, ready to decode. Raises ValueError where the draft does not fit the target."""
+    """A target, and optionally a draft that fits it, ready to decode."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         end_tokens: list[int],
-        feature_layers: list[int],  # those that the draft reads
-        draft: Eagle3Draft | BlockDraft | None = None,
-        tree_scoring: str = "sglang",  # a key of draft_tree.TREE_SCORINGS
+        drafter: Drafter | None = None,
         logits_scale: float = 1.0,  # of the target's manifest
     ):
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
         self.lm_head = model.get_output_embeddings().weight  # [V, H]
         self.logits_scale = logits_scale
         self.embedding = model.get_input_embeddings().weight  # [V, H]
-        self.end_tokens, self.draft, self.slots = set(end_tokens), draft, SlotPool(model, draft)
+        self.end_tokens, self.drafter, self.slots = set(end_tokens), drafter, SlotPool(model, drafter)
         self.uses_cuda_graphs = self.slots.uses_cuda_graphs
+        if drafter is not None and self.uses_cuda_graphs:
+            drafter.use_fused_kernels()
         self.target = TargetRunner(model, self.slots)
-        self.drafter: Eagle3Drafter | BlockDrafter | None = None
-        if isinstance(draft, BlockDraft):
-            self.drafter = BlockDrafter(draft, model, feature_layers, tree_scoring)
-        elif draft is not None:
-            self.drafter = Eagle3Drafter(draft, model, feature_layers, tree_scoring, self.uses_cuda_graphs)
         self.methods: dict[tuple[TreeShape, float | None], DraftingMethod] = {}
         self.passes_ahead = int(self.uses_cuda_graphs)  # passes launched before the one before them is read
 
@@ -169,18 +159,6 @@ class Engine:
         ValueError for an impossible tree, before the first token.
         """
         method = self.get_tree_method(tree, sampling)
-        yield from self._decode_alone(DecodeRequest(prompt, max_new_tokens, images, sampling), method)
-
-    @torch.inference_mode()
-    def decode_with_method(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        method: DraftingMethod,
-        images: ImagePatchesProtocol | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> Iterator[DecodeStep]:
-        """Yield steps as `decode_speculative` does, with the trees of `method`."""
         yield from self._decode_alone(DecodeRequest(prompt, max_new_tokens, images, sampling), method)
 
     @torch.inference_mode()

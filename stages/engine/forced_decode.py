@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
+from stages.engine.proposer import Drafter
 from stages.engine.sampling import TokenSampler
 from stages.params.tree_shape import TreeShape
 from stages.target.multimodal import ImagePatchesProtocol
@@ -24,16 +23,10 @@ from stages.trees import accept_length
 
 
 class ForcedDecodingEngine(Engine):
-    """An engine whose target always outputs the given answer. Raises ValueError as `Engine`."""
+    """An engine whose target always outputs the given answer."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        feature_layers: list[int],
-        draft: Eagle3Draft | BlockDraft,
-        answer: Sequence[int],
-    ):
-        super().__init__(model, [], feature_layers, draft)
+    def __init__(self, model: PreTrainedModel, drafter: Drafter, answer: Sequence[int]):
+        super().__init__(model, [], drafter)
         self.answer = torch.tensor(answer, device=self.device)
 
     def _sample(self, sampler: TokenSampler, hidden: Tensor, indices: Tensor) -> Tensor:

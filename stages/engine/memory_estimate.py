@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import round_up_capacity
+from stages.engine.proposer import Drafter
 from stages.params.tree_shape import TreeShape
 from stages.params.units import format_bytes
 
@@ -73,18 +72,18 @@ def estimate_memory(
     cache_tokens = num_slots * round_up_capacity(tokens + spare)
     return MemoryEstimate(
         count_weight_bytes(engine.model),
-        count_weight_bytes(engine.draft),
+        count_weight_bytes(engine.drafter.module if engine.drafter else None),
         engine.slots.count_cache_bytes(cache_tokens),
         cache_tokens,
         _estimate_activation_bytes(
-            engine.model, engine.draft, tokens, num_slots, tree, 40 * samples + 16 * samples_drafts
+            engine.model, engine.drafter, tokens, num_slots, tree, 40 * samples + 16 * samples_drafts
         ),
     )
 
 
 def _estimate_activation_bytes(
     model: PreTrainedModel,
-    draft: Eagle3Draft | BlockDraft | None,
+    drafter: Drafter | None,
     tokens: int,
     num_slots: int,
     tree: TreeShape | None,
@@ -100,22 +99,15 @@ def _estimate_activation_bytes(
     prefill = tokens * item_bytes * (3 * wide + 6 * hidden)  # [T, I] three times, streams, queries, keys, values
     prefill += tokens * tokens * (1 + item_bytes)  # the mask as bool and as additive bias
     if tree is not None:
-        width = draft.fc.in_features if draft is not None else 3 * hidden
+        width = drafter.feature_width if drafter is not None else 3 * hidden
         # Features in parts and joined; the draft's fused input.
         prefill += tokens * item_bytes * (2 * width + 6 * hidden)
     nodes = num_slots * (tree.num_draft_tokens if tree else 1)
     cycle = nodes * (item_bytes * (3 * wide + 9 * hidden) + vocabulary * (item_bytes + drawing_bytes))
-    if draft is not None and tree is not None:
-        cycle += num_slots * _count_draft_logits(draft, tree) * (item_bytes + 24)  # float32, sort keys, their sort
+    if drafter is not None and tree is not None:
+        cycle += num_slots * drafter.count_logits(tree) * (item_bytes + 24)  # float32, sort keys, their sort
     fixed = CUBLAS_WORKSPACE + MATMUL_TIMING_WORKSPACE if model.device.type == "cuda" else 0
     return max(prefill, cycle) + fixed
-
-
-def _count_draft_logits(draft: Eagle3Draft | BlockDraft, tree: TreeShape) -> int:
-    """Return the most logits of the draft that a prompt has at once: of a beam, or of a block's slots and a beam."""
-    if isinstance(draft, BlockDraft):
-        return (tree.num_steps + tree.topk) * draft.config.vocab_size
-    return tree.topk * draft.config.draft_vocab_size
 
 
 def compute_routed_width(config: object) -> int:

@@ -1,4 +1,4 @@
-"""The interface of methods that propose trees: EAGLE-3 (eagle3_proposer.py), block drafts (block_proposer.py), stages/methods.
+"""The interface between the engine and the families of drafts (stages/families), which propose the trees of each cycle.
 
 Letters: B prompts decoded together, M num_draft_tokens.
 """
@@ -6,14 +6,15 @@ Letters: B prompts decoded together, M num_draft_tokens.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput
+from stages.params.tree_shape import TreeShape
 from stages.trees.draft_tree import DraftTree
 
 
 class Proposer(ABC):
-    """Proposes the trees of each cycle; those of stages/methods for one prompt at a time.
+    """Proposes the trees of each cycle.
 
     `prepare` runs on the host. `propose` and `update` are captured in a CUDA graph, so they use tensors of fixed shapes,
     and every tensor that they change besides the state and the slots' caches is in `graph_tensors`.
@@ -57,3 +58,29 @@ class DraftingMethod(ABC):
     @abstractmethod
     def build_proposer(self, capacity: int) -> Proposer:
         """Return a proposer for slots of `capacity` tokens."""
+
+
+class Drafter(ABC):
+    """A draft beside a target: what it reads, what it keeps in the slots, and the shapes that it proposes."""
+
+    module: nn.Module | None = None  # its weights; None: it has none
+    feature_layers: Sequence[int] = ()  # of the target, that it reads
+    feature_width: int = 0  # of these layers together, as the draft reads them
+    cache_heads: int = 0  # of a token's keys in the slots' draft cache, the layers side by side; 0: it keeps none there
+    cache_head_dim: int = 0
+    rope_axes: tuple[int, ...] = ()  # (3,) where its positions have three axes
+    is_batched: bool = True  # False: one prompt at a time
+
+    @abstractmethod
+    def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> DraftingMethod:
+        """Return the method of a shape, with drafts sampled at a temperature; greedy with None.
+
+        Raises ValueError for a shape that the draft can't grow, and for one whose drafts can't be sampled.
+        """
+
+    def count_logits(self, shape: TreeShape) -> int:
+        """Return the most logits of the draft that a prompt has at once, for the estimate of memory."""
+        return 0
+
+    def use_fused_kernels(self) -> None:  # noqa: B027 - most families have none
+        """Take kernels whose shapes are fixed, on a GPU that captures cycles."""

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.block_draft import BlockDraft
-from stages.draft.eagle3 import Eagle3Draft
 from stages.engine.cuda_graphs import AsyncReadback, CudaGraphRunner, measure_free_memory
 from stages.engine.decode_state import CacheSlots, DecodeState, round_up_capacity
 from stages.engine.kv_cache import KVCache, count_kv_bytes, probe_kv_shapes
+from stages.engine.proposer import Drafter
 from stages.params.units import format_bytes
 from stages.target.layer_state import read_sliding_window
 from stages.target.multimodal import is_multimodal
@@ -24,8 +23,8 @@ from stages.target.multimodal import is_multimodal
 class SlotPool:
     """Slots for one prompt or several. Raises ValueError for a target that has layers without keys and values."""
 
-    def __init__(self, model: PreTrainedModel, draft: Eagle3Draft | BlockDraft | None):
-        self.model, self.draft, self.device = model, draft, model.device
+    def __init__(self, model: PreTrainedModel, drafter: Drafter | None):
+        self.model, self.drafter, self.device = model, drafter, model.device
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.sliding_window, self.is_multimodal = read_sliding_window(model.config), is_multimodal(model)
         self.kv_shapes, self.idle = probe_kv_shapes(model), list[CacheSlots]()
@@ -80,8 +79,10 @@ class SlotPool:
 
     def allocate_slots(self, num_slots: int, capacity: int) -> CacheSlots:
         """Raise ValueError where the GPU has too little free memory."""
-        example, num_heads, head_dim = self.describe_draft_cache()
+        drafter = self.drafter
+        num_heads, head_dim = (drafter.cache_heads, drafter.cache_head_dim) if drafter else (0, 0)
         self.check_memory_fits(num_slots * capacity)
+        draft_cache = self.embedding.new_zeros(num_slots, capacity, num_heads, head_dim)
         is_single, integer = num_slots == 1, {"dtype": torch.int64, "device": self.device}
         has_dynamic_shapes = is_single and not self.uses_cuda_graphs
         numbers = torch.arange(num_slots, **integer)[:, None]
@@ -97,8 +98,8 @@ class SlotPool:
             torch.zeros(num_slots, capacity, dtype=torch.float64, device=self.device),
             torch.zeros(num_slots, capacity, 2, dtype=torch.float64, device=self.device),
             KVCache(self.kv_shapes, capacity, self.model.dtype, self.device, num_slots, has_dynamic_shapes),
-            example.new_zeros(num_slots, capacity, num_heads, head_dim),
-            example.new_zeros(num_slots, capacity, num_heads, head_dim),
+            draft_cache,
+            torch.zeros_like(draft_cache),
             CudaGraphRunner(self.device, self.uses_cuda_graphs),
             AsyncReadback(self.device),
             states={},
@@ -125,22 +126,11 @@ class SlotPool:
             draft_values=slots.draft_values[own],
         )
 
-    def describe_draft_cache(self) -> tuple[Tensor, int, int]:
-        """Return a tensor of the draft's dtype and device, and the heads and head width of its keys (0 without a draft).
-
-        Those of a block draft's layers are side by side.
-        """
-        if self.draft is None:
-            return self.embedding, 0, 0
-        c = self.draft.config
-        num_layers = self.draft.config.num_hidden_layers if isinstance(self.draft, BlockDraft) else 1
-        return self.draft.fc.weight, num_layers * c.num_key_value_heads, c.head_dim
-
     def count_cache_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values of target and draft."""
-        example, num_heads, head_dim = self.describe_draft_cache()
-        draft_bytes = 2 * tokens * num_heads * head_dim * example.element_size()
-        return count_kv_bytes(self.kv_shapes, tokens, self.model.dtype) + draft_bytes
+        drafter = self.drafter
+        of_draft = 2 * tokens * drafter.cache_heads * drafter.cache_head_dim if drafter else 0
+        return count_kv_bytes(self.kv_shapes, tokens, self.model.dtype) + of_draft * self.embedding.element_size()
 
     def check_memory_fits(self, tokens: int) -> None:
         need = self.count_cache_bytes(tokens)
@@ -158,8 +148,7 @@ class SlotPool:
         return slots.states[path_length]
 
     def _allocate_state(self, num_slots: int, path_length: int) -> DecodeState:
-        axes = (3,) if isinstance(self.draft, Eagle3Draft) and self.draft.frequency_axes is not None else ()
-        width = 0 if self.draft is None else self.draft.fc.in_features
+        axes, width = (self.drafter.rope_axes, self.drafter.feature_width) if self.drafter else ((), 0)
 
         def allocate(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=self.device)

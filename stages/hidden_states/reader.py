@@ -25,6 +25,7 @@ from stages.runtime.atomic import BrokenArtifactError
 from stages.target import manifest
 from stages.target.manifest import TargetManifest
 
+TRAIN_FOLDER = Path("data/hiddens/train")
 ShardSlices = dict[str, Any]  # tensor name -> safetensors' slice, mapped and unread
 
 

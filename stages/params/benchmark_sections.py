@@ -21,8 +21,8 @@ from stages.params.section import (
     get_named,
 )
 from stages.params.server_urls import ConfigurationUrls
-from stages.params.tree_sections import TreeNames
-from stages.params.tree_shape import Load, TreeShape
+from stages.params.tree_sections import ShapeNames, TreeNames
+from stages.params.tree_shape import Load, parse_shape
 
 Rate = Annotated[Annotated[Positive, Tag("a number")] | Annotated[Literal["inf"], Tag("a text")], TEXT_OR_NUMBER]
 
@@ -156,14 +156,16 @@ class Benchmark(Section):
     # SGLang with DSpark or DFlash2 and vLLM's draft_sample_method: probabilistic. Block drafts' chains only
     # (docs/trees.md)
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
-    # CPU threads of the torch engine's decoding, here and in time_trees and benchmark_methods: tokens one at a time
+    # CPU threads of the torch engine's decoding, here and in time_trees: tokens one at a time
     # gain by more only for targets of a GiB and more
     num_threads: Count = 1
     num_gpus_total: Count = 1  # GPUs of this host; prompts are divided over the copies of the target
     num_gpus_per_model: Count = 1  # GPUs of one copy, for a target larger than a GPU; each holds consecutive layers
     max_gpu_memory: Positive | None = None  # GiB of each GPU for weights, caches and everything else; null: all
     checkpoints: SomeNames  # others of replay_trees.checkpoints: in the table with replayed tau and predicted speedup
-    trees: Annotated[TreeNames, Field(min_length=1)]  # t<num_steps>_<topk>_<num_draft_tokens>
+    # t<num_steps>_<topk>_<num_draft_tokens>; of families that no server runs s<depth>_<nodes>, n<longest>_<shortest>_<length>,
+    # l<window>_<level>_<guesses> (docs/methods.md). A cell whose draft can't draft the shape is left out, and says why
+    trees: Annotated[ShapeNames, Field(min_length=1)]
 
     @model_validator(mode="after")
     def torch_engine_supports_it(self) -> "Benchmark":
@@ -185,7 +187,7 @@ class Benchmark(Section):
                     "until to null and repeats to a number"
                 )
         if self.samples_drafts:
-            for tree in (tree for tree in map(TreeShape.parse, self.trees) if tree.topk > 1):
+            for tree in (tree for tree in map(parse_shape, self.trees) if tree.topk > 1):
                 raise ValueError(
                     f"trees: {tree.name} has topk {tree.topk} and draft_sampling is sampled, expected chains "
                     f"(t{tree.num_steps}_1_{tree.num_steps + 1}): only of chains is a draft verified by the ratio of both "

@@ -1,17 +1,16 @@
-"""The trees of benchmark and benchmark_served that a checkpoint's draft can't grow, or an engine can't run with it.
+"""The trees of benchmark and benchmark_served that a checkpoint's draft can't draft, or an engine can't run with it.
 
 `trees` of a section is one list for all of its checkpoints. A pair that can't run is left out: its cell has the status
 `unsupported` with the reason, and nothing is loaded or started for it. What is refused is a checkpoint without any tree, and a
-tree without any checkpoint. The blocks of imported drafts are not known here; their cells say it.
+tree without any checkpoint. The sizes of imported drafts are not known here; their cells say it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed
-from stages.params.block_draft_methods import BLOCK_METHODS, explain_unserved_tree
-from stages.params.draft_sections import BlockSegment, Segment
-from stages.params.tree_shape import TreeShape
+from stages.params.families import SHAPES, DraftKind
+from stages.params.tree_shape import parse_shape
 
 
 @dataclass(frozen=True)
@@ -25,29 +24,25 @@ class LeftOutTree:
 
 
 def list_left_out_trees(
-    torch: Benchmark, served: BenchmarkServed, trained: Mapping[str, Segment]
+    torch: Benchmark, served: BenchmarkServed, drafts: Mapping[str, DraftKind]
 ) -> Iterator[LeftOutTree]:
-    """Yield the trees that are left out for a checkpoint; none of a section without workloads."""
+    """Yield the trees that are left out for a checkpoint; none of a section without workloads. `drafts`: the known ones."""
     for name in torch.checkpoints if torch.torch_workloads else []:
-        segment = trained.get(name)
-        for tree in map(TreeShape.parse, torch.trees):
-            if isinstance(segment, BlockSegment) and (reason := segment.explain_ungrown(tree)):
+        for tree in map(parse_shape, torch.trees):
+            if name in drafts and (reason := drafts[name].explain_ungrown(tree)):
                 yield LeftOutTree("benchmark", name, tree.name, reason)
     for name in served.checkpoints if served.workloads else []:
-        segment = trained.get(name)
-        block = (BLOCK_METHODS[segment.method], segment.num_drafts) if isinstance(segment, BlockSegment) else None
-        for tree in map(TreeShape.parse, served.trees):
-            shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-            if name in trained and (reason := explain_unserved_tree(served.engine, *shape, block)):
+        for tree in map(parse_shape, served.trees):
+            if name in drafts and (reason := drafts[name].explain_unserved(served.engine, tree)):
                 yield LeftOutTree("benchmark_served", name, tree.name, reason)
 
 
-def check_cell_trees(torch: Benchmark, served: BenchmarkServed, trained: Mapping[str, Segment]) -> None:
+def check_cell_trees(torch: Benchmark, served: BenchmarkServed, drafts: Mapping[str, DraftKind]) -> None:
     """Raise ValueError for a checkpoint that no tree of its section runs with, and a tree that runs with no checkpoint.
 
     A tree of EAGLE-3 that an engine lacks may be listed: published tables have such cells.
     """
-    left_out = list(list_left_out_trees(torch, served, trained))
+    left_out = list(list_left_out_trees(torch, served, drafts))
     for section, names, trees in (
         ("benchmark", torch.checkpoints, torch.trees),
         ("benchmark_served", served.checkpoints, served.trees),
@@ -57,16 +52,18 @@ def check_cell_trees(torch: Benchmark, served: BenchmarkServed, trained: Mapping
         if idle:
             raise ValueError(
                 f"{section}.trees has {', '.join(trees)}, of which none runs with {', '.join(idle)}; expected one for each of "
-                f"{section}.checkpoints, which take {_describe_drafts(idle, section, served, trained)}; add one, or take the "
+                f"{section}.checkpoints, which take {_describe_drafts(idle, section, served, drafts)}; add one, or take the "
                 "checkpoint out"
             )
-        blocks_alone = all(isinstance(trained.get(name), BlockSegment) for name in names)
+        may_be_published = section == "benchmark_served" and any(
+            name not in drafts or not drafts[name].family.is_block for name in names
+        )
         unused = [tree for tree in trees if names and all((name, tree) in pairs for name in names)]
-        if unused and blocks_alone:
+        if unused and not may_be_published:
             raise ValueError(
                 f"{section}.trees: {', '.join(unused)} can't run with any of {section}.checkpoints, which take "
-                f"{_describe_drafts(names, section, served, trained)}; take it out, or raise block_size of one of these segments "
-                "of train_draft.checkpoints"
+                f"{_describe_drafts(names, section, served, drafts)}; take it out, or add a checkpoint that drafts it (a "
+                "block draft: a larger block_size)"
             )
 
 
@@ -82,19 +79,19 @@ def describe_left_out(trees: Iterable[LeftOutTree]) -> list[str]:
 
 
 def _describe_drafts(
-    names: Iterable[str], section: str, served: BenchmarkServed, trained: Mapping[str, Segment]
+    names: Iterable[str], section: str, served: BenchmarkServed, drafts: Mapping[str, DraftKind]
 ) -> str:
     """Return each checkpoint with the trees that run with it, in words."""
     found = []
     for name in names:
-        segment = trained.get(name)
-        if isinstance(segment, BlockSegment):
-            d = segment.num_drafts
-            grown = f"num_steps of at most {d}" + (
-                f" and topk of at most {segment.most_topk}" if segment.most_topk else ""
-            )
-            takes = f"t{d}_1_{d + 1} alone" if section == "benchmark_served" else grown
-        else:
+        draft = drafts.get(name, DraftKind())
+        if section == "benchmark_served" and (whole := draft.whole_block):
+            takes = f"{whole.name} alone"
+        elif section == "benchmark_served":
             takes = "chains" if served.engine == "vllm" else "num_draft_tokens of at least num_steps + 1"
+        else:
+            takes = " and ".join(SHAPES[letter] for letter in draft.family.shapes)
+            takes += f", num_steps of at most {draft.depth}" if draft.depth else ""
+            takes += f" and topk of at most {draft.most_topk}" if draft.most_topk else ""
         found.append(f"{name} {takes}")
     return ", ".join(found)

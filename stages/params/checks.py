@@ -15,7 +15,6 @@ from pathlib import Path
 
 from stages.params import target_files
 from stages.params.cell_trees import describe_left_out
-from stages.params.draft_sections import BlockSegment
 from stages.params.schema import Params, load_params
 from stages.params.section import PARAMS_FILE, suggest_name
 from stages.params.units import list_first
@@ -165,7 +164,7 @@ def list_remarks(params: Params) -> Iterator[str]:
 
 
 def check_stored_layers(params: Params) -> None:
-    """Raise ValueError where a block draft is to be trained that reads other layers than target.feature_layers names."""
+    """Raise ValueError where a draft is to be trained that reads other layers than target.feature_layers names."""
     if params.target.feature_layers is not None:
         check_segment_layers(params, params.target.feature_layers)
 
@@ -254,9 +253,9 @@ def check_feature_layers(params: Params, stored: list[int], default: list[int]) 
 
 
 def check_segment_layers(params: Params, stored: list[int]) -> None:
-    """Raise ValueError where a block draft is to be trained that reads feature layers which are not `stored`."""
+    """Raise ValueError where a draft is to be trained that reads feature layers which are not `stored`."""
     for name, segment in params.train_draft.checkpoints.items():
-        read = segment.feature_layers if isinstance(segment, BlockSegment) else None
+        read = getattr(segment, "feature_layers", None)
         if missing := [layer for layer in read or [] if layer not in stored]:
             raise ValueError(
                 f"{PARAMS_FILE}: train_draft.checkpoints.{name}.feature_layers is {read}, expected some of target.feature_layers "
@@ -293,8 +292,10 @@ def check_drawn_tokens(params: Params, difference: str) -> None:
     hot = [name for name in params.benchmark.torch_workloads if workloads[name].temperature > 0]
     drawn = [f"benchmark.workloads.{name}.temperature" for name in hot]
     replayed = [params.train_draft.checkpoints.get(name) for name in params.replay_trees.checkpoints]
-    if params.sample_target.eval_temperature > 0 and any(isinstance(segment, BlockSegment) for segment in replayed):
-        drawn.append("sample_target.temperature")  # chains of block drafts are replayed on answers as they were drawn
+    if params.sample_target.eval_temperature > 0 and any(
+        segment and segment.family.samples_drafts for segment in replayed
+    ):
+        drawn.append("sample_target.temperature")  # chains of sampled drafts are replayed on answers as they were drawn
     if drawn:
         raise ValueError(
             f"{PARAMS_FILE}: {', '.join(drawn)} above 0, expected 0: {difference}. The class caps its logits, and the torch "
@@ -320,7 +321,6 @@ def main() -> None:
     b, served = params.benchmark, params.benchmark_served
     cells = len(b.torch_workloads) * len(b.checkpoints) * len(b.trees)
     cells += len(served.workloads) * (1 + len(served.checkpoints) * len(served.trees))
-    cells += len(params.benchmark_methods.with_draft) + len(params.benchmark_methods.without_draft)
     for line in describe_left_out(params.list_left_out_trees()):
         print(line)
     print(

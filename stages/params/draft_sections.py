@@ -1,15 +1,14 @@
 """The sections of stages that make drafts: init_draft, check_overfit, train_draft, import_draft."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from stages.params.block_draft_methods import BLOCK_METHODS
+from stages.params.families import BUILTIN, EAGLE3, FAMILIES, AnySegment, DraftFamily, Segment, find_builtin
 from stages.params.section import (
     ROOT_CHECKPOINT,
     Count,
     Eagle3FeatureLayers,
-    FeatureLayers,
     Name,
     NonNegative,
     Positive,
@@ -19,9 +18,7 @@ from stages.params.section import (
     Text,
     suggest_name,
 )
-from stages.params.tree_shape import TreeShape
 
-DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
 USUAL_DRAFT_VOCAB = 32_000  # of published drafts
 LEAST_COVERAGE = 0.98  # of the answers' tokens by the draft's vocabulary, below which a warning is due
 
@@ -91,139 +88,12 @@ class CheckOverfit(Section):
     min_tau: Annotated[float, Field(ge=1)] = 6.0
 
 
-class Segment(Section):
-    """A segment of training: `epochs` more from the checkpoint `from`, then a saved one; of EAGLE-3 without a key `method`."""
-
-    from_: Annotated[Name, Field(alias="from")]
-    epochs: Count
-
-    @property
-    def non_eagle3_method(self) -> str | None:
-        """The method, None for EAGLE-3."""
-        method = getattr(self, "method", "eagle3")
-        return None if method == "eagle3" else method
-
-    @property
-    def num_heads(self) -> int | None:
-        """Number of Medusa's heads; None for other methods."""
-        return getattr(self, "heads", None)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Return the keys beside the method that a checkpoint has in common with the one it starts from."""
-        return {}
-
-    @property
-    def is_only_compared(self) -> bool:
-        """Return whether benchmark_methods alone measures the checkpoint: EAGLE and Medusa, which no serving engine has."""
-        return self.non_eagle3_method in ("eagle", "medusa")
-
-
-class LayerSegment(Segment):
-    # medusa, dflash, dflash2 and dspark need segments of their own; listed here for error messages
-    method: Literal["eagle3", "eagle", "medusa", "dflash", "dflash2", "dspark"]
-
-
-class MedusaSegment(Segment):
-    method: Literal["medusa"]
-    heads: Count
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return {"heads": self.heads}
-
-
-class BlockSegment(Segment):
-    """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
-
-    method: Literal["dflash", "dflash2", "dspark"]
-    layers: Count
-    block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
-    anchors: Count  # most blocks of a pack that one step trains
-    feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
-    mask_token_id: Annotated[int, Field(ge=0)] | None = (
-        None  # None: a row of the embedding that the tokenizer does not use
-    )
-    decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts of a block: the depth of its deepest trees."""
-        return BLOCK_METHODS[self.method].count_drafts(self.block_size)
-
-    @property
-    def most_topk(self) -> int | None:
-        """The most that a tree's topk may be; None: any."""
-        return None
-
-    def explain_ungrown(self, tree: TreeShape) -> str | None:
-        """Return why the draft can't grow a tree; None if it can."""
-        if tree.num_steps > self.num_drafts:
-            return f"it is deeper than the {self.num_drafts} drafts of a block"
-        if self.most_topk is not None and tree.topk > self.most_topk:
-            return f"its topk is above the {self.most_topk} candidates of the draft's selector (selector_top_k)"
-        return None
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("layers", "block_size", "feature_layers", "mask_token_id")}
-
-
-class DsparkSegment(BlockSegment):
-    method: Literal["dspark"]
-    markov_rank: Count
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes | {"markov_rank": self.markov_rank}
-
-
-class Dflash2Segment(BlockSegment):
-    method: Literal["dflash2"]  # published drafts have 2, 16, 256 and 16
-    conv_kernel_size: Count  # taps along the slots of a block
-    conv_group_size: Count  # channels that share a dynamic kernel
-    selector_rank: Count
-    selector_top_k: Count  # candidates of a slot, and the most that a tree's topk may be
-
-    @property
-    def most_topk(self) -> int | None:
-        return self.selector_top_k
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return super().sizes | {key: getattr(self, key) for key in DFLASH2_SIZES}
-
-
-def _discriminate_segment(value: Any) -> str:
-    found = value.get("method", "none") if isinstance(value, dict) else getattr(value, "method", "none")
-    kinds = {
-        "none": "a segment", "medusa": "a segment of heads", "dflash": "a segment of a block",
-        "dflash2": "a dflash2 segment", "dspark": "a dspark segment",
-    }  # fmt: skip
-    return kinds.get(str(found), "a segment of a layer")
-
-
-AnySegment = Annotated[
-    Annotated[Segment, Tag("a segment")]
-    | Annotated[LayerSegment, Tag("a segment of a layer")]
-    | Annotated[MedusaSegment, Tag("a segment of heads")]
-    | Annotated[BlockSegment, Tag("a segment of a block")]
-    | Annotated[Dflash2Segment, Tag("a dflash2 segment")]
-    | Annotated[DsparkSegment, Tag("a dspark segment")],
-    Discriminator(_discriminate_segment),
-]
-
-
-def _describe_method(segment: Segment) -> str:
-    return f"{segment.num_heads} heads of medusa" if segment.num_heads else segment.non_eagle3_method or "eagle3"
-
-
 def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
     """Raise ValueError where a segment is of another method, or of other sizes, than the one it starts from."""
-    if (segment.non_eagle3_method, segment.num_heads) != (start.non_eagle3_method, start.num_heads):
+    if segment.method != start.method:
         raise ValueError(
-            f"checkpoints.{name} is of {_describe_method(segment)} and starts from {parent}, which is of "
-            f"{_describe_method(start)}; expected one method: start it from {ROOT_CHECKPOINT}, from which every method can start"
+            f"checkpoints.{name} is of {segment.method} and starts from {parent}, which is of {start.method}; expected one method: "
+            f"start it from {ROOT_CHECKPOINT}, from which every method can start"
         )
     for key, expected in start.sizes.items():
         if (found := segment.sizes[key]) != expected:
@@ -311,11 +181,12 @@ class TrainDraft(Section):
                 )
         return self
 
-    def list_fresh_blocks(self) -> list[str]:
-        """Return the segments that start from an untrained block draft."""
-        found = self.checkpoints.items()
+    def list_fresh_drafts(self) -> list[str]:
+        """Return the segments that start from an untrained draft which serving engines run, besides EAGLE-3's, e000."""
         return [
-            name for name, segment in found if isinstance(segment, BlockSegment) and segment.from_ == ROOT_CHECKPOINT
+            name
+            for name, segment in self.checkpoints.items()
+            if segment.from_ == ROOT_CHECKPOINT and segment.family.is_replayed and segment.family is not EAGLE3
         ]
 
     def count_epochs(self, name: str) -> int:
@@ -327,11 +198,26 @@ class TrainDraft(Section):
 
 
 class ImportedCheckpoint(Section):
-    """A published draft used as a checkpoint; `rope_theta` overrides its config's."""
+    """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
-    model: Text
+    model: Text  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
     revision: str | None = None
     rope_theta: Positive | None = None
+
+    @field_validator("model")
+    @classmethod
+    def is_known_if_builtin(cls, model: str) -> str:
+        if model.startswith(BUILTIN) and find_builtin(model) is None:
+            known = [f"{BUILTIN}{family.name}" for family in FAMILIES.values() if family.segment is None]
+            raise ValueError(
+                f"is {model}{suggest_name(model, known)}, expected {' or '.join(known)}, or a published draft"
+            )
+        return model
+
+    @property
+    def builtin(self) -> DraftFamily | None:
+        """Return the family that has no weights; None of a published draft."""
+        return find_builtin(self.model)
 
 
 class ImportDraft(Section):

@@ -6,14 +6,12 @@ from typing import Any, get_args
 
 from pydantic import Tag
 
+from stages.params.families import SEGMENT_TAG, TRAINABLE
 from stages.params.section import Section, find_nearest, suggest_name
 
 Location = tuple[Any, ...]  # pydantic's: keys of the file, indices of lists, and tags of unions
 
-METHOD_TAGS = {  # of unions whose member is chosen by a key `method`
-    "a segment", "a segment of a layer", "a segment of heads", "a segment of a block", "a dflash2 segment", "a dspark segment",
-    "a row", "a static row", "a row ahead",
-}  # fmt: skip
+METHOD_TAGS = {SEGMENT_TAG.format(name) for name in TRAINABLE}  # of the union whose member a key `method` chooses
 # Parts of pydantic's locations that are not keys of the file.
 UNION_TAGS = METHOD_TAGS | {"[key]", "a number", "a list", "a text", "one map", "a map for each file"}
 
@@ -77,6 +75,10 @@ def _explain_error(error: Any, root: type[Section]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if kind == "value_error":  # raised by our validators: already complete
         return f"{key}: {message}" if key else message
+    if kind == "union_tag_invalid":
+        method = error["input"].get("method")
+        nearest = suggest_name(str(method), TRAINABLE)
+        return f"{key}.method: expected one of {', '.join(TRAINABLE)}, found {method!r}{nearest}"
     if kind == "extra_forbidden":
         known = _known_keys(error["loc"][:-1], root)
         known += ["method"] if _has_method(error["loc"]) and "method" not in known else []

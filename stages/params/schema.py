@@ -1,8 +1,8 @@
-"""params.yaml, typed and strict: one section, one frozen class (stages/params). No torch, no defaults.
+"""params.yaml, typed and strict: one section, one frozen class (stages/params). No torch.
 
 `load_params()` checks the *whole* file: DVC silently drops keys that are not strings, so a misspelt section would otherwise
-vanish from the graph. A stage depends on the values that it declares (stage_inputs.py), not on this package, but for load.py,
-tree_shape.py and served_trees.py, which compute.
+vanish from the graph. A stage depends on the values that it declares (stage_inputs.py), not on this package, but for
+tree_shape.py, which computes.
 """
 
 import json
@@ -16,18 +16,17 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
-from stages.params.block_draft_methods import list_titles
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
-from stages.params.draft_sections import BlockSegment, CheckOverfit, ImportDraft, InitDraft, TrainDraft
+from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
 from stages.params.error_messages import explain_errors, explain_yaml
-from stages.params.methods_section import BenchmarkMethods, DynamicRow, MethodRow, StaticRow
+from stages.params.families import EAGLE, EAGLE3, DraftKind, list_titles
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
-from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, get_named, suggest_name
+from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Section, Text, suggest_name
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import parse_shape
 
 MOST_LEVELS = 32  # params.yaml has four
 
@@ -88,7 +87,6 @@ class Params(Section):
     benchmark: Benchmark
     benchmark_served: BenchmarkServed
     serving_costs: ServingCosts
-    benchmark_methods: BenchmarkMethods
     report: Report
     schedule: Schedule = Field(default_factory=lambda: Schedule())
 
@@ -97,9 +95,8 @@ class Params(Section):
         self._check_training()
         self._check_checkpoints()
         self._check_workloads()
-        self._check_method_rows()
         self._check_depths()
-        self._check_block_trees()
+        self._check_cell_trees()
         return self
 
     def _check_checkpoints(self) -> None:
@@ -117,10 +114,10 @@ class Params(Section):
         }
         timed = ("time_trees.checkpoints", "serving_costs.checkpoint")  # e000 costs what a trained one does
         for key, name in ((key, name) for key, names in lists.items() for name in names):
-            if name in trained and trained[name].is_only_compared:
+            if key != "benchmark.checkpoints" and name in self.drafts and not self.drafts[name].family.is_replayed:
                 raise ValueError(
-                    f"{key}: {name!r} is of {trained[name].non_eagle3_method}, expected checkpoints of EAGLE-3 or block drafts; "
-                    "name it in benchmark_methods.with_draft"
+                    f"{key}: {name!r} is of {self.drafts[name].family.name}, expected checkpoints of EAGLE-3 or block drafts; "
+                    "name it in benchmark.checkpoints, the torch engine alone runs it"
                 )
             if name not in trained and name not in imported and key not in timed:
                 raise ValueError(
@@ -243,11 +240,13 @@ class Params(Section):
                 f"{self.train_draft.ttt_steps} drafts commits at most {self.train_draft.ttt_steps + 1} "
                 "tokens per verify cycle; lower it"
             )
-        rows = self.benchmark_methods.with_draft.values()
         names = [*self.replay_trees.trace_trees, *self.benchmark.trees, *self.benchmark_served.trees]
-        names += [row.tree for row in rows if isinstance(row, DynamicRow)]
         depths = [*self.replay_trees.num_steps, *self.time_trees.num_steps]
-        deepest = max(self.train_draft.ttt_steps, *depths, *(TreeShape.parse(name).num_steps for name in names))
+        deepest = max(
+            self.train_draft.ttt_steps,
+            *depths,
+            *(tree.num_steps for tree in map(parse_shape, names) if tree.letter == "t"),
+        )
         window = self.init_draft.sliding_window
         if window is not None and window < deepest:
             raise ValueError(
@@ -255,72 +254,35 @@ class Params(Section):
                 "not attend to its own first; raise it (thousands are usual)"
             )
 
-    def _check_block_trees(self) -> None:
+    def _check_cell_trees(self) -> None:
         """Raise ValueError for cells that no tree or checkpoint is left of, for too few shallow trees to time, and for sampled
-        drafts of another family.
+        drafts of a family that has none.
         """
-        trained, timed, torch = self.train_draft.checkpoints, self.time_trees, self.benchmark
-        blocks = {name: segment.num_drafts for name, segment in trained.items() if isinstance(segment, BlockSegment)}
-        check_cell_trees(torch, self.benchmark_served, trained)
+        drafts, torch = self.drafts, self.benchmark
+        check_cell_trees(torch, self.benchmark_served, drafts)
         for name in torch.checkpoints if torch.samples_drafts else []:
-            if name in trained and name not in blocks:
+            if name in drafts and not drafts[name].family.samples_drafts:
                 raise ValueError(
-                    f"benchmark.checkpoints: {name} is of EAGLE-3 and benchmark.draft_sampling is sampled, expected block drafts "
-                    f"({list_titles()}), whose chains alone have sampled drafts; take it out, or set draft_sampling to greedy"
+                    f"benchmark.checkpoints: {name} is of {drafts[name].family.title} and benchmark.draft_sampling is sampled, "
+                    f"expected block drafts ({list_titles()}), whose chains alone have sampled drafts; take it out, or set "
+                    "draft_sampling to greedy"
                 )
-        for name in timed.checkpoints:
-            if name in blocks:
-                timed.list_block_trees(name, blocks[name])
+        for name in self.time_trees.checkpoints:
+            if name in drafts and (depth := drafts[name].depth):
+                self.time_trees.list_block_trees(name, depth)
 
-    def _check_method_rows(self) -> None:
-        """Raise ValueError for a row of the methods table with an unknown name, or a checkpoint of another method."""
-        table, trained = self.benchmark_methods, self.train_draft.checkpoints
-        rows = {**table.with_draft, **table.without_draft}
-        if rows and table.workload not in self.benchmark.torch_workloads:
-            raise ValueError(
-                f"benchmark_methods.workload is {table.workload!r}, expected one of benchmark.torch_workloads, "
-                f"{', '.join(self.benchmark.torch_workloads) or 'which is []'}; correct it, or add it there"
-            )
-        lengths = self.benchmark.workloads[table.workload].max_new_tokens if rows else None
-        if isinstance(lengths, list):
-            raise ValueError(
-                f"benchmark_methods.workload is {table.workload!r}, whose max_new_tokens is a sweep, {lengths}; expected one "
-                "number: a method runs a prompt at one limit; name another workload, or write one number"
-            )
-        if twice := sorted(set(table.with_draft) & set(table.without_draft)):
-            raise ValueError(f"benchmark_methods: {twice[0]} is in with_draft and in without_draft; rename one")
-        for name, row in table.with_draft.items():
-            key = f"benchmark_methods.with_draft.{name}"
-            wanted = "eagle" if row.method == "eagle2" else row.method
-            kinds = {c: segment.non_eagle3_method or "eagle3" for c, segment in trained.items()}
-            kinds |= dict.fromkeys([*self.init_draft.checkpoints, *self.import_draft.checkpoints], "eagle3")
-            if kinds.get(row.checkpoint) != wanted:
-                known = ", ".join(c for c, kind in kinds.items() if kind == wanted) or "none yet"
-                found = f"of {kinds[row.checkpoint]}" if row.checkpoint in kinds else "no checkpoint"
-                more = "" if wanted == "eagle3" else f" {{from: {ROOT_CHECKPOINT}, epochs: 9, method: {wanted}, ...}}"
-                raise ValueError(
-                    f"{key}.checkpoint {row.checkpoint!r} is {found}, expected one of {wanted} ({known}); correct it, or add "
-                    f"one to train_draft.checkpoints{more}"
-                )
-            if isinstance(row, StaticRow):
-                deepest = (
-                    row.checkpoint in trained and trained[row.checkpoint].num_heads
-                ) or self.train_draft.ttt_steps
-                if row.depth > deepest:
-                    what = f"the heads of {row.checkpoint}" if row.method == "medusa" else "train_draft.ttt_steps"
-                    raise ValueError(
-                        f"{key}.depth is {row.depth}, expected at most {deepest}, {what}: deeper guesses are not measured; "
-                        "lower it"
-                    )
+    @property
+    def drafts(self) -> dict[str, DraftKind]:
+        """Return what is known of each checkpoint's draft; nothing of published ones, whose files say it."""
+        known: dict[str, DraftKind] = {name: DraftKind() for name in self.init_draft.checkpoints}
+        known |= {name: segment.draft for name, segment in self.train_draft.checkpoints.items()}
+        known |= {name: DraftKind(EAGLE, self.train_draft.ttt_steps) for name in known if known[name].family is EAGLE}
+        imported = self.import_draft.checkpoints.items()
+        return known | {name: DraftKind(source.builtin) for name, source in imported if source.builtin}
 
     def list_left_out_trees(self) -> list[LeftOutTree]:
         """Return the trees of benchmark and benchmark_served that are left out for a checkpoint that they don't run with."""
-        return list(list_left_out_trees(self.benchmark, self.benchmark_served, self.train_draft.checkpoints))
-
-    def get_method_row(self, name: str) -> MethodRow:
-        """Return a row of the methods table. Raises ValueError with the names that exist."""
-        table = self.benchmark_methods
-        return get_named({**table.with_draft, **table.without_draft}, name, "benchmark_methods")
+        return list(list_left_out_trees(self.benchmark, self.benchmark_served, self.drafts))
 
     def get_making_stage(self, checkpoint: str) -> str:
         """Return the stage that makes a checkpoint's draft."""
@@ -341,7 +303,7 @@ class Params(Section):
             return name
         while (parent := trained[name].from_) != ROOT_CHECKPOINT:
             name = parent
-        return name if trained[name].non_eagle3_method else ROOT_CHECKPOINT
+        return name if trained[name].family is not EAGLE3 else ROOT_CHECKPOINT
 
 
 def check_initial(params: Params, name: str) -> None:

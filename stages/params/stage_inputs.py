@@ -10,7 +10,7 @@ by `read_params`: of the run that DVC is at, whatever is edited meanwhile, and n
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -21,11 +21,11 @@ import psutil
 from pydantic import BaseModel
 
 from stages.params.checks import TEMPLATES_FOLDER
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, check_initial, load_params
-from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, get_named
+from stages.params.section import PARAMS_FILE, RUN_PARAMS, get_named
 from stages.runtime.digests import KeptDigests, digest_path
-from stages.runtime.stage_code import BASELINE, CODE, digest_stage
+from stages.runtime.stage_code import CODE, digest_stage
 
 INPUTS_FOLDER = RUN_PARAMS.parent
 RUN_NOTE = Path(".scratch/inputs_run")
@@ -50,16 +50,6 @@ MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
 SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
 CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
 TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
-METHODS = Declared(
-    (
-        *TORCH_KEYS,
-        "benchmark.workloads.{workload}",
-        "benchmark_methods.workload",
-        *(f"benchmark_methods.{rows}.{{method}}" for rows in ("with_draft", "without_draft")),  # it is in one of them
-    ),
-    free=(MAKERS,),
-    items=("method",),
-)
 DECLARED = {
     "fix_data": Declared(("fix_data",), paths=("fix_data.tables", "fix_data.image_folders")),
     "prepare_target": Declared(("target", "prepare_target"), paths=("target.model", "target.chat_template")),
@@ -170,33 +160,28 @@ DECLARED = {
         free=SERVER_CONNECTION,
         items=("workload",),
     ),
-    "benchmark_methods": METHODS,
-    "benchmark_methods_baseline": METHODS,
     "report": Declared(
         (
             "report", "target.model",
             *(f"benchmark.{key}" for key in ("workloads", "mode", "torch_workloads", "checkpoints", "trees", "draft_sampling")),
-            "benchmark_served", "benchmark_methods", "serving_costs", "import_draft.checkpoints",
+            "benchmark_served", "serving_costs", "import_draft.checkpoints",
             *(f"{stage}.checkpoints" for stage in ("init_draft", "train_draft", "replay_trees", "time_trees")),
         ),
     ),
 }  # fmt: skip
 
-# Modules of one family of drafts, or of one engine, which instances of others import and never run.
-FAMILY_CODE = {
-    "eagle3": ("stages/engine/eagle3_proposer.py", "stages/training/ttt.py"),
-    "block": (
-        "stages/draft/block_config.py", "stages/draft/block_draft.py", "stages/draft/block_initialisation.py",
-        "stages/engine/block_kernels.py", "stages/engine/block_proposer.py", "stages/overfit/block_overfit.py",
-        "stages/replay/block_replay.py", "stages/training/block_loss.py", "stages/training/block_training.py",
-        "stages/trees/block_expansion.py",
-    ),
-    "eagle": ("stages/methods/eagle.py", "stages/methods/eagle_proposer.py"),
-    "medusa": ("stages/methods/medusa.py", "stages/methods/medusa_proposer.py"),
-    "ngram": ("stages/methods/prompt_lookup.py",),
-    "lookahead": ("stages/methods/lookahead.py",),
-}  # fmt: skip
-BUILT_ON_EAGLE3 = {"eagle", "medusa"}  # families that train by its packs
+# The parts of a family of drafts that a stage runs; a family that is one module has them all in it.
+FAMILY_PARTS = {
+    "check_overfit": ("files", "training", "overfit", "decoding"),
+    "train_draft": ("files", "training"),
+    "import_draft": ("files",),
+    "replay_trees": ("files", "replay"),
+    "time_trees": ("files", "decoding"),
+    "benchmark": ("files", "decoding"),
+    "benchmark_served": ("files",),
+    "serving_costs": ("files",),
+}
+# Modules of one engine, which cells of others import and never run.
 ENGINE_CODE = {"sglang": ("stages/serving/server_startup/sglang_vision_patch.py",)}
 
 
@@ -237,8 +222,6 @@ def list_instances(params: Params) -> list[Instance]:
         "benchmark_served": [served.workloads, served.checkpoints, served.trees],
         "benchmark_served_baseline": [served.workloads],
         "serving_costs": [params.serving_costs.workloads],
-        "benchmark_methods": [list(params.benchmark_methods.with_draft)],
-        "benchmark_methods_baseline": [list(params.benchmark_methods.without_draft)],
     }
     return [
         Instance(stage, dict(zip(declared.items, values, strict=True)))
@@ -262,8 +245,6 @@ def read_params(stage: str, *values: str) -> Params:
         check_initial(params, values[0])
     if stage in ("train_draft", "import_draft"):
         get_named(getattr(params, stage).checkpoints, values[0], f"{stage}.checkpoints")
-    if method := instance.items.get("method"):
-        params.get_method_row(method)
     return restrict_params(params, instance)
 
 
@@ -293,8 +274,6 @@ def _restrict(value: Any, keys: list[list[str]]) -> Any:
 def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> list[str]:
     """Return the keys with the instance's names in their places."""
     names = dict(instance.items)
-    if instance.stage.removesuffix(BASELINE) == "benchmark_methods":
-        names["workload"] = params.benchmark_methods.workload
     if instance.stage == "prepare_prompts":
         names["prompts"] = params.benchmark.workloads[names["workload"]].prompts
     return [key.format(**names) for key in keys]
@@ -305,9 +284,12 @@ def _fill_keys(params: Params, instance: Instance, keys: tuple[str, ...]) -> lis
 
 def build_inputs(params: Params, instance: Instance, kept: KeptDigests, root: Path = Path()) -> Inputs:
     """Return what an instance depends on besides its data: values of parameters, digests of code and of files they name."""
-    code = digest_stage(instance.stage, kept, _list_left_out(params, instance), root)
+    families = list_families(params, instance)
+    modules = list_family_modules(instance.stage, families)
+    code = digest_stage(instance.stage, kept, modules, _list_other_engines(params, instance), root)
     named = {key: digest_path(path, kept) for key, path in _list_named(params, instance)}
-    return {"params": list_values(params, instance), "paths": named, "code": code}
+    facts = {f"family.{family.name}.{key}": value for family in families for key, value in family.list_facts().items()}
+    return {"params": list_values(params, instance) | facts, "paths": named, "code": code}
 
 
 def list_values(params: Params, instance: Instance) -> dict[str, Any]:
@@ -362,40 +344,32 @@ def _list_paths(key: str, value: Any) -> Iterator[Path]:
             yield path
 
 
-def _list_left_out(params: Params, instance: Instance) -> set[str]:
-    """Return the modules of families and engines that the instance does not run."""
-    families, engine = _list_families(params, instance), params.benchmark_served.engine
-    if families and families & BUILT_ON_EAGLE3:
-        families = families | {"eagle3"}
-    left_out = [files for family, files in FAMILY_CODE.items() if families is not None and family not in families]
-    if instance.stage.startswith(("benchmark_served", "serving_costs")):
-        left_out += [files for name, files in ENGINE_CODE.items() if name != engine]
-    return {file for files in left_out for file in files}
+def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[str]:
+    """Return the modules of the families that a stage imports by name (stages/families/family.py)."""
+    parts = FAMILY_PARTS.get(stage, ())
+    return {
+        f"stages/families/{family.module.format(part).replace('.', '/')}.py" for family in families for part in parts
+    }
 
 
-def _list_families(params: Params, instance: Instance) -> set[str] | None:
-    """Return the families of the drafts that an instance runs; None: any, as of published drafts, whose files say which."""
-    trained = params.train_draft.checkpoints
+def _list_other_engines(params: Params, instance: Instance) -> set[str]:
+    """Return the modules of engines that the instance does not run."""
+    if not instance.stage.startswith(("benchmark_served", "serving_costs")):
+        return set()
+    others = (files for name, files in ENGINE_CODE.items() if name != params.benchmark_served.engine)
+    return {file for files in others for file in files}
 
-    def name_family(checkpoint: str) -> set[str] | None:
-        if checkpoint in params.import_draft.checkpoints:
-            return None
-        segment = trained.get(checkpoint)
-        return {"block" if isinstance(segment, BlockSegment) else (segment and segment.non_eagle3_method) or "eagle3"}
 
-    match instance.stage:
-        case "check_overfit":
-            return {"eagle3", *(["block"] if params.train_draft.list_fresh_blocks() else [])}
-        case "serving_costs":
-            return name_family(params.serving_costs.checkpoint)
-        case "benchmark_methods" | "benchmark_methods_baseline":
-            method = params.get_method_row(instance.items["method"]).method
-            return {"eagle3" if method == "eagle2" else method}
-        case "benchmark_served_baseline":
-            return set()
-        case "import_draft" | "report" | "prepare_target":
-            return None
-    return name_family(instance.items.get("checkpoint", ROOT_CHECKPOINT))
+def list_families(params: Params, instance: Instance) -> list[DraftFamily]:
+    """Return the families of the drafts that an instance runs; all, where published files say which."""
+    if instance.stage not in FAMILY_PARTS:
+        return []
+    checkpoints, drafts = [instance.items.get("checkpoint", params.serving_costs.checkpoint)], params.drafts
+    if instance.stage == "check_overfit":
+        checkpoints += params.train_draft.list_fresh_drafts()
+    every = list(FAMILIES.values())
+    found = [drafts[name].family if name in drafts else None for name in checkpoints]
+    return every if None in found else [family for family in every if family in found]
 
 
 # Files

@@ -5,19 +5,21 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from stages.params.section import Count, Grid, Positive, Section, SomeNames, _check_unique
-from stages.params.tree_shape import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape, count_candidates, parse_shape
 
 MIN_TIMED_TREES = 8  # trees of time_trees: a fit without prompts of other requests has up to seven terms
 
 
-TreeName = Annotated[str, AfterValidator(lambda name: TreeShape.parse(name).name)]
 TreeNames = Annotated[
     list[str],
     AfterValidator(lambda names: [TreeShape.parse(name).name for name in names]),
     AfterValidator(_check_unique),
 ]
-
-
+ShapeNames = Annotated[
+    list[str],
+    AfterValidator(lambda names: [parse_shape(name).name for name in names]),
+    AfterValidator(_check_unique),
+]
 DraftTokens = Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
 
 

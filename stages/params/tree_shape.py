@@ -1,7 +1,12 @@
-"""The shape of a draft tree, from params.yaml to the kernels.
+"""The shape of what a draft proposes in a cycle, from params.yaml to the kernels, by its name:
 
-Stages depend on it, as on served_trees.py and load.py, and on no other module of this folder (stages/runtime/import_closure.py):
-it computes with parameters. It imports no pydantic, so that engine and replay run without it.
+    t8_2_16   a dynamic tree: num_steps 8, topk 2, num_draft_tokens 16 (the root counted, as in SGLang)
+    s6_16     a static tree, at most 6 deep and of 16 nodes, the root counted: EAGLE and Medusa
+    n3_1_8    a chain of 8 tokens that followed the same 3- to 1-gram before: n-gram lookup
+    l5_4_5    lookahead decoding with a window of 5, n-grams of 4 and 5 guesses
+
+Stages depend on this module and on no other of this folder (stages/runtime/stage_code.py): it computes with parameters. It
+imports no pydantic, so that engine and replay run without it.
 """
 
 import math
@@ -26,6 +31,20 @@ class TreeShape:
     @property
     def name(self) -> str:
         return f"t{self.num_steps}_{self.topk}_{self.num_draft_tokens}"
+
+    @property
+    def letter(self) -> str:
+        """Return the kind of the shape, with which its name begins."""
+        return self.name[0]
+
+    @property
+    def label(self) -> str:
+        """Return the name without the letter of trees, as published tables write it.
+
+        Such tables name a chain without counting its root, so that name follows in brackets: 8_1_9 (8_1_8).
+        """
+        older = f" ({self.num_steps}_1_{self.num_steps})" if self.topk == 1 else ""
+        return f"{self.name[1:]}{older}"
 
     @property
     def num_candidates(self) -> int:
@@ -61,6 +80,52 @@ class TreeShape:
                 f"* topk**2 = {self.num_candidates} candidates that its expansion records; use at most "
                 f"t{self.num_steps}_{self.topk}_{self.num_candidates + 1}"
             )
+
+
+@dataclass(frozen=True)
+class NamedShape(TreeShape):
+    """A shape of another kind: static, of n-grams, or of lookahead decoding. topk is the most that a node may have below it."""
+
+    notation: str
+    numbers: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.notation
+
+    @property
+    def label(self) -> str:
+        return self.notation
+
+
+def parse_shape(name: str) -> TreeShape:
+    """Parse the name of a shape of any kind. Raises ValueError for one that names none, or one that can't be built."""
+    match = re.fullmatch(r"([snl])([1-9][0-9]*(?:_[1-9][0-9]*)*)", name)
+    if not match:
+        return TreeShape.parse(name)
+    kind, numbers = match[1], tuple(map(int, match[2].split("_")))
+    wanted = {"s": "s<depth>_<nodes>", "n": "n<longest>_<shortest>_<length>", "l": "l<window>_<level>_<guesses>"}[kind]
+    if len(numbers) != wanted.count("<"):
+        raise ValueError(f"{name!r} is no shape; write {wanted}")
+    if kind == "s":
+        depth, nodes = numbers
+        if nodes <= depth:
+            raise ValueError(
+                f"{name}: a tree of depth {depth} has more than {depth} nodes, the root counted; found {nodes}"
+            )
+        return NamedShape(depth, nodes - 1, nodes, name, numbers)
+    if kind == "n":
+        longest, shortest, length = numbers
+        if shortest > longest:
+            raise ValueError(
+                f"{name}: the shortest n-gram is of {shortest} tokens, expected at most the longest, {longest}"
+            )
+        return NamedShape(length, 1, length + 1, name, numbers)
+    window, level, guesses = numbers
+    if level < 2:
+        raise ValueError(f"{name}: level is {level}, expected n-grams of 2 tokens or more")
+    # The window's nodes, the root among them, and the guesses, all of which a pass verifies.
+    return NamedShape(level - 1, guesses, (level - 1) * window + guesses * (level - 1), name, numbers)
 
 
 class Load(NamedTuple):

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from stages.params.tree_shape import TreeShape
-from stages.reporting.families import DraftFamily, Families
+from stages.params.families import EAGLE3, DraftKind
+from stages.params.tree_shape import TreeShape, parse_shape
+from stages.params.units import format_bytes
+from stages.reporting.families import Families
 from stages.reporting.text import (
     ONE_PROMPT,
     align_columns,
@@ -64,10 +66,13 @@ class BenchmarkRow(TableRow):
     engine: str
     process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
     draft_sampling: DraftSampling = GREEDY  # tables of before it was recorded have none
+    weights_bytes: int | None = None  # of the draft; None of a replayed tree, as the next two
+    state_bytes: int | None = None  # that it keeps between cycles
+    draft_parameters: int | None = None
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
+        return parse_shape(self.tree)
 
     @property
     def stage(self) -> str:
@@ -103,6 +108,7 @@ def build_benchmark_row(cell: TorchCell, trees: list[ReplayedTree]) -> Benchmark
         source="measured",
         replay_tau=replay_records.find_replayed_tau(trees, cell),
         process_speedup=cell.process_speedup,
+        **cell.draft.model_dump(),
     )
 
 
@@ -139,7 +145,7 @@ def format_benchmark_table(
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]
         mark = ", the best checkpoint by replayed tau" if checkpoint == best_checkpoint else ""
         family = families[checkpoint]
-        name = f" ({family.name})" if family.num_drafts else ""
+        name = "" if family.family is EAGLE3 and not _differ(families) else f" ({_describe_draft(family, group)})"
         lines += [f"{workload}, checkpoint {checkpoint}{name}{mark}", *_align_benchmark_rows(group, family, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
             lines.append(f"plain decoding: {median(plain_tok_s):.1f} tokens/s, the median of the measured rows")
@@ -153,7 +159,21 @@ def format_benchmark_table(
     return lines
 
 
-def _align_benchmark_rows(group: list[BenchmarkRow], family: DraftFamily, doubted: Collection[str]) -> list[str]:
+def _differ(families: Families) -> bool:
+    """Return whether the checkpoints are of several families."""
+    return len({draft.family for draft in families.values()}) > 1
+
+
+def _describe_draft(draft: DraftKind, group: list[BenchmarkRow]) -> str:
+    """Return a draft's family, and the memory that it takes beside the target's where that was measured."""
+    sizes = [row for row in group if row.weights_bytes is not None and row.state_bytes is not None]
+    if not sizes:
+        return draft.title
+    state = max(row.state_bytes or 0 for row in sizes)
+    return f"{draft.title}: weights {format_bytes(sizes[0].weights_bytes or 0)}, state {format_bytes(state)}"
+
+
+def _align_benchmark_rows(group: list[BenchmarkRow], family: DraftKind, doubted: Collection[str]) -> list[str]:
     heads = zip(*BENCHMARK_HEADINGS, strict=True)
     marks = [
         REPLAYED_MARK * row.is_replayed

@@ -8,50 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stages.params.families import EAGLE3, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, make_tree_point, render_svg
-from stages.reporting.text import format_tree
 from stages.reporting.trees import choose_budgets, find_pareto_front
 from stages.results.prediction import PredictedSpeedup, index_torch_predictions
 from stages.results.replay_records import ReplayedTree
 
-TORCH_ONLY = "torch engine only"
-
-
-@dataclass(frozen=True)
-class DraftFamily:
-    """The family of a checkpoint's draft."""
-
-    name: str
-    num_drafts: int | None = None  # of a block; None for EAGLE-3, whose trees have any depth
-
-    def is_served(self, tree: TreeShape) -> bool:
-        """Return whether a serving engine can run the tree: of a block draft the chain of the whole block alone.
-
-        Of EAGLE-3 one with at least num_steps + 1 tokens, which SGLang needs; vLLM runs chains, which have as many.
-        """
-        if self.num_drafts is None:
-            return tree.num_draft_tokens > tree.num_steps
-        return tree.topk == 1 and tree.num_steps == self.num_drafts
-
-    def list_engines(self, tree: TreeShape) -> str:
-        """Return the engines that run the tree, in words."""
-        if not self.is_served(tree):
-            return TORCH_ONLY
-        return "SGLang, vLLM" if tree.topk == 1 else "SGLang"
-
-    def explain_torch_only(self, trees: Iterable[TreeShape]) -> str | None:
-        """Return what serving engines run of this family, where they run not all of the trees; None where they do."""
-        if all(map(self.is_served, trees)):
-            return None
-        if self.num_drafts is None:
-            return f"{TORCH_ONLY}: SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains"
-        whole = format_tree(TreeShape(self.num_drafts, 1, self.num_drafts + 1).name)
-        return f"{TORCH_ONLY}: of a {self.name} draft, SGLang and vLLM run the chain of the whole block alone, {whole}"
-
-
-EAGLE3 = DraftFamily("EAGLE-3")
-Families = Mapping[str, DraftFamily]  # by checkpoint
+Families = Mapping[str, DraftKind]  # by checkpoint
 
 
 @dataclass(frozen=True)
@@ -59,7 +23,7 @@ class FamilyLine:
     """A checkpoint's tree of one kind: that of the highest predicted speedup; without predictions that of the highest tau."""
 
     checkpoint: str
-    family: DraftFamily
+    family: DraftKind
     kind: str  # "chain", "tree of at most 16 tokens"
     tree: ReplayedTree
     predicted: PredictedSpeedup | None  # by the torch engine's costs, one prompt at a time
@@ -90,7 +54,7 @@ def build_families_page(
     replays: Mapping[str, list[ReplayedTree]], families: Families, predicted: Iterable[PredictedSpeedup]
 ) -> FamiliesPage | None:
     """Return the page's part; None where all replayed checkpoints are of EAGLE-3. `replays` are of temperature 0."""
-    if all(families[name].num_drafts is None for name in replays):
+    if all(families[name].family is EAGLE3 for name in replays):
         return None
     guesses = index_torch_predictions(predicted)
     lines = []
@@ -106,7 +70,7 @@ def _flatten(replays: Mapping[str, list[ReplayedTree]]) -> list[ReplayedTree]:
 
 
 def _group_trees(
-    trees: list[ReplayedTree], family: DraftFamily, budgets: list[int]
+    trees: list[ReplayedTree], family: DraftKind, budgets: list[int]
 ) -> Iterable[tuple[str, list[ReplayedTree]]]:
     """Yield the chains that engines run, and the trees of topk > 1 within each budget of tokens, with their kind."""
     kinds = {"chain": [tree for tree in trees if tree.topk == 1 and family.is_served(tree.shape)]}
@@ -118,7 +82,7 @@ def _group_trees(
 
 def _choose_line(
     name: str,
-    family: DraftFamily,
+    family: DraftKind,
     kind: str,
     trees: list[ReplayedTree],
     guesses: Mapping[tuple[float, str, TreeShape], PredictedSpeedup],
@@ -136,10 +100,10 @@ def draw_fronts(axes: Any, replays: Mapping[str, list[ReplayedTree]], families: 
     for (name, trees), style in zip(replays.items(), cycle_styles(), strict=False):
         front, family = find_pareto_front(trees), families[name]
         axes.plot([t.num_draft_tokens for t in front], [t.tau for t in front], **style, markerfacecolor="none",
-                  label=f"{name}, {family.name}")  # fmt: skip
+                  label=f"{name}, {family.title}")  # fmt: skip
         served = [tree for tree in front if family.is_served(tree.shape)]
         filled = {"color": style["color"], "marker": style["marker"], "linestyle": "none"}
         axes.plot([t.num_draft_tokens for t in served], [t.tau for t in served], **filled)
-        plot_points += [make_tree_point(t, f", {name}, {family.name}: {family.list_engines(t.shape)}") for t in front]
+        plot_points += [make_tree_point(t, f", {name}, {family.title}: {family.list_engines(t.shape)}") for t in front]
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="tau")
     return plot_points

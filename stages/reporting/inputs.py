@@ -8,14 +8,13 @@ from typing import Any
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.costs import CostPrediction
 from stages.reporting.families import Families
-from stages.reporting.methods import EngineSpeeds, MethodRow
 from stages.reporting.text import format_interval, format_tree
 from stages.reporting.verdict import Verdict
 from stages.results.prediction import LaunchAdvice
 from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.results.served_records import ServedCell
 from stages.results.served_table import ServedTableLine
-from stages.results.torch_records import Cell, TorchCell
+from stages.results.torch_records import TorchCell
 from stages.results.training_records import DraftReport, TrainingReport
 from stages.serving import engine_versions, server
 from stages.telemetry.stage_log import StageRun
@@ -66,9 +65,7 @@ class ReportInputs:
     served: list[ServedCell]  # each workload's baseline first
     lines: list[ServedTableLine]  # the same, point by point, joined with their baselines
     predicted: CostPrediction
-    methods: list[MethodRow]
-    engines: list[EngineSpeeds]
-    stage_runs: dict[str, StageRun | Cell]  # the last logged run of each stage; cells hold their own figures
+    stage_runs: dict[str, StageRun]  # the last logged run of each stage; cells hold their own figures
     checkpoints: dict[str, DraftReport]  # trained ones, then imported ones
     verdict: Verdict
 

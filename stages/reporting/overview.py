@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.reporting import plots
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, make_tree_point
@@ -104,7 +104,7 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
         axes.plot(x, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
         if row.speedup_low is not None:
             axes.vlines(x, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
-        shape, how = TreeShape.parse(row.tree), "predicted" if row.is_replayed else "measured"
+        shape, how = parse_shape(row.tree), "predicted" if row.is_replayed else "measured"
         point = _make_speedup_point(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
         plot_points.append(replace(point, name=row.tree[1:]))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")

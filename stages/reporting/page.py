@@ -13,7 +13,7 @@ from typing import Any
 
 from stages.params.tree_shape import Load
 from stages.params.units import format_duration
-from stages.reporting import costs, families, latencies, methods, overview, plots, provenance, served, trees
+from stages.reporting import costs, families, latencies, overview, plots, provenance, served, trees
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
@@ -53,7 +53,6 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "scalars": _select_scalars,
         "span": format_interval,
         "spread": format_spread,
-        "speed": methods.format_speed,
         "speedup_interval": served.format_speedup_interval,
         "tau_gap": served.explain_tau_gap,
         "tau_interval": served.format_tau_interval,
@@ -80,7 +79,6 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         **_build_data(found),
         costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
-        methods=methods.build_methods_page(found.methods, found.engines, found.verdict.doubted),
         took=provenance.summarise_stage_runs(found.stage_runs, [*found.cells, *ran]),
         trained=found.trained,
         imported=settings.imported,

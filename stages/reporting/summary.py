@@ -4,11 +4,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.reporting import costs, methods, served
+from stages.reporting import costs, served
 from stages.reporting.benchmark_table import BenchmarkRow, format_benchmark_table
 from stages.reporting.families import Families, select_shared_trees
 from stages.reporting.inputs import ReportInputs
-from stages.reporting.methods import MethodRow
 from stages.reporting.verdict import Verdict
 from stages.results import torch_records
 from stages.results.prediction import LaunchAdvice
@@ -81,17 +80,15 @@ def format_terminal_table(
     served_rows: list[ServedRow],
     metrics: ResultSummary,
     launch: list[LaunchAdvice],
-    method_rows: list[MethodRow],
     verdict: Verdict,
     families: Families,
 ) -> str:
-    """Return aligned text: the verdict, the torch engine's cells, served cells, methods, and what to launch."""
+    """Return aligned text: the verdict, the torch engine's cells, served cells, and what to launch."""
     lines = [
         *verdict.list_lines(),
         "",
         *format_benchmark_table(rows, get_badge(metrics), families, verdict.doubted),
         *served.format_served_table(served_rows),
-        *methods.format_method_table(method_rows, verdict.doubted),
         *([*costs.format_launch_table(launch), ""] if launch else []),
     ]
     if lost := metrics["rows_unaccounted"]:

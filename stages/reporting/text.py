@@ -1,18 +1,15 @@
 """Words and columns that the page, the terminal and the README share."""
 
 from stages.params import units
+from stages.params.tree_shape import parse_shape
 from stages.results.interval import Interval
 
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
 
 
 def format_tree(name: str) -> str:
-    """Return a tree's name without its letter, as published tables write it.
-
-    Such tables name a chain without counting its root, so that name follows in brackets: 8_1_9 (8_1_8).
-    """
-    steps, topk, tokens = name.removeprefix("t").split("_")
-    return f"{steps}_{topk}_{tokens}" + (f" ({steps}_1_{steps})" if topk == "1" else "")
+    """Return a shape's name as tables write it (TreeShape.label)."""
+    return parse_shape(name).label
 
 
 def align_columns(lines: list[tuple[str, ...]]) -> list[str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from stages.results import interval, prediction_check, served_records, timing_grid
-from stages.results.method_records import MethodCell, name_method_stage
 from stages.results.served_table import SPECULATIVE, ServedTableLine
 from stages.results.timing_grid import TimingGrid
 from stages.results.torch_records import Hardware, StoppingRecord, TorchCell, name_torch_stage
@@ -67,12 +66,11 @@ def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
 
 def find_timing_remarks(
     cells: list[TorchCell],
-    methods: Iterable[MethodCell],
     lines: Iterable[ServedTableLine],
     grids: Iterable[TimingGrid],
 ) -> list[TimingRemark]:
-    """Return what is odd about the times of each torch cell, method, point of loads, and timing grid of the torch engine."""
-    timed = [*map(time_torch_cell, cells), *map(time_method, methods), *filter(None, map(time_line, lines))]
+    """Return what is odd about the times of each torch cell, point of loads, and timing grid of the torch engine."""
+    timed = [*map(time_torch_cell, cells), *filter(None, map(time_line, lines))]
     found: dict[tuple[str, str], list[str]] = {(cell.stage, cell.label): [] for cell in timed}
     for stage, label, reason in _list_odd_times(cells, timed, grids):
         found.setdefault((stage, label), []).append(reason)
@@ -93,22 +91,6 @@ def time_torch_cell(cell: TorchCell) -> TimedCell:
         high=found.speedup_high and found.speedup_high / found.speedup,
         prefill_s=found.prefill_latency_s,
         plain_step_s=decoding.plain_step_s if decoding else None,
-        process_share=cell.process_share,
-        stopping=cell.stopping,
-    )
-
-
-def time_method(cell: MethodCell) -> TimedCell:
-    """Return the times of a row of the table of methods."""
-    found = cell.metrics
-    return TimedCell(
-        stage=name_method_stage(cell.row, cell.checkpoint),
-        label=f"{cell.row} ({cell.workload})",
-        peers=("methods", cell.workload, cell.engine, *sorted(cell.hardware.items())),
-        plain_tok_s=found.baseline_output_tok_s,
-        low=found.speedup_low and found.speedup_low / found.speedup,
-        high=found.speedup_high and found.speedup_high / found.speedup,
-        prefill_s=found.prefill_latency_s,
         process_share=cell.process_share,
         stopping=cell.stopping,
     )

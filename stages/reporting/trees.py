@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import parse_shape
 from stages.reporting.plots import (
     INK_COLOUR,
     SERIES_COLOURS,
@@ -185,7 +185,7 @@ def choose_steps(trees: list[ReplayedTree], names: list[str]) -> int:
     taken.
     """
     replayed = {t.num_steps for t in trees if t.topk > 1} or {t.num_steps for t in trees}
-    named = Counter(steps for steps in (TreeShape.parse(name).num_steps for name in names) if steps in replayed)
+    named = Counter(steps for steps in (parse_shape(name).num_steps for name in names) if steps in replayed)
     return named.most_common(1)[0][0] if named else max(replayed)
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
-from stages.reporting.methods import BASELINE_ROW, MethodRow
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 from stages.results import served_records
 from stages.results.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
@@ -121,7 +120,6 @@ def build_verdict(
     predicted: list[PredictedSpeedup],
     cells: list[TorchCell],
     served: list[ServedRow],
-    method_rows: list[MethodRow],
     remarks: list[TimingRemark],
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
@@ -140,7 +138,7 @@ def build_verdict(
     doubted = frozenset(remark.stage for remark in remarks)
     guesses = _collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
     served_cells = [cell for cell in cells if is_served(cell.checkpoint, cell.shape)]
-    served_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, TreeShape.parse(row.tree))]
+    served_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, parse_shape(row.tree))]
     judged = _collect_measured(served_cells, served_rows, doubted)
     torch_only = [cell for cell in cells if cell not in served_cells], [row for row in served if row not in served_rows]
     left_out = _collect_measured(*torch_only, doubted)
@@ -159,7 +157,7 @@ def build_verdict(
         *texts[1:],
         *_describe_torch_only(left_out, judged, guesses, replayable),
     ]
-    details += [*_describe_unsupported(served), *_summarise_methods(method_rows)]
+    details += _describe_unsupported(served)
     details = [*([CONTRADICTED] if is_contradicted else []), *details]
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
@@ -381,17 +379,6 @@ def _describe_unsupported(served: list[ServedRow]) -> list[str]:
         num_hidden = len(lines) - MAX_LEFT_OUT
         return [*lines[:MAX_LEFT_OUT], f"{num_hidden} more reasons why trees are left out are in results/served.csv"]
     return lines
-
-
-def _summarise_methods(method_rows: list[MethodRow]) -> list[str]:
-    """Return the fastest method of the table of methods, if any is faster than plain decoding."""
-    rows = [row for row in method_rows if row.row != BASELINE_ROW]
-    sure = [row for row in rows if row.is_faster]
-    if not sure:
-        return ["Of the methods none is clearly faster than plain decoding"] if rows else []
-    top = max(sure, key=lambda row: row.speedup)
-    found = f"{top.speedup:.2f}x ({top.speedup_low:.2f} to {top.speedup_high:.2f})"
-    return [f"Of {len(rows)} methods the fastest is {top.row}: measured {found}"]
 
 
 def _warn_of_measured(cells: list[TorchCell], served: list[ServedRow]) -> list[str]:

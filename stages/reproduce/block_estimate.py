@@ -3,16 +3,17 @@
 import math
 from dataclasses import dataclass
 
-from stages.draft import block_checkpoint, block_initialisation
+from stages.draft import block_checkpoint
 from stages.draft.block_draft import BlockDraftConfig
 from stages.draft.eagle3_config import DraftConfig
+from stages.families.block import training as block_training_start
+from stages.families.block.objective import OBJECTIVES
 from stages.params import schema
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import BlockSegment
 from stages.params.units import format_bytes
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.reproduce.target_size import RecipeEstimate, format_count, get_itemsize
 from stages.target.manifest import TargetManifest
-from stages.training.block_training import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def build_segment_config(name: str, p: schema.Params, root: DraftConfig, target:
     """Return the shape of a segment's draft; `root` is that of e000. Its mask token changes no size and is 0."""
     segment = p.train_draft.checkpoints[name]
     assert isinstance(segment, BlockSegment), name
-    return block_initialisation.choose_sizes(segment, root, target, mask_token_id=0)
+    return block_training_start.choose_sizes(segment, root, target, mask_token_id=0)
 
 
 def estimate_epoch(p: schema.Params, segment: BlockSegment, rows: int, length: int) -> BlockWork:
@@ -72,7 +73,7 @@ def add_sizes(result: RecipeEstimate, p: schema.Params, manifest: TargetManifest
     """Add a line of each untrained block draft's parameters, and one of the memory that its training takes."""
     size = get_itemsize(p.train_draft.dtype)
     tables = 2 * manifest.vocab_size * manifest.hidden_size * size
-    for name in p.train_draft.list_fresh_blocks():
+    for name in p.train_draft.list_fresh_drafts():
         config = build_segment_config(name, p, draft, manifest)
         found = BlockSize.of_config(config)
         parts = [f"{config.num_hidden_layers} layers {format_count(found.layers)}", f"fc {format_count(found.fc)}"]

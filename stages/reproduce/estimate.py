@@ -25,7 +25,7 @@ from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import BlockSegment
 from stages.params.recipe import Recipe
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes

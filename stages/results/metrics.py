@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from stages.results import interval
-from stages.results.torch_records import CellMetrics, MethodPromptRow, PromptRow, RepeatSpeeds, TreeAcceptanceRates
+from stages.results.torch_records import CellMetrics, PromptRow, RepeatSpeeds, TreeAcceptanceRates
 from stages.trees import accept_length
 
-AnswerRows = Sequence[PromptRow | MethodPromptRow]
+AnswerRows = Sequence[PromptRow]
 
 SPEED_COLUMNS = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
 
 
 @dataclass(frozen=True)
 class AcceptanceMetrics:
-    """How many draft tokens a method's verify cycles accepted."""
+    """How many draft tokens the verify cycles accepted."""
 
     tau: float
     tau_low: float | None  # None with one cluster, or without clusters
@@ -78,7 +78,7 @@ def add_histograms(histograms: Iterable[Sequence[int]], num_steps: int) -> list[
 
 
 def compute_cell_metrics(rows: AnswerRows, num_steps: int, num_draft_tokens: int, prompt_set: str) -> CellMetrics:
-    """Return the metrics of a tree, or of a method's drafts as if they were nodes; `prompt_set` is the workload's."""
+    """Return the metrics of a shape; `prompt_set` is the workload's."""
     pooled = pool_acceptance(
         [row.accepted for row in rows], [row.cycles for row in rows], num_steps, name_clusters(rows, prompt_set)
     )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.results import cost_served, prediction, timing_grid
 from stages.results.interval import estimate_repeats
 from stages.results.prediction import PredictedSpeedup, SpeedupEstimate
@@ -48,7 +48,7 @@ class ComparedPrediction:
     @property
     def shape(self) -> TreeShape:
         assert self.tree, "plain decoding has no prediction"
-        return TreeShape.parse(self.tree)
+        return parse_shape(self.tree)
 
     @property
     def agrees(self) -> bool | None:

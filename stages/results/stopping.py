@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Literal, Protocol, Self, TypeVar
 
 from stages.results import interval, metrics
-from stages.results.torch_records import MethodPromptRow, PromptRow, StoppingRecord
+from stages.results.torch_records import PromptRow, StoppingRecord
 
 
 class RepeatedWorkload(Protocol):
@@ -28,7 +28,7 @@ class Answer(Protocol):
     """An answer that was decoded plainly and speculatively."""
 
     @property
-    def row(self) -> PromptRow | MethodPromptRow: ...
+    def row(self) -> PromptRow: ...
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)

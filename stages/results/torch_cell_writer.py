@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.grading import grade
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import parse_shape
 from stages.results import served_records, torch_records
 from stages.results.record import name_draft_sampling
 from stages.results.served_records import LoadsMeasurement, ServerDescription, ServerMemory
@@ -40,12 +40,12 @@ def write_measured(
     setup: TorchCellSetup, measured: TorchMeasurement | LoadsMeasurement, took: StageCost, samples_drafts: bool
 ) -> Path:
     """Write the cell of a measurement, prompt by prompt or in loads, and return its path."""
-    workload = setup.workload
+    workload, shape = setup.workload, parse_shape(setup.tree)
     cell = {
         "workload": setup.workload_name,
         "checkpoint": setup.checkpoint,
         "tree": setup.tree,
-        **asdict(TreeShape.parse(setup.tree)),
+        **{key: getattr(shape, key) for key in ("num_steps", "topk", "num_draft_tokens")},
         "draft_sampling": name_draft_sampling(samples_drafts),
         "engine": served_records.TORCH_ENGINE,
         "definitions": torch_records.DEFINITIONS,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from stages.grading.grade_summary import GradeSummary
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.results.record import GREEDY, DraftSampling, Record
 from stages.runtime import atomic
 
@@ -74,26 +74,21 @@ class TreeCell(Cell):
 
     @property
     def shape(self) -> TreeShape:
-        assert self.num_steps and self.topk and self.num_draft_tokens, "a baseline has no tree"
-        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
+        assert self.tree, "a baseline has no tree"
+        return parse_shape(self.tree)
 
 
-class AcceptanceRates(Record):
+class TreeAcceptanceRates(Record):
     """How many draft tokens the verify cycles accepted."""
 
     tau: float
     tau_low: float | None  # ends of intervals are null with one conversation, and without conversations
     tau_high: float | None
     accept_rate: float
-
-
-class TreeAcceptanceRates(AcceptanceRates):
-    """Acceptance rates of a tree. Lookahead has no node rate: its window tokens are not candidates."""
-
     node_accept_rate: float
 
 
-class SpeedMetrics(Record):
+class CellMetrics(TreeAcceptanceRates):
     """Speculative decoding beside plain decoding of the same prompts; latencies are means over answers."""
 
     prefill_latency_s: float
@@ -106,17 +101,6 @@ class SpeedMetrics(Record):
     identical_share: float | None  # null above temperature 0
 
 
-# pydantic lists the fields of the last base first: a cell has its acceptance before its speeds.
-
-
-class MethodMetrics(SpeedMetrics, AcceptanceRates):
-    """The metrics of a method, as docs/metrics.md defines them."""
-
-
-class CellMetrics(SpeedMetrics, TreeAcceptanceRates):
-    """The metrics of a tree."""
-
-
 class RepeatSpeeds(Record):
     """The speeds of one repeat."""
 
@@ -125,37 +109,17 @@ class RepeatSpeeds(Record):
     speedup: float
 
 
-class MethodPromptRow(Record):
-    """An answer of a method; methods decode first turns, and are not graded."""
-
-    id: str
-    repeat: int = 0  # from 0; cells measured before `repeats` applied to methods have none
-    prompt_tokens: int
-    output_tokens: int
-    cycles: int  # verify passes
-    accepted: int  # draft tokens
-    identical: bool | None  # null above temperature 0
-    finish_reason: str
-    prefill_latency_s: float
-    e2e_latency_s: float
-    baseline_output_tokens: int
-    baseline_prefill_latency_s: float
-    baseline_e2e_latency_s: float
-    process_s: float | None = None  # CPU time of this process meanwhile, of all threads; null on a GPU
-    baseline_process_s: float | None = None
-
-
 class PromptRow(Record):
-    """An answer of a cell of `benchmark`: a method's fields, and which of the prompt's answers it is, its margin and grades."""
+    """An answer of a cell of `benchmark`, decoded both ways."""
 
     id: str
     repeat: int  # from 0, as `turn`
     turn: int
     prompt_tokens: int
     output_tokens: int
-    cycles: int
-    accepted: int
-    identical: bool | None
+    cycles: int  # verify passes
+    accepted: int  # draft tokens
+    identical: bool | None  # null above temperature 0
     divergence_margin: float | None  # between the target's two best logits where the answers part; null if they don't
     finish_reason: str
     prefill_latency_s: float
@@ -165,7 +129,7 @@ class PromptRow(Record):
     baseline_prefill_latency_s: float
     baseline_e2e_latency_s: float
     baseline_correct: bool | None
-    process_s: float | None = None  # as a method's
+    process_s: float | None = None  # CPU time of this process meanwhile, of all threads; null on a GPU
     baseline_process_s: float | None = None
 
 
@@ -184,6 +148,14 @@ class StoppingRecord(Record):
     half_width: float | None  # of the speedup's interval, as a share of the speedup; null without an interval
 
 
+class DraftSize(Record):
+    """What a draft takes beside the target."""
+
+    weights_bytes: int
+    state_bytes: int  # kept between cycles
+    draft_parameters: int
+
+
 class TorchMeasurement(Record):
     """The measured part of a cell: prompts decoded one by one."""
 
@@ -192,7 +164,8 @@ class TorchMeasurement(Record):
     quality: TorchQuality | None  # null if not graded
     histogram: list[int]  # verify cycles that accepted i draft tokens
     prompts: list[PromptRow]
-    stopping: StoppingRecord | None = None  # null in cells measured before it was recorded
+    stopping: StoppingRecord
+    draft: DraftSize
 
 
 class TorchCell(TorchMeasurement, TreeCell):
@@ -242,7 +215,7 @@ def read_torch_cell(workload: str, checkpoint: str, tree: str) -> TorchCell:
     return TorchCell.read_cell(path, name_torch_stage(workload, checkpoint, tree), **names)
 
 
-def compute_process_share(rows: Sequence[PromptRow | MethodPromptRow]) -> float | None:
+def compute_process_share(rows: Sequence[PromptRow]) -> float | None:
     """Return CPU time / wall time of plain and other decoding together; None where an answer has no CPU time."""
     process_s = [row[name] for row in rows for name in ("process_s", "baseline_process_s")]
     wall_s = sum(row.e2e_latency_s + row.baseline_e2e_latency_s for row in rows)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ SCRATCH_FOLDER = Path(".scratch")
 CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stages`
 
 
-def locate_scratch(stage: str, *depends_on: Any) -> Path:
+def locate_scratch(stage: str, *depends_on: Any, modules: Collection[str] = ()) -> Path:
     """Return the folder of one piece of work of `stage`, as train_draft-e003.
 
-    Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's code: an edit of code that
+    Its name is a digest of `depends_on`, which is anything that JSON can write, and of the stage's code, with the `modules` that
+    it imports by name: an edit of code that
     the stage does not import, or of a comment, leaves its unfinished work in place.
     """
-    code = digest_stage(stage.partition("-")[0], KeptDigests.read(), root=CODE_ROOT)
+    code = digest_stage(stage.partition("-")[0], KeptDigests.read(), modules, root=CODE_ROOT)
     total = hashlib.sha256(json.dumps([depends_on, code], sort_keys=True, default=str).encode())
     return SCRATCH_FOLDER / f"{stage}-{total.hexdigest()[:16]}"
 

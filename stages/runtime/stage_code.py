@@ -15,7 +15,6 @@ CODE = "stages"
 NOT_TRACKED = ("stages/params/", "stages/runtime/", "stages/telemetry/")
 TRACKED = {  # what these rooms hold that computes
     "stages/params/tree_shape.py",
-    "stages/params/block_draft_methods.py",
     "stages/runtime/distributed.py",
     "stages/runtime/mkl_first_calls.py",
 }
@@ -23,22 +22,34 @@ TEMPLATES = "templates"  # the page templates of a folder's modules
 BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage's module without a draft
 
 
-def digest_stage(stage: str, kept: KeptDigests, left_out: Collection[str] = (), root: Path = Path()) -> dict[str, str]:
+def digest_stage(
+    stage: str,
+    kept: KeptDigests,
+    families: Collection[str] = (),
+    left_out: Collection[str] = (),
+    root: Path = Path(),
+) -> dict[str, str]:
     """Return a digest of each file of a stage's code by its name.
 
-    `left_out` are modules that this instance of the stage imports and never runs, as those of another family of drafts.
+    `families` are the modules of the families of drafts that this instance runs, which it imports by name; `left_out` are
+    modules that it imports and never runs, as those of another engine.
     """
-    files = sorted(find_code(stage, kept, left_out, root))
+    files = sorted(find_code(stage, kept, families, left_out, root))
     return {file: kept.find("code", root / file, digest_code) for file in files}
 
 
 def find_code(
-    stage: str, kept: KeptDigests | None = None, left_out: Collection[str] = (), root: Path = Path()
+    stage: str,
+    kept: KeptDigests | None = None,
+    families: Collection[str] = (),
+    left_out: Collection[str] = (),
+    root: Path = Path(),
 ) -> set[str]:
     """Return the files, relative to `root` and with `/`, page templates included. Raises ValueError for a relative import."""
     kept = kept or KeptDigests()
     word = stage.removesuffix(BASELINE)
     found = {file.relative_to(root).as_posix() for file in (root / CODE).glob(f"{word}.*") if file.is_file()}
+    found |= set(families)
     pending = {file for file in found if file.endswith(".py")}
     while pending:
         named = {name for file in pending if _is_tracked(file) for name in find_imports(file, kept, root)}

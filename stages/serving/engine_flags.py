@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params.block_draft_methods import ALGORITHMS, DFLASH2, DSPARK, explain_unserved_tree, find_block_method
+from stages.params.families import ALGORITHMS, DFLASH2, DSPARK, EAGLE3, DraftFamily, DraftKind, find_family
+from stages.params.tree_shape import TreeShape
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
@@ -27,7 +28,7 @@ class ServedDraft:
     num_steps: int
     topk: int
     num_draft_tokens: int
-    selects_candidates: bool = False  # DFlash2
+    family: DraftFamily = EAGLE3
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,12 @@ class ServerSetup:
 
 def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
     """Return the algorithm of a draft: that of a block draft, else `algorithm`, which benchmark_served.server names."""
-    method = find_block_method(config)
-    return method.algorithm if method else algorithm
+    return find_family(config).algorithm or algorithm
 
 
 def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
     """Return the first version of an engine that knows a draft of that config.json; None where all that aerie starts do."""
-    if find_block_method(config) is not DFLASH2:
+    if find_family(config) is not DFLASH2:
         return None
     return ".".join(map(str, engine_versions.CHANGES[f"DFlash2 in {engine}"].since))
 
@@ -124,22 +124,20 @@ def samples_drafts(
         return False
     if engine == "vllm":
         return re.search(r"draft_sample_method\W+probabilistic", " ".join(flags)) is not None
-    if draft.selects_candidates:
+    if draft.family is DFLASH2:
         return True
-    if draft.algorithm == DSPARK.algorithm:
+    if draft.family is DSPARK:
         return environment.get("SGLANG_DSPARK_USE_GREEDY_DRAFT", "").lower() not in ("1", "true", "yes", "on")
     return "--speculative-use-rejection-sampling" in flags
 
 
-def explain_unsupported(
-    engine: str, num_steps: int, topk: int, num_draft_tokens: int, draft: dict[str, Any]
-) -> str | None:
+def explain_unsupported(engine: str, shape: TreeShape, config: dict[str, Any]) -> str | None:
     """Return why an engine can't run a tree with a draft of that config.json; None if it can."""
-    method = find_block_method(draft)
-    block = (method, method.count_drafts(draft["block_size"])) if method else None
-    if reason := explain_unserved_tree(engine, num_steps, topk, num_draft_tokens, block):
+    family = find_family(config)
+    depth = family.count_drafts(config["block_size"]) if family.is_block else None
+    if reason := DraftKind(family, depth).explain_unserved(engine, shape):
         return reason
-    if engine == "sglang" and method is None and draft.get("model_type") == "qwen3":
+    if engine == "sglang" and family is EAGLE3 and config.get("model_type") == "qwen3":
         return "SGLang's EAGLE-3 draft has no q/k norms, and this one does (init_draft.qk_norm)"
     return None
 

@@ -1,7 +1,7 @@
 """Rows packed end to end, without padding: the part of a pack that every objective shares.
 
-An objective (`PackObjective`) adds what is supervised: ttt.TrainingPack for EAGLE-3, EAGLE and Medusa, block_training.BlockPack
-for block drafts. Its loss has L steps: those of the training-time test, or the drafts of a block.
+An objective (`PackObjective`) adds what is supervised: ttt.TrainingPack for EAGLE-3, EAGLE and Medusa, BlockPack for block
+drafts (families/block/objective.py). Its loss has L steps: those of the training-time test, or the drafts of a block.
 Letters: T tokens of a pack, K feature layers, H hidden, M image tokens, L steps.
 """
 

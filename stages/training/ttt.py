@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stages.draft.eagle3 import Eagle3Draft
+from stages.params.draft_sections import TrainDraft
 from stages.training import attention_mask, chunked_loss, packed_rows
 from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
@@ -53,6 +54,11 @@ class TrainingObjective:
     loss: str = "ce"  # one of chunked_loss.LOSSES
     batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
     logits_scale: float = 1.0  # of the target's manifest
+
+    @classmethod
+    def of_settings(cls, settings: TrainDraft, num_steps: int, logits_scale: float) -> "TrainingObjective":
+        weights = settings.ttt_decay, settings.mask, settings.loss
+        return cls(num_steps, *weights, settings.batch_tokens, logits_scale)
 
     def build_pack(self, rows: Sequence[PackRow], _pack_index: PackIndex, pinned: bool) -> "TrainingPack":
         """Build a pack on the CPU; nothing of it is drawn, so it is the same at every index."""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
-from stages.params.draft_sections import DFLASH2_SIZES
+from stages.params.families import DFLASH2_SIZES
 
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]

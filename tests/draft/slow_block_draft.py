@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
-from stages.training.block_loss import BlockLossWeights
+from stages.families.block.loss import BlockLossWeights
 
 CONFIG = BlockDraftConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -1,20 +1,30 @@
-"""The list of block methods against what else names them: params.yaml's segments, and the losses of training."""
+"""The list of families against what else names them: their modules, and the losses of block drafts."""
 
-from typing import get_args
+import importlib
 
-from stages.params.block_draft_methods import ALGORITHMS, BLOCK_METHODS, find_block_method, list_titles
-from stages.params.draft_sections import BlockSegment
-from stages.training.block_training import OBJECTIVES
+import pytest
 
-
-def test_params_and_training_know_the_same_methods() -> None:
-    assert list(BLOCK_METHODS) == list(get_args(BlockSegment.model_fields["method"].annotation)) == list(OBJECTIVES)
-    assert list_titles() == "DFlash, DFlash2 or DSpark" and sorted(ALGORITHMS) == ["DFLASH", "DSPARK"]
+from stages.families.block.objective import OBJECTIVES
+from stages.params.families import ALGORITHMS, BLOCKS, EAGLE3, FAMILIES, DraftFamily, find_family, list_titles
 
 
-def test_a_method_is_found_by_any_architecture_of_a_config() -> None:
-    for method in BLOCK_METHODS.values():
-        assert find_block_method({"architectures": [method.architecture]}) is method
-    assert find_block_method({"architectures": ["Other", "Qwen3DSparkModel"]}) is BLOCK_METHODS["dspark"]
-    assert find_block_method({"architectures": ["LlamaForCausalLMEagle3"]}) is find_block_method({}) is None
-    assert [method.count_drafts(8) for method in BLOCK_METHODS.values()] == [7, 7, 8]
+def test_params_and_training_know_the_same_blocks() -> None:
+    assert list(BLOCKS) == list(OBJECTIVES)
+    assert list_titles() == "DFlash, DFlash2 or DSpark" and sorted(map(str, ALGORITHMS)) == ["DFLASH", "DSPARK"]
+    assert [family.count_drafts(8) for family in BLOCKS.values()] == [7, 7, 8]
+
+
+def test_a_family_is_found_by_any_architecture_of_a_config_or_by_its_method() -> None:
+    for family in FAMILIES.values():
+        assert find_family({"architectures": [family.architecture], "method": family.name}) is family
+    assert find_family({"architectures": ["Other", "Qwen3DSparkModel"]}) is FAMILIES["dspark"]
+    assert find_family({"architectures": ["LlamaForCausalLMEagle3"]}) is find_family({}) is EAGLE3
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_a_family_has_every_part_that_its_facts_promise(family: DraftFamily) -> None:
+    parts = {"files": "Files", "decoding": "build_drafter"}
+    parts |= {"training": "Training"} if family.segment else {}
+    parts |= {"replay": "build_replay", "overfit": "build_overfit"} if family.is_replayed else {}
+    for part, name in parts.items():
+        assert hasattr(importlib.import_module(f"stages.families.{family.module.format(part)}"), name)

@@ -21,6 +21,7 @@ from stages.params.tree_shape import TreeShape
 from stages.target import loading, multimodal
 from stages.target.manifest import TargetManifest
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback, draft, sample_by_transformers
+from tests.engines import build_engine
 from tests.target.multimodal_documents import TAPPED, TOKEN, documents, load
 from tests.target.test_multimodal_forward import random_draft
 from tests.target.test_target_forward import manifest_of, save_random_model
@@ -52,7 +53,7 @@ def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def engine(execution: str, model: PreTrainedModel) -> Engine:
-    made = Engine(model, [END], [1, 2, 3], draft())
+    made = build_engine(model, [END], [1, 2, 3], draft())
     assert (made.target.fused_decoder is not None) == (execution == "in blocks")
     if execution == "played":
         made.drafter.fused_draft = None
@@ -172,7 +173,7 @@ def test_every_token_in_turn_as_the_end(engine: Engine, model: PreTrainedModel) 
     "options", [{"sliding_window": 6}, {"fc_norm": True, "norm_output": True, "qk_norm": True}], ids=str
 )
 def test_every_option_of_a_draft(execution: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
-    engine = Engine(model, [END], [1, 2, 3], draft(**options))
+    engine = build_engine(model, [END], [1, 2, 3], draft(**options))
     assert steps(engine.decode_batch(make_requests(6), 4, TreeShape(5, 3, 12)), 6) == [
         decode_alone(engine, ask, TreeShape(5, 3, 12)) for ask in make_requests(6)
     ]
@@ -187,7 +188,7 @@ def moe_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedMode
 
 def test_experts_route_each_token_as_alone(execution: str, moe_target: tuple[PreTrainedModel, TargetManifest]) -> None:
     model, made = moe_target
-    engine = Engine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
+    engine = build_engine(model, [5], made.feature_layers, random_draft(made).requires_grad_(False))
     draws = random.Random(2)
     some = [DecodeRequest([draws.randrange(7, 80) for _ in range(length)], 16) for length in (3, 17, 9, 30)]
     for tree in (None, WIDE):
@@ -213,7 +214,7 @@ def test_pictures_of_one_are_not_seen_by_another(
 ) -> None:
     """Each prompt has its own pictures, or none, and its own way of counting positions."""
     model, made = multimodal_target
-    engine = Engine(model, [5], TAPPED, random_draft(made).requires_grad_(False))
+    engine = build_engine(model, [5], TAPPED, random_draft(made).requires_grad_(False))
     some = [DecodeRequest(ids.tolist(), 24, shown) for ids, shown in documents()]
     for tree in (None, WIDE):
         together = steps(engine.decode_batch(some, 3, tree), 4)
@@ -253,7 +254,7 @@ def test_room_is_kept_for_as_many_again(engine: Engine) -> None:
 
 def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
     """Not when Python next looks for circles: twice the room would be needed meanwhile."""
-    engine = Engine(model, [END], [1, 2, 3], draft())
+    engine = build_engine(model, [END], [1, 2, 3], draft())
     gc.collect()
     gc.disable()
     try:
@@ -275,7 +276,7 @@ def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
 ) -> None:
     monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
     monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
-    engine = Engine(model, [END], [1, 2, 3], draft())
+    engine = build_engine(model, [END], [1, 2, 3], draft())
     wide, narrow = TreeShape(5, 4, 16), TreeShape(3, 3, 8)
     for tree in (wide, None, wide, narrow):
         list(engine.decode_batch(make_requests(), 3, tree))
@@ -344,7 +345,7 @@ def test_passes_leave_the_attention_as_it_was(engine: Engine) -> None:
 
 
 def test_a_draft_is_not_needed_to_decode_plainly(execution: str, model: PreTrainedModel) -> None:
-    engine = Engine(model, [END], [])
+    engine = build_engine(model, [END], [])
     assert join_answers(steps(engine.decode_batch(make_requests(), 4, None), 9)) == [
         search_greedily(model, ask) for ask in make_requests()
     ]

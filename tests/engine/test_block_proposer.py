@@ -12,22 +12,23 @@ from transformers import PreTrainedModel
 
 from stages.draft.block_draft import BlockDraft
 from stages.engine import slot_pool
-from stages.engine.block_kernels import FusedBlockExpansion
-from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.memory_estimate import estimate_memory
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
-from stages.params.tree_shape import TreeShape
-from stages.replay.block_replay import (
+from stages.families.block.decoding import BlockProposer
+from stages.families.block.exact_replay import (
     AnswerPositions,
     ReplayPack,
     compute_anchor_states,
     replay_block_trees,
     replay_chains,
 )
-from stages.trees.block_expansion import expand_block
+from stages.families.block.expansion import expand_block
+from stages.families.block.kernels import FusedBlockExpansion
+from stages.params.tree_shape import TreeShape
+from tests import engines
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
 from tests.engine.test_batch_decode import make_requests, search_greedily, steps
@@ -133,7 +134,7 @@ def execution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def build_engine(made: BlockDraft) -> Engine:
-    return Engine(target(), [END], list(FEATURES), made)
+    return engines.build_engine(target(), [END], list(FEATURES), made)
 
 
 def decode(engine: Engine, ask: DecodeRequest, tree: TreeShape) -> list[DecodeStep]:
@@ -291,7 +292,7 @@ def test_a_tree_deeper_than_the_block_is_refused() -> None:
 def test_a_draft_of_another_target_is_refused(options: dict[str, Any], message: str) -> None:
     made = make("dflash", **options)
     with pytest.raises(ValueError, match=message):
-        Engine(target(), [END], list(made.config.feature_layers), made)
+        engines.build_engine(target(), [END], list(made.config.feature_layers), made)
 
 
 def test_a_multimodal_target_is_refused(tmp_path: Path) -> None:
@@ -299,12 +300,12 @@ def test_a_multimodal_target_is_refused(tmp_path: Path) -> None:
     vocab_size, hidden_size = model.get_input_embeddings().weight.shape
     made = make("dflash", vocab_size=vocab_size, hidden_size=hidden_size)
     with pytest.raises(ValueError, match=r"a block draft \(dflash\) and the target multimodal, expected a text target"):
-        Engine(model, [END], list(FEATURES), made)
+        engines.build_engine(model, [END], list(FEATURES), made)
 
 
 def test_captured_features_are_those_of_the_draft() -> None:
     with pytest.raises(ValueError, match=r"reads feature layers \[1, 2, 3\] .* found \[1, 2\]"):
-        Engine(target(), [END], [1, 2], draft("random", "dflash"))
+        engines.build_engine(target(), [END], [1, 2], draft("random", "dflash"))
 
 
 def test_state_and_memory_count_every_layer() -> None:
@@ -316,7 +317,7 @@ def test_state_and_memory_count_every_layer() -> None:
     features = (tree.num_steps + 1) * len(FEATURES) * c.hidden_size * 4
     proposer = slots.proposers[engine.get_tree_method(tree)]
     assert proposer.count_state_bytes(slots) == cached + features
-    plain = Engine(target(), [END], [])
+    plain = engines.build_engine(target(), [END], [])
     estimate = estimate_memory(engine, 20, 1, tree)
     assert estimate.cache - plain.slots.count_cache_bytes(estimate.cache_tokens) == cached
     assert estimate.draft > 0

@@ -53,7 +53,6 @@ def name_checkpoint(project: Path, method: str, **benchmarked: Any) -> None:
             "benchmark": {"checkpoints": ["block"], "trees": TREES, **benchmarked},
             "benchmark_served": {"workloads": []},
             "serving_costs": {"workloads": []},
-            "benchmark_methods": {"with_draft": {}, "without_draft": {}},
             "time_trees": GRID,
         },
     )
@@ -232,4 +231,4 @@ def test_trees_deeper_than_every_trained_block_are_refused_before_anything_runs(
     with pytest.raises(ValueError, match=message):
         schema.load_params()
     edit_params(project, {section: {"trees": [fitting]}})
-    assert schema.load_params().train_draft.checkpoints["block"].non_eagle3_method == method
+    assert schema.load_params().train_draft.checkpoints["block"].method == method

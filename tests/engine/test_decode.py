@@ -27,6 +27,7 @@ from stages.engine.target_kernels import FusedDecoder
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
 from stages.target.token_probabilities import compute_probabilities
+from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +97,7 @@ def engine(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.Monke
         )
         assert (blocks is None) == (request.param == "played")
         monkeypatch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: blocks)
-    made = Engine(model, [END], [1, 2, 3], draft())
+    made = build_engine(model, [END], [1, 2, 3], draft())
     if request.param == "played":
         made.drafter.fused_draft = None
     return made
@@ -172,7 +173,7 @@ def test_features_that_the_draft_can_not_read_are_refused_before_the_first_token
     with pytest.raises(
         ValueError, match=r"reads 3 feature layers of the target, expected as many ids below 4"
     ) as error:
-        Engine(model, [END], layers, draft())
+        build_engine(model, [END], layers, draft())
     assert str(layers) in str(error.value)
 
 
@@ -183,7 +184,7 @@ def test_a_draft_of_another_width_or_vocabulary_is_refused_before_the_first_toke
     rope = {"rope_theta": 1e4, "rope_type": "default"}
     other = Eagle3Draft(DraftConfig(width, 96, 4, 2, 16, vocabulary, VOCAB, 512, 1e-6, rope))
     with pytest.raises(ValueError, match=f"of {vocabulary} tokens and width {width}; this target has {VOCAB} and 64"):
-        Engine(model, [END], [1, 2, 3], other)
+        build_engine(model, [END], [1, 2, 3], other)
 
 
 def test_drawn_answers_follow_their_own_numbers_and_temperature(engine: Engine, model: Any) -> None:
@@ -217,7 +218,8 @@ def test_the_length_limit_holds_inside_a_cycle(engine: Engine, model: Any, room:
 def test_an_end_token_ends_both_though_it_is_found_late(engine: Engine, model: Any) -> None:
     """Several tokens in turn as the one that ends: what is decoded past it is dropped, and the next prompt starts clean."""
     whole = {
-        tuple(prompt): join_tokens(Engine(model, [-1], [1, 2, 3]).decode_plain(prompt, ROOM)) for prompt in prompts()
+        tuple(prompt): join_tokens(build_engine(model, [-1], [1, 2, 3]).decode_plain(prompt, ROOM))
+        for prompt in prompts()
     }
     shortened = 0
     for end in range(0, VOCAB, 4):
@@ -240,7 +242,7 @@ def test_every_way_to_run_accepts_the_same_drafts(model: Any, monkeypatch: pytes
                     patch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
                 if way == "played":
                     patch.setattr(TargetRunner, "_build_fused_decoder", lambda *_: None)
-                engine = Engine(model, [END], [1, 2, 3], draft(**options))
+                engine = build_engine(model, [END], [1, 2, 3], draft(**options))
                 if way == "played":
                     engine.drafter.fused_draft = None
                 found.append(
@@ -307,7 +309,7 @@ def test_a_target_with_another_state_than_keys_and_values_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"Qwen3NextForCausalLM keeps state other than keys and values of its own in 3 of its 4 layers"
     ):
-        Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1, 2])
+        build_engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1, 2])
 
 
 @pytest.mark.parametrize("kind", ["a state beside attention", "an index of keys"])
@@ -329,4 +331,4 @@ def test_a_target_that_keeps_more_beside_keys_and_values_is_refused(kind: str) -
     with pytest.raises(
         ValueError, match=r"keeps state other than keys and values of its own in 2 of its 2 layers \((Dynamic|Linear)"
     ):
-        Engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1])
+        build_engine(AutoModelForCausalLM.from_config(config).eval(), [], [0, 1])

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from stages.engine import device_placement
-from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.engine.memory_estimate import MemoryEstimate, estimate_memory
 from stages.engine.sampling import SamplingParams
@@ -16,6 +15,7 @@ from stages.params.tree_shape import TreeShape
 from stages.params.units import GIB, format_bytes
 from stages.target import loading
 from tests.engine.test_decode import draft
+from tests.engines import build_engine
 from tests.target.test_target_forward import save_random_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,11 +55,11 @@ def model(tmp_path: Path) -> Any:
 
 def test_a_model_that_was_placed_says_what_it_said(model: Any) -> None:
     prompt = [11, 7, 42, 30, 9]
-    before = [list(Engine(model, [5], []).decode_plain(prompt, 12)), model(torch.tensor([prompt])).logits]
+    before = [list(build_engine(model, [5], []).decode_plain(prompt, 12)), model(torch.tensor([prompt])).logits]
     blocks = list(model.get_decoder().layers)
     device_placement.place_model(model, ["cpu", "cpu", "cpu"])
     assert list(model.get_decoder().layers) == blocks
-    assert list(Engine(model, [5], []).decode_plain(prompt, 12)) == before[0]
+    assert list(build_engine(model, [5], []).decode_plain(prompt, 12)) == before[0]
     assert torch.equal(model(torch.tensor([prompt])).logits, before[1])
 
 
@@ -106,7 +106,7 @@ def test_memory_is_said_as_it_is_taken() -> None:
     from tests.engine import test_decode
 
     model = test_decode.model.__wrapped__()
-    engine, tree = Engine(model, [7], [1, 2, 3], draft()), TreeShape(5, 4, 16)
+    engine, tree = build_engine(model, [7], [1, 2, 3], draft()), TreeShape(5, 4, 16)
     estimated = estimate_memory(engine, 100, 3, tree)
     assert estimated.cache_tokens == 3 * 256 and estimated.cache == estimated.cache_tokens * 1280
     asks = [DecodeRequest([1] * 60, 40)] * 4

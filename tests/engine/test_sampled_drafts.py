@@ -13,11 +13,11 @@ from torch import Tensor
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling, slot_pool
-from stages.engine.block_proposer import BlockProposer
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.memory_estimate import estimate_memory
 from stages.engine.sampling import SamplingParams
+from stages.families.block.decoding import BlockProposer
 from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
@@ -25,6 +25,7 @@ from tests.draft.slow_draft import CONFIG, small_target
 from tests.engine.test_block_proposer import NotedOperators
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
 from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, decode_together, is_rejected, join_tokens, warp_logits
+from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,7 +46,7 @@ def make_draft(method: str) -> BlockDraft:
 
 @cache
 def make_engine(method: str) -> Engine:
-    return Engine(small_target(V, 1), [], FEATURES, make_draft(method))
+    return build_engine(small_target(V, 1), [], FEATURES, make_draft(method))
 
 
 def make_sampling(how: str, seed: int) -> SamplingParams:
@@ -105,7 +106,7 @@ def run_cycles_slowly(
     engine: Engine, prompt: list[int], count: int, how: SamplingParams, width: int
 ) -> list[tuple[list[int], int]]:
     """Cycles (tokens, accepted) by one anchor, slot and token at a time, from the answer's own numbers."""
-    draft, embedding, head = engine.draft, engine.embedding, engine.lm_head
+    draft, embedding, head = engine.drafter.draft, engine.embedding, engine.lm_head
     numbers = sampling.draw_uniforms(how.seed, count + width).tolist()
     drawing, coins = sampling.draw_draft_uniforms(how.seed, count + width).T.tolist()
     shape = how.temperature, how.top_p, how.top_k
@@ -276,7 +277,7 @@ def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
     ):
         decode(make_engine("dspark"), how, tree=TreeShape(3, 2, 6))
     draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=V)).requires_grad_(False)
-    engine = Engine(small_target(V, 1), [], FEATURES, draft)
+    engine = build_engine(small_target(V, 1), [], FEATURES, draft)
     with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
         decode(engine, how)
     assert decode(engine, SamplingParams(*HOW["hot"], 1))

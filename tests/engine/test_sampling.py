@@ -31,6 +31,7 @@ from stages.target.token_probabilities import compute_probabilities
 from stages.trees import accept_length
 from stages.trees.draft_tree import DraftTree
 from tests.draft.slow_draft import CONFIG, scatter, small_target
+from tests.engines import build_engine
 
 V, FEATURES = 7, [1, 2, 3]
 PROMPT = [3, 1, 4, 1]
@@ -51,7 +52,7 @@ def engine() -> Engine:
     draft = Eagle3Draft(replace(CONFIG, vocab_size=V, draft_vocab_size=5))
     scatter(draft, 0.3, 2)
     draft.d2t.copy_(torch.tensor([0, 1, 1, 2, 2]))  # tokens 0, 2, 3, 5, 6
-    return Engine(model, [], FEATURES, draft.requires_grad_(False))
+    return build_engine(model, [], FEATURES, draft.requires_grad_(False))
 
 
 def warp_logits(logits: Tensor, temperature: float, top_p: float, top_k: int | None) -> Tensor:
@@ -330,7 +331,7 @@ def count_replayed(
     ends = torch.full_like(starts, texts.shape[1])
     features = torch.cat(caught, dim=-1)
     trees = [TreeShape(steps, topk, tokens) for steps, tokens in SHAPES[topk]]
-    return replay_answers(engine.draft, engine.embedding, ReplayBatch(texts, features, starts, ends), trees)[:2]
+    return replay_answers(engine.drafter.draft, engine.embedding, ReplayBatch(texts, features, starts, ends), trees)[:2]
 
 
 def draw_prompts(seed: int, count: int) -> list[list[int]]:

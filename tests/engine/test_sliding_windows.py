@@ -18,6 +18,7 @@ from stages.engine.decode_state import DecodeRequest
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target import generation, head_check, hooks, packed_forward
+from tests import engines
 from tests.draft.slow_draft import scatter
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
 from tests.engine.test_sampling import join_tokens, warp_logits
@@ -61,7 +62,7 @@ def build_engine(name: str) -> Engine:
         draft_vocab_size=301, max_position_embeddings=256, rms_norm_eps=1e-6, rope={"rope_theta": 1e4, "rope_type": "default"},
     ))  # fmt: skip
     scatter(draft, 0.3, 2)
-    return Engine(build(name), [], TAPPED, draft.requires_grad_(False))
+    return engines.build_engine(build(name), [], TAPPED, draft.requires_grad_(False))
 
 
 def generate(name: str, prompt: list[int]) -> list[int]:
@@ -95,7 +96,7 @@ def test_hidden_states_are_transformers_own(name: str) -> None:
 def test_answers_are_transformers_own(name: str) -> None:
     """Bug: the torch engine refused such lengths, so no graph could run with Gemma 3 and answers of 512 tokens."""
     engine, expected = build_engine(name), [generate(name, prompt) for prompt in PROMPTS]
-    unlimited = Engine(build(name, 200), [], [])
+    unlimited = engines.build_engine(build(name, 200), [], [])
     assert [join_tokens(unlimited.decode_plain(prompt, ROOM)) for prompt in PROMPTS] != expected or name == "Phimoe"
     assert (
         join_tokens(engine.decode_plain(PROMPTS[0], ROOM)) == expected[0]
@@ -117,7 +118,7 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
     """As on a GPU: the fused kernels, which know no window, run within it alone, though both lengths share slots."""
     monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
     monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
-    engine = Engine(build(name), [], TAPPED, build_engine(name).draft)
+    engine = engines.build_engine(build(name), [], TAPPED, build_engine(name).drafter.draft)
     assert (engine.target.fused_decoder is not None) == (name != "Gemma3Text")
     short = [ids[:4] for ids in PROMPTS]
     for prompts, room in ((short, 10), (PROMPTS, ROOM), (short, 10)):

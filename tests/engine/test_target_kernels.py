@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from stages.engine import kernels_torch as plain
-from stages.engine.block_kernels import FusedBlockExpansion
 from stages.engine.kv_cache import KVCache, probe_kv_shapes
 from stages.engine.target_kernels import FusedDecoder
+from stages.families.block.kernels import FusedBlockExpansion
 from stages.trees.draft_tree import Candidates
 from tests.engine.test_block_proposer import make
 

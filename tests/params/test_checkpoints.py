@@ -95,9 +95,7 @@ MORE, SPARK2 = BLOCKS.split("\n")[2].strip(), BLOCKS.split("\n")[4].strip()
 def test_segments_of_a_block_draft_may_differ_in_what_is_learned() -> None:
     edit_params_text((SECOND, BLOCKS))
     found = schema.load_params().train_draft.checkpoints
-    assert [(found[n].non_eagle3_method, found[n].is_only_compared) for n in ("more", "spark2")] == [
-        ("dflash", False), ("dspark", False),
-    ]  # fmt: skip
+    assert [found[n].method for n in ("more", "spark2")] == ["dflash", "dspark"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stages.params import checks, schema
-from stages.params.draft_sections import BlockSegment
+from stages.params.families import BlockSegment
 from tests.conftest import ROOT
 from tests.params.params_edits import edit_params_text, read_refusal, set_value, set_values
 

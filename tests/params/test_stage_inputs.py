@@ -9,7 +9,7 @@ import pytest
 from stages import inputs
 from stages.params import stage_inputs
 from stages.params.schema import load_params
-from stages.params.stage_inputs import ENGINE_CODE, FAMILY_CODE, Instance, build_inputs, list_differences, read_params
+from stages.params.stage_inputs import ENGINE_CODE, Instance, build_inputs, list_differences, read_params
 from stages.runtime.digests import KeptDigests
 from tests.conftest import ROOT, edit_params
 
@@ -35,7 +35,6 @@ def test_a_key_that_a_stage_does_not_declare_is_an_error(project: Path) -> None:
     [
         ("train_draft", ["e004"], "train_draft.checkpoints has no 'e004'; it has e003"),
         ("benchmark", ["evil", "e009", "t5_1_6"], "benchmark.workloads has no 'evil' (did you mean"),
-        ("benchmark_methods", ["ngram"], "benchmark_methods has no 'ngram'"),
     ],
 )
 def test_an_unknown_name_is_told(project: Path, stage: str, names: list[str], message: str) -> None:
@@ -63,7 +62,7 @@ def test_a_family_leaves_out_the_code_of_others(project: Path) -> None:
     edit_params(project, {"replay_trees": {"checkpoints": ["e"]}, "benchmark": {"checkpoints": ["e"]}})
     params, kept = load_params(), KeptDigests()
     code = {name: build_inputs(params, Instance.parse(f"train_draft@{name}"), kept)["code"] for name in "bme"}
-    loss, heads_loss, ttt = "stages/training/block_loss.py", "stages/methods/medusa.py", "stages/training/ttt.py"
+    loss, heads_loss, ttt = "stages/families/block/loss.py", "stages/families/medusa.py", "stages/training/ttt.py"
     assert {name: [file in code[name] for file in (loss, heads_loss, ttt)] for name in "bme"} == {
         "b": [True, False, False],
         "m": [False, True, True],
@@ -76,13 +75,13 @@ def test_what_every_engine_and_family_runs_is_left_out_for_none(project: Path) -
     shared = {
         "stages/serving/measured_server.py",
         "stages/serving/spec_counters.py",
-        "stages/draft/block_checkpoint.py",
+        "stages/families/family.py",
     }
     for engine in ("sglang", "vllm"):
         edit_params(project, {"benchmark_served": {"engine": engine, "workloads": ["eval"]}})
         code = build_inputs(load_params(), Instance.parse("benchmark_served@eval-e009-t5_1_6"), KeptDigests())["code"]
         assert shared <= code.keys(), engine
-    listed = [file for files in (*FAMILY_CODE.values(), *ENGINE_CODE.values()) for file in files]
+    listed = [file for files in ENGINE_CODE.values() for file in files]
     assert len(listed) == len(set(listed)) and all((ROOT / file).is_file() for file in listed)
 
 

@@ -216,7 +216,6 @@ HARMLESS = {
     "benchmark.trees",
     "benchmark_served.trees",
     "serving_costs.trees",
-    "benchmark_methods.with_draft.*.tree",
 }
 
 
@@ -271,7 +270,7 @@ def test_a_name_that_a_shell_would_read_is_refused_by_the_form(name: str) -> Non
         {"train_draft.checkpoints": {"e1; touch x": {"from": "e000", "epochs": 1}}},
         {"import_draft.checkpoints": {"a$(id)": {"model": "org/name", "revision": None, "rope_theta": None}}},
         {"prepare_prompts.sets": {"a b": {"from": "data/prompt_sets/x.jsonl"}}},
-        {"benchmark_methods.without_draft": {"a;b": {"method": "ngram", "longest": 3, "shortest": 1, "length": 8}}},
+        {"import_draft.checkpoints": {"a;b": {"model": "builtin/ngram", "revision": None, "rope_theta": None}}},
         {"replay_trees.checkpoints": ["e003;id"]},
         {"time_trees.checkpoints": ["e000;id"]},
     ],

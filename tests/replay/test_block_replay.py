@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from stages.draft.block_draft import BlockDraft
-from stages.params.tree_shape import TreeShape
-from stages.replay.block_replay import (
+from stages.families.block.exact_replay import (
     AnswerPositions,
     ReplayPack,
     compute_anchor_states,
@@ -19,6 +18,7 @@ from stages.replay.block_replay import (
     replay_chains,
     trace_block_cycles,
 )
+from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch
 from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
 from tests.draft.slow_draft import small_target

@@ -11,16 +11,17 @@ from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM
 
 from stages.draft.block_draft import BlockDraft
-from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
 from stages.engine.sampling import SamplingParams
+from stages.families.block import sampled_replay as sampled_drafts
+from stages.families.block.exact_replay import AnswerPositions, ReplayPack, compute_anchor_states
+from stages.families.block.sampled_replay import replay_sampled_drafts
+from stages.families.draft_replay import ExpectedCounts
 from stages.params.tree_shape import TreeShape
-from stages.replay import sampled_drafts
-from stages.replay.block_replay import AnswerPositions, ReplayPack, compute_anchor_states
-from stages.replay.sampled_drafts import ExpectedCounts, replay_sampled_drafts
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import scatter, small_target
 from tests.engine.test_sampling import prefill_once, warp_logits
+from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,7 +203,7 @@ class LiveRuns:
 
     def __init__(self, method: str, width: int):
         pair = pair_of(method, VOCAB, NUM_DRAFTS)
-        engine, count = Engine(pair.target, [], list(FEATURES), pair.draft), RUNS[width]
+        engine, count = build_engine(pair.target, [], list(FEATURES), pair.draft), RUNS[width]
         prompt_ids = torch.randint(0, VOCAB, (NUM_PROMPTS, 4), generator=torch.Generator().manual_seed(1))
         prompts = prompt_ids.repeat(count // NUM_PROMPTS, 1).tolist()
         settings = [SamplingParams(*SAMPLING, None, seed, samples_drafts=True) for seed in range(count)]

@@ -23,6 +23,7 @@ from tests import costs, made_once
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
+from tests.torch_cells import ENDED
 
 Row = dict[str, Any]
 SPENT = [
@@ -164,6 +165,7 @@ def _made_up_cell(rng: random.Random, workload: str, checkpoint: str, tree: Tree
     }
     shares = [math.exp(-(((i - tau + 1) / (0.3 * tree.num_steps)) ** 2)) for i in range(tree.num_steps + 1)]
     return {
+        **ENDED,
         "workload": workload,
         "checkpoint": checkpoint,
         "tree": tree.name,

@@ -9,7 +9,7 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.params.block_draft_methods import BLOCK_METHODS
+from stages.params.families import BLOCKS, DFLASH, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
 from stages.results import prediction, replay_records
@@ -28,13 +28,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     return add_block_draft(made_up_project(tmp_path, monkeypatch))
 
 
-@pytest.mark.parametrize("name", ["eagle3", *BLOCK_METHODS])
+@pytest.mark.parametrize("name", ["eagle3", *BLOCKS])
 def test_the_engines_of_a_tree_are_those_that_do_not_refuse_it(name: str) -> None:
     """Bug: EAGLE-3's t8_2_8, which SGLang refuses and vLLM too, was offered as SGLang's."""
-    method = BLOCK_METHODS.get(name)
+    method = BLOCKS.get(name)
     architecture = method.architecture if method else "LlamaForCausalLMEagle3"
     config = {"architectures": [architecture], "block_size": 4, "model_type": "llama"}
-    family = families.DraftFamily(method.title, method.count_drafts(4)) if method else families.EAGLE3
+    family = DraftKind(method, method.count_drafts(4)) if method else DraftKind()
     shapes = [TreeShape(*shape) for shape in itertools.product((1, 3, 4, 8), (1, 2, 4), (4, 8, 9, 16))]
     chains = [TreeShape(steps, 1, steps + 1) for steps in range(1, 9)]
     for tree in [*(tree for tree in shapes if tree.topk > 1), *chains]:
@@ -59,7 +59,7 @@ def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted()
         )
         for tree, speedup in {"t3_1_4": 1.31, "t10_1_11": 1.01, "t5_4_16": 1.5, "t8_4_16": 1.2}.items()
     ]  # fmt: skip
-    given = {"a": families.EAGLE3, "b": families.DraftFamily("DFlash", 10)}
+    given = {"a": DraftKind(), "b": DraftKind(DFLASH, 10)}
     page = families.build_families_page(replays, given, guesses)
     assert page
     chosen = {(line.checkpoint, line.kind): line.tree.shape.name for line in page.lines}
@@ -164,16 +164,14 @@ def test_measured_trees_beside_their_predictions_are_marked_where_no_engine_runs
 def test_a_tree_of_eagle3_that_no_engine_runs_has_its_own_reason() -> None:
     """Bug: one sentence for all said that neither engine runs the tree, not which ones they run."""
     chain, narrow = TreeShape(8, 1, 9), TreeShape(8, 2, 8)
-    reason = families.EAGLE3.explain_torch_only([chain, narrow])
+    reason = DraftKind().explain_torch_only([chain, narrow])
     assert (
         reason
         and "SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains" in reason
     )
-    assert families.EAGLE3.explain_torch_only([chain]) is None
-    assert families.DraftFamily("DFlash", 8).explain_torch_only([chain]) is None
-    assert "the chain of the whole block alone, 7_1_8" in str(
-        families.DraftFamily("DFlash", 7).explain_torch_only([chain])
-    )
+    assert DraftKind().explain_torch_only([chain]) is None
+    assert DraftKind(DFLASH, 8).explain_torch_only([chain]) is None
+    assert "the chain of the whole block alone, 7_1_8" in str(DraftKind(DFLASH, 7).explain_torch_only([chain]))
 
 
 def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:

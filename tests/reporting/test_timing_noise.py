@@ -14,7 +14,7 @@ TREES = ("t5_1_6", "t5_2_8", "t8_2_16", "t10_2_32")
 
 
 def say(*cells: TorchCell, lines: list[ServedTableLine] | None = None) -> list[str]:
-    return list(map(str, find_timing_remarks(list(cells), [], lines or [], [costs.made_up()])))
+    return list(map(str, find_timing_remarks(list(cells), lines or [], [costs.made_up()])))
 
 
 def test_nothing_is_said_of_an_even_machine() -> None:
@@ -33,7 +33,7 @@ def test_plain_decoding_far_from_the_neighbours_and_the_timing_grid_is_told_with
 def test_a_plain_step_far_from_several_grids_is_told_once_with_the_grid() -> None:
     """Bug: with a grid for each draft the same remark stood there as often, without a name."""
     cells = [timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *(timed_cell(tree) for tree in TREES[1:])]
-    (remark,) = map(str, find_timing_remarks(cells, [], [], [costs.made_up("e000"), costs.made_up("b006")]))
+    (remark,) = map(str, find_timing_remarks(cells, [], [costs.made_up("e000"), costs.made_up("b006")]))
     assert remark.count("a plain step of") == 1 and "time_trees' 2.40 with e000" in remark
 
 
@@ -42,8 +42,8 @@ def test_a_plain_step_is_compared_once_whatever_the_number_of_grids() -> None:
     slower = [{"batch": 1, "step_s": 1.25 * costs.PLAIN_S, "error": 0.02, "samples": 10}]
     grids = [costs.made_up("e000"), costs.made_up("b006", plain=slower)]
     for order in (grids, grids[::-1]):
-        assert find_timing_remarks([timed_cell("t5_1_6")], [], [], order) == []
-    (remark,) = map(str, find_timing_remarks([timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S)], [], [], grids[::-1]))
+        assert find_timing_remarks([timed_cell("t5_1_6")], [], order) == []
+    (remark,) = map(str, find_timing_remarks([timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S)], [], grids[::-1]))
     assert remark.startswith(
         "t5_1_6 with e009 (eval): a plain step of 3.60 ms is 50% above time_trees' 2.40 with e000;"
     )

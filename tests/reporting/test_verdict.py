@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from stages.params.families import DSPARK, DraftKind
 from stages.reporting import verdict
-from stages.reporting.families import EAGLE3, DraftFamily, Families
-from stages.reporting.methods import MethodRow
+from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark
 from stages.reporting.verdict import Verdict
 from stages.results.prediction import LaunchAdvice, PredictedSpeedup
@@ -44,7 +44,6 @@ def give(
     predicted: list[PredictedSpeedup] | None = None,
     cells: list[TorchCell] | None = None,
     served: list[ServedRow] | None = None,
-    methods: list[MethodRow] | None = None,
     remarks: list[TimingRemark] | None = None,
     launch: list[LaunchAdvice] | None = None,
     families: Families | None = None,
@@ -52,7 +51,7 @@ def give(
 ) -> Verdict:
     rows = predicted or []
     launch = [advise(row) for row in rows if row.engine != "torch"] if launch is None else launch
-    given = launch, rows, cells or [], served or [], methods or [], remarks or []
+    given = launch, rows, cells or [], served or [], remarks or []
     return verdict.build_verdict(*given, ["eval"], replays or {}, families or {})
 
 
@@ -291,20 +290,6 @@ def test_many_loads_are_counted() -> None:
     )
 
 
-def test_methods_are_told_by_the_fastest_that_is_sure() -> None:
-    values: dict[str, Any] = {
-        "method": "ngram", "workload": "eval", "tau": 2.0, "output_tok_s": 300.0, "baseline_output_tok_s": 200.0,
-        "identical_share": 1.0, "weights_bytes": 0, "state_bytes": 0, "needs_training": "no", "parameters": 0, "moe": "not run",
-        "engine": "torch",
-    }  # fmt: skip
-    rows = [
-        MethodRow(row=row, speedup=speedup, speedup_low=low, speedup_high=speedup + 0.3, **values)
-        for row, speedup, low in (("baseline", 1.0, None), ("ngram", 1.2, 1.1), ("lookahead", 1.9, 0.9))
-    ]
-    assert give(methods=rows).details == ("Of 2 methods the fastest is ngram: measured 1.20x (1.10 to 1.50)",)
-    assert give(methods=[rows[0], rows[2]]).details == ("Of the methods none is clearly faster than plain decoding",)
-
-
 def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
     remark = TimingRemark("benchmark@eval-e009-t5_1_6", "t5_1_6: odd")
     found = give(cells=[timed_cell("t5_1_6", 0.5, 0.4, 0.6, tau=1.0)], remarks=[remark])
@@ -349,7 +334,7 @@ def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> N
 
 # Trees of block drafts
 
-BLOCKS = {"e009": EAGLE3, "b003": DraftFamily("DSpark", 7)}
+BLOCKS = {"e009": DraftKind(), "b003": DraftKind(DSPARK, 7)}
 
 
 def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:

@@ -14,6 +14,7 @@ from stages.params.recipe import Recipe
 from stages.reproduce import compare, estimate
 from stages.results import served_records, torch_records
 from stages.runtime import atomic
+from tests.torch_cells import ENDED
 
 pytestmark = pytest.mark.usefixtures("home")
 RUN = {"top_p": 1.0, "top_k": None, "seconds": 1.0, "seed": 0, "gpus": [], "joules": None}
@@ -40,7 +41,7 @@ def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
         "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "topk": 10, "num_draft_tokens": 60,
         "engine": "torch", "temperature": 0.0, "histogram": [], "repeats": [], "quality": None,
         "metrics": dict.fromkeys(torch_records.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
-        "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": torch_records.DEFINITIONS,
+        "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": torch_records.DEFINITIONS, **ENDED,
     }  # fmt: skip
     torch_records.write_torch_cell(found | changes)
 

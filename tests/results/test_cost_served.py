@@ -10,7 +10,7 @@ import pytest
 from stages.params.tree_shape import TreeShape
 from stages.results import cost_served, prediction, prediction_check, served_table
 from stages.results.served_records import LoadPoint
-from stages.results.torch_records import CellMetrics, MethodPromptRow, TorchCell
+from stages.results.torch_records import CellMetrics, PromptRow, TorchCell
 from tests import costs
 from tests.served_cells import FINGERPRINT, join, made_up, point
 from tests.served_cells import replayed_tree as replay
@@ -213,7 +213,7 @@ def torch_cell(tree: str, tau: float, cycle_s: float, **keys: Any) -> Row:
 def compare_cell(cell: Row, **keys: Any) -> tuple[list[prediction_check.ComparedPrediction], list[str]]:
     timed = costs.made_up(**keys)
     guesses = prediction.predict_speedups(timed, "e009", 0.0, REPLAYS["e009"])
-    prompts = [MethodPromptRow.model_construct(**row) for row in cell["prompts"]]
+    prompts = [PromptRow.model_construct(**row) for row in cell["prompts"]]
     measured = {"metrics": CellMetrics.model_construct(**cell["metrics"]), "prompts": prompts}
     return prediction_check.compare_torch_cells(
         {"e009": timed}, [TorchCell.model_construct(**cell | measured)], guesses

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stages.results import method_records, torch_records
-from stages.runtime import atomic
+from stages.results import torch_records
+from tests.torch_cells import ENDED
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +44,7 @@ def made_up() -> dict[str, Any]:
         "quality": None,
         "gpus": [],
         "joules": None,
+        **ENDED,
     }
 
 
@@ -100,23 +101,6 @@ def test_cells_measured_by_an_older_definition_are_refused_by_name() -> None:
     message = rf"was measured with the definitions of {page} 2, expected {page} 3; run: dvc repro -f -s "
     with pytest.raises(ValueError, match=rf"eval-e003-t8_2_16\.json {message}benchmark@eval-e003-t8_2_16$"):
         torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    row = dict.fromkeys(method_records.MethodCell.list_keys()) | {
-        "row": "ngram",
-        "definitions": "docs/metrics.md, version 2",
-    }
-    atomic.write_json(method_records.locate_method_cell("ngram"), row)
-    with pytest.raises(ValueError, match=rf"method-ngram\.json {message}benchmark_methods_baseline@ngram$"):
-        method_records.read_method_cell("ngram", "benchmark_methods_baseline@ngram")
-
-
-def test_a_cell_of_a_method_without_num_steps_is_refused_by_name() -> None:
-    """Bug: older cells have it among their settings as `steps`, and the report ended with a KeyError."""
-    keys = dict.fromkeys(method_records.MethodCell.list_keys()) | {"definitions": torch_records.DEFINITIONS}
-    atomic.write_json(method_records.locate_method_cell("heads"), {k: v for k, v in keys.items() if k != "num_steps"})
-    with pytest.raises(
-        ValueError, match=r"method-heads\.json lacks \['num_steps'\].*: dvc repro -f -s benchmark_methods@heads$"
-    ):
-        method_records.read_method_cell("heads", "benchmark_methods@heads")
 
 
 def test_every_metric_is_defined_in_the_docs_and_of_their_version() -> None:

@@ -20,11 +20,11 @@ from PIL import Image
 from stages import benchmark_served, prepare_prompts
 from stages.data import workload_prompts
 from stages.data.workload_prompts import WorkloadPrompt
+from stages.measuring import requests as served_requests
+from stages.measuring import server_setup
 from stages.params.benchmark_sections import Workload
 from stages.results import served_records
 from stages.runtime import atomic
-from stages.served_cell import requests as served_requests
-from stages.served_cell import server_setup
 from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision

@@ -38,6 +38,7 @@ if __name__ == "__main__":  # before the imports, which take half a second
 from aiohttp import web  # noqa: E402
 
 from stages.serving.server_startup import sglang_vision_patch  # noqa: E402
+from tests.engines import build_engine  # noqa: E402
 
 RECORDED = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
 
@@ -88,7 +89,6 @@ def load_engine(flags: argparse.Namespace) -> Any:
     from stages.draft import block_checkpoint, eagle3_checkpoint
     from stages.draft.block_draft import BlockDraft
     from stages.draft.eagle3 import Eagle3Draft
-    from stages.engine.decode import Engine
     from stages.target import loading, manifest
 
     torch.set_num_threads(1)
@@ -108,7 +108,7 @@ def load_engine(flags: argparse.Namespace) -> Any:
         draft = Eagle3Draft.from_checkpoint(config, tensors).requires_grad_(False)
         layers = eagle3_checkpoint.read_feature_layers(config, target.num_layers)
     model = loading.load_target(flags.model_path, "float32", "cpu", False)
-    return Engine(model, target.eos_token_ids, layers, draft)
+    return build_engine(model, target.eos_token_ids, layers, draft)
 
 
 class Double:

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from stages.params.families import FAMILIES
+from stages.params.tree_shape import TreeShape
 from stages.serving import engine_flags, engine_versions, spec_counters
 
 SETUP = engine_flags.ServerSetup(
@@ -80,8 +82,8 @@ def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkey
 def test_what_an_engine_cannot_run_is_explained(
     engine: str, tree: tuple[int, int, int], config: dict[str, Any], problem: str
 ) -> None:
-    assert re.search(problem, engine_flags.explain_unsupported(engine, *tree, config) or "")
-    assert engine_flags.explain_unsupported(engine, 5, 1, 6, {"model_type": "llama"}) is None
+    assert re.search(problem, engine_flags.explain_unsupported(engine, TreeShape(*tree), config) or "")
+    assert engine_flags.explain_unsupported(engine, TreeShape(5, 1, 6), {"model_type": "llama"}) is None
 
 
 BLOCKS = {
@@ -104,7 +106,7 @@ def test_dflash2_needs_engines_that_know_it() -> None:
         assert engine_flags.explain_old_version(engine, version, config) is None
     assert engine_flags.explain_old_version("sglang", "0.5.17", {"architectures": ["DFlashDraftModel"]}) is None
     assert engine_flags.find_first_version("sglang", {"architectures": ["DFlashDraftModel"]}) is None
-    assert engine_flags.explain_unsupported("sglang", 15, 1, 16, config) is None
+    assert engine_flags.explain_unsupported("sglang", TreeShape(15, 1, 16), config) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_dflash2_needs_engines_that_know_it() -> None:
 def test_whether_an_engine_samples_drafts(
     engine: str, algorithm: str, flags: list[str], environment: dict[str, str], top_k: int | None, samples: bool
 ) -> None:
-    draft = engine_flags.ServedDraft("draft", algorithm.removesuffix("2"), 7, 1, 8, algorithm == "DFLASH2")
+    draft = engine_flags.ServedDraft("draft", algorithm.removesuffix("2"), 7, 1, 8, FAMILIES[algorithm.lower()])
     assert engine_flags.samples_drafts(engine, draft, flags, environment, top_k) == samples
 
 
@@ -138,14 +140,14 @@ def test_whether_an_engine_samples_drafts(
 def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorithm: str) -> None:
     """Both blocks draft 7 tokens: DFlash's first slot drafts nothing."""
     config = BLOCKS[algorithm]
-    assert engine_flags.explain_unsupported(engine, 7, 1, 8, config) is None
+    assert engine_flags.explain_unsupported(engine, TreeShape(7, 1, 8), config) is None
     for tree, problem in (
         ((7, 2, 8), "the torch engine alone runs it"),
         ((2, 2, 6), "this tree has topk 2"),
         ((6, 1, 7), "has 7 drafts and this chain 6.*take t7_1_8"),
         ((8, 1, 9), "has 7 drafts and this chain 8.*take t7_1_8"),
     ):
-        assert re.search(problem, engine_flags.explain_unsupported(engine, *tree, config) or "")
+        assert re.search(problem, engine_flags.explain_unsupported(engine, TreeShape(*tree), config) or "")
     assert engine_flags.choose_algorithm(config, "EAGLE3") == algorithm
     assert engine_flags.choose_algorithm({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE3") == "EAGLE3"
     flags = engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft("/d", algorithm, 7, 1, 8), config)

@@ -14,13 +14,13 @@ from stages import prepare_target
 from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine.decode import Engine
 from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target import config_facts, multimodal, packed_forward
 from stages.target.vision import ImagePatches
 from stages.training import ttt
+from tests.engines import build_engine
 from tests.target.multimodal_documents import (
     CLASSES,
     DOCUMENTS,
@@ -187,7 +187,7 @@ class Run:
     def __init__(self, folder: Path, name: str):
         self.model, self.made = load(folder, name), described(folder)
         self.prompts = documents()
-        self.plain = Engine(self.model, [5], TAPPED)
+        self.plain = build_engine(self.model, [5], TAPPED)
         self.answers = [join_tokens(self.plain.decode_plain(ids.tolist(), ROOM, shown)) for ids, shown in self.prompts]
         self.rows = [
             row(self.model, ids, shown, answer) for (ids, shown), answer in zip(self.prompts, self.answers, strict=True)
@@ -253,7 +253,7 @@ def without_sections(draft: Eagle3Draft) -> Eagle3Draft:
 def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int, int], sections: bool) -> None:
     """And the engine says what plain decoding says, whatever the draft."""
     draft = run.draft if sections else without_sections(run.draft)
-    engine = Engine(run.model, [5], TAPPED, draft)
+    engine = build_engine(run.model, [5], TAPPED, draft)
     live = []
     for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
         steps = list(engine.decode_speculative(ids.tolist(), ROOM, TreeShape(*tree), shown))
@@ -276,7 +276,7 @@ def test_replay_says_what_the_live_engine_accepts(run: Run, tree: tuple[int, int
 
 def test_training_rolls_what_decoding_rolls(run: Run) -> None:
     """A chain over an answer, walked in the training forward: the live engine's chain, row by row."""
-    engine = Engine(run.model, [5], TAPPED, run.draft)
+    engine = build_engine(run.model, [5], TAPPED, run.draft)
     for (ids, shown), one in zip(run.prompts, run.rows, strict=True):
         pack = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
         result = ttt.compute_loss(run.draft, pack, run.embedding, run.head, ttt.TrainingObjective(STEPS))

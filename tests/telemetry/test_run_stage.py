@@ -67,7 +67,6 @@ def test_what_the_machine_lacks_is_one_line_with_what_to_set(started: None, erro
         ("sample_target", "sample_target.batch_size or max_new_tokens"),
         ("benchmark@eval-e009-t8_2_16", "concurrency or max_new_tokens of the workload"),
         ("benchmark_served_baseline@eval", "benchmark_served.server.mem_fraction"),
-        ("benchmark_methods_baseline@ngram", "max_new_tokens of benchmark_methods.workload"),
     ],
 )
 def test_torchs_own_error_of_a_real_allocation_names_the_key_to_lower(

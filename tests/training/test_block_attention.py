@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from stages.draft.block_draft import build_block_mask, build_dense_attention
-from stages.training import attention_mask, block_training
+from stages.families.block import objective as block_training
+from stages.training import attention_mask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

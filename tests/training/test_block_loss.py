@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.training.block_loss import (
+from stages.families.block.loss import (
     DFLASH2_OBJECTIVE,
     DSPARK_OBJECTIVE,
     BlockLossWeights,

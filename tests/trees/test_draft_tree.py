@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.engine.decode import Engine
 from stages.engine.memory_estimate import estimate_memory
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.trees import draft_tree
 from tests.draft.slow_draft import CONFIG, random_draft, small_target
+from tests.engines import build_engine
 
 VOCAB = 5
 
@@ -233,7 +233,7 @@ def test_a_tree_that_can_not_be_built_is_refused_before_anything_is_computed(sha
     answers = ReplayBatch(ids, features, torch.tensor([3]), torch.tensor([8]))
     with pytest.raises(ValueError, match=re.escape(says)):
         replay_answers(draft, embedding, answers, [TreeShape(*shape)])
-    engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    engine = build_engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     with pytest.raises(ValueError, match=re.escape(says)):
         next(engine.decode_speculative([1, 2], 5, TreeShape(steps, topk, tokens)))
 
@@ -248,7 +248,7 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
     )
     ids, features = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, 3 * CONFIG.hidden_size)
     rows = draft, embedding, ReplayBatch(ids, features, torch.tensor([3]), torch.tensor([8]))
-    engine = Engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
+    engine = build_engine(small_target(CONFIG.vocab_size, 1), [], [1, 2, 3], draft)
     for refused in (
         lambda: replay_answers(*rows, [TreeShape(4, 1, 5), TreeShape(5, 1, 6)]),
         lambda: next(engine.decode_speculative([1, 2], 5, TreeShape(5, 1, 6))),

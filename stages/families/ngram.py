@@ -1,0 +1,64 @@
+"""N-gram lookup, known as prompt lookup: guess the continuation of an earlier occurrence (https://github.com/apoorvumang/prompt-lookup-decoding).
+
+The longest n-gram at the end of the text that occurred before is looked up, and its last earlier occurrence; the tokens after
+that are a chain of guesses. No draft and no training; the only memory is an index of the text.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput
+from stages.engine.proposer import Drafter, DraftingMethod
+from stages.families.family import LoadedDraft
+from stages.families.host_proposer import GuessTree, HostDrafter, HostFiles, HostProposer
+
+
+class PromptLookupMethod(DraftingMethod):
+    """N-grams of `max_ngram` to `min_ngram` tokens, chains of `num_steps` guesses."""
+
+    def __init__(self, max_ngram: int, min_ngram: int, num_steps: int, device: torch.device):
+        self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
+        self.num_steps, self.num_draft_tokens = num_steps, num_steps + 1
+
+    def build_proposer(self, capacity: int) -> "PromptLookupProposer":
+        return PromptLookupProposer(self)
+
+
+class PromptLookupProposer(HostProposer):
+    """Chains of guesses and the index of n-grams behind them."""
+
+    def __init__(self, method: PromptLookupMethod):
+        super().__init__(method.num_draft_tokens, method.device)
+        self.method = method
+        self.followers: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self.num_indexed = 0  # tokens of the context that are indexed as followers
+
+    def start(self, slot: CacheSlots, prompt: list[int], prefill: PrefillOutput, state: DecodeState) -> None:
+        super().start(slot, prompt, prefill, state)
+        self.followers, self.num_indexed = {}, 0
+
+    def build_guess_tree(self, new_tokens: list[int]) -> GuessTree:
+        context, sizes = self.context, range(self.method.min_ngram, self.method.max_ngram + 1)
+        for index in range(self.num_indexed, len(context)):
+            for size in sizes:
+                if size <= index:
+                    self.followers[tuple(context[index - size : index])] = index
+        self.num_indexed = len(context)
+        found = GuessTree.empty(self.method.num_draft_tokens)
+        matches = [self.followers.get(tuple(context[-size:])) for size in reversed(sizes) if size <= len(context)]
+        first = next((index for index in matches if index is not None), len(context))
+        for node, token in enumerate(context[first : first + self.method.num_steps], 1):
+            found.add_node(node, node - 1, token)
+        return found
+
+    def count_state_bytes(self, slots: CacheSlots) -> int:
+        return super().count_state_bytes(slots) + sum(8 * (len(ngram) + 1) for ngram in self.followers)
+
+
+class Files(HostFiles):
+    """A config.json."""
+
+
+def build_drafter(draft: LoadedDraft, model: PreTrainedModel, tree_scoring: str) -> Drafter:
+    """Shapes are n<longest>_<shortest>_<length>."""
+    return HostDrafter(PromptLookupMethod, model.device)

@@ -1,0 +1,129 @@
+"""Loads on a measured server: it is opened, and the repeats of every point of a workload run on it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import polars as pl
+from tqdm import tqdm
+
+from stages.data import workload_prompts
+from stages.measuring import requests as served_requests
+from stages.measuring.requests import SECTION, ServedCellContext
+from stages.params.tree_shape import Load
+from stages.results import served_points
+from stages.serving import engine_flags, load_checks, load_generator, measured_server
+from stages.serving.load_generator import Arrivals, LoadResult
+from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan
+
+T = TypeVar("T")
+
+LOGS_FOLDER = Path(".scratch/served")
+LATER_WARMUP = 1  # prompts before a load whose batches the server has compiled kernels for
+
+
+@dataclass(frozen=True)
+class OpenedServer:
+    """A server that answers."""
+
+    server: MeasuredServer
+    url: str
+    check: CheckServer
+
+
+@contextlib.contextmanager
+def open_servers(plan: ServerPlan, servers: list[MeasuredServer], owner: str) -> Iterator[list[OpenedServer]]:
+    """Open servers, which start at once where they can, and take the turn to measure them.
+
+    `owner` is the cell or the grid that they are measured for: another may have a server of the same configuration meanwhile.
+    """
+    logs = {LOGS_FOLDER / owner / f"{server.config_name}.log": server for server in servers}
+    with measured_server.open_servers(plan, logs) as opened:
+        yield [OpenedServer(server, url, check) for server, (url, check) in zip(servers, opened, strict=True)]
+
+
+def order_turns(servers: Sequence[T], repeat: int) -> Iterable[T]:
+    """Return the servers as a repeat measures them: backwards in every second one, so that none is always the first."""
+    return servers if repeat % 2 == 0 else reversed(servers)
+
+
+def order_loads(
+    servers: Sequence[tuple[ServedCellContext, OpenedServer]], repeat: int
+) -> Iterator[tuple[ServedCellContext, OpenedServer, Load]]:
+    """Yield what a repeat measures on servers that are up together: each load on all that have it, then the next load.
+
+    So one load of all servers is measured within seconds, and a machine that is slower for a minute slows all of them alike.
+    Every second load goes backwards.
+    """
+    loads = dict.fromkeys(load for work, _ in servers for load in work.workload.list_loads())
+    for index, load in enumerate(loads):
+        for work, opened in order_turns(servers, repeat + index):
+            if load in work.workload.list_loads():
+                yield work, opened, load
+
+
+def run_repeats(work: ServedCellContext, opened: OpenedServer, repeats: list[int]) -> None:
+    """Run these repeats of all points on a server."""
+    for repeat in repeats:
+        for load in work.workload.list_loads():
+            run_load(work, opened, load, repeat)
+
+
+def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int) -> None:
+    """Run one repeat of one point on a server, and add it to the server's `loads`.
+
+    The whole warm-up, of as many prompts as the load at most, runs before the first load at each concurrency, since engines
+    compile kernels by the size of a batch; one prompt of it before each later load.
+    """
+    server, started = opened.server, time.perf_counter()
+    is_warm = any(earlier.concurrency == load.concurrency for earlier in server.loads)
+    warmup = work.warmup_prompts.head(LATER_WARMUP) if is_warm else work.warmup_prompts
+    turns = asyncio.run(_run_turns(work, opened, load, repeat, warmup))
+    server.loads.setdefault(load, []).append(turns)
+    took = turns, time.perf_counter() - started
+    print(served_points.describe_load(server, load, repeat, work.workload.most_repeats, *took), flush=True)
+
+
+def list_warnings(
+    work: ServedCellContext, measured: MeasuredServer, load: Load, results: list[LoadResult]
+) -> list[str]:
+    """Return the warnings of a load as sentences: too little warm-up, a KV cache that is too small, requests that failed."""
+    return load_checks.list_warnings(
+        results,
+        work.prompts["prompt_ids"].list.len().to_list(),
+        load.concurrency,
+        load.max_new_tokens + measured.num_draft_tokens,
+        engine_flags.read_server_memory(measured.info).kv_tokens,
+        work.workload.warmup,
+    )
+
+
+async def _run_turns(
+    work: ServedCellContext, opened: OpenedServer, load: Load, repeat: int, warmup_prompts: pl.DataFrame
+) -> list[LoadResult]:
+    """Run one repeat of one point: a load for each turn; later turns follow the engine's own earlier answers."""
+    (length, cap), measured = load, opened.server
+    prompts = work.prompts.head(work.workload.limit_prompts(cap) or len(work.prompts))
+    workload, arrivals = work.workload, Arrivals(work.workload.requests_per_second, cap, work.workload.seed + repeat)
+    load_name = f"{measured.config_name}, {load}"
+    requests, warmup = (
+        [served_requests.make_request(work, row, 0, row.prompt_ids, length) for row in workload_prompts.list_rows(rows)]
+        for rows in (prompts, warmup_prompts.head(len(prompts)))
+    )
+    results: list[LoadResult] = []
+    while requests:
+        with tqdm(total=len(requests), desc=load_name, unit="request", mininterval=2) as bar:
+            server = opened.url, work.served_model
+            limits, engine = (arrivals, workload.deadline_s), work.setup.engine
+            result = await load_generator.run_load(
+                *server, requests, *limits, warmup, SECTION, work.api_key, engine, opened.check, bar.update
+            )
+        load_checks.check_answered(load_name, result)
+        results.append(result)
+        requests, warmup = served_requests.make_next_requests(work, results, length), []
+    load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(prompts))
+    return results

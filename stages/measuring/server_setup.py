@@ -1,0 +1,179 @@
+"""The server configurations of a workload: how a server is set up, what it must hold, and what it can't run."""
+
+from pathlib import Path
+from typing import Any
+
+from stages.data import workload_prompts
+from stages.draft import checkpoint
+from stages.families.family import find_family, get_files
+from stages.grading import grade
+from stages.measuring.requests import SECTION, ServedCellContext
+from stages.params import families, schema
+from stages.params.benchmark_sections import Workload
+from stages.params.section import get_named
+from stages.params.tree_shape import TreeShape
+from stages.results import served_points, served_records, torch_records
+from stages.serving import engine_flags, gpu_memory, measured_server
+from stages.serving.measured_server import MeasuredServer, ServerPlan
+from stages.target import manifest, vision
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
+
+
+def list_stage_gpus(params: schema.Params, config_names: list[str]) -> list[int]:
+    """Return the GPUs of servers of these configurations. External servers use no local GPU."""
+    settings = params.benchmark_served.server
+    external = all(name in settings.base_urls for name in config_names)
+    return [] if external or params.target.device == "cpu" else list(range(settings.tp))
+
+
+def read_draft_config(params: schema.Params, checkpoint_name: str) -> dict[str, Any]:
+    """Return config.json of the draft, all of whose files are checked."""
+    folder, maker = checkpoint.locate_checkpoint(checkpoint_name), params.get_making_stage(checkpoint_name)
+    return get_files(find_family(folder, maker)).read_config(folder, maker)
+
+
+def build_context(params: schema.Params, workload_name: str, draft_config: dict[str, Any]) -> ServedCellContext:
+    workload = get_named(params.benchmark.workloads, workload_name, "benchmark.workloads")
+    target = manifest.read_manifest()
+    folder = manifest.resolve_weights_folder(target).absolute()
+    prompts, warmup = workload_prompts.read_prompts(workload_name)
+    if workload.grade:
+        workload_prompts.check_references(workload_name, prompts)
+        grade.check_sandbox(prompts["reference"], workload_name, params.benchmark.allow_unsandboxed_code)
+    has_images = (prompts["images"].list.len() > 0).any()
+    images = vision.CachedImageProcessor(folder, params.target.trust_remote_code) if has_images else None
+    setup = _build_setup(params, workload, target, folder, draft_config)
+    return ServedCellContext(params, workload_name, workload, prompts, warmup, target, folder, setup, images)
+
+
+def _build_setup(
+    params: schema.Params,
+    workload: Workload,
+    target: manifest.TargetManifest,
+    folder: Path,
+    draft_config: dict[str, Any],
+) -> engine_flags.ServerSetup:
+    settings = params.benchmark_served.server
+    caps = [cap for _, cap in workload.list_loads() if cap is not None]
+    positions = draft_config.get("max_position_embeddings", target.max_position_embeddings)
+    return engine_flags.ServerSetup(
+        engine=params.benchmark_served.engine,
+        folder=str(folder),
+        dtype=params.target.dtype,
+        device=params.target.device,
+        trust_remote_code=params.target.trust_remote_code,
+        tp=settings.tp,
+        mem_fraction=settings.mem_fraction,
+        max_total_tokens=settings.max_total_tokens,
+        max_batch=settings.max_batch or max(caps, default=None),
+        # Engines refuse a draft with fewer positions than the context length.
+        context_length=positions if positions < target.max_position_embeddings else None,
+        torch_compile=settings.torch_compile,
+        more=tuple(settings.launch_args),
+    )
+
+
+def configure_server(
+    work: ServedCellContext, checkpoint_name: str, tree: TreeShape | None, draft_config: dict[str, Any]
+) -> MeasuredServer:
+    if tree is None:
+        return MeasuredServer(served_records.name_server_config(None, None))
+    settings = work.params.benchmark_served
+    folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
+    shape = tree.num_steps, tree.topk, tree.num_draft_tokens
+    algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
+    draft = engine_flags.ServedDraft(folder, algorithm, *shape, families.find_family(draft_config))
+    flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
+    name = served_records.name_server_config(checkpoint_name, tree.name)
+    return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
+
+
+def samples_drafts(work: ServedCellContext, measured: MeasuredServer) -> bool:
+    """Return whether the server samples the workload's drafts; False without a draft, and at temperature 0."""
+    if measured.draft is None or not work.workload.temperature:
+        return False
+    flags = [*measured.speculation_flags, *work.setup.more]
+    environment = measured.info.get("environment", {})
+    configuration = work.setup.engine, measured.draft, flags, environment, work.workload.top_k
+    return engine_flags.samples_drafts(*configuration)
+
+
+def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> str | None:
+    """Return why the engine can't run this cell; None if it can."""
+    engine, draft, reason = work.params.benchmark_served.engine, measured.draft, None
+    if draft:
+        shape = TreeShape(draft.num_steps, draft.topk, draft.num_draft_tokens)
+        reason = engine_flags.explain_unsupported(engine, shape, draft_config)
+        if not reason and engine_flags.find_first_version(engine, draft_config):
+            version = measured_server.find_engine_version(build_server_plan(work))
+            reason = engine_flags.explain_old_version(engine, version, draft_config)
+    if not reason and work.image_processor and engine == "vllm":
+        reason = f"{engine} takes no pictures with token ids"
+    return reason
+
+
+def _count_request_tokens(work: ServedCellContext) -> int:
+    """Return the tokens of the longest prompt and its answer."""
+    longest = max(work.longest_prompt, work.warmup_prompts["prompt_ids"].list.len().max() or 0)
+    return longest + max(length for length, _ in work.workload.list_loads())
+
+
+def check_positions(work: ServedCellContext, measured: MeasuredServer, draft_config: dict[str, Any]) -> None:
+    """Raises ValueError if the target or the draft has fewer positions than the longest request needs."""
+    required = _count_request_tokens(work) + measured.num_draft_tokens
+    target = work.manifest.max_position_embeddings
+    for name, positions in (("the target", target), ("the draft", draft_config.get("max_position_embeddings", target))):
+        if positions < required:
+            raise ValueError(
+                f"{name} holds {positions} positions (max_position_embeddings), expected at least {required}: the longest "
+                f"prompt of workload {work.workload_name}, its answer and a tree. Lower max_new_tokens or choose shorter "
+                "prompts; a draft's is init_draft.max_position_embeddings, and rope allows more without training again"
+            )
+
+
+def build_server_plan(work: ServedCellContext) -> ServerPlan:
+    settings, target, prompts = work.params.benchmark_served.server, work.manifest, len(work.prompts)
+    loads = work.workload.list_loads()
+    caps = [cap for _, cap in loads if cap is not None]
+    dtype_bytes = DTYPE_BYTES[work.params.target.dtype]
+    return ServerPlan(
+        setup=work.setup,
+        program=settings.command,
+        base_urls=settings.base_urls,
+        served_model=work.served_model,
+        api_key=work.api_key,
+        request_timeout_s=work.workload.deadline_s,
+        start_timeout_s=settings.start_timeout_s,
+        num_threads=work.params.target.num_threads,
+        vision_patch=settings.vision_patch and work.setup.engine == "sglang" and target.modality == "image",
+        section=SECTION,
+        max_concurrency=min(max(caps), prompts) if caps else None,
+        request_tokens=_count_request_tokens(work),
+        cache_tokens=max(min(cap or prompts, prompts) * (work.longest_prompt + length) for length, cap in loads),
+        token_bytes=2 * target.num_layers * target.num_key_value_heads * target.head_dim * dtype_bytes,
+    )
+
+
+def describe_hardware(
+    work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]
+) -> torch_records.Hardware:
+    settings = work.params.benchmark_served.server
+    if measured.config_name in settings.base_urls:
+        return {"server": "one that was running; what it runs on isn't known"}
+    hardware = torch_records.describe_hardware("cpu", work.params.target.num_threads)
+    if gpus and work.params.target.device != "cpu":
+        hardware["gpu"] = ", ".join(gpu.name for gpu in gpus[: settings.tp])
+    return hardware
+
+
+def build_fingerprint(work: ServedCellContext, version: str | None, hardware: torch_records.Hardware) -> dict[str, Any]:
+    """Return what a cell and its baseline must share for a speedup."""
+    return served_points.build_fingerprint(
+        [work.manifest.model, work.manifest.revision, work.manifest.config_digest],
+        work.setup,
+        version,
+        [work.prompts.select(*PROMPT_COLUMNS).to_dicts(), work.workload.model_dump(exclude={"until"})],
+        hardware,
+    )

@@ -1,0 +1,291 @@
+"""The families of drafts: what each is called, how params.yaml describes it, which shapes it drafts, and which engines run it.
+
+FAMILIES has one entry for each. What reads, trains, replays and decodes its drafts is in stages/families/MODULE.py, so a new
+family is an entry here, a class of its keys, and a module there. The facts of an entry are inputs of the stages that run such
+drafts (stage_inputs.py); this file is not.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from stages.params.section import Count, FeatureLayers, Name, Positive, Section
+from stages.params.tree_shape import TreeShape
+
+TORCH_ONLY = "torch engine only"
+BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
+SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
+    "t": "dynamic trees, as t8_2_16",
+    "s": "static trees, as s6_16",
+    "n": "chains looked up by n-grams, as n3_1_8",
+    "l": "lookahead windows, as l5_4_5",
+}
+
+
+class Segment(Section):
+    """A segment of training: `epochs` more from the checkpoint `from`, then a saved one; of EAGLE-3 without a key `method`."""
+
+    method: Literal["eagle3", "eagle"] = "eagle3"
+    from_: Annotated[Name, Field(alias="from")]
+    epochs: Count
+
+    @property
+    def family(self) -> "DraftFamily":
+        return FAMILIES[self.method]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the keys beside the method that a checkpoint has in common with the one it starts from."""
+        return self.model_dump(exclude={"method", "from_", "epochs"})
+
+    @property
+    def draft(self) -> "DraftKind":
+        """Return what is known of the draft before it is trained."""
+        return DraftKind(self.family)
+
+
+class MedusaSegment(Segment):
+    method: Literal["medusa"]  # type: ignore[assignment]
+    heads: Count
+
+    @property
+    def draft(self) -> "DraftKind":
+        return DraftKind(self.family, self.heads)
+
+
+class BlockSegment(Segment):
+    """A block draft (draft/block_draft.py), which starts from random weights with the sizes of e000's layer."""
+
+    method: Literal["dflash", "dflash2", "dspark"]  # type: ignore[assignment]
+    layers: Count
+    block_size: Annotated[int, Field(ge=2)]  # rows of a block, B: dflash and dflash2 draft B - 1 tokens, dspark B
+    anchors: Count  # most blocks of a pack that one step trains
+    feature_layers: FeatureLayers | None = None  # None: the published five if stored, else all stored ones
+    mask_token_id: Annotated[int, Field(ge=0)] | None = (
+        None  # None: a row of the embedding that the tokenizer does not use
+    )
+    decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a block: the depth of its deepest trees."""
+        return self.family.count_drafts(self.block_size)
+
+    @property
+    def draft(self) -> "DraftKind":
+        return DraftKind(self.family, self.num_drafts)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"method", "from_", "epochs", "anchors", "decay"})
+
+
+class DsparkSegment(BlockSegment):
+    method: Literal["dspark"]
+    markov_rank: Count
+
+
+class Dflash2Segment(BlockSegment):
+    method: Literal["dflash2"]
+    conv_kernel_size: Count  # taps along the slots of a block; published drafts have 2, 16, 256 and 16 of these four
+    conv_group_size: Count  # channels that share a dynamic kernel
+    selector_rank: Count
+    selector_top_k: Count  # candidates of a slot, and the most that a tree's topk may be
+
+    @property
+    def draft(self) -> "DraftKind":
+        return DraftKind(self.family, self.num_drafts, self.selector_top_k)
+
+
+DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # keys of a dflash2 segment
+
+
+@dataclass(frozen=True)
+class DraftFamily:
+    """The facts of a family."""
+
+    name: str  # `method` of a segment of train_draft.checkpoints, and of config.json where that has no architecture
+    title: str  # as its authors write it
+    module: str  # of stages/families; {} stands for the part of a family that is a folder (families/family.py)
+    segment: type[Segment] | None = None  # the keys of a segment; None: nothing is trained
+    shapes: str = "t"  # first letters of the shapes that it drafts
+    depth_of: str = "its guesses"  # what bounds the depth of a shape, in words
+    architecture: str | None = None  # in config.json, by which SGLang and vLLM load the draft
+    algorithm: str | None = (
+        None  # SGLang's --speculative-algorithm; in lower case vLLM's; None: benchmark_served.server's
+    )
+    first_slot: int | None = (
+        None  # of a block: the slot that predicts the first draft, 1 where slots predict themselves
+    )
+    is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
+    samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
+
+    @property
+    def is_block(self) -> bool:
+        """Return whether one forward drafts a block: engines then verify the chain of the whole block alone."""
+        return self.first_slot is not None
+
+    def count_drafts(self, block_size: int) -> int:
+        """Return the drafts of a block of that many slots."""
+        return block_size - (self.first_slot or 0)
+
+    def list_facts(self) -> dict[str, Any]:
+        """Return what may change a result, by name."""
+        return {key: value for key, value in vars(self).items() if key not in ("segment", "title", "depth_of")}
+
+
+def _block(name: str, title: str, segment: type[Segment], architecture: str, first_slot: int) -> DraftFamily:
+    return DraftFamily(
+        name, title, "block.{}", segment, depth_of="the {} drafts of a block", architecture=architecture,
+        algorithm=name.rstrip("2").upper(), first_slot=first_slot, samples_drafts=True,
+    )  # fmt: skip
+
+
+EAGLE3 = DraftFamily("eagle3", "EAGLE-3", "eagle3.{}", Segment)
+DFLASH = _block("dflash", "DFlash", BlockSegment, "DFlashDraftModel", 1)
+DFLASH2 = _block("dflash2", "DFlash2", Dflash2Segment, "DFlash2DraftModel", 1)
+DSPARK = _block("dspark", "DSpark", DsparkSegment, "Qwen3DSparkModel", 0)
+EAGLE = DraftFamily(
+    "eagle", "EAGLE", "eagle", Segment, shapes="ts", is_replayed=False,
+    depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
+)  # fmt: skip
+MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
+NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
+LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
+FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
+TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
+BLOCKS = {name: family for name, family in FAMILIES.items() if family.is_block}
+ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
+
+
+SEGMENT_TAG = "a segment of {}"  # in pydantic's locations, where it is no key of the file
+
+
+def _discriminate_segment(value: Any) -> str:
+    found = value.get("method", "eagle3") if isinstance(value, dict) else getattr(value, "method", "eagle3")
+    return SEGMENT_TAG.format(found)
+
+
+if TYPE_CHECKING:
+    AnySegment = Segment
+else:
+    _members = [Annotated[segment, Tag(SEGMENT_TAG.format(name))] for name, segment in TRAINABLE.items()]
+    AnySegment = Annotated[functools.reduce(operator.or_, _members), Discriminator(_discriminate_segment)]
+
+
+def find_family(config: Mapping[str, Any]) -> DraftFamily:
+    """Return the family of a draft by its config.json: EAGLE-3 where neither an architecture nor a method names another."""
+    named = config.get("architectures") or ()
+    by_name = {family.architecture: family for family in FAMILIES.values() if family.architecture}
+    found = next((by_name[name] for name in named if name in by_name), None)
+    return found or FAMILIES.get(str(config.get("method")), EAGLE3)
+
+
+def find_builtin(model: str) -> DraftFamily | None:
+    """Return the family without weights that `model` of an imported checkpoint names; None where it names a published draft."""
+    family = FAMILIES.get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
+    return family if family is not None and family.segment is None else None
+
+
+def list_titles(families: Iterable[DraftFamily] = BLOCKS.values()) -> str:
+    """Return the titles of families, block drafts' if none are given, as words of a sentence."""
+    *first, last = (family.title for family in families)
+    return f"{', '.join(first)} or {last}"
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """A draft's family, and what of its sizes decides which shapes it drafts."""
+
+    family: DraftFamily = EAGLE3
+    depth: int | None = None  # of its deepest shape: drafts of a block, Medusa's heads, EAGLE's static trees; None: any
+    most_topk: int | None = None  # None: any
+
+    @property
+    def name(self) -> str:
+        return self.family.name
+
+    @property
+    def title(self) -> str:
+        return self.family.title
+
+    @property
+    def whole_block(self) -> TreeShape | None:
+        """Return the chain of the whole block, the only one that engines run; None of other families."""
+        return TreeShape(self.depth, 1, self.depth + 1) if self.family.is_block and self.depth else None
+
+    def explain_ungrown(self, shape: TreeShape) -> str | None:
+        """Return why the draft can't draft a shape; None if it can."""
+        if shape.letter not in self.family.shapes:
+            drafted = " and ".join(SHAPES[letter] for letter in self.family.shapes)
+            return f"{self.family.title} drafts {drafted}"
+        if self.depth is not None and shape.num_steps > self.depth and not self._is_free(shape):
+            return f"it is deeper than {self.family.depth_of.format(self.depth)}"
+        if self.most_topk is not None and shape.topk > self.most_topk:
+            return f"its topk is above the {self.most_topk} candidates of the draft's selector (selector_top_k)"
+        return None
+
+    def _is_free(self, shape: TreeShape) -> bool:
+        """Return whether a shape may be deeper than `depth`: EAGLE's dynamic trees, which need no measured accuracy."""
+        return shape.letter == "t" and "s" in self.family.shapes
+
+    def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
+        """Return why an engine can't run a shape with this draft; None if it can."""
+        if not self.family.is_replayed:
+            return f"{engine} does not run {self.family.title}: the torch engine alone does"
+        if shape.letter != "t":
+            return f"{engine} drafts {SHAPES['t']}"
+        if whole := self.whole_block:
+            return _explain_unserved_block(shape, self.family, whole)
+        if engine == "vllm" and shape.topk > 1:
+            return f"vLLM drafts chains only, this tree has topk {shape.topk}"
+        if engine == "sglang" and shape.num_draft_tokens < shape.num_steps + 1:
+            return (
+                f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found "
+                f"{shape.num_draft_tokens}: its scheduler ends at start"
+            )
+        return None
+
+    def is_served(self, shape: TreeShape) -> bool:
+        """Return whether a serving engine can run the shape."""
+        return any(self.explain_unserved(engine, shape) is None for engine in ("sglang", "vllm"))
+
+    def list_engines(self, shape: TreeShape) -> str:
+        """Return the engines that run the shape, in words."""
+        titles = {"sglang": "SGLang", "vllm": "vLLM"}
+        running = [title for engine, title in titles.items() if self.explain_unserved(engine, shape) is None]
+        return ", ".join(running) or TORCH_ONLY
+
+    def explain_torch_only(self, shapes: Iterable[TreeShape]) -> str | None:
+        """Return what serving engines run of this draft, where they run not all of the shapes; None where they do."""
+        if all(map(self.is_served, shapes)):
+            return None
+        if whole := self.whole_block:
+            return (
+                f"{TORCH_ONLY}: of a {self.family.title} draft, SGLang and vLLM run the chain of the whole block alone, "
+                f"{whole.label}"
+            )
+        if not self.family.is_replayed:
+            return f"{TORCH_ONLY}: neither SGLang nor vLLM runs {self.family.title} so"
+        return (
+            f"{TORCH_ONLY}: SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains"
+        )
+
+
+def _explain_unserved_block(shape: TreeShape, family: DraftFamily, whole: TreeShape) -> str | None:
+    """Return why no engine runs a tree with a block draft; None for the chain of the whole block."""
+    if shape.topk > 1:
+        return (
+            f"engines verify chains only of {family.title} drafts, this tree has topk {shape.topk}: the torch engine alone "
+            "runs it"
+        )
+    if shape.num_steps != whole.num_steps:
+        return (
+            f"a block of this {family.title} draft has {whole.num_steps} drafts and this chain {shape.num_steps}: told another "
+            f"width, an engine runs another block than was trained and replayed; take {whole.name}"
+        )
+    return None
