@@ -67,7 +67,7 @@ PROVEN = {
     "--num-gpus-per-model": "tests/test_benchmark_loads.py::test_fewer_gpus_than_asked_for_are_told",
     "--num-gpus-total": "tests/test_benchmark_loads.py::test_two_processes_make_the_cell_of_one",
     "--max-gpu-memory": "tests/engine/test_device_placement.py::test_weights_above_the_limit_are_told_with_the_numbers",
-    "test_sclang_withbenchmark.py": "tests/served_cell/test_benchmark_served.py::test_served_cycles_equal_those_of_replay",
+    "test_sclang_withbenchmark.py": "tests/measuring/test_benchmark_served.py::test_served_cycles_equal_those_of_replay",
     "speculative-num-steps": "test_a_tree_is_the_engines_flags",
     "speculative-eagle-topk": "test_a_tree_is_the_engines_flags",
     "speculative-num-draft-tokens": "test_a_tree_is_the_engines_flags",

@@ -70,7 +70,7 @@ def test_no_shell_runs_a_name_of_params_yaml(project: Path, recording_python: Pa
     assert done.returncode != 0
     assert not (project / "ran").exists(), done.stdout
     heard = (project / "told").read_text()
-    assert heard.count("-m|stages.") == len(groups) == 13, done.stderr
+    assert heard.count("-m|stages.") == len(groups) == 11, done.stderr
     for stage in ("train_draft", "benchmark_served_baseline", "serving_costs"):
         assert f"|{stage}@{name}|" in heard
     assert f"|benchmark@{name}-{name}-{name}|" in heard

@@ -284,7 +284,7 @@ def test_a_multimodal_target(project: Path) -> None:  # noqa: F811
     path = Path("artifacts/target/target.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"modality": "image"}))
     message = refused()
-    assert message.startswith("drafts/b003/draft is a block draft (dflash) and tiny a multimodal target")
+    assert message.startswith("the draft is a block draft (dflash) and tiny a multimodal target")
     assert "mrope_section" in message and message.endswith("take an EAGLE-3 checkpoint, or a text target")
 
 

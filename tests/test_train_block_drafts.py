@@ -184,7 +184,7 @@ def build_trainer(name: str, dtype: str) -> tuple[Trainer, reader.HiddenStatesRe
     tables = manifest.read_embedding_and_head(target)
     ranks = RankContext(0, 1, "cpu")
     trainer = Trainer(draft, *tables, objective, block_training.compute_loss, settings, ranks, TrainingProgress({}))
-    return trainer, reader.HiddenStatesReader(train_draft.HIDDENS, layer_indices)
+    return trainer, reader.HiddenStatesReader(reader.TRAIN_FOLDER, layer_indices)
 
 
 @pytest.mark.parametrize("method", METHODS)

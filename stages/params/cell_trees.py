@@ -90,8 +90,12 @@ def _describe_drafts(
         elif section == "benchmark_served":
             takes = "chains" if served.engine == "vllm" else "num_draft_tokens of at least num_steps + 1"
         else:
-            takes = " and ".join(SHAPES[letter] for letter in draft.family.shapes)
-            takes += f", num_steps of at most {draft.depth}" if draft.depth else ""
-            takes += f" and topk of at most {draft.most_topk}" if draft.most_topk else ""
+            limits = [
+                f"{key} of at most {most}"
+                for key, most in (("num_steps", draft.depth), ("topk", draft.most_topk))
+                if most
+            ]
+            kinds = [SHAPES[letter] for letter in draft.family.shapes]
+            takes = " and ".join(limits if draft.family.is_block else [*kinds, *limits])
         found.append(f"{name} {takes}")
     return ", ".join(found)

@@ -92,8 +92,8 @@ def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) 
     """Raise ValueError where a segment is of another method, or of other sizes, than the one it starts from."""
     if segment.method != start.method:
         raise ValueError(
-            f"checkpoints.{name} is of {segment.method} and starts from {parent}, which is of {start.method}; expected one method: "
-            f"start it from {ROOT_CHECKPOINT}, from which every method can start"
+            f"checkpoints.{name} is of {segment.method} and starts from {parent}, which is of {start.method}; expected one "
+            f"method: start it from {ROOT_CHECKPOINT}, from which every method can start"
         )
     for key, expected in start.sizes.items():
         if (found := segment.sizes[key]) != expected:

@@ -29,9 +29,9 @@ SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
 class Segment(Section):
     """A segment of training: `epochs` more from the checkpoint `from`, then a saved one; of EAGLE-3 without a key `method`."""
 
-    method: Literal["eagle3", "eagle"] = "eagle3"
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count
+    method: Literal["eagle3", "eagle"] = "eagle3"
 
     @property
     def family(self) -> "DraftFamily":

@@ -24,7 +24,7 @@ DEFAULT_NEEDS = {
         (0, False, ("fix_data", "prepare_target", "init_draft", "import_draft", "prepare_prompts", "report")),
         ("all", False, ("sample_target", "extract_hiddens", "train_draft")),
         (1, False, ("check_overfit", "replay_trees")),
-        (1, True, ("time_trees", "benchmark", "benchmark_methods", "benchmark_methods_baseline")),
+        (1, True, ("time_trees", "benchmark")),
         ("all", True, ("benchmark_served", "benchmark_served_baseline", "serving_costs")),
     )
     for name in names

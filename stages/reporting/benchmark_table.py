@@ -140,12 +140,13 @@ def format_benchmark_table(
     rows: list[BenchmarkRow], best_checkpoint: str | None, families: Families, doubted: Collection[str] = ()
 ) -> list[str]:
     """Return the terminal's lines, a table per workload and checkpoint. `doubted` are stages whose times are odd."""
-    lines = []
+    lines, compares_memory = [], any(not draft.family.is_replayed for draft in families.values())
     for workload, checkpoint in dict.fromkeys((row.workload, row.checkpoint) for row in rows):
         group = [row for row in rows if (row.workload, row.checkpoint) == (workload, checkpoint)]
         mark = ", the best checkpoint by replayed tau" if checkpoint == best_checkpoint else ""
         family = families[checkpoint]
-        name = "" if family.family is EAGLE3 and not _differ(families) else f" ({_describe_draft(family, group)})"
+        name = "" if family.family is EAGLE3 else f" ({family.title})"
+        name = f" ({_describe_draft(family, group)})" if compares_memory else name
         lines += [f"{workload}, checkpoint {checkpoint}{name}{mark}", *_align_benchmark_rows(group, family, doubted)]
         if plain_tok_s := [row.output_tok_s / row.speedup for row in group if row.output_tok_s and row.speedup]:
             lines.append(f"plain decoding: {median(plain_tok_s):.1f} tokens/s, the median of the measured rows")
@@ -157,11 +158,6 @@ def format_benchmark_table(
     if any(row.topk == 1 for row in rows):
         lines[-1:] = [CHAIN_NOTE, ""]
     return lines
-
-
-def _differ(families: Families) -> bool:
-    """Return whether the checkpoints are of several families."""
-    return len({draft.family for draft in families.values()}) > 1
 
 
 def _describe_draft(draft: DraftKind, group: list[BenchmarkRow]) -> str:

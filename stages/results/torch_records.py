@@ -149,7 +149,7 @@ class StoppingRecord(Record):
 
 
 class DraftSize(Record):
-    """What a draft takes beside the target."""
+    """The memory and the parameters of a draft, beside the target's."""
 
     weights_bytes: int
     state_bytes: int  # kept between cycles

@@ -35,7 +35,8 @@ def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
     assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
         "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,source,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
-        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine,process_speedup,draft_sampling"
+        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine,process_speedup,draft_sampling,"
+        "weights_bytes,state_bytes,draft_parameters"
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
     assert joined[0] == ",".join(ReplayedTree.list_keys())

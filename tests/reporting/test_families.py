@@ -9,7 +9,7 @@ import pytest
 
 from stages import report
 from stages.params import schema
-from stages.params.families import BLOCKS, DFLASH, DraftKind
+from stages.params.families import BLOCKS, DFLASH, TORCH_ONLY, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
 from stages.results import prediction, replay_records
@@ -38,11 +38,10 @@ def test_the_engines_of_a_tree_are_those_that_do_not_refuse_it(name: str) -> Non
     shapes = [TreeShape(*shape) for shape in itertools.product((1, 3, 4, 8), (1, 2, 4), (4, 8, 9, 16))]
     chains = [TreeShape(steps, 1, steps + 1) for steps in range(1, 9)]
     for tree in [*(tree for tree in shapes if tree.topk > 1), *chains]:
-        shape = tree.num_steps, tree.topk, tree.num_draft_tokens
         running = [
-            title for engine, title in TITLES.items() if not engine_flags.explain_unsupported(engine, *shape, config)
+            title for engine, title in TITLES.items() if not engine_flags.explain_unsupported(engine, tree, config)
         ]
-        assert family.list_engines(tree) == (", ".join(running) or families.TORCH_ONLY), tree
+        assert family.list_engines(tree) == (", ".join(running) or TORCH_ONLY), tree
         assert family.is_served(tree) == bool(running)
 
 
@@ -94,7 +93,7 @@ def test_families_stand_side_by_side(project: schema.Params) -> None:
     assert by_family == {"e003": "EAGLE-3", "e009": "EAGLE-3", NAME: "DSpark"}
     own = [row for row in table if row[0] == NAME]
     assert own[0][2] == "chain" and own[0][3].startswith("5_1_6") and own[0][6] == "SGLang, vLLM"
-    assert len(own) > 1 and {row[6] for row in own[1:]} == {families.TORCH_ONLY}
+    assert len(own) > 1 and {row[6] for row in own[1:]} == {TORCH_ONLY}
     assert {row[6] for row in table if row[0] == "e009" and row[2] != "chain"} == {"SGLang"}
     assert all("×" in row[5] for row in own)
     assert prediction.read_launch() == []  # no serving engine was timed

@@ -17,7 +17,7 @@ from stages.runtime import atomic, scratch
 from stages.serving import engine_versions, measured_server, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
-from tests.served_cell.served_project import DOUBLE, edit_server, read_replayed_tree
+from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
 
 VLLM_TREES = ["t1_1_2", "t2_1_3", "t4_1_5", "t5_1_6"]
 TREES = ["t2_1_3", "t6_1_7", "t3_2_8", "t6_4_32"]

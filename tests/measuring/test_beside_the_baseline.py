@@ -16,7 +16,7 @@ from stages.results import served_points, served_records
 from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server
 from stages.serving.measured_server import MeasuredServer
 from tests.conftest import EVAL, edit_params
-from tests.served_cell.served_project import LOAD
+from tests.measuring.served_project import LOAD
 from tests.served_cells import records
 
 

@@ -9,7 +9,7 @@ import pytest
 from stages.runtime import free_port
 from stages.serving import server
 from tests.conftest import ROOT, edit_params
-from tests.served_cell.served_project import DOUBLE, LOAD
+from tests.measuring.served_project import DOUBLE, LOAD
 from tests.serving.engine_double import FORK_VARIABLE
 
 

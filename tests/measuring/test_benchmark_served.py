@@ -23,13 +23,14 @@ from stages.data.workload_prompts import WorkloadPrompt
 from stages.measuring import requests as served_requests
 from stages.measuring import server_setup
 from stages.params.benchmark_sections import Workload
+from stages.params.families import FAMILIES
 from stages.results import served_records
 from stages.runtime import atomic
 from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
 from tests.conftest import edit_params, has_ended
-from tests.served_cell.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
+from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
 from tests.serving.engine_double import FORK_VARIABLE
 
 
@@ -146,7 +147,7 @@ def test_a_cell_says_whether_its_server_samples_drafts() -> None:
     def ask_setup(temperature: float, algorithm: str = "DSPARK", **variables: str) -> bool:
         setup = SimpleNamespace(engine="sglang", more=())
         work: Any = SimpleNamespace(setup=setup, workload=SimpleNamespace(temperature=temperature, top_k=None))
-        draft = engine_flags.ServedDraft("drafts/b/draft", algorithm, 5, 1, 6)
+        draft = engine_flags.ServedDraft("drafts/b/draft", algorithm, 5, 1, 6, FAMILIES[algorithm.lower()])
         measured = MeasuredServer("b-t5_1_6", "b", "t5_1_6", draft, [], info={"environment": variables})
         assert not server_setup.samples_drafts(work, MeasuredServer("baseline"))
         return server_setup.samples_drafts(work, measured)
