@@ -127,8 +127,8 @@ def _build_segments(epochs: list[int], params: Params, found: dict[str, dict[str
         "benchmark_served": params.benchmark_served.checkpoints,
     }
     for section, present in lists.items():
-        imported = [name for name in present if name in params.import_draft.checkpoints]
-        found.setdefault(section, {})["checkpoints"] = [*names, *imported]
+        kept = [name for name in present if name in others or name in params.import_draft.checkpoints]
+        found.setdefault(section, {})["checkpoints"] = [*names, *kept]
 
 
 def join_lists(present: Sequence[str], added: Sequence[str]) -> list[str]:
