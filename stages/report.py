@@ -19,6 +19,7 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import parse_shape
 from stages.reporting import angelslim_export, benchmark_table, costs, inputs, page, timing_noise, verdict
 from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting.families import Families
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
 from stages.results import (
@@ -111,19 +112,19 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     """Return everything that the report shows; `replayed` has each checkpoint's trees at every temperature."""
     cells, loads = read_cells(p), _list_torch_workloads(p, alone=False)
     served = p.benchmark_served
-    served_cells = [
-        *served_table.read_served_cells(served.workloads, served.checkpoints, served.trees),
-        *served_table.read_torch_loads(loads, p.benchmark.checkpoints, p.benchmark.trees),
-        *_read_unsupported_cells(p),
-    ]
     trained = {
         name: training_records.read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()
     }
     imported = {name: training_records.read_import(name) for name in p.import_draft.checkpoints}
+    families = _list_families(p, imported)
+    served_cells = [
+        *served_table.read_served_cells(served.workloads, served.checkpoints, served.trees),
+        *served_table.read_torch_loads(loads, p.benchmark.checkpoints, p.benchmark.trees),
+        *_read_unsupported_cells(p, families),
+    ]
     replayable = _select_replayable(p, [*served.workloads, *loads])
     lines = served_table.join_lines(served_cells, replayed, replayable)
     predicted = _predict_speedups(p, cells, lines, replayed)
-    families = _list_families(p, imported)
     remarks = timing_noise.find_timing_remarks(cells, lines, predicted.costs)
     reports = _read_stage_reports(p)
     return ReportInputs(
@@ -187,12 +188,16 @@ def read_cells(p: schema.Params) -> list[TorchCell]:
     ]
 
 
-def _read_unsupported_cells(p: schema.Params) -> list[ServedCell]:
-    """Return the unsupported ones: their draft can't grow the tree, and they have the reason instead of metrics."""
+def _read_unsupported_cells(p: schema.Params, families: Families) -> list[ServedCell]:
+    """Return the unsupported ones, which have a reason instead of metrics.
+
+    That a shape is of another family's kind is no news: `trees` is one list for all checkpoints.
+    """
     return [
         served_records.read_served_cell(*names, TORCH_ENGINE)
         for names in _name_torch_cells(p)
         if served_records.is_unsupported_torch_cell(*names)
+        and parse_shape(names[2]).letter in families[names[1]].family.shapes
     ]
 
 

@@ -8,7 +8,7 @@ docs/metrics.md defines the columns. The first six of the terminal's table are t
 from collections.abc import Collection
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 from stages.params.families import EAGLE3, DraftKind
 from stages.params.tree_shape import TreeShape, parse_shape
@@ -17,14 +17,12 @@ from stages.reporting.families import Families
 from stages.reporting.text import (
     ONE_PROMPT,
     align_columns,
-    format_interval,
-    format_number,
-    format_spread,
+    format_column,
     format_tree,
 )
 from stages.results import replay_records
 from stages.results.prediction import PredictedSpeedup
-from stages.results.record import GREEDY, DraftSampling, TableRow
+from stages.results.record import GREEDY, Column, DraftSampling, TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import TORCH_ENGINE
 from stages.results.torch_records import TorchCell, name_torch_stage
@@ -39,8 +37,11 @@ REPLAYED_NOTE = (
 CHAIN_NOTE = "in brackets: a chain's older name, which leaves the root out of the number of draft tokens"
 
 
+Number = float | None
+
+
 class BenchmarkRow(TableRow):
-    """A line of benchmark.csv: a cell, or a replayed tree without one."""
+    """A line of benchmark.csv: a cell, or a replayed tree without one. Its columns are of the terminal and of the page too."""
 
     TABLE = Path("results/benchmark.csv")
 
@@ -51,22 +52,25 @@ class BenchmarkRow(TableRow):
     topk: int
     num_draft_tokens: int
     source: Literal["measured", "replayed"]
-    tau: float
-    tau_low: float | None
-    tau_high: float | None
-    accept_rate: float
-    prefill_latency_s: float | None  # None of a replayed tree, as the next two
-    e2e_latency_s: float | None
-    output_tok_s: float | None
-    speedup: float | None  # None of a replayed tree outside the timing grid
-    speedup_low: float | None
-    speedup_high: float | None
-    identical_share: float | None
-    replay_tau: float | None
+    # None of a replayed tree: latencies, tokens/s, CPU time, memory
+    prefill_latency_s: Annotated[Number, Column(("prefill_latency", "(s)"), decimals=3)]
+    accept_rate: Annotated[float, Column(("spec_accept_rate", "(%)"), decimals=1, factor=100)]
+    e2e_latency_s: Annotated[Number, Column(("e2e_latency", "(s)"), decimals=3)]
+    tau: Annotated[float, Column(("compress ratio", "(tau, ± 95%)"), ends=("tau_low", "tau_high"), is_spread=True)]
+    tau_low: Number
+    tau_high: Number
+    # None of a replayed tree outside the timing grid
+    speedup: Annotated[Number, Column(("speedup", "(95% interval)"), suffix="x", ends=("speedup_low", "speedup_high"))]
+    speedup_low: Number
+    speedup_high: Number
+    identical_share: Annotated[Number, Column(("identical", "(%)"), decimals=0, factor=100)]
+    output_tok_s: Annotated[Number, Column(("output", "tokens/s"), decimals=0, on_page_only=True)]
+    replay_tau: Annotated[Number, Column(("tau,", "replayed"), on_page_only=True)]
+    # by CPU time; None on a GPU too
+    process_speedup: Annotated[Number, Column(("speedup,", "CPU time"), suffix="x", on_page_only=True)] = None
     engine: str
-    process_speedup: float | None = None  # by CPU time; None on a GPU, and of a replayed tree
     draft_sampling: DraftSampling = GREEDY  # tables of before it was recorded have none
-    weights_bytes: int | None = None  # of the draft; None of a replayed tree, as the next two
+    weights_bytes: int | None = None  # of the draft
     state_bytes: int | None = None  # that it keeps between cycles
     draft_parameters: int | None = None
 
@@ -91,12 +95,6 @@ class BenchmarkRow(TableRow):
     @property
     def why_no_interval(self) -> str:
         return NO_INTERVAL if self.is_replayed else ONE_PROMPT
-
-
-BENCHMARK_HEADINGS = (
-    ("Tree_structure", ""), ("prefill_latency", "(s)"), ("spec_accept_rate", "(%)"), ("e2e_latency", "(s)"),
-    ("compress ratio", "(tau, ± 95%)"), ("speedup", "(95% interval)"), ("identical", "(%)"),
-)  # fmt: skip
 
 
 def build_benchmark_row(cell: TorchCell, trees: list[ReplayedTree]) -> BenchmarkRow:
@@ -170,27 +168,20 @@ def _describe_draft(draft: DraftKind, group: list[BenchmarkRow]) -> str:
 
 
 def _align_benchmark_rows(group: list[BenchmarkRow], family: DraftKind, doubted: Collection[str]) -> list[str]:
-    heads = zip(*BENCHMARK_HEADINGS, strict=True)
+    heads = zip(("Tree_structure", ""), *BenchmarkRow.list_headings(), strict=True)
     marks = [
         REPLAYED_MARK * row.is_replayed
         + DOUBTED_MARK * (row.stage in doubted)
         + TORCH_ONLY_MARK * (not family.is_served(row.shape))
         for row in group
     ]
-    return align_columns([*heads, *map(_format_benchmark_row, group, marks)])
+    texts = [
+        (format_tree(row.tree) + mark, *format_columns(row).values()) for row, mark in zip(group, marks, strict=True)
+    ]
+    return align_columns([*heads, *texts])
 
 
-def _format_benchmark_row(row: BenchmarkRow, marks: str) -> tuple[str, ...]:
-    return (
-        format_tree(row.tree) + marks,
-        format_number(row.prefill_latency_s, 3),
-        f"{100 * row.accept_rate:.1f}", format_number(row.e2e_latency_s, 3),
-        f"{row.tau:.2f} {format_spread(row.tau, row.tau_low, row.tau_high, row.why_no_interval)}",
-        _format_speedup(row), format_number(row.identical_share, 0, 100),
-    )  # fmt: skip
-
-
-def _format_speedup(row: BenchmarkRow) -> str:
-    if row.speedup is None:
-        return format_number(None)
-    return f"{row.speedup:.2f}x ({format_interval(row.speedup_low, row.speedup_high, row.why_no_interval)})"
+def format_columns(row: BenchmarkRow, on_page: bool = False) -> dict[str, str]:
+    """Return the texts of the columns that are shown, by field."""
+    shown = BenchmarkRow.list_shown(on_page).items()
+    return {name: format_column(row, name, column, row.why_no_interval) for name, column in shown}

@@ -14,10 +14,10 @@ from typing import Any
 from stages.params.tree_shape import Load
 from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, overview, plots, provenance, served, trees
-from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting.benchmark_table import BenchmarkRow, format_columns
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
-from stages.reporting.text import format_gib, format_interval, format_number, format_spread, format_tree
+from stages.reporting.text import format_gib, format_interval, format_number, format_spread, format_tree, mark_times
 from stages.reporting.verdict import MAX_WARNINGS
 from stages.results.served_records import RAN
 from stages.results.torch_records import TorchCell
@@ -38,7 +38,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["Load"] = Load
+    environment.globals |= {"Load": Load, "row_headings": _list_headings}
     environment.filters |= {
         "advice": costs.format_advice,
         "command": shlex.join,
@@ -53,9 +53,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "scalars": _select_scalars,
         "span": format_interval,
         "spread": format_spread,
-        "speedup_interval": served.format_speedup_interval,
         "tau_gap": served.explain_tau_gap,
-        "tau_interval": served.format_tau_interval,
+        "columns": lambda row: mark_times(served.format_columns(row)),
+        "row_columns": lambda row: mark_times(format_columns(row, on_page=True)),
+        "unsupported": served.describe_unsupported,
         "title_of": served.format_group_title,
         "tree": format_tree,
     }
@@ -190,6 +191,23 @@ class PlainDecoding:
     prefill_latency_s: float
     e2e_latency_s: float
     output_tok_s: float
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the texts of the columns of BenchmarkRow that plain decoding has, by field."""
+        known = {"tau": 1.0, "speedup": 1.0, "process_speedup": 1.0, **vars(self)}
+        shown = BenchmarkRow.list_shown(on_page=True).items()
+        texts = {
+            name: format_number(known[name], column.decimals, column.factor) + column.suffix if name in known else ""
+            for name, column in shown
+        }
+        return mark_times(texts)
+
+
+def _list_headings(hidden: list[str]) -> list[tuple[str, str]]:
+    """Return the heads of the page's table of cells but for the `hidden` fields."""
+    shown = BenchmarkRow.list_shown(on_page=True).items()
+    return [column.heading for name, column in shown if column.heading and name not in hidden]
 
 
 def _group_results(found: ReportInputs) -> list[ResultGroup]:

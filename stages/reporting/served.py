@@ -17,8 +17,7 @@ from stages.reporting.text import (
     ONE_REPEAT,
     UNCOUNTED,
     align_columns,
-    format_interval,
-    format_number,
+    format_column,
     format_tree,
 )
 from stages.results import served_records
@@ -26,12 +25,6 @@ from stages.results.served_records import ServedCell
 from stages.results.served_table import PLAIN, SPECULATIVE, ServedRow, ServedTableLine
 
 MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CSV by the terminal
-SERVED_HEADINGS = (
-    ("Tree_structure", ""), ("tokens", "x concurrency"), ("tau", ""), ("95%", "interval"), ("tau,", "replayed"),
-    ("accept", "rate (%)"), ("TTFT mean", "(ms)"), ("p99", ""), ("TPOT mean", "(ms)"), ("p50", ""), ("p90", ""), ("p99", ""),
-    ("ITL mean", "(ms)"), ("e2e mean", "(ms)"), ("output", "tokens/s"), ("total", "tokens/s"),
-    ("speedup", ""), ("95%", "interval"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,7 @@ class ServedPage:
     warnings: list[tuple[ServedTableLine, str]]
     servers: list[tuple[str, str | None]]
     machines: list[MachineGroup]
+    headings: list[tuple[str, str]]
     many: int = MAX_TABLE_LINES
 
 
@@ -60,6 +54,7 @@ def build_served_page(cells: list[ServedCell], lines: list[ServedTableLine]) -> 
         warnings=list_warnings(lines),
         servers=list_server_commands(cells),
         machines=group_machines(cells),
+        headings=ServedRow.list_headings(on_page=True),
     )
 
 
@@ -141,7 +136,8 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
         lines.append(f"{group.title}, {by}")
         measured_rows = [row for row in group.rows if row.is_measured]
         if 0 < len(measured_rows) <= MAX_TABLE_LINES:
-            lines += align_columns([*zip(*SERVED_HEADINGS, strict=True), *map(_format_served_row, measured_rows)])
+            headings = [("Tree_structure", ""), ("tokens", "x concurrency"), *ServedRow.list_headings()]
+            lines += align_columns([*zip(*headings, strict=True), *map(_format_served_row, measured_rows)])
         elif measured_rows:
             lines.append(f"{len(measured_rows)} lines: results/served.csv")
         members = [row for row in rows if (row.workload, row.engine) == (group.first.workload, engine)]
@@ -158,37 +154,22 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
 
 
 def _format_served_row(row: ServedRow) -> tuple[str, ...]:
-    times = (
-        "ttft_mean_s",
-        "ttft_p99_s",
-        "tpot_mean_s",
-        "tpot_p50_s",
-        "tpot_p90_s",
-        "tpot_p99_s",
-        "itl_mean_s",
-        "e2e_mean_s",
-    )
-    speedup = 1.0 if row.decoding == PLAIN else row.speedup
-    return (
-        describe_decoding(row), row.load.shorten(), format_number(row.tau), format_tau_interval(row),
-        format_number(row.replay_tau), format_number(row.accept_rate, 1, 100),
-        *(format_number(row[name], 1, 1000) for name in times), format_number(row.output_throughput, 1),
-        format_number(row.total_throughput, 1), format_number(speedup) + ("" if speedup is None else "x"),
-        format_speedup_interval(row),
-    )  # fmt: skip
+    return describe_decoding(row), row.load.shorten(), *format_columns(row, on_page=False).values()
 
 
-def format_tau_interval(row: ServedRow) -> str:
-    """Return tau's interval, or why it has none; nothing without a tau."""
-    if row.tau is None:
-        return ""
-    pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)  # counted by request: an interval
-    return format_interval(row.tau_low, row.tau_high, UNCOUNTED if pooled else ONE_PROMPT)
+def format_columns(row: ServedRow, on_page: bool = True) -> dict[str, str]:
+    """Return the texts of the columns that are shown, by field."""
+    if row.decoding == PLAIN:
+        row = row.model_copy(update={"speedup": 1.0})
+    shown, reasons = ServedRow.list_shown(on_page).items(), {"tau_low": _explain_no_tau_interval(row)}
+    texts = {name: format_column(row, name, column, reasons.get(name, ONE_REPEAT)) for name, column in shown}
+    return texts | ({"speedup_low": ""} if row.decoding == PLAIN else {})
 
 
-def format_speedup_interval(row: ServedRow) -> str:
-    """Return the speedup's interval, or why it has none; nothing without a speedup."""
-    return "" if row.speedup is None else format_interval(row.speedup_low, row.speedup_high, ONE_REPEAT)
+def _explain_no_tau_interval(row: ServedRow) -> str:
+    """Return why tau would have no interval: vLLM counts over all requests, which has one where each is counted."""
+    is_pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)
+    return UNCOUNTED if is_pooled else ONE_PROMPT
 
 
 def _list_remarks(row: ServedRow) -> list[str]:

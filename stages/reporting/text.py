@@ -3,6 +3,7 @@
 from stages.params import units
 from stages.params.tree_shape import parse_shape
 from stages.results.interval import Interval
+from stages.results.record import Column, TableRow
 
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
 
@@ -43,3 +44,23 @@ def format_spread(value: float, low: float | None, high: float | None, missing: 
     if low is None or high is None or abs((low + high) / 2 - value) >= 0.005:
         return f"({format_interval(low, high, missing)})"
     return f"± {Interval(low, high).half:.2f}"
+
+
+def mark_times(texts: dict[str, str]) -> dict[str, str]:
+    """Return texts of columns with the multiplication sign that a page has, and a terminal may not."""
+    return {name: text.replace("x", "×") for name, text in texts.items()}
+
+
+def format_column(row: TableRow, name: str, column: Column, why_no_interval: str) -> str:
+    """Return the text of a field of a row, with its interval, or the reason why it has none."""
+    value = row[name]
+    if column.high:
+        has_value = row[name.removesuffix("_low")] is not None
+        return format_interval(value, row[column.high], why_no_interval) if has_value else ""
+    text = format_number(value, column.decimals, column.factor) + ("" if value is None else column.suffix)
+    if value is None or column.ends is None:
+        return text
+    low, high = (row[end] for end in column.ends)
+    if column.is_spread:
+        return f"{text} {format_spread(value, low, high, why_no_interval)}"
+    return f"{text} ({format_interval(low, high, why_no_interval)})"

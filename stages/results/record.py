@@ -2,7 +2,9 @@
 
 import csv
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -95,10 +97,49 @@ class Record(BaseModel):
             ) from None
 
 
+@dataclass(frozen=True)
+class Column:
+    """Where a field of a row comes from, and how the terminal and the page show it."""
+
+    heading: tuple[str, str] | None = None  # two lines; None: in the CSV alone
+    source: str = (
+        ""  # in the record that the row is of, by attributes: "acceptance.tau"; of a list the mean over its items
+    )
+    decimals: int = 2
+    factor: float = 1.0
+    suffix: str = ""
+    ends: tuple[str, str] | None = None  # the fields of its interval, shown behind it
+    is_spread: bool = False  # the interval is shown as "± 0.21"
+    high: str = ""  # of an interval that has a column of its own, whose field is its low end: the field of its high end
+    on_page_only: bool = False  # too many for a terminal
+
+
 class TableRow(Record):
-    """A row of a CSV table of the report."""
+    """A row of a CSV table of the report: the one list of its columns, each a field annotated with a Column."""
 
     TABLE: ClassVar[Path]
+
+    @classmethod
+    def list_columns(cls) -> dict[str, Column]:
+        """Return the columns by field, in order; a field without a Column is in the CSV alone."""
+        found = {name: [m for m in field.metadata if isinstance(m, Column)] for name, field in cls.model_fields.items()}
+        return {name: columns[0] for name, columns in found.items() if columns}
+
+    @classmethod
+    def list_shown(cls, on_page: bool = False) -> dict[str, Column]:
+        """Return the columns of the terminal's table, or of the page's."""
+        found = cls.list_columns().items()
+        return {name: column for name, column in found if column.heading and (on_page or not column.on_page_only)}
+
+    @classmethod
+    def list_headings(cls, on_page: bool = False) -> list[tuple[str, str]]:
+        return [column.heading or ("", "") for column in cls.list_shown(on_page).values()]
+
+    @classmethod
+    def read_sources(cls, record: object) -> dict[str, Any]:
+        """Return the values that a record holds by the columns' sources; None where a part of it is None."""
+        columns = cls.list_columns().items()
+        return {name: _read_source(record, column.source.split(".")) for name, column in columns if column.source}
 
     @classmethod
     def read_table(cls) -> list[Self]:
@@ -108,6 +149,15 @@ class TableRow(Record):
     @classmethod
     def write_table(cls, rows: Iterable[Self]) -> None:
         cls.write_csv(cls.TABLE, rows)
+
+
+def _read_source(record: Any, path: list[str]) -> Any:
+    if record is None or not path:
+        return record
+    if isinstance(record, list):
+        known = [value for item in record if (value := _read_source(item, path)) is not None]
+        return fmean(known) if known else None  # a repeat without answers has no latency
+    return _read_source(getattr(record, path[0]), path[1:])
 
 
 def _explain_error(error: ValidationError) -> str:

@@ -10,28 +10,26 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 from stages.params.tree_shape import Load
 from stages.results import interval, replay_records, served_records
-from stages.results.record import DraftSampling, TableRow
+from stages.results.record import Column, DraftSampling, TableRow
 from stages.results.replay_records import ReplayedTree
 from stages.results.served_records import LoadPoint, ServedCell
 
 SPECULATIVE, PLAIN = "speculative", "plain"
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
-LATENCY_COLUMNS = {  # column -> (distribution of serving/load_summary.py, figure of it)
-    "ttft_mean_s": ("ttft_s", "mean"), "ttft_p99_s": ("ttft_s", "p99"),
-    "tpot_mean_s": ("tpot_s", "mean"), "tpot_p50_s": ("tpot_s", "p50"), "tpot_p90_s": ("tpot_s", "p90"),
-    "tpot_p99_s": ("tpot_s", "p99"), "itl_mean_s": ("itl_s", "mean"), "itl_p99_s": ("itl_s", "p99"),
-    "e2e_mean_s": ("e2e_s", "mean"), "e2e_p99_s": ("e2e_s", "p99"), "wait_mean_s": ("wait_s", "mean"),
-}  # fmt: skip
-THROUGHPUT_COLUMNS = ("output_throughput", "total_throughput", "request_throughput", "mean_at_once")
-ACCEPTANCE_COLUMNS = ("tau", "tau_low", "tau_high", "accept_rate", "node_accept_rate")
+Number = float | None
+
+
+def _latency(kind: str, figure: str, heading: tuple[str, str] | None = None) -> Column:
+    """Return the column of a distribution of LoadSummary in ms; None in the table where it has no heading."""
+    return Column(heading, f"loads.{kind}.{figure}", decimals=1, factor=1000)
 
 
 class ServedRow(TableRow):
-    """A line of the table; None for unknown values."""
+    """A line of the table, of a LoadPoint; None for unknown values. Its columns are of the terminal and of the page too."""
 
     TABLE = Path("results/served.csv")
 
@@ -51,36 +49,36 @@ class ServedRow(TableRow):
     repeats: int | None = None
     requests: int | None = None
     completed: int | None = None
-    tau: float | None = None
-    tau_low: float | None = None
-    tau_high: float | None = None
-    accept_rate: float | None = None
-    node_accept_rate: float | None = None
-    replay_tau: float | None = None
-    replay_ratio: float | None = None
+    tau: Annotated[Number, Column(("tau", ""), "acceptance.tau")] = None
+    tau_low: Annotated[Number, Column(("95%", "interval"), "acceptance.tau_low", high="tau_high")] = None
+    tau_high: Annotated[Number, Column(source="acceptance.tau_high")] = None
+    accept_rate: Annotated[Number, Column(("accept", "rate (%)"), "acceptance.accept_rate", 1, 100)] = None
+    node_accept_rate: Annotated[Number, Column(source="acceptance.node_accept_rate")] = None
+    replay_tau: Annotated[Number, Column(("tau,", "replayed"))] = None
+    replay_ratio: Number = None
     replay_agrees: str | None = None  # yes, no, or None if the two need not agree
-    ttft_mean_s: float | None = None
-    ttft_p99_s: float | None = None
-    tpot_mean_s: float | None = None
-    tpot_p50_s: float | None = None
-    tpot_p90_s: float | None = None
-    tpot_p99_s: float | None = None
-    itl_mean_s: float | None = None
-    itl_p99_s: float | None = None
-    e2e_mean_s: float | None = None
-    e2e_p99_s: float | None = None
-    wait_mean_s: float | None = None
-    output_throughput: float | None = None
-    total_throughput: float | None = None
-    request_throughput: float | None = None
-    mean_at_once: float | None = None
-    baseline_output_throughput: float | None = None
-    speedup: float | None = None
-    speedup_low: float | None = None
-    speedup_high: float | None = None
-    identical_share: float | None = None
-    accuracy: float | None = None
-    baseline_accuracy: float | None = None
+    ttft_mean_s: Annotated[Number, _latency("ttft_s", "mean", ("TTFT", "mean"))] = None
+    ttft_p99_s: Annotated[Number, _latency("ttft_s", "p99", ("(ms)", "p99"))] = None
+    tpot_mean_s: Annotated[Number, _latency("tpot_s", "mean", ("TPOT", "mean"))] = None
+    tpot_p50_s: Annotated[Number, _latency("tpot_s", "p50", ("(ms)", "p50"))] = None
+    tpot_p90_s: Annotated[Number, _latency("tpot_s", "p90", ("", "p90"))] = None
+    tpot_p99_s: Annotated[Number, _latency("tpot_s", "p99", ("", "p99"))] = None
+    itl_mean_s: Annotated[Number, _latency("itl_s", "mean", ("ITL", "mean"))] = None
+    itl_p99_s: Annotated[Number, _latency("itl_s", "p99")] = None
+    e2e_mean_s: Annotated[Number, _latency("e2e_s", "mean", ("e2e", "mean"))] = None
+    e2e_p99_s: Annotated[Number, _latency("e2e_s", "p99")] = None
+    wait_mean_s: Annotated[Number, _latency("wait_s", "mean")] = None
+    output_throughput: Annotated[Number, Column(("output", "tokens/s"), "loads.output_throughput", 1)] = None
+    total_throughput: Annotated[Number, Column(("total", "tokens/s"), "loads.total_throughput", 1)] = None
+    request_throughput: Annotated[Number, Column(source="loads.request_throughput")] = None
+    mean_at_once: Annotated[Number, Column(source="loads.mean_at_once")] = None
+    baseline_output_throughput: Number = None
+    speedup: Annotated[Number, Column(("speedup", ""), suffix="x")] = None
+    speedup_low: Annotated[Number, Column(("95%", "interval"), high="speedup_high")] = None
+    speedup_high: Number = None
+    identical_share: Annotated[Number, Column(("identical", "(%)"), "", 0, 100, on_page_only=True)] = None
+    accuracy: Annotated[Number, Column(source="quality.accuracy")] = None
+    baseline_accuracy: Number = None
     remark: str | None = None  # why there is no speedup, or no point
     draft_sampling: DraftSampling | None = None  # None of plain decoding
 
@@ -161,7 +159,7 @@ def _build_plain_lines(cell: ServedCell, points: list[LoadPoint]) -> Iterator[Se
     if cell.checkpoint is None and cell.status == served_records.UNSUPPORTED:
         yield ServedTableLine(_build_unsupported_row(cell, PLAIN), cell, None)
     for point in points:
-        row = ServedRow(**_get_names(cell, PLAIN), **_summarise_loads(point), accuracy=_get_accuracy(point))
+        row = ServedRow(**_get_names(cell, PLAIN), **_summarise_loads(point))
         yield ServedTableLine(row, cell, point)
 
 
@@ -212,32 +210,19 @@ def _build_unsupported_row(cell: ServedCell, decoding: str, replay: float | None
 
 
 def _summarise_loads(point: LoadPoint) -> dict[str, Any]:
-    """Return the columns of a point's loads: sums of requests, and the mean over repeats of every other figure."""
-    loads, load_names = point.loads, ("max_new_tokens", "concurrency", "request_rate")
-    return (
-        {name: point[name] for name in load_names}
-        | {"repeats": len(loads)}
-        | {name: sum(getattr(load, name) for load in loads) for name in ("requests", "completed")}
-        | {
-            name: _mean_of_known(getattr(getattr(load, kind), figure, None) for load in loads)
-            for name, (kind, figure) in LATENCY_COLUMNS.items()
-        }
-        | {name: _mean_of_known(getattr(load, name) for load in loads) for name in THROUGHPUT_COLUMNS}
-    )
-
-
-def _mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean over repeats that have a value; a repeat without answers has no latency."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    """Return the columns of a point: its load, sums of requests, and every figure that it holds, the mean over repeats."""
+    loads = point.loads
+    return {
+        **{name: point[name] for name in ("max_new_tokens", "concurrency", "request_rate")},
+        "repeats": len(loads),
+        **{name: sum(getattr(load, name) for load in loads) for name in ("requests", "completed")},
+        **ServedRow.read_sources(point),
+    }
 
 
 def _compare_with_replay(point: LoadPoint, replay: float | None, is_comparable: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"replay_tau": replay}
-    if point.acceptance is None:
-        return found
-    found |= {name: point.acceptance[name] for name in ACCEPTANCE_COLUMNS}
-    if replay is None:
+    if point.acceptance is None or replay is None:
         return found
     ratio = point.acceptance.tau / replay
     agrees = ("yes" if abs(ratio - 1) <= REPLAY_TOLERANCE else "no") if is_comparable else None
@@ -247,20 +232,19 @@ def _compare_with_replay(point: LoadPoint, replay: float | None, is_comparable: 
 def _compare_with_baseline(
     cell: ServedCell, point: LoadPoint, baseline: ServedCell, baseline_point: LoadPoint | None
 ) -> dict[str, Any]:
-    """Return speedup, identical share and accuracies, or why there are none; `baseline_point` is the baseline's point."""
-    found: dict[str, Any] = {"accuracy": _get_accuracy(point)}
+    """Return speedup, identical share and the baseline's accuracy, or why there are none."""
     if reason := _explain_no_speedup(cell, point, baseline, baseline_point):
-        return found | {"remark": f"not compared: {reason}"}
+        return {"remark": f"not compared: {reason}"}
     assert baseline_point is not None, "_explain_no_speedup returns a reason"
     throughputs, baseline_throughputs = ([load.output_throughput for load in p.loads] for p in (point, baseline_point))
     speedups = [a / b for a, b in zip(throughputs, baseline_throughputs, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
-    return found | {
+    return {
         "baseline_output_throughput": fmean(baseline_throughputs),
         "speedup": fmean(speedups),
         "speedup_low": low,
         "speedup_high": high,
-        "baseline_accuracy": _get_accuracy(baseline_point),
+        "baseline_accuracy": baseline_point.quality.accuracy if baseline_point.quality else None,
         "identical_share": _compute_identical_share(point, baseline_point) if cell.temperature == 0 else None,
     }
 
@@ -303,7 +287,3 @@ def _compute_identical_share(point: LoadPoint, baseline_point: LoadPoint) -> flo
     )
     matches = [answers[key] == baseline_answers[key] for key in answers.keys() & baseline_answers.keys()]
     return fmean(matches) if matches else None
-
-
-def _get_accuracy(point: LoadPoint) -> float | None:
-    return point.quality.accuracy if point.quality else None

@@ -35,7 +35,7 @@ def test_other_methods_stay_trained(home) -> None:
     recipes.use_recipe("weather-tiny-methods")
     recipes.write_sections(Changes(epochs=[9]).build_sections(load_params()))
     assert list(load_params().train_draft.checkpoints) == ["e009", "eagle9", "medusa9"]
-    assert load_params().train_draft.checkpoints["medusa9"].num_heads == 5
+    assert load_params().train_draft.checkpoints["medusa9"].draft.depth == 5
 
 
 def test_other_keys_are_set_and_empty_fields_change_nothing(home) -> None:

@@ -34,9 +34,9 @@ def test_the_table_equals_the_cells_bit_for_bit(made_up: schema.Params) -> None:
 def test_columns_come_in_their_order(made_up: schema.Params) -> None:
     report.main()
     assert BenchmarkRow.TABLE.read_text().splitlines()[0] == (
-        "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,source,tau,tau_low,tau_high,accept_rate,prefill_latency_s,"
-        "e2e_latency_s,output_tok_s,speedup,speedup_low,speedup_high,identical_share,replay_tau,engine,process_speedup,draft_sampling,"
-        "weights_bytes,state_bytes,draft_parameters"
+        "workload,checkpoint,tree,num_steps,topk,num_draft_tokens,source,prefill_latency_s,accept_rate,e2e_latency_s,tau,"
+        "tau_low,tau_high,speedup,speedup_low,speedup_high,identical_share,output_tok_s,replay_tau,process_speedup,engine,"
+        "draft_sampling,weights_bytes,state_bytes,draft_parameters"
     )
     joined = report.REPLAY_TABLE.read_text().splitlines()
     assert joined[0] == ",".join(ReplayedTree.list_keys())

@@ -191,13 +191,14 @@ def test_quality_and_commands() -> None:
 
 def test_a_missing_interval_is_told_with_its_reason() -> None:
     """Bug: the cell of the table was empty, as if nothing were amiss."""
-    (row,) = with_speedups({(64, 4): 1.5}, tau=2.5)
-    assert (served.format_tau_interval(row), served.format_speedup_interval(row)) == ("one prompt", "one repeat")
-    (vllm,) = with_speedups({(64, 4): 1.5}, tau=2.5, engine="vllm", requests=8, repeats=1)
-    assert served.format_tau_interval(vllm) == "not by request"
-    (alone,) = with_speedups({(64, 1): 1.5}, tau=2.5, engine="vllm", requests=1, repeats=1)
-    assert served.format_tau_interval(alone) == "one prompt"
-    (known,) = with_speedups({(64, 4): 1.5}, tau=2.5, tau_low=2.0, tau_high=3.0)
-    assert served.format_tau_interval(known) == "2.00-3.00"
-    (nothing,) = with_speedups({(64, 4): None})
-    assert served.format_tau_interval(nothing) == served.format_speedup_interval(nothing) == ""
+
+    def intervals(speedups: Any, **columns: Any) -> tuple[str, str]:
+        (row,) = with_speedups(speedups, **columns)
+        texts = served.format_columns(row)
+        return texts["tau_low"], texts["speedup_low"]
+
+    assert intervals({(64, 4): 1.5}, tau=2.5) == ("one prompt", "one repeat")
+    assert intervals({(64, 4): 1.5}, tau=2.5, engine="vllm", requests=8, repeats=1)[0] == "not by request"
+    assert intervals({(64, 1): 1.5}, tau=2.5, engine="vllm", requests=1, repeats=1)[0] == "one prompt"
+    assert intervals({(64, 4): 1.5}, tau=2.5, tau_low=2.0, tau_high=3.0)[0] == "2.00-3.00"
+    assert intervals({(64, 4): None}) == ("", "")
