@@ -67,15 +67,16 @@ STAGE_REPORTS = {
 def main(*arguments: str) -> None:
     if arguments == ("--launch",):
         launch = prediction.read_launch()
-        lines = costs.format_launch_table(launch)
+        lines = [*costs.format_launch_table(launch), *inputs.describe_older_engines(launch)]
+        if lines:
+            lines.append(
+                f"verdict, by what was measured first: {atomic.read_json(METRICS_FILE, 'report')['verdict']['text']}"
+            )
         print(
-            "\n".join([*lines, *inputs.describe_older_engines(launch)])
+            "\n".join(lines)
             or f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "
             "has what the torch engine's costs predict"
         )
-        found = atomic.read_json(METRICS_FILE, "report")["verdict"] if lines else {}
-        if found.get("contradicts_prediction"):
-            print(f"{verdict.CONTRADICTED}: {found['text']}")
     elif arguments:
         raise ValueError(f"report takes --launch or nothing; found {' '.join(arguments)}")
     else:
@@ -125,7 +126,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     replayable = _select_replayable(p, [*served.workloads, *loads])
     lines = served_table.join_lines(served_cells, replayed, replayable)
     predicted = _predict_speedups(p, cells, lines, replayed)
-    remarks = timing_noise.find_timing_remarks(cells, lines, predicted.costs)
+    remarks = timing_noise.find_timing_remarks(cells, lines)
     reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,

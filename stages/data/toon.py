@@ -12,7 +12,6 @@ from typing import Any, Literal
 import toon_format
 
 from stages.data import json_answers
-from stages.data.ambiguous_cells import AmbiguousTextError
 from stages.data.json_repairs import BrokenJsonError
 from stages.data.schema_check import (
     JudgedAnswer,
@@ -25,7 +24,7 @@ from stages.data.schema_check import (
 )
 from stages.data.table_schema import TableFile
 from stages.data.toon_document import FoundDocument, locate_document
-from stages.data.toon_lines import Header, find_tables, read_header, split_row
+from stages.data.toon_lines import AmbiguousTextError, Header, find_tables, read_header, split_row
 from stages.data.toon_repairs import REPAIR_RULES, RepairContext, may_be_cut
 
 

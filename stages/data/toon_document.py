@@ -7,11 +7,11 @@ Without one, keys that hold spaces are prose, since the format quotes them, and 
 import re
 from dataclasses import dataclass, field
 
-from stages.data.ambiguous_cells import AmbiguousTextError
 from stages.data.schema_check import find_fenced_blocks, is_fence
 from stages.data.table_schema import ObjectValue, TableFile, list_parts
 from stages.data.toon_lines import (
     READ_DELIMITERS,
+    AmbiguousTextError,
     Table,
     find_tables,
     is_comment,

@@ -21,6 +21,10 @@ _KEY_LINE = re.compile(rf"[ \t]*(?:- +)?(?P<key>{_KEY})[ \t]*:(?:[ \t]+(?P<value
 FENCE = re.compile(r"[ \t]*(?:`{3,}|~{3,})[\w+-]*[ \t]*$")
 
 
+class AmbiguousTextError(Exception):
+    """A text has two readings; the argument is the reason in one word."""
+
+
 @dataclass(frozen=True)
 class Header:
     """A line that opens an array: `- users[2|]{id|name}:`, as written, with any spacing, with or without count and colon."""

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from stages.data.ambiguous_cells import AmbiguousTextError, merge_cells
 from stages.data.schema_check import NUMBER_PATTERN, find_asked_rows
 from stages.data.table_schema import ListValue, TableFile, TableValue, Value, list_parts
 from stages.data.toon_lines import (
     QUOTED,
     READ_DELIMITERS,
     TOON_DELIMITERS,
+    AmbiguousTextError,
     Header,
     Table,
     find_tables,
@@ -198,27 +198,6 @@ def _remove_trailing_delimiter(lines: list[str], _: RepairContext) -> list[str]:
     return changed
 
 
-def _quote_delimiters(lines: list[str], work: RepairContext) -> list[str]:
-    """Quote a value that holds delimiters, where the header leaves one reading of the row (ambiguous_cells.py)."""
-    changed = [*lines]
-    for table in find_tables(lines):
-        if table.header.keyed:
-            continue
-        rows = [split_row(lines[row], table.header) for row in table.rows]
-        wide = [row_index for row_index, cells in enumerate(rows) if len(cells) > table.header.leaves]
-        if not wide:
-            continue
-        columns = work.find_table(table.header)
-        texts = [strip_row(lines[row], table.header.delimiter) for row in table.rows]
-        merged = merge_cells(texts, table.header, columns.columns if columns else None)
-        for row_index in wide:
-            if merged[row_index] is None:
-                raise AmbiguousTextError("row_width")
-            line = lines[table.rows[row_index]]
-            changed[table.rows[row_index]] = line[: len(line) - len(line.lstrip(" \t"))] + str(merged[row_index])
-    return changed
-
-
 def _replace_typography(lines: list[str], work: RepairContext) -> list[str]:
     """Replace the minus sign U+2212 in a column whose other values are numbers. With a schema, its types decide."""
     if work.schema is not None or not any("\N{MINUS SIGN}" in line for line in lines):
@@ -364,7 +343,6 @@ REPAIR_RULES: dict[str, Callable[[list[str], RepairContext], list[str]]] = {
     "indent": _correct_indent,
     "delimiter": _correct_delimiters,
     "trailing_comma": _remove_trailing_delimiter,
-    "quotes": _quote_delimiters,
     "typography": _replace_typography,
     "cut_row": _remove_cut_row,
     "count": _correct_counts,

@@ -31,7 +31,6 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
         "verdict": {
             "kind": found.verdict.kind,
             "text": found.verdict.headline,
-            "contradicts_prediction": found.verdict.is_contradicted,
         },
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": {

@@ -1,11 +1,12 @@
 """The verdict: what to launch at each load, or not to speculate, in one line that a reader can act on.
 
 The page, the terminal's table and results/metrics.json, which `pipeline` reads, have it from here. It rests on intervals: a
-speedup counts only where the low end of its interval is above 1.
+speedup counts only where the low end of its interval is above 1. What was measured goes before what was predicted: a prediction
+decides only where no tree was measured, else it is named as what to measure next.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
@@ -20,11 +21,10 @@ from stages.results.served_records import TORCH_ENGINE
 from stages.results.served_table import SPECULATIVE, ServedRow
 from stages.results.torch_records import TorchCell, name_torch_stage
 
-VerdictKind = Literal["launch", "plain", "noisy", "disputed", "unknown"]
+VerdictKind = Literal["launch", "plain", "noisy", "unknown"]
 MAX_WARNINGS = 5  # shown outright
 MAX_LINES = 6  # groups of loads; further ones are counted
-MAX_LEFT_OUT = 3  # reasons why trees are left out; further ones are counted
-MAX_NAMES = 4  # of trees that are left out for one reason
+MAX_NAMES = 4  # of trees that can't run
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
     "time_trees.checkpoints"
@@ -35,7 +35,6 @@ NOTHING_SERVED = (
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 UNDERTRAINED = 0.35  # share of right first drafts; e003 of the embedded target, a third of its training, has more
 NOISY = "Timings are too noisy to say"
-CONTRADICTED = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,9 @@ class SpeedupEvidence:
         return self.low is not None and self.low > 1
 
     @property
-    def is_slower(self) -> bool:
-        """Return whether the interval lies below 1; False without one."""
-        return self.high is not None and self.high < 1
-
-    def is_below(self, other: "SpeedupEvidence") -> bool:
-        """Return whether the interval lies below the other's; False without both."""
-        return self.high is not None and other.low is not None and self.high < other.low
+    def is_clear(self) -> bool:
+        """Return whether the interval tells if speculation pays."""
+        return can_tell(self.low, self.high)
 
     def __str__(self) -> str:
         ends = "no interval" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
@@ -81,9 +76,8 @@ class VerdictLine:
     kind: VerdictKind
     advice: str  # "Launch t8_2_16 with e009", "Do not speculate"
     evidence: str
-    detail: str = ""  # further evidence, or what to run
-    checkpoint: str | None = None  # of the tree that it is about: of a measured one where it names one
-    is_contradicted: bool = False  # what was measured contradicts the prediction
+    detail: str  # further evidence, or what to run
+    checkpoint: str  # of the tree that it is about
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -97,12 +91,11 @@ class Verdict:
 
     kind: VerdictKind
     headline: str
-    details: tuple[str, ...]  # other loads, engines and methods
+    details: tuple[str, ...]  # other loads and engines
     warnings: tuple[str, ...]  # of results
     remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
-    is_contradicted: bool = False  # by what was measured, a prediction is wrong
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
@@ -129,7 +122,7 @@ def build_verdict(
     """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of.
 
     `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these. Trees
-    that no serving engine runs (DraftFamily.is_served) are never advised.
+    that no serving engine runs (DraftKind.is_served) are never advised.
     """
 
     def is_served(checkpoint: str | None, tree: TreeShape) -> bool:
@@ -149,25 +142,20 @@ def build_verdict(
         texts.append(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json"
         )
-    warnings = [*sample_warnings, *_warn_of_measured(cells, served), *_warn_of_replays(replays)]
-    is_contradicted = any(line.is_contradicted for line in lines)
     if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
         texts.insert(0, untrained)
-    details = [
-        *texts[1:],
-        *_describe_torch_only(left_out, judged, guesses, replayable),
-    ]
-    details += _describe_unsupported(served)
-    details = [*([CONTRADICTED] if is_contradicted else []), *details]
+    unsupported = dict.fromkeys(
+        f"{row.tree or 'plain decoding'} on {row.engine}" for row in served if not row.is_measured
+    )
+    refused = [f"Left out: {list_first(list(unsupported), MAX_NAMES)}; the tables say why"] if unsupported else []
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_TIMED,
-        details=tuple(details),
-        warnings=tuple(warnings),
+        details=(*texts[1:], *_describe_torch_only(left_out, judged, guesses, replayable), *refused),
+        warnings=(*sample_warnings, *_warn_of_measured(cells, served), *_warn_of_replays(replays)),
         remarks=tuple(remarks),
         doubted=doubted,
         checkpoint=lines[0].checkpoint if lines else None,
-        is_contradicted=is_contradicted,
     )
 
 
@@ -242,84 +230,51 @@ def _find_predicted_conditions(conditions: SpeedupConditions, replayable: Collec
 def judge_load(
     conditions: SpeedupConditions, guess: SpeedupEvidence | None, measured: list[SpeedupEvidence]
 ) -> VerdictLine:
-    """Return what to do at a load. What was measured of a tree outweighs what is predicted of it."""
-    trees = [*([guess] if guess else []), *measured]
-    best = max(measured or trees, key=lambda tree: tree.speedup)
-    faster = max(
-        (tree for tree in measured if tree.is_faster),
-        key=lambda tree: (not tree.is_doubted, tree.speedup),
-        default=None,
-    )
-    same_tree = next((tree for tree in measured if guess and tree.name == guess.name), None)
-    if guess and guess.is_faster:
-        # What another checkpoint measures says nothing of this one.
-        same_checkpoint = [tree for tree in measured if tree.checkpoint == guess.checkpoint]
-        line = _judge_prediction(
-            conditions, guess, same_tree, faster, max(same_checkpoint, key=lambda tree: tree.speedup, default=None)
-        )
-        is_contradicted = line.kind == "disputed" or (same_tree is not None and same_tree.is_below(guess))
-        named = same_tree if same_tree and same_tree.is_faster else faster or best
-    else:
-        line = _judge_measured(conditions, faster, best, trees)
-        is_contradicted = bool(guess and guess.is_slower and faster)
-        named = faster or best
-    return replace(line, checkpoint=named.checkpoint, is_contradicted=is_contradicted)
+    """Return what to do at a load: by what was measured, and by the prediction where nothing was.
 
-
-def _judge_measured(
-    conditions: SpeedupConditions, faster: SpeedupEvidence | None, best: SpeedupEvidence, trees: list[SpeedupEvidence]
-) -> VerdictLine:
-    """Return what to do where no tree is predicted to be faster; `trees` is what is measured and predicted."""
-    if faster:
-        return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}")
-    text = f"the best {'measured' if best.stage else 'predicted'}, {best.name}, is {best}"
-    if all(tree.low is None for tree in trees) or (best.speedup <= 1 and best.low is None):
-        return VerdictLine(conditions, "unknown", "No speedup is sure", text, "ask more prompts, or take three repeats")
-    if (best.speedup <= 1 and can_tell(best.low, best.high)) or all(tree.is_slower for tree in trees):
-        top = max(trees, key=lambda tree: tree.speedup)
-        nearest = "" if top.stage or top is best else f"the highest predicted, {top.name}, is {top}"
-        return VerdictLine(conditions, "plain", "Do not speculate", text, nearest)
-    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best))
-
-
-def _judge_prediction(
-    conditions: SpeedupConditions,
-    guess: SpeedupEvidence,
-    same_tree: SpeedupEvidence | None,
-    faster: SpeedupEvidence | None,
-    best: SpeedupEvidence | None,
-) -> VerdictLine:
-    """Return what to do where a tree is predicted to be faster.
-
-    `same_tree` is that tree's measurement, `faster` the fastest tree that was measured to be faster, `best` the fastest
-    measured of its checkpoint.
+    What another checkpoint measures as slow says nothing of the predicted one.
     """
-    launch, predicted = f"Launch {guess.name}", f"predicted {guess}"
-    if same_tree and same_tree.is_faster:
-        return VerdictLine(conditions, "launch", launch, predicted, f"measured {same_tree}")
-    if same_tree and faster:
-        detail = f"{guess.name} is predicted {guess}, but measured {same_tree}"
-        return VerdictLine(conditions, "launch", f"Launch {faster.name}", f"measured {faster}", detail)
+    is_own = any(tree.is_faster or (guess and tree.checkpoint == guess.checkpoint) for tree in measured)
+    known = [guess] if guess and not is_own and (guess.is_faster or not measured) else measured
+    best = max(known, key=lambda tree: tree.speedup)
+    faster = [tree for tree in known if tree.is_faster]
+    chosen = max(faster, key=lambda tree: (not tree.is_doubted, tree.speedup), default=best)
+    how, next_step = "measured" if chosen.stage else "predicted", _describe_guess(conditions, guess, chosen, measured)
+    text = f"the best {how}, {best.name}, is {best}"
     if faster:
-        name = faster.tree if faster.checkpoint == guess.checkpoint else faster.name
-        return VerdictLine(conditions, "launch", launch, predicted, f"measured {name} {faster}")
-    if best is None:
-        section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
-        keys = f"{section}.checkpoints, workloads and trees"
-        detail = f"{guess.checkpoint} is not measured here ({keys}): measure it before you rely on it"
-        return VerdictLine(conditions, "launch", launch, predicted, detail)
-    text = f"{guess.name} is predicted {guess}, but the best measured, {best.name}, is {best}"
-    if best.is_slower:
         return VerdictLine(
-            conditions, "disputed", "Prediction and measurement disagree", text, _advise_rerun(conditions, best)
+            conditions, "launch", f"Launch {chosen.name}", f"{how} {chosen}", next_step, chosen.checkpoint
         )
-    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best))
+    if all(tree.low is None for tree in known) or (best.speedup <= 1 and best.low is None):
+        advice = next_step or "ask more prompts, or take three repeats"
+        return VerdictLine(conditions, "unknown", "No speedup is sure", text, advice, best.checkpoint)
+    if (best.speedup <= 1 and best.is_clear) or all(tree.high is not None and tree.high < 1 for tree in known):
+        return VerdictLine(conditions, "plain", "Do not speculate", text, next_step, best.checkpoint)
+    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best), best.checkpoint)
+
+
+def _describe_guess(
+    conditions: SpeedupConditions,
+    guess: SpeedupEvidence | None,
+    chosen: SpeedupEvidence,
+    measured: list[SpeedupEvidence],
+) -> str:
+    """Return what the prediction says beside the chosen tree: of that tree, or of another that is worth measuring."""
+    if guess is None:
+        return ""
+    if guess.name in {tree.name for tree in measured}:
+        return f"predicted {guess}" if guess.name == chosen.name else f"{guess.name} was predicted {guess}"
+    if not guess.is_faster or (measured and chosen.is_faster and guess.speedup <= chosen.speedup):
+        return ""
+    section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
+    advice = f"measure it before you rely on it ({section}.checkpoints, workloads and trees)"
+    return f"not measured here: {advice}" if guess is chosen else f"{guess.name} is predicted {guess}: {advice}"
 
 
 def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
-    rerun = f"aerie rerun {best.stage} on an idle machine, or " if best.stage else ""
-    setting = f"benchmark.workloads.{conditions.workload}.until" if conditions.workload else "time_trees.repeats"
-    return f"{rerun}raise {setting}" if setting.endswith("repeats") else f"{rerun}set {setting}"
+    if conditions.workload is None:
+        return "raise time_trees.repeats"
+    return f"aerie rerun {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
 
 
 # Words
@@ -360,25 +315,6 @@ def _describe_torch_only(
     return [
         f"Faster in the torch engine, {reason}" if pick.is_faster else f"Left out above, {reason} by the torch engine"
     ]
-
-
-def _describe_unsupported(served: list[ServedRow]) -> list[str]:
-    """Return a line for each engine and reason, with the trees of the cells that can't run for it."""
-    groups: dict[
-        tuple[str, str | None], dict[str, None]
-    ] = {}  # names in order, once: a tree has a cell for each workload
-    for row in served:
-        if not row.is_measured:
-            name = "plain decoding" if row.tree is None else f"{row.tree} with {row.checkpoint}"
-            groups.setdefault((row.engine, row.remark), {})[name] = None
-    lines = []
-    for (engine, remark), found in groups.items():
-        location, names = "in the torch engine" if engine == TORCH_ENGINE else f"on {engine}", list(found)
-        lines.append(f"Left out {location}: {list_first(names, MAX_NAMES)}; {remark}")
-    if len(lines) > MAX_LEFT_OUT:
-        num_hidden = len(lines) - MAX_LEFT_OUT
-        return [*lines[:MAX_LEFT_OUT], f"{num_hidden} more reasons why trees are left out are in results/served.csv"]
-    return lines
 
 
 def _warn_of_measured(cells: list[TorchCell], served: list[ServedRow]) -> list[str]:

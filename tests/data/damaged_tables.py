@@ -263,20 +263,6 @@ def _change_delimiter(rng: random.Random, lines: list[str], table: WrittenTable)
     return True
 
 
-def _unquote(rng: random.Random, lines: list[str], table: WrittenTable) -> bool | None:
-    """Take the quotes off values with delimiters. Values of prose have a space after a comma; a bare `x,y` may be two cells."""
-    done, is_repairable = False, True
-    for row in table.rows:
-        indent = lines[row][: len(lines[row]) - len(lines[row].lstrip(" "))]
-        cells = _split(lines[row], table.delimiter)
-        for at, cell in enumerate(cells):
-            if cell.startswith('"') and table.delimiter in cell and not re.search(r'[\\:\[\]{}#"]', cell[1:-1]):
-                cells[at], done = cell[1:-1], True
-                is_repairable &= ", " in cell
-        lines[row] = indent + table.delimiter.join(cells)
-    return is_repairable if done else None
-
-
 def _cut(rng: random.Random, text: str) -> DamagedText | None:
     """Cut inside the last row of a table at the end: what is left has fewer cells than the header."""
     lines = text.split("\n")
@@ -391,7 +377,6 @@ DAMAGES: dict[str, Damage] = {
     "count too high": _each_table(_count_up),
     "no count": _each_table(_no_count),
     "rows with another delimiter": _each_table(_change_delimiter),
-    "delimiters without quotes": _each_table(_unquote),
     "tabs as indentation": _whole(lambda r, t: _indent_all(t, "\t")),
     "four spaces": _whole(lambda r, t: _indent_all(t, "    ")),
     "all lines indented": _whole(lambda r, t: "  " + t.replace("\n", "\n  ")),

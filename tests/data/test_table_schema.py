@@ -136,14 +136,6 @@ def test_the_same_rules_hold_for_json() -> None:
     assert json_answers.repair_json(bad, "strip", SENSORS, "") == JudgedAnswer(bad, "dropped:wrong_value")
 
 
-def test_a_schema_makes_a_bare_comma_one_reading() -> None:
-    tables = schema("root: {type: table, columns: {id: {type: integer}, name: {type: text}, n: {type: integer}}}")
-    assert judge("[1]{id,name,n}:\n  1,x,y,3", tables) == JudgedAnswer(
-        '[1]{id,name,n}:\n  1,"x,y",3', "repaired:quotes"
-    )
-    assert judge("[1]{id,name,n}:\n  1,x,7,3", tables).verdict == "dropped:row_width"
-
-
 def test_conversion_is_exact() -> None:
     """212 degrees Fahrenheit are 100 degrees Celsius, not 99.99999999999999."""
     tables = schema(

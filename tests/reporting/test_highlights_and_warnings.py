@@ -12,7 +12,6 @@ from stages.params import schema
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.results import replay_records, torch_records
 from stages.results.replay_records import ReplayedTree
-from stages.runtime import atomic
 from tests.reporting.made_up_results import _lines
 
 
@@ -123,20 +122,3 @@ def test_the_pictures_are_of_the_measured_checkpoint_and_not_of_a_better_one_tha
     assert note in page and "The best checkpoint is <strong>e003</strong>" in page
     assert 'id="latencies"' in page and "Drafts accepted in a verify cycle" in page
     assert "replayed with e009: what it would" in page and ">All trees of e009<" in page
-
-
-def test_a_prediction_that_measured_cells_contradict_is_told_on_the_page(
-    made_up: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: the flags of a tree that was measured as slower were printed without a word."""
-    sentence = "Measured cells contradict a prediction here; what was measured goes before what was predicted"
-    report.main()
-    assert sentence not in report.PAGE_FILE.read_text() and sentence not in capsys.readouterr().out
-    for path in Path("results/cells").glob("*.json"):
-        cell = json.loads(path.read_text())
-        cell["metrics"] |= {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
-        atomic.write_json(path, cell)
-    report.main()
-    page = report.PAGE_FILE.read_text()
-    assert f"<li>{sentence}.</li>" in page and "which goes before what is predicted here" in page
-    assert capsys.readouterr().out.splitlines()[1] == sentence
