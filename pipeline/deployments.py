@@ -13,6 +13,7 @@ from prefect.workers.process import ProcessWorker
 from ruamel.yaml import YAML
 
 from pipeline import freshness
+from pipeline.remote import prefect_worker
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.schema import load_params
 from stages.params.section import PARAMS_FILE
@@ -31,8 +32,6 @@ def deploy_stage() -> None:
 
     Workers run it in the folder in which they were started.
     """
-    from pipeline.remote import prefect_worker
-
     deployment = read_deployments()[STAGE]
     pool = deployment["work_pool"]["name"]
     template = ProcessWorker.get_default_base_job_template()

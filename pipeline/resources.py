@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stages.params.schedule import StageResources
-from stages.runtime.user_folder import open_lock_file, open_user_folder
-from stages.runtime.visible_gpus import list_named_gpus
+from stages.runtime.machine import list_named_gpus, open_lock_file, open_user_folder
 
 
 @dataclass

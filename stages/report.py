@@ -67,11 +67,10 @@ STAGE_REPORTS = {
 def main(*arguments: str) -> None:
     if arguments == ("--launch",):
         launch = prediction.read_launch()
-        lines = [*costs.format_launch_table(launch), *inputs.describe_older_engines(launch)]
+        lines = costs.format_launch_table(launch)
         if lines:
-            lines.append(
-                f"verdict, by what was measured first: {atomic.read_json(METRICS_FILE, 'report')['verdict']['text']}"
-            )
+            text = atomic.read_json(METRICS_FILE, "report")["verdict"]["text"]
+            lines += [f"verdict, by what was measured first: {text}", *inputs.describe_older_engines(launch)]
         print(
             "\n".join(lines)
             or f"no serving engine was timed (serving_costs.workloads: docs/cost.md), so nothing is advised for one; {PAGE_FILE} "

@@ -25,7 +25,7 @@ from stages.data.parquet_shards import ParquetShardWriter
 from stages.data.sampled_split import SampledSplit
 from stages.params import schema, stage_inputs
 from stages.runtime import atomic, scratch
-from stages.sampling import keep_backend, server_backend, transformers_backend
+from stages.sampling import local_backends, server_backend
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import loading, manifest, prompt_encoder, vision
 from stages.target.prompt_encoder import PromptEncoder
@@ -69,7 +69,7 @@ def _sample(context: SamplingContext, scratch_folder: Path, started: float) -> N
         sample_splits = _make_backend(context, stack, scratch_folder)
         kept = splits[:1] if p.sample_target.backend == "keep" else []  # train comes first
         for split in kept:
-            keep_backend.keep_answers(context, split)
+            local_backends.keep_answers(context, split)
             _finish_split(p, split)
         sample_splits(splits[len(kept) :])
     warnings = [*filter(None, (sampled_split.describe_truncation(splits), sampled_split.describe_unchecked(splits)))]
@@ -144,7 +144,7 @@ def _make_backend(
 
     def generate(splits: list[SampledSplit]) -> None:
         for split in splits:
-            transformers_backend.generate_split(context, model, split)
+            local_backends.generate_split(context, model, split)
             _finish_split(context.p, split)
 
     return generate

@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 from ruamel.yaml import YAML
 
@@ -195,3 +197,9 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         linked = page.parent / path if path else page
         assert linked.exists(), path
         assert not anchor or anchor in _list_anchors(linked), f"{path}#{anchor}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """An import circle makes the order of imports matter, and its modules one that nobody can read alone."""
+    graph = grimp.build_graph("stages", "pipeline", exclude_type_checking_imports=True)
+    TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}).prepare()

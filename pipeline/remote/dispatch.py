@@ -31,7 +31,6 @@ POLL_WORKERS_S = 10.0
 HEARTBEAT_WAIT_S = 30.0  # for a worker that was online shortly before: it starts again, or its host is busy
 RECENT_HEARTBEAT_S = 600.0
 START_TIMEOUT_S = 180.0  # from a worker's claim of a run to the run's start; a host under load takes some ten seconds
-TRANSIENT_STATE = "FailedForNow"  # of a stage on another host, if its log says that another attempt may succeed
 PAGE_SIZE = 200  # most runs that one answer of the server holds
 
 _transfer_lock = threading.Lock()  # one offer or collection at a time: each is a process that reads the graph
@@ -201,7 +200,7 @@ def check_completed(subject: str, state: State[Any]) -> None:
     """Check the final state of a stage on another host. Raises StageError unless it is completed."""
     if not state.is_completed():
         message = f"{subject}, {state.type.lower()}: {state.message}"
-        may_pass = state.is_crashed() or state.name == TRANSIENT_STATE or processes.is_transient(message)
+        may_pass = state.is_crashed() or state.name == dvc_remote.TRANSIENT_STATE or processes.is_transient(message)
         raise processes.StageError(message, may_pass)
 
 

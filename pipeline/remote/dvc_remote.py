@@ -27,6 +27,7 @@ from pipeline.dvc_graph import LOCK_FILE, STAGE_NAME, check_stage_name, open_rep
 from pipeline.processes import capture_output
 from stages.params.section import RUN_PARAMS
 
+TRANSIENT_STATE = "FailedForNow"  # of a stage on another host, if its log says that another attempt may succeed
 FILES_FOLDER = "aerie"  # the remote's folder of StageOrder.files, beside DVC's own
 UNSENT_FILES = {".dvc", LOCK_FILE.name}  # each host has its own .dvc: the remote's address and credentials
 KEPT_FOLDER = ".scratch"  # kept when a stage's folder is used again: training resumes from it

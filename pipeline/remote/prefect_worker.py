@@ -20,7 +20,6 @@ from pipeline import dvc_graph, processes, resources, workspaces
 from pipeline.orphan_guard import end_with_parent
 from pipeline.progress import ProgressLog, hide_engine_lines
 from pipeline.remote import dvc_remote
-from pipeline.remote.dispatch import TRANSIENT_STATE
 from pipeline.scheduler import POLL_S
 from stages.params.schema import load_params
 
@@ -58,7 +57,7 @@ def _run_order(order: dvc_remote.StageOrder) -> State[None]:
             dvc_remote.push_results(order.stage)
             shutil.rmtree(folder)  # after a failure the folder stays, to be looked at and resumed
         except processes.StageError as error:
-            return Failed(name=TRANSIENT_STATE if error.transient else None, message=error.line)
+            return Failed(name=dvc_remote.TRANSIENT_STATE if error.transient else None, message=error.line)
         except ValueError as error:
             return Failed(message=str(error))
     return Completed(name=outcome.capitalize(), message=f"{order.stage}: {outcome}")

@@ -264,7 +264,7 @@ def _describe_guess(
         return ""
     if guess.name in {tree.name for tree in measured}:
         return f"predicted {guess}" if guess.name == chosen.name else f"{guess.name} was predicted {guess}"
-    if not guess.is_faster or (measured and chosen.is_faster and guess.speedup <= chosen.speedup):
+    if not guess.is_faster or (chosen is not guess and chosen.is_faster and guess.speedup <= chosen.speedup):
         return ""
     section = "benchmark" if conditions.engine == TORCH_ENGINE else "benchmark_served"
     advice = f"measure it before you rely on it ({section}.checkpoints, workloads and trees)"

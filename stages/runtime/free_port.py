@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import TextIO
 
-from stages.runtime.user_folder import open_lock_file, open_user_folder
+from stages.runtime.machine import open_lock_file, open_user_folder
 
 HOST = "127.0.0.1"
 FIRST_PORT = 10_000  # services that people install mostly lie below

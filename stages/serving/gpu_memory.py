@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from stages.params.units import format_bytes, format_gib
-from stages.runtime.visible_gpus import list_named_gpus
+from stages.runtime.machine import list_named_gpus
 from stages.serving import measurement_lock
 
 RELEASED_GIB, RELEASE_S = 1.0, 30.0  # use above that before the server that counts as released; how long to wait for it

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from stages.runtime.user_folder import open_lock_file, open_user_folder
+from stages.runtime.machine import open_lock_file, open_user_folder
 
 POLL_S = 0.1
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.runtime.free_port import find_free_port
-from stages.runtime.visible_gpus import list_named_gpus
+from stages.runtime.machine import list_named_gpus
 from stages.serving.gpu_memory import list_visible_gpus
 from stages.serving.server import ServerGroup, ServerProcess, build_server_command
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stages.runtime.visible_gpus import list_named_gpus
+from stages.runtime.machine import list_named_gpus
 
 try:
     import pynvml

@@ -121,7 +121,7 @@ def test_the_flags_are_those_a_server_is_started_with(
         assert row["enable"] and row["flags"] == engine_flags.build_speculation_flags(row["engine"], draft, grid.draft)
     report.main("--launch")
     alone = capsys.readouterr().out
-    assert alone.strip() in printed and "--speculative-num-steps" in alone
+    assert alone.partition("verdict, by")[0].strip() in printed and "--speculative-num-steps" in alone
     assert "--speculative-eagle-topk" in words(report.PAGE_FILE.read_text())
 
 

@@ -122,7 +122,7 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     marks = {name.removesuffix("torch"): marked for name, marked in lines.items()}
     assert marks.pop("5_1_6") is False and all(marks.values()) and len(marks) > 5
     verdict = json.loads(Path("results/metrics.json").read_text())["verdict"]["text"]
-    assert f"measured {CHAIN.name} with {NAME} 1.60x" in verdict and "t3_2_8" not in verdict
+    assert f"Launch {CHAIN.name} with {NAME}: measured 1.60x" in verdict and "t3_2_8" not in verdict
     assert f"no serving engine runs this tree with this draft: t3_2_8 with {NAME}, measured 2.20x" in words(page)
 
 

@@ -1,4 +1,4 @@
-"""The folder in which the processes of one user on this machine keep their locks."""
+"""The folder for the locks of a user's processes on this machine, and the GPUs that they may use."""
 
 import hashlib
 import os
@@ -45,3 +45,9 @@ def open_lock_file(folder: Path, name: str) -> TextIO:
         os.close(opened)
         raise ValueError(f"{path} is no plain file of yours, expected a lock; move it away")
     return os.fdopen(opened, "r+")
+
+
+def list_named_gpus() -> list[str] | None:
+    """Return the indices or UUIDs in CUDA_VISIBLE_DEVICES, in its order; None where it is not set: all are visible."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else [gpu.strip() for gpu in named.split(",") if gpu.strip()]
