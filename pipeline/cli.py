@@ -199,8 +199,8 @@ def estimate(
 ) -> None:
     """Print what a run takes: seconds, disk and GPU-hours of each stage.
 
-    Each figure says where it comes from: measured here, in logs/stages.jsonl; measured elsewhere, on which date and machine;
-    or arithmetic from FLOP and bytes. Changes, downloads and runs nothing, needs no GPU.
+    Each figure is arithmetic from FLOP, bytes and rates measured on an H200, shown below the table. Changes, downloads and
+    runs nothing, needs no GPU. Replays and other stages of seconds to minutes have no time.
 
     Example: aerie estimate train-qwen3-8b-1gpu before aerie use of it.
     """

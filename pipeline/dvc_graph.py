@@ -230,13 +230,6 @@ def _read_cached_inputs(repo: Any, oid: str) -> stage_inputs.Inputs | None:
     return found
 
 
-def read_recorded_inputs() -> dict[str, stage_inputs.Inputs]:
-    """Return the inputs with which each stage has last run, of those that the cache has."""
-    with open_repo() as repo:
-        recorded = {name: _read_cached_inputs(repo, oid) for name, (_, oid) in _list_recorded_inputs(repo).items()}
-    return {name: inputs for name, inputs in recorded.items() if inputs}
-
-
 def _explain_inputs(old: stage_inputs.Inputs | None, text: str) -> list[str]:
     if old is None:
         return ["its parameters or code changed; those of its last run are not in this cache"]

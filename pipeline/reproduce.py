@@ -38,7 +38,6 @@ class RunEstimate(BaseModel):
     gpu_hours: float
     weight_bytes: float  # of the target
     stages: dict[str, StageEstimate] = {}  # by the name in dvc.yaml before the @
-    origin: str = ""  # of the seconds in `stages`
 
 
 def reproduce_recipe(name: str, keep: bool = False) -> Iterator[str]:

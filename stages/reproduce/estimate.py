@@ -83,7 +83,7 @@ def _read_row_tokens(p: schema.Params) -> int | None:
 def estimate_recipe(p: schema.Params, recipe: Recipe, gpu: Gpu = MEASURED_GPU) -> RecipeEstimate:
     target = read_target_size(p)
     draft = init_draft.infer_config(p, target.manifest)
-    result = RecipeEstimate(origin=gpu.origin)
+    result = RecipeEstimate()
     rows = _count_rows(p, recipe)
     _add_sizes(result, p, target, draft)
     block_estimate.add_sizes(result, p, target.manifest, draft)

@@ -108,7 +108,6 @@ class StageEstimate:
 class RecipeEstimate:
     lines: list[str] = field(default_factory=list)
     stages: dict[str, StageEstimate] = field(default_factory=dict)  # by the name in dvc.yaml before the @
-    origin: str = ""  # of the seconds in `stages`
     disk_bytes: float = 0.0
     download_bytes: float = 0.0
     gpu_hours: float = 0.0

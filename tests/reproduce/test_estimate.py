@@ -180,7 +180,7 @@ def test_an_h100_decodes_slower_and_computes_as_fast() -> None:
     assert about is not None
     found = [estimate.estimate_recipe(p, about, gpu) for gpu in (H200, H100)]
     assert found[0].stages["train_draft"] == found[1].stages["train_draft"]
-    assert "scaled to an H100" in found[1].origin and "scaled" not in found[0].origin
+    assert "scaled to an H100" in found[1].lines[-2] and "scaled" not in found[0].lines[-2]
 
 
 def test_eight_gpus_share_the_work_and_one_disk() -> None:
