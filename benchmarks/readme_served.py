@@ -12,9 +12,9 @@ import re
 from pathlib import Path
 
 from benchmarks.readme_table import BLOCK, README, format_speedup, format_tau
+from stages.cells.served_table import SPECULATIVE, ServedRow
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.text import format_number
-from stages.results.served_table import SPECULATIVE, ServedRow
 
 SERVED_BLOCK = re.compile(r"<!-- served (\S+) -->\n(.*?)<!-- /served -->", re.DOTALL)
 HEAD = (

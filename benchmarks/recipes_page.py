@@ -43,7 +43,7 @@ The block `recipe` describes what is reproduced (`stages/params/recipe.py`):
 | `tolerance` | for a metric, the relative difference that two correct runs may have |
 | `beside` | rows of `published/`, the cells to compare them with, assumptions for unstated settings, and which of our measures has their definition |
 
-`measures` names those of `MEASURES` in `stages/literature/comparison.py`.
+`measures` names those of `MEASURES` in `stages/published/comparison.py`.
 
 ## The table
 

@@ -14,9 +14,9 @@ import math
 import os
 from collections import defaultdict
 
+from stages.cells import prediction_check, replay_records, served_records, served_table, timing_grid
+from stages.cells.prediction_check import ComparedPrediction
 from stages.params import schema
-from stages.results import prediction_check, replay_records, served_records, served_table, timing_grid
-from stages.results.prediction_check import ComparedPrediction
 
 CLOSE_ENOUGH = 1.03
 

@@ -23,8 +23,11 @@ from functools import partial
 
 import torch
 
-from stages.data import workload_prompts
-from stages.data.workload_prompts import WorkloadPrompt
+from stages.cells import load_points, metrics, served_records, stopping, torch_cell_writer, torch_records
+from stages.cells.served_records import LoadPoint, LoadsMeasurement
+from stages.cells.stopping import RepeatRule
+from stages.cells.torch_cell_writer import TorchCellSetup
+from stages.cells.torch_records import DraftSize, PromptRow, StageCost, StoppingRecord, TorchMeasurement
 from stages.engine.decode import DecodeStep
 from stages.engine.decode_state import DecodeRequest
 from stages.engine.device_placement import measure_remaining_memory
@@ -37,11 +40,8 @@ from stages.params import schema, stage_inputs
 from stages.params.section import get_named
 from stages.params.tree_shape import Load, parse_shape
 from stages.params.units import GIB
-from stages.results import load_points, metrics, served_records, stopping, torch_cell_writer, torch_records
-from stages.results.served_records import LoadPoint, LoadsMeasurement
-from stages.results.stopping import RepeatRule
-from stages.results.torch_cell_writer import TorchCellSetup
-from stages.results.torch_records import DraftSize, PromptRow, StageCost, StoppingRecord, TorchMeasurement
+from stages.prompts import workload_prompts
+from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import distributed
 from stages.serving import inprocess_load, latency
 from stages.target import manifest

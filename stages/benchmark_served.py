@@ -13,19 +13,17 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from stages.cells import load_points, served_points, served_records, torch_records
+from stages.cells.record import name_draft_sampling
+from stages.cells.stopping import RepeatRule
+from stages.cells.torch_records import StageCost, StoppingRecord
 from stages.measuring import measured_loads, server_setup
 from stages.measuring import requests as served_requests
 from stages.measuring.measured_loads import OpenedServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import stage_inputs
 from stages.params.tree_shape import Load, TreeShape
-from stages.results import load_points, served_points, served_records, torch_records
-from stages.results.record import name_draft_sampling
-from stages.results.stopping import RepeatRule
-from stages.results.torch_records import StageCost, StoppingRecord
-from stages.serving import (
-    gpu_memory,
-)
+from stages.serving import gpu_memory
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import MeasuredServer
 from stages.telemetry import gpu_energy

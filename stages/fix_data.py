@@ -38,7 +38,7 @@ from stages.data.row_cleaning import (
     JudgedChunk,
     RepairedAnswer,
 )
-from stages.data.table_schema import load_table_file
+from stages.data.tables.table_schema import load_table_file
 from stages.data.train_eval_split import SplitAssignment, SplitFate
 from stages.params import stage_inputs
 from stages.params.checks import check_column_files, check_raw_exists

@@ -16,11 +16,12 @@ from typing import TypeVar
 import numpy as np
 import polars as pl
 
-from stages.data import conversations, prompt_sets, workload_prompts
-from stages.data.workload_prompts import WorkloadPrompt
+from stages.data import conversations
 from stages.params import schema, stage_inputs
 from stages.params.benchmark_sections import Workload
 from stages.params.section import PARAMS_FILE, get_named
+from stages.prompts import prompt_sets, workload_prompts
+from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.target import manifest
 from stages.telemetry.run_stage import run_stage
 

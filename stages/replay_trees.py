@@ -18,6 +18,9 @@ import polars as pl
 import torch
 from tqdm import tqdm
 
+from stages.cells import interval, replay_records
+from stages.cells.record import DraftSampling
+from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
@@ -28,9 +31,6 @@ from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, tree_statistics
 from stages.replay.replay import ReplayBatch, ReplayOutput
-from stages.results import interval, replay_records
-from stages.results.record import DraftSampling
-from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import locate_feature_layers
 from stages.telemetry.run_stage import run_stage

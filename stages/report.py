@@ -13,6 +13,20 @@ from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
+from stages.cells import (
+    prediction,
+    replay_records,
+    served_records,
+    served_table,
+    timing_grid,
+    torch_records,
+    training_records,
+)
+from stages.cells.prediction import EngineLaunch, PredictedSpeedup
+from stages.cells.replay_records import ReplayedTree
+from stages.cells.served_records import TORCH_ENGINE, ServedCell
+from stages.cells.served_table import ServedRow, ServedTableLine
+from stages.cells.torch_records import TorchCell
 from stages.params import schema, stage_inputs
 from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
@@ -22,20 +36,6 @@ from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.families import Families
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
-from stages.results import (
-    prediction,
-    replay_records,
-    served_records,
-    served_table,
-    timing_grid,
-    torch_records,
-    training_records,
-)
-from stages.results.prediction import EngineLaunch, PredictedSpeedup
-from stages.results.replay_records import ReplayedTree
-from stages.results.served_records import TORCH_ENGINE, ServedCell
-from stages.results.served_table import ServedRow, ServedTableLine
-from stages.results.torch_records import TorchCell
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 from stages.telemetry.stage_log import StageRun, read_log
@@ -238,7 +238,7 @@ def _predict_speedups(
     p: schema.Params, cells: list[TorchCell], lines: list[ServedTableLine], replayed: dict[str, list[ReplayedTree]]
 ) -> costs.CostPrediction:
     """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
-    from stages.serving import engine_flags  # imports an HTTP client; the terminal's table does without
+    from stages.serving import engine_flags
 
     timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
     simulated = [

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from stages.data import conversations, requests, sampled_split
-from stages.data.parquet_shards import ParquetShardWriter
-from stages.data.sampled_split import SampledSplit
+from stages.data import conversations
 from stages.params import schema, stage_inputs
 from stages.runtime import atomic, scratch
-from stages.sampling import local_backends, server_backend
+from stages.sampling import local_backends, requests, sampled_split, server_backend
+from stages.sampling.parquet_shards import ParquetShardWriter
+from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import loading, manifest, prompt_encoder, vision
 from stages.target.prompt_encoder import PromptEncoder

@@ -14,16 +14,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from stages.cells import cost_fit, cost_served, load_points, timing_grid
+from stages.cells.cost_model import CostModel
+from stages.cells.record import Record, name_draft_sampling
+from stages.cells.served_records import LoadPoint
+from stages.cells.timing_grid import CycleTime, TimingGrid
 from stages.measuring import measured_loads, server_setup, simulated_answers
 from stages.measuring.measured_loads import OpenedServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import schema, stage_inputs
 from stages.params.tree_shape import Load, TreeShape
-from stages.results import cost_fit, cost_served, load_points, timing_grid
-from stages.results.cost_model import CostModel
-from stages.results.record import Record, name_draft_sampling
-from stages.results.served_records import LoadPoint
-from stages.results.timing_grid import CycleTime, TimingGrid
 from stages.runtime import atomic, scratch
 from stages.serving import gpu_memory, measured_server, simulated_acceptance
 from stages.serving.measured_server import MeasuredServer, ServerPlan

@@ -20,6 +20,8 @@ from typing import cast
 
 import torch
 
+from stages.cells import cost_fit, timing_grid, torch_records
+from stages.cells.interval import estimate_median
 from stages.data import conversations
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, RequestUpdate
@@ -28,8 +30,6 @@ from stages.families.family import LoadedDraft, get_files
 from stages.params import schema, stage_inputs
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_fit, timing_grid, torch_records
-from stages.results.interval import estimate_median
 from stages.target import loading, manifest
 from stages.telemetry.run_stage import run_stage
 

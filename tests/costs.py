@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
+from stages.cells import cost_fit, timing_grid
+from stages.cells.timing_grid import CycleTime, TimingGrid
 from stages.params.tree_sections import TimeTrees
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_fit, timing_grid
-from stages.results.timing_grid import CycleTime, TimingGrid
 
 TRUTH = {"cycle": 3.0e-3, "step": 0.6e-3, "row": 0.02e-3, "token": 0.05e-3, "sequence": 0.0}  # seconds
 PLAIN_S = 2.4e-3

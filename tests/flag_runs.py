@@ -9,8 +9,9 @@ from typing import Any
 import polars as pl
 
 from stages import benchmark, extract_hiddens, fix_data, init_draft, prepare_prompts, sample_target, train_draft
-from stages.data import conversations, workload_prompts
-from stages.results import torch_records
+from stages.cells import torch_records
+from stages.data import conversations
+from stages.prompts import workload_prompts
 from tests.conftest import edit_params
 from tests.talking import WORKLOADS, read_questions
 

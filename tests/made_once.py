@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from stages.literature import published
+from stages.published import tables as published
 from stages.reporting import plots
 
 PLOTS: dict[bytes, Any] = {}

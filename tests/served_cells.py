@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from stages.cells import served_records, served_table, torch_records
+from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import TreeShape
-from stages.results import served_records, served_table, torch_records
-from stages.results.replay_records import ReplayedTree
 from stages.serving import latency
 
 Row = dict[str, Any]

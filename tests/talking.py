@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig
 
 from stages import init_draft, prepare_target
-from stages.data import conversations, prompt_sets
+from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.params import schema
+from stages.prompts import prompt_sets
 from stages.target import manifest
 from stages.toy import text_targets
 from tests.conftest import EVAL, ROOT, edit_params

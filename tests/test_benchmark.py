@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.data import workload_prompts
+from stages.cells import interval, metrics, torch_records
+from stages.cells.torch_records import PromptRow
 from stages.grading import sandbox
 from stages.measuring import torch_context
-from stages.results import interval, metrics, torch_records
-from stages.results.torch_records import PromptRow
+from stages.prompts import workload_prompts
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 

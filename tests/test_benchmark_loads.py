@@ -14,10 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.data import conversations, workload_prompts
+from stages.cells import interval, load_points, served_records, served_table, torch_records
+from stages.data import conversations
 from stages.engine.target_runner import TargetRunner
 from stages.measuring import torch_context
-from stages.results import interval, load_points, served_records, served_table, torch_records
+from stages.prompts import workload_prompts
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS

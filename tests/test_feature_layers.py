@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, replay_trees, time_trees, train_draft
+from stages.cells import replay_records
 from stages.data import conversations
 from stages.draft import eagle3_checkpoint
 from stages.engine.decode import Engine
@@ -25,7 +26,6 @@ from stages.hidden_states import format, reader
 from stages.params import checks, schema
 from stages.params.families import BlockSegment
 from stages.params.tree_shape import TreeShape
-from stages.results import replay_records
 from stages.target import chat_template, feature_layers, manifest
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target

@@ -30,7 +30,7 @@ PROVEN = {
     "fix_toon_data.py": "tests/data/test_toon_any_schema.py::test_without_a_schema",
     "EVAL_DATA_PATH": "test_an_eval_file_is_the_eval_split",
     "DATA_SHARD_SIZE": "test_shards_hold_so_many_rows",
-    "generate_data_for_target_model.sh": "tests/sample_target/test_interrupted_runs.py::test_two_servers_one_of_which_falls",
+    "generate_data_for_target_model.sh": "tests/sampling/test_interrupted_runs.py::test_two_servers_one_of_which_falls",
     "run_vllm_server.sh": "tests/serving/test_replicas.py::test_each_group_of_gpus_has_a_server",
     "BASE_PORT": "test_a_range_of_ports_is_so_many_servers",
     "OUTPUT_DIR": "test_settings_of_training_change_the_draft",

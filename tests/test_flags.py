@@ -6,10 +6,10 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from stages.literature import comparison
+from stages.cells import torch_records
 from stages.params.schema import Params
 from stages.params.tree_shape import TreeShape
-from stages.results import torch_records
+from stages.published import comparison
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "docs/flags.md").read_text(encoding="utf-8")

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from stages import benchmark, benchmark_served, import_draft, replay_trees, report, time_trees
+from stages.cells import replay_records, served_records, timing_grid, torch_records, training_records
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.measuring import server_setup
 from stages.params import schema
 from stages.params.families import BLOCKS, DFLASH, DraftKind
 from stages.params.tree_shape import TreeShape
-from stages.results import replay_records, served_records, timing_grid, torch_records, training_records
 from stages.serving import engine_flags
 from tests.conftest import edit_params
 from tests.draft import published_blocks

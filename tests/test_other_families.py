@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, train_draft
+from stages.cells import served_records, torch_records
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.families import eagle, medusa
@@ -23,7 +24,6 @@ from stages.hidden_states import format, reader
 from stages.params import schema
 from stages.params.families import FAMILIES
 from stages.params.tree_shape import parse_shape
-from stages.results import served_records, torch_records
 from stages.target import manifest
 from stages.training import ttt
 from tests.conftest import edit_params

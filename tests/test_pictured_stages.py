@@ -29,10 +29,10 @@ from stages import (
     time_trees,
     train_draft,
 )
+from stages.cells import served_records
 from stages.data import conversations
 from stages.hidden_states import format, reader, writer
 from stages.params.schema import load_params
-from stages.results import served_records
 from stages.target import loading, manifest
 from stages.target.vision import CachedImageProcessor
 from tests.conftest import EVAL, ROOT, edit_params

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import prepare_prompts
-from stages.data import conversations, prompt_sets, workload_prompts
+from stages.data import conversations
+from stages.prompts import prompt_sets, workload_prompts
 from tests import talking
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages import extract_hiddens, import_draft, prepare_target, replay_trees
+from stages.cells import replay_records
 from stages.data import conversations
 from stages.engine.decode import Engine
 from stages.families import family
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.results import replay_records
 from stages.target import loading as target_loading
 from stages.target import manifest
 from stages.trees.accept_length import compute_tau

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme_picture, readme_served, readme_table
+from stages.cells.served_table import SPECULATIVE, ServedRow
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results.served_table import SPECULATIVE, ServedRow
 from stages.runtime import atomic
 
 

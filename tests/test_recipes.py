@@ -24,8 +24,8 @@ from pipeline import recipes, reproduce
 from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
 from stages.draft.eagle3 import Eagle3Draft
-from stages.literature import published
 from stages.params import schema
+from stages.published import tables as published
 from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision
 from stages.toy import text_targets

@@ -14,12 +14,12 @@ import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from stages import replay_trees
+from stages.cells import replay_records
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.families.block.exact_replay import compute_block_capacity
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
-from stages.results import replay_records
 from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import (

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
+from stages.cells import replay_records, torch_records
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.engine.decode import Engine
@@ -28,7 +29,6 @@ from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import compute_capacity
 from stages.replay_trees import _batch_rows
-from stages.results import replay_records, torch_records
 from stages.target import manifest
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.draft.slow_draft import random_draft, scatter, small_target

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from stages import time_trees
+from stages.cells import cost_fit, interval, timing_grid
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, RequestUpdate
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.results import cost_fit, interval, timing_grid
 from stages.target import manifest
 from tests.conftest import edit_params
 

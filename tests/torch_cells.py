@@ -1,8 +1,8 @@
 """Torch cells that could be true, for tests of what the report says of speeds."""
 
+from stages.cells import torch_records
+from stages.cells.torch_records import TorchCell
 from stages.params.tree_shape import TreeShape
-from stages.results import torch_records
-from stages.results.torch_records import TorchCell
 from tests import costs
 
 TOKENS = 101

@@ -34,15 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.data import (
-    chat_formats,
-    column_names,
-    delimited_text,
-    file_content,
-    json_lines,
-    json_stream,
-    request_logs,
-)
+from stages.data import chat_formats, column_names, delimited_text, file_content, json_lines, json_stream, request_logs
 from stages.data.row_images import DroppedRowError
 from stages.params.data_sections import ColumnNames
 

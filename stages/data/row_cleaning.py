@@ -18,23 +18,14 @@ import numpy as np
 import orjson
 import polars as pl
 
-from stages.data import (
-    chat_formats,
-    conversations,
-    images,
-    json_answers,
-    json_lines,
-    near_duplicates,
-    readers,
-    request_logs,
-    toon,
-)
+from stages.data import chat_formats, conversations, images, json_lines, near_duplicates, readers, request_logs
 from stages.data.chat_formats import Conversation, Message
 from stages.data.conversations import describe_origin
 from stages.data.json_lines import is_text
 from stages.data.row_images import DroppedRowError
-from stages.data.schema_check import JudgedAnswer
-from stages.data.table_schema import load_table_file
+from stages.data.tables import json_answers, toon
+from stages.data.tables.schema_check import JudgedAnswer
+from stages.data.tables.table_schema import load_table_file
 from stages.params.data_sections import FixData
 from stages.params.units import list_first
 

@@ -1,6 +1,6 @@
 """Grades of answers: gsm8k by the number, math500 by the boxed value, humaneval by running the program.
 
-A reference is JSON, written by stages/data/prompt_sets.py; its `kind` selects the grader. docs/workloads.md describes how each
+A reference is JSON, written by stages/prompts/prompt_sets.py; its `kind` selects the grader. docs/workloads.md describes how each
 grades. Programs written by a target run in a sandbox (`run_program`), and only for workloads with `grade: true`.
 """
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
-from stages.data import workload_prompts
+from stages.cells import served_points
 from stages.measuring import requests as served_requests
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params.tree_shape import Load
-from stages.results import served_points
+from stages.prompts import workload_prompts
 from stages.serving import engine_flags, load_checks, load_generator, measured_server
 from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan

@@ -8,10 +8,10 @@ from typing import Any
 
 import polars as pl
 
-from stages.data import workload_prompts
-from stages.data.workload_prompts import WorkloadPrompt
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
+from stages.prompts import workload_prompts
+from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.serving import engine_flags, http_session, latency
 from stages.serving.load_generator import LoadRequest, LoadResult
 from stages.target import chat_template, manifest, vision

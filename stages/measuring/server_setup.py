@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from stages.data import workload_prompts
+from stages.cells import served_points, served_records, torch_records
 from stages.draft import checkpoint
 from stages.families.family import find_family, get_files
 from stages.grading import grade
@@ -12,7 +12,7 @@ from stages.params import families, schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
 from stages.params.tree_shape import TreeShape
-from stages.results import served_points, served_records, torch_records
+from stages.prompts import workload_prompts
 from stages.serving import engine_flags, gpu_memory, measured_server
 from stages.serving.measured_server import MeasuredServer, ServerPlan
 from stages.target import manifest, vision

@@ -14,9 +14,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
-from stages.data import workload_prompts
-from stages.data.workload_prompts import WorkloadPrompt
 from stages.measuring.requests import ServedCellContext
+from stages.prompts import workload_prompts
+from stages.prompts.workload_prompts import WorkloadPrompt
 
 SHORT_SHARE, SHORTEST_TOKENS = 0.25, 4
 SHORTEST_DRAWN_SHARE = 0.5

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import polars as pl
 import torch
 
-from stages.data.workload_prompts import WorkloadPrompt
 from stages.engine import memory_estimate, sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeStep
@@ -21,6 +20,7 @@ from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.families import SHAPES
 from stages.params.tree_shape import TreeShape
+from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import distributed
 from stages.target import chat_template, head_check, loading, manifest, vision
 from stages.target.vision import ImagePatches

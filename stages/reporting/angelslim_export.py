@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.results.served_records import LoadPoint, ServedCell
-from stages.results.torch_records import TorchCell
+from stages.cells.served_records import LoadPoint, ServedCell
+from stages.cells.torch_records import TorchCell
 from stages.runtime import atomic
 
 

@@ -10,6 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
 
+from stages.cells import replay_records
+from stages.cells.prediction import PredictedSpeedup
+from stages.cells.record import GREEDY, Column, DraftSampling, TableRow
+from stages.cells.replay_records import ReplayedTree
+from stages.cells.served_records import TORCH_ENGINE
+from stages.cells.torch_records import TorchCell, name_torch_stage
 from stages.params.families import EAGLE3, DraftKind
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import format_bytes
@@ -20,12 +26,6 @@ from stages.reporting.text import (
     format_column,
     format_tree,
 )
-from stages.results import replay_records
-from stages.results.prediction import PredictedSpeedup
-from stages.results.record import GREEDY, Column, DraftSampling, TableRow
-from stages.results.replay_records import ReplayedTree
-from stages.results.served_records import TORCH_ENGINE
-from stages.results.torch_records import TorchCell, name_torch_stage
 
 NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
 REPLAYED_MARK = " *"

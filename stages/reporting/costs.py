@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.reporting import plots
-from stages.reporting.plots import PlotPoint
-from stages.reporting.text import align_columns, format_interval, format_number, format_tree
-from stages.results import cost_served, prediction, prediction_check
-from stages.results.prediction import (
+from stages.cells import cost_served, prediction, prediction_check
+from stages.cells.prediction import (
     DescribeLaunch,
     LaunchAdvice,
     PredictedSpeedup,
     SpeculationLimit,
     SpeedupConditions,
 )
-from stages.results.prediction_check import ComparedPrediction
-from stages.results.record import DraftSampling, limit_draft_sampling
-from stages.results.replay_records import ReplayedTree, select_temperature
-from stages.results.served_table import ServedTableLine
-from stages.results.timing_grid import TimingGrid
-from stages.results.torch_records import TorchCell
+from stages.cells.prediction_check import ComparedPrediction
+from stages.cells.record import DraftSampling, limit_draft_sampling
+from stages.cells.replay_records import ReplayedTree, select_temperature
+from stages.cells.served_table import ServedTableLine
+from stages.cells.timing_grid import TimingGrid
+from stages.cells.torch_records import TorchCell
+from stages.reporting import plots
+from stages.reporting.plots import PlotPoint
+from stages.reporting.text import align_columns, format_interval, format_number, format_tree
 
 MAX_TABLE_TREES = 8  # trees of a table on the page
 NO_INTERVAL = "none"  # one conversation was replayed, or the plain step was timed in one repeat

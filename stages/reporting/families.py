@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
+from stages.cells.replay_records import ReplayedTree
 from stages.params.families import EAGLE3, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting.plots import DrawPlot, PlotPoint, cycle_styles, make_tree_point, render_svg
 from stages.reporting.trees import choose_budgets, find_pareto_front
-from stages.results.prediction import PredictedSpeedup, index_torch_predictions
-from stages.results.replay_records import ReplayedTree
 
 Families = Mapping[str, DraftKind]  # by checkpoint
 

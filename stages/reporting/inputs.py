@@ -5,17 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from stages.cells.prediction import LaunchAdvice
+from stages.cells.replay_records import ReplayedTree, TreeBucket
+from stages.cells.served_records import ServedCell
+from stages.cells.served_table import ServedTableLine
+from stages.cells.torch_records import TorchCell
+from stages.cells.training_records import DraftReport, TrainingReport
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.costs import CostPrediction
 from stages.reporting.families import Families
 from stages.reporting.text import format_interval, format_tree
 from stages.reporting.verdict import Verdict
-from stages.results.prediction import LaunchAdvice
-from stages.results.replay_records import ReplayedTree, TreeBucket
-from stages.results.served_records import ServedCell
-from stages.results.served_table import ServedTableLine
-from stages.results.torch_records import TorchCell
-from stages.results.training_records import DraftReport, TrainingReport
 from stages.serving import engine_versions, server
 from stages.telemetry.stage_log import StageRun
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stages.cells import served_records
+from stages.cells.served_records import RequestRow
+from stages.cells.served_table import SPECULATIVE, ServedTableLine
+from stages.cells.torch_records import TorchCell
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
 from stages.reporting.served import format_group_title
 from stages.reporting.text import format_tree
-from stages.results import served_records
-from stages.results.served_records import RequestRow
-from stages.results.served_table import SPECULATIVE, ServedTableLine
-from stages.results.torch_records import TorchCell
 
 PERCENTILES = (10, 50, 90, 99)  # with linear interpolation between two values
 PLAIN_LABEL = "plain decoding"

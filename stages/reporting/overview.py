@@ -10,14 +10,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
+from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.reporting import plots
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, make_tree_point
 from stages.reporting.text import format_interval
 from stages.reporting.trees import find_pareto_front, select_best_steps, thin_front
-from stages.results.prediction import PredictedSpeedup, index_torch_predictions
-from stages.results.replay_records import ReplayedTree
 
 PLOT_HEIGHT = 2.75  # inches; two plots and the main table fit on one screen
 

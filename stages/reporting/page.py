@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from stages.cells.served_records import RAN
+from stages.cells.torch_records import TorchCell
 from stages.params.tree_shape import Load
 from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, overview, plots, provenance, served, trees
@@ -19,8 +21,6 @@ from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
 from stages.reporting.text import format_gib, format_interval, format_number, format_spread, format_tree, mark_times
 from stages.reporting.verdict import MAX_WARNINGS
-from stages.results.served_records import RAN
-from stages.results.torch_records import TorchCell
 
 TEMPLATES = Path(__file__).parent / "templates"
 PageContent = dict[str, Any]  # variables of templates/page.html.j2

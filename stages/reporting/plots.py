@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from stages.results.replay_records import ReplayedTree
-from stages.results.training_records import TrainingReport
+from stages.cells.replay_records import ReplayedTree
+from stages.cells.training_records import TrainingReport
 
 if TYPE_CHECKING:
     from stages.reporting.labels import Box

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from stages.cells.served_records import TORCH_ENGINE
+from stages.cells.torch_records import Cell, Hardware
 from stages.reporting.inputs import ReportInputs, ReportSettings
-from stages.results.served_records import TORCH_ENGINE
-from stages.results.torch_records import Cell, Hardware
 from stages.telemetry.stage_log import StageRun
 
 

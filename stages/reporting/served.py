@@ -9,6 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from stages.cells import served_records
+from stages.cells.served_records import ServedCell
+from stages.cells.served_table import PLAIN, SPECULATIVE, ServedRow, ServedTableLine
 from stages.params.tree_shape import Load
 from stages.reporting.provenance import MachineGroup, group_machines
 from stages.reporting.served_sweeps import LoadSweep, build_sweeps
@@ -20,9 +23,6 @@ from stages.reporting.text import (
     format_column,
     format_tree,
 )
-from stages.results import served_records
-from stages.results.served_records import ServedCell
-from stages.results.served_table import PLAIN, SPECULATIVE, ServedRow, ServedTableLine
 
 MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CSV by the terminal
 

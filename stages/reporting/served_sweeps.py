@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stages.cells import prediction
+from stages.cells.served_table import ServedRow
 from stages.params.tree_shape import Load
 from stages.reporting import plots
 from stages.reporting.text import format_tree
-from stages.results import prediction
-from stages.results.served_table import ServedRow
 
 RowsByLoad = dict[Load, ServedRow]
 

@@ -4,14 +4,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from stages.cells import torch_records
+from stages.cells.prediction import LaunchAdvice
+from stages.cells.served_table import ServedRow
 from stages.reporting import costs, served
 from stages.reporting.benchmark_table import BenchmarkRow, format_benchmark_table
 from stages.reporting.families import Families, select_shared_trees
 from stages.reporting.inputs import ReportInputs
 from stages.reporting.verdict import Verdict
-from stages.results import torch_records
-from stages.results.prediction import LaunchAdvice
-from stages.results.served_table import ServedRow
 
 ResultSummary = dict[str, Any]  # the content of results/metrics.json
 METRICS_FILE = Path("results/metrics.json")

@@ -1,9 +1,9 @@
 """Words and columns that the page, the terminal and the README share."""
 
+from stages.cells.interval import Interval
+from stages.cells.record import Column, TableRow
 from stages.params import units
 from stages.params.tree_shape import parse_shape
-from stages.results.interval import Interval
-from stages.results.record import Column, TableRow
 
 ONE_PROMPT, ONE_REPEAT, UNCOUNTED = "one prompt", "one repeat", "not by request"  # why a figure has no interval
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stages.results import served_records
-from stages.results.served_table import SPECULATIVE, ServedTableLine
-from stages.results.torch_records import StoppingRecord, TorchCell, name_torch_stage
+from stages.cells import served_records
+from stages.cells.served_table import SPECULATIVE, ServedTableLine
+from stages.cells.torch_records import StoppingRecord, TorchCell, name_torch_stage
 
 FAR_PREFILL = 2.0  # times the neighbours' median
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.params.tree_shape import parse_shape
 from stages.reporting.plots import (
     INK_COLOUR,
@@ -21,7 +22,6 @@ from stages.reporting.plots import (
     render_svg,
 )
 from stages.reporting.text import format_tree
-from stages.results.replay_records import ReplayedTree, TreeBucket
 
 PUBLISHED_BUDGETS = {16, 32}  # draft tokens of the trees in published/qwen3-vl-weather.yaml
 MIN_BUCKET_COUNT = 20  # cycles, or nodes, of a bucket that is drawn: a point of fewer says little

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from stages.cells import served_records
+from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
+from stages.cells.replay_records import ReplayedTree
+from stages.cells.served_records import TORCH_ENGINE
+from stages.cells.served_table import SPECULATIVE, ServedRow
+from stages.cells.torch_records import TorchCell, name_torch_stage
 from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
-from stages.results import served_records
-from stages.results.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
-from stages.results.replay_records import ReplayedTree
-from stages.results.served_records import TORCH_ENGINE
-from stages.results.served_table import SPECULATIVE, ServedRow
-from stages.results.torch_records import TorchCell, name_torch_stage
 
 VerdictKind = Literal["launch", "plain", "noisy", "unknown"]
 MAX_WARNINGS = 5  # shown outright

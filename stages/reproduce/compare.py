@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.literature import agreement, comparison, published
-from stages.literature.comparison import CellRecord
-from stages.literature.published import MEAN_DATASET, UNKNOWN, PublishedRow
+from stages.cells import served_records, torch_records
+from stages.cells.served_records import ServedCell
 from stages.params import schema
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.params.units import format_bytes
+from stages.published import agreement, comparison
+from stages.published import tables as published
+from stages.published.comparison import CellRecord
+from stages.published.tables import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.reproduce import estimate
-from stages.results import served_records, torch_records
-from stages.results.served_records import ServedCell
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from stages.data.requests import TargetRequest, UnusableRequestError
-from stages.data.sampled_split import SampledSplit
 from stages.runtime.journal import make_journal_key
+from stages.sampling.requests import TargetRequest, UnusableRequestError
+from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import chat_template, generation
 from stages.target.answer_token_ids import SampledAnswer

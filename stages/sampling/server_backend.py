@@ -8,13 +8,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from stages.data import requests, sampled_split
-from stages.data.requests import TargetRequest, UnusableRequestError
-from stages.data.sampled_split import SampledSplit
 from stages.params import server_urls
+from stages.sampling import conversation_sampling, requests, sampled_split
+from stages.sampling.conversation_sampling import ConversationSampler, SamplingProgress
+from stages.sampling.requests import TargetRequest, UnusableRequestError
+from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
-from stages.serving import client, conversation_sampling, http_session, replicas
-from stages.serving.conversation_sampling import ConversationSampler, SamplingProgress
+from stages.serving import client, http_session, replicas
 from stages.target import answer_token_ids, chat_template, generation
 from stages.target.answer_token_ids import SampledAnswer
 

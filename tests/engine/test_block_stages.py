@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from stages import benchmark, prepare_prompts, time_trees
+from stages.cells import served_records, timing_grid, torch_records
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.results import served_records, timing_grid, torch_records
 from stages.target import manifest
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft

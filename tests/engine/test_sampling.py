@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
+from stages.cells import interval
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import decode, sampling
 from stages.engine.decode import Engine
@@ -24,7 +25,6 @@ from stages.engine.decode_state import CacheSlots, DecodeRequest, DecodeStep, Pr
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
-from stages.results import interval
 from stages.target import generation
 from stages.target.hooks import capture_residual_streams
 from stages.target.token_probabilities import compute_probabilities

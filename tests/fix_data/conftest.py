@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.data.table_schema import load_table_file
+from stages.data.tables.table_schema import load_table_file
 from tests.conftest import ROOT
 from tests.fix_data.raw_rows import RAW
 

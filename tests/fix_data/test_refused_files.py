@@ -11,7 +11,7 @@ import pytest
 
 from stages import fix_data
 from stages.data import readers
-from stages.data.table_schema import load_table_file
+from stages.data.tables.table_schema import load_table_file
 from tests.fix_data.raw_rows import (
     ASK,
     CUT,

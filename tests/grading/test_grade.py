@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from stages.data import prompt_sets
 from stages.grading import grade, sandbox
 from stages.grading.grade_summary import GradeSummary
+from stages.prompts import prompt_sets
 from tests.conftest import ROOT
 from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference, needs_sandbox
 

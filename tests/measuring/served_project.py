@@ -6,7 +6,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from stages.results import replay_records
+from stages.cells import replay_records
 from tests.conftest import EVAL, edit_params
 
 DOUBLE = [sys.executable, "-m", "tests.serving.engine_double"]

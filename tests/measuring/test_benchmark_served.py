@@ -18,13 +18,13 @@ import pytest
 from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
-from stages.data import workload_prompts
-from stages.data.workload_prompts import WorkloadPrompt
+from stages.cells import served_records
 from stages.measuring import requests as served_requests
 from stages.measuring import server_setup
 from stages.params.benchmark_sections import Workload
 from stages.params.families import FAMILIES
-from stages.results import served_records
+from stages.prompts import workload_prompts
+from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import atomic
 from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer

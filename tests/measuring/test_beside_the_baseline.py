@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from stages import benchmark_served
+from stages.cells import served_points, served_records
 from stages.measuring import measured_loads, server_setup
 from stages.params.benchmark_sections import Workload
-from stages.results import served_points, served_records
 from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server
 from stages.serving.measured_server import MeasuredServer
 from tests.conftest import EVAL, edit_params

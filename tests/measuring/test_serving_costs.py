@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks import serving_costs as compare
 from stages import benchmark_served, serving_costs
-from stages.data import workload_prompts
+from stages.cells import timing_grid
+from stages.cells.timing_grid import TimingGrid
 from stages.measuring import measured_loads, requests, server_setup, simulated_answers
 from stages.params import schema
-from stages.results import timing_grid
-from stages.results.timing_grid import TimingGrid
+from stages.prompts import workload_prompts
 from stages.runtime import atomic, scratch
 from stages.serving import engine_versions, measured_server, simulated_acceptance
 from stages.serving.simulated_acceptance import SimulatedAcceptance

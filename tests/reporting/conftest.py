@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.cells import torch_records
 from stages.params import schema
-from stages.results import torch_records
 from tests.conftest import ROOT
 from tests.reporting.made_up_results import made_up_project
 

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from stages.cells import replay_records, timing_grid, torch_records
+from stages.cells.replay_records import ReplayedTree
 from stages.draft import block_checkpoint
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.results import replay_records, timing_grid, torch_records
-from stages.results.replay_records import ReplayedTree
 from tests import costs
 from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from stages import report
+from stages.cells import replay_records, served_records, timing_grid, torch_records
+from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
-from stages.results import replay_records, served_records, timing_grid, torch_records
-from stages.results.replay_records import ReplayedTree, TreeBucket
 from stages.runtime import atomic
 from stages.telemetry import stage_log
 from tests import costs, made_once

@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from stages.literature.comparison import MEASURES
+from stages.cells.served_records import ServedCell
+from stages.published.comparison import MEASURES
 from stages.reporting import angelslim_export
-from stages.results.served_records import ServedCell
 from tests.served_cells import made_up, point
 from tests.torch_cells import timed_cell
 

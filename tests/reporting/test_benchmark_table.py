@@ -8,11 +8,11 @@ import pytest
 
 from pipeline.cli import run_command_line
 from stages import report
+from stages.cells import replay_records, torch_records
+from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import replay_records, torch_records
-from stages.results.replay_records import ReplayedTree
 from tests.conftest import edit_params
 from tests.reporting.made_up_results import _lines, replayed
 

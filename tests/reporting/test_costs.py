@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from stages import report
-from stages.params import schema
-from stages.params.tree_shape import TreeShape
-from stages.reporting import costs as shown
-from stages.results import (
+from stages.cells import (
     prediction,
     prediction_check,
     replay_records,
@@ -21,9 +18,13 @@ from stages.results import (
     timing_grid,
     torch_records,
 )
-from stages.results.prediction import PredictedSpeedup
+from stages.cells.prediction import PredictedSpeedup
+from stages.params import schema
+from stages.params.tree_shape import TreeShape
+from stages.reporting import costs as shown
 from stages.serving import engine_flags
 from tests import costs
+from tests.cells.test_cost_served import plain_s, torch_cell
 from tests.conftest import EVAL, edit_params
 from tests.reporting.made_up_results import (
     ELSEWHERE,
@@ -35,7 +36,6 @@ from tests.reporting.made_up_results import (
     replayed,
     words,
 )
-from tests.results.test_cost_served import plain_s, torch_cell
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
 

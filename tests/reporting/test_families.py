@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from stages import report
+from stages.cells import prediction, replay_records
+from stages.cells.prediction import PredictedSpeedup
+from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
 from stages.params.families import BLOCKS, DFLASH, TORCH_ONLY, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
-from stages.results import prediction, replay_records
-from stages.results.prediction import PredictedSpeedup
-from stages.results.replay_records import ReplayedTree
 from stages.serving import engine_flags
 from tests.reporting.made_up_block_draft import CHAIN, NAME, add_block_draft, add_timing, measure_block_trees
 from tests.reporting.made_up_results import made_up_project, words

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from stages import report
+from stages.cells import replay_records, torch_records
+from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import replay_records, torch_records
-from stages.results.replay_records import ReplayedTree
 from tests.reporting.made_up_results import _lines
 
 

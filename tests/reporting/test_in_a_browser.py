@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from stages import report
+from stages.cells import replay_records
+from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import replay_records
-from stages.results.replay_records import ReplayedTree
 from tests.chromium import CHROMIUM, launch_chromium
 from tests.conftest import EVAL, ROOT
 from tests.reporting.made_up_block_draft import add_block_draft, add_timing, measure_block_trees

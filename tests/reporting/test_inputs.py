@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stages import report
+from stages.cells import replay_records, served_records, torch_records
 from stages.params import schema
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import replay_records, served_records, torch_records
 from stages.runtime import atomic
 from tests.conftest import EVAL, edit_params
 from tests.reporting.made_up_results import _lines

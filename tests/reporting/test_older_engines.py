@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from stages import report
+from stages.cells import prediction
+from stages.cells.prediction import EngineLaunch, LaunchAdvice, PredictedSpeedup
 from stages.reporting.inputs import describe_older_engines
-from stages.results import prediction
-from stages.results.prediction import EngineLaunch, LaunchAdvice, PredictedSpeedup
-from tests.results.test_prediction import guess
+from tests.cells.test_prediction import guess
 
 NEWEST = "t7_1_8"  # of the draft that only the newer engine knows
 

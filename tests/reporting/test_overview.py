@@ -2,12 +2,12 @@
 
 from matplotlib.figure import Figure
 
+from stages.cells.prediction import PredictedSpeedup
+from stages.cells.replay_records import ReplayedTree
 from stages.reporting import overview
 from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.overview import TreeLine
 from stages.reporting.plots import PlotPoint
-from stages.results.prediction import PredictedSpeedup
-from stages.results.replay_records import ReplayedTree
 
 
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:

@@ -10,9 +10,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from stages import report
+from stages.cells import replay_records, torch_records
+from stages.cells.replay_records import TreeBucket
 from stages.params import schema
-from stages.results import replay_records, torch_records
-from stages.results.replay_records import TreeBucket
 from stages.runtime import atomic
 from tests import made_once
 from tests.conftest import ROOT

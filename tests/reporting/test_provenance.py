@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from stages import report
+from stages.cells import torch_records
+from stages.cells.torch_records import Cell
 from stages.params import schema
 from stages.reporting import latencies, provenance
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import torch_records
-from stages.results.torch_records import Cell
 from stages.telemetry import stage_log
 from tests.conftest import EVAL
 from tests.reporting.made_up_results import TREES, make_up_served, make_up_spent, serve, words
@@ -110,7 +110,7 @@ def test_answers_of_one_token_have_no_time_a_token(made_up: schema.Params) -> No
 
 
 def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up: schema.Params) -> None:
-    from stages.results import replay_records, served_records, served_table
+    from stages.cells import replay_records, served_records, served_table
 
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")

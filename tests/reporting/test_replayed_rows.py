@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from stages import report
+from stages.cells import replay_records, timing_grid
+from stages.cells.prediction import PredictedSpeedup
+from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import replay_records, timing_grid
-from stages.results.prediction import PredictedSpeedup
-from stages.results.replay_records import ReplayedTree
 from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.reporting.made_up_results import Row, _lines, make_up_spent, replayed, words

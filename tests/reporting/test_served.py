@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from stages.cells import served_table
+from stages.cells.served_records import ServedCell
+from stages.cells.served_table import ServedRow
 from stages.reporting import served, served_sweeps
-from stages.results import served_table
-from stages.results.served_records import ServedCell
-from stages.results.served_table import ServedRow
 from tests.served_cells import Row, join, made_up, point
 
 

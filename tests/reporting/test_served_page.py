@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stages import report
+from stages.cells import served_records, torch_records
+from stages.cells.served_table import ServedRow
 from stages.params import schema
 from stages.reporting.benchmark_table import BenchmarkRow
-from stages.results import served_records, torch_records
-from stages.results.served_table import ServedRow
 from tests.conftest import EVAL
 from tests.reporting.made_up_results import (
     ELSEWHERE,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from stages.cells.served_table import ServedTableLine
+from stages.cells.torch_records import StoppingRecord, TorchCell
 from stages.reporting.timing_noise import find_timing_remarks
-from stages.results.served_table import ServedTableLine
-from stages.results.torch_records import StoppingRecord, TorchCell
 from tests import costs
 from tests.served_cells import join, point
 from tests.served_cells import made_up as served_cell

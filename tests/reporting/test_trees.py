@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.reporting import trees
 from stages.reporting.plots import cycle_styles, draw_tau_by_tokens
-from stages.results.replay_records import ReplayedTree, TreeBucket
 
 
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
+from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
+from stages.cells.replay_records import ReplayedTree
+from stages.cells.served_table import ServedRow
+from stages.cells.torch_records import TorchCell
 from stages.params.families import DSPARK, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark
 from stages.reporting.verdict import Verdict
-from stages.results.prediction import LaunchAdvice, PredictedSpeedup
-from stages.results.replay_records import ReplayedTree
-from stages.results.served_table import ServedRow
-from stages.results.torch_records import TorchCell
 from tests.torch_cells import timed_cell
 
 

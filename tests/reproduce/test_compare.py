@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from pipeline import recipes
-from stages.literature import comparison, published
+from stages.cells import served_records, torch_records
 from stages.params import schema
 from stages.params.recipe import Recipe
+from stages.published import comparison
+from stages.published import tables as published
 from stages.reproduce import compare, estimate
-from stages.results import served_records, torch_records
 from stages.runtime import atomic
 from tests.torch_cells import ENDED
 

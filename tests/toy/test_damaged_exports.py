@@ -15,8 +15,8 @@ import toon_format
 import toons
 from PIL import Image
 
-from stages.data import toon
-from stages.data.table_schema import load_table_file
+from stages.data.tables import toon
+from stages.data.tables.table_schema import load_table_file
 from stages.toy import weather, weather_maps
 from tests.toy import damaged_exports
 

@@ -1,0 +1,243 @@
+"""The cost of a serving engine's cycles, derived from served cells.
+
+A request decodes from its first token to its last, so at one concurrency
+
+    cycle = sum of (e2e - ttft) over requests / sum of their cycles        of a cell with a draft
+    step  = sum of (e2e - ttft) over requests / sum of (tokens - 1)        of the same server without one
+
+Both include what the load adds: waiting for the batch, and while prompts of other requests are read. So a cost belongs to one
+workload and answer length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch
+follows the arrivals.
+
+In a closed loop of N requests at once and R in all, R - N begin while N - 1 others decode, so an answer is interrupted by
+(N - 1)(R - N) / R prompts on average, whatever its length. Divided by its steps, they are the arrivals of a step. Those of a
+load that was timed, and the passes that read them, are counted from the cycles of each request (closed_loop.py).
+"""
+
+import heapq
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from stages.cells import timing_grid
+from stages.cells.cost_model import PromptArrivals
+from stages.cells.interval import estimate_repeats
+from stages.cells.served_records import LoadPoint, RequestRow
+from stages.cells.served_table import SPECULATIVE, ServedTableLine
+from stages.cells.timing_grid import COST_DEFINITIONS, CycleTime, PlainStepTime, TimingGrid
+from stages.params.tree_shape import TreeShape
+
+CountSteps = Callable[[RequestRow], int | None]  # cycles or plain steps of a request; None if they are unknown
+
+
+def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[TimingGrid], list[str]]:
+    """Return a timing grid of each workload, answer length, checkpoint and server, and why others have none.
+
+    Only lines that were compared with a baseline are used: they share engine, machine and prompts.
+    """
+    grids, reasons = [], []
+    for name, group in _group_lines(lines).items():
+        try:
+            grids.append(_build_cost(group))
+        except ValueError as error:
+            reasons.append(f"{name}: {error}")
+    return grids, reasons
+
+
+def _group_lines(lines: Iterable[ServedTableLine]) -> dict[str, list[ServedTableLine]]:
+    """Group speculative lines of closed loops by name and server configuration."""
+    found: dict[tuple[str, str], list[ServedTableLine]] = {}
+    for line in lines:
+        row = line.row
+        if row.decoding != SPECULATIVE or row.speedup is None or row.concurrency is None:
+            continue
+        if math.isinf(float(row.request_rate or "inf")):
+            name = f"{row.workload}, {row.checkpoint}, {row.max_new_tokens} tokens"
+            found.setdefault((name, json.dumps(line.cell.fingerprint, sort_keys=True)), []).append(line)
+    names = [name for name, _ in found]
+    return {
+        name if names.count(name) == 1 else f"{name}, servers {number}": group
+        for number, ((name, _), group) in enumerate(found.items(), 1)
+    }
+
+
+def _build_cost(lines: list[ServedTableLine]) -> TimingGrid:
+    from stages.cells import cost_fit
+
+    row, cell, grid = lines[0].row, lines[0].cell, _build_grid(lines)
+    requests = [r for line in lines if line.point for r in line.point.requests if not r.failed]
+    assert cell.checkpoint, "a speculative line has a checkpoint"
+    return TimingGrid(
+        definitions=COST_DEFINITIONS,
+        engine=cell.engine,
+        workload=cell.workload,
+        max_new_tokens=row.max_new_tokens,
+        checkpoint=cell.checkpoint,
+        draft=None,
+        target=cell.fingerprint.get("target"),
+        settings={
+            "temperature": cell.temperature,
+            "draft_sampling": cell.draft_sampling,
+            "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
+            "repeats": row.repeats,
+        },
+        plain=build_plain_steps(_list_baseline_points(lines)),
+        grid=grid,
+        fit=cost_fit.fit_cost_model(grid),
+        hardware=cell.hardware,
+        versions=cell.versions,
+        seconds=sum(c.seconds for c in {id(line.cell): line.cell for line in lines}.values()),
+    )
+
+
+def _build_grid(lines: list[ServedTableLine]) -> list[CycleTime]:
+    points = [(line.cell.shape, line.point) for line in lines if line.point and compute_cycle_seconds(line.point)]
+    return [build_cycle_time(tree, point) for tree, point in points]
+
+
+def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
+    """Return the time of a cycle at a point. Raises ValueError if the engine reported no cycles."""
+    cycles = compute_cycle_seconds(point)
+    if not cycles:
+        raise ValueError(
+            f"{tree.name}, concurrency {point.concurrency}: the engine reported no cycles, expected those of each request; "
+            "vLLM reports them from 0.30 on"
+        )
+    shape = {"num_steps": tree.num_steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}
+    times = timing_grid.summarise_times("cycle_s", cycles, estimate_repeats)
+    arrivals = count_arrivals(point)
+    return CycleTime.model_validate(shape | {"batch": point.concurrency or 0, "arrivals": arrivals} | times)
+
+
+def build_plain_steps(points: Iterable[LoadPoint]) -> list[PlainStepTime]:
+    """Return the plain step of each concurrency, over all points of servers without a draft."""
+    steps: dict[int, list[float]] = {}
+    arrivals: dict[int, list[PromptArrivals]] = {}
+    for point in points:
+        batch, seconds = point.concurrency or 0, compute_step_seconds(point)
+        steps.setdefault(batch, []).extend(seconds)
+        if seconds:
+            arrivals.setdefault(batch, []).append(estimate_arrivals(point, count_plain_steps))
+    return [
+        PlainStepTime(
+            batch=batch,
+            **timing_grid.summarise_times("step_s", steps[batch], estimate_repeats),
+            arrivals=_average_arrivals(arrivals.get(batch, [PromptArrivals()])),
+        )
+        for batch in sorted(steps)
+    ]
+
+
+def count_arrivals(point: LoadPoint) -> PromptArrivals:
+    """Return the prompts of other requests that arrive in a cycle, and the passes that read them, as they were in this load."""
+    if any(r.failed or r.cycles is None for r in point.requests):
+        return estimate_arrivals(point, count_cycles)
+    found = [
+        count_interruptions([r.cycles or 0 for r in load], point.concurrency or 1) for load in _group_by_load(point)
+    ]
+    cycles = sum(load.steps for load in found)
+    return PromptArrivals(
+        per_step=sum(load.prompts for load in found) / cycles,
+        followed=_compute_followed_share(point),
+        counted_passes=sum(load.passes for load in found) / cycles,
+    )
+
+
+def estimate_arrivals(point: LoadPoint, count_steps: CountSteps) -> PromptArrivals:
+    """Return the prompts of other requests that arrive in a step on average, whichever requests end together.
+
+    Those of plain steps are what predictions start from: drafts that are accepted differently bring answers out of step, also
+    where all have one length.
+    """
+    answered, followed = [r for r in point.requests if not r.failed], _compute_followed_share(point)
+    steps = sum(count_steps(r) or 0 for r in answered) or (point.acceptance.cycles if point.acceptance else 0)
+    return PromptArrivals(per_step=((point.concurrency or 1) - 1) * followed * len(answered) / steps, followed=followed)
+
+
+def _group_by_load(point: LoadPoint) -> list[list[RequestRow]]:
+    """Return the requests of each repeat and turn, in the order of sending."""
+    loads: dict[tuple[int, int], list[RequestRow]] = {}
+    for r in point.requests:
+        loads.setdefault((r.repeat, r.turn), []).append(r)
+    return list(loads.values())
+
+
+def _compute_followed_share(point: LoadPoint) -> float:
+    """Return the share of requests that another one follows."""
+    requests = len(point.requests) / len(_group_by_load(point))
+    return max(0.0, requests - (point.concurrency or 1)) / requests
+
+
+def count_cycles(request: RequestRow) -> int | None:
+    """Return the cycles of an answer; None where the engine counts over all requests."""
+    return request.cycles
+
+
+def count_plain_steps(request: RequestRow) -> int:
+    """Return the steps of plain decoding: the first token is prefill's."""
+    return request.output_tokens - 1
+
+
+def _average_arrivals(found: list[PromptArrivals]) -> PromptArrivals:
+    return PromptArrivals(per_step=fmean(a.per_step for a in found), followed=fmean(a.followed for a in found))
+
+
+def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
+    """Return the points that the group was compared with, each once; cells share some."""
+    return list({id(line.baseline_point): line.baseline_point for line in lines if line.baseline_point}.values())
+
+
+def compute_cycle_seconds(point: LoadPoint) -> list[float]:
+    """Return the seconds of a cycle in each repeat; one value for all repeats if the engine counts over all requests."""
+    cycle_seconds = _time_by_repeat(point, count_cycles)
+    if cycle_seconds or not point.acceptance or any(r.failed for r in point.requests):
+        return cycle_seconds
+    decoding = sum(r.decoding_s for r in point.requests)
+    return [decoding / cycles] if (cycles := point.acceptance.cycles) else []
+
+
+def compute_step_seconds(point: LoadPoint) -> list[float]:
+    """Return the seconds of a plain step in each repeat."""
+    return _time_by_repeat(point, count_plain_steps)
+
+
+def _time_by_repeat(point: LoadPoint, count_steps: CountSteps) -> list[float]:
+    """Return, for each repeat, seconds of decoding divided by steps, over answered requests with a step or more."""
+    sums: dict[int, tuple[float, int]] = {}
+    for r in point.requests:
+        if not r.failed and (counted := count_steps(r)):
+            seconds, total = sums.get(r.repeat, (0, 0))
+            sums[r.repeat] = seconds + r.decoding_s, total + counted
+    return [sums[repeat][0] / sums[repeat][1] for repeat in sorted(sums)]
+
+
+class Interruptions(NamedTuple):
+    """Sums over all requests of a load."""
+
+    steps: int  # cycles, or plain steps
+    prompts: int  # of others, read between the first and the last step of a request
+    passes: int  # that read these prompts
+
+
+def count_interruptions(steps: Sequence[int], at_once: int) -> Interruptions:
+    """Return the interruptions of requests with so many steps each, of which `at_once` run at any time.
+
+    Requests begin in order, each when an earlier one ends. All that wait are read in one pass (SGLang's prefill batch), before
+    the next step of all. Requests that end in one step are followed by one pass, so answers of few different lengths, or
+    whose drafts are accepted alike, have fewer passes than prompts that arrive at random.
+    """
+    ends: list[int] = []  # a heap: after how many steps of the load each running request ends
+    now = begun = prompts = passes = 0
+    while begun < len(steps):
+        beginning = steps[begun : begun + at_once - len(ends)]
+        prompts += len(ends) * len(beginning)
+        passes += len(ends)
+        begun += len(beginning)
+        for count in beginning:
+            heapq.heappush(ends, now + count)
+        now = ends[0]
+        while ends and ends[0] == now:
+            heapq.heappop(ends)
+    return Interruptions(sum(steps), prompts, passes)

@@ -1,0 +1,157 @@
+"""The points of a cell of loads (results/served_records.py), from the records of its requests, for any engine.
+
+A point is one answer length at one concurrency. Its records are nested lists: of each repeat, of each turn, of each request.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stages.cells import interval, metrics
+from stages.cells.served_records import LoadPoint, PointAcceptance, RequestRow
+from stages.grading import grade
+from stages.grading.grade_summary import GradeSummary
+from stages.params.tree_shape import Load
+from stages.serving import latency
+from stages.serving.latency import RequestRecord
+from stages.serving.spec_counters import AcceptanceCounts
+
+RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
+
+
+class PointRequest(NamedTuple):
+    """A request of a point, with its indices into the nested lists."""
+
+    repeat: int
+    turn: int
+    record: RequestRecord
+
+
+def list_requests(repeats: RepeatRecords) -> list[PointRequest]:
+    """Return the requests of all repeats and turns, in order."""
+    return [
+        PointRequest(number, turn, record)
+        for number, turns in enumerate(repeats)
+        for turn, records in enumerate(turns)
+        for record in records
+    ]
+
+
+def list_throughputs(repeats: RepeatRecords) -> list[float]:
+    """Return the output tokens/s of each repeat."""
+    return [latency.summarise_load(latency.join_turns(turns)).output_throughput for turns in repeats]
+
+
+def grade_first_turns(
+    requests: Sequence[PointRequest],
+    references: Mapping[str, str],
+    decode_text: Callable[[RequestRecord], str],
+    allow_unsandboxed_code: bool,
+) -> list[bool | None]:
+    """Return whether each answer is right; None for later turns and for failed requests."""
+    return [
+        None
+        if turn or record.failure_reason
+        else grade.grade_answer(references[record.question_id], decode_text(record), allow_unsandboxed_code)
+        for _, turn, record in requests
+    ]
+
+
+def build_point(
+    load: Load,
+    request_rate: float | str,
+    repeats: RepeatRecords,
+    grades: list[bool | None],
+    references: Mapping[str, str],
+    acceptance: PointAcceptance | None,
+    warnings: list[str],
+) -> LoadPoint:
+    """Return a point. `request_rate` is in requests/s, or "inf"; `grades` has one entry for each of `list_requests`."""
+    requests = list_requests(repeats)
+    return LoadPoint(
+        max_new_tokens=load.max_new_tokens,
+        concurrency=load.concurrency,
+        request_rate=request_rate,
+        loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
+        acceptance=acceptance,
+        quality=_summarise_quality(requests, grades, references),
+        requests=[make_request_row(request, correct) for request, correct in zip(requests, grades, strict=True)],
+        warnings=warnings,
+    )
+
+
+def make_request_row(request: PointRequest, correct: bool | None) -> RequestRow:
+    r = request.record
+    answer, done = json.dumps(r.ids) if r.ids else r.text, not r.failure_reason
+    return RequestRow(
+        repeat=request.repeat,
+        id=r.question_id,
+        turn=request.turn,
+        prompt_tokens=r.input_tokens,
+        output_tokens=r.output_tokens,
+        cycles=r.counts.cycles if r.counts else None,
+        accepted=r.counts.accepted if r.counts else None,
+        finish_reason=r.finish_reason,
+        failed=r.failure_reason,
+        ttft_s=r.ttft_s if done else None,
+        tpot_s=r.tpot_s if done else None,
+        e2e_s=r.e2e_s if done else None,
+        wait_s=r.sent - r.due,
+        answer=hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
+        correct=correct,
+    )
+
+
+def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
+    """Return the tau and speeds of a load in words; one of the two may not have been measured."""
+    some = point or baseline
+    assert some is not None, "a load has a point"
+    told = []
+    if point is not None:
+        assert point.acceptance is not None, "the point of a draft has counts"
+        told += [f"tau {point.acceptance.tau:.3f}", f"{_average_throughput(point):.1f} tokens/s"]
+    if baseline is not None:
+        told.append(f"plain {_average_throughput(baseline):.1f}{'' if point else ' tokens/s'}")
+    return f"{some.load}: {', '.join(told)}"
+
+
+def _average_throughput(point: LoadPoint) -> float:
+    return float(np.mean([load.output_throughput for load in point.loads]))
+
+
+def _summarise_quality(
+    requests: Sequence[PointRequest], grades: list[bool | None], references: Mapping[str, str]
+) -> GradeSummary | None:
+    """Return None if no answer was graded."""
+    graded = [
+        (references[request.record.question_id], correct)
+        for request, correct in zip(requests, grades, strict=True)
+        if correct is not None
+    ]
+    return grade.summarise_grades([text for text, _ in graded], [correct for _, correct in graded]) if graded else None
+
+
+def pool_counts(
+    counts: list[AcceptanceCounts],
+    records: list[RequestRecord] | None,
+    prompt_set: str,
+    num_steps: int,
+    num_draft_tokens: int,
+    engine_figures: dict[str, Any],
+) -> PointAcceptance:
+    """Return a point's acceptance. `records` are those of `counts`; None: no interval."""
+    names = None
+    if records is not None:
+        names = [interval.get_cluster(prompt_set, r.question_id) for r in records]
+    pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
+    return PointAcceptance(
+        **dict(pooled.build_rates(num_draft_tokens)),
+        cycles=pooled.cycles,
+        accepted=pooled.accepted,
+        histogram=metrics.add_histograms([c.histogram for c in counts], num_steps),
+        clipped=all(c.clipped for c in counts),
+        engine=engine_figures,
+    )

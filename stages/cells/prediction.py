@@ -1,0 +1,346 @@
+"""Predicted speedups, `results/predicted.csv`, and what to launch, `results/launch.json`: docs/cost.md, version 6.
+
+    C = cycle / plain step at the same batch          speedup = tau / C
+
+tau is replayed for every tree; C comes from the fit of a timing grid (cost_model). Nothing is extrapolated: a tree outside the
+grid has no prediction. The interval combines tau's with the error of the fit on points left out and that of the plain step; if
+one of them is unknown, there is no interval.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stages.cells import interval
+from stages.cells.cost_model import CostModel
+from stages.cells.record import GREEDY, DraftSampling, Record, TableRow
+from stages.cells.replay_records import ReplayedTree, select_temperature
+from stages.cells.timing_grid import PlainStepTime, TimingGrid
+from stages.params.tree_shape import TreeShape
+from stages.runtime import atomic
+
+LAUNCH_FILE = Path("results/launch.json")
+REPLAY_COLUMNS = ("num_steps", "topk", "num_draft_tokens", "tau_low", "tau_high", "draft_sampling")
+LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
+# High / low of an interval around 1: of one that is wider neither "faster" nor "not faster" can be told.
+WIDEST_APART = 4.0
+LARGEST_ERROR = 600.0  # of a logarithm whose exponential is still a number
+
+
+def can_tell(low: float | None, high: float | None) -> bool:
+    """Return whether the interval of a speedup tells if it is above 1: False without one, or where it spans 1 and is too wide."""
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return False
+    return low > 1 or high < 1 or high <= WIDEST_APART * low
+
+
+class SpeedupConditions(NamedTuple):
+    """The engine, prompts and load that a speedup is of."""
+
+    engine: str  # on which it was timed
+    workload: str | None  # None: a prediction by the torch engine's costs, whose tau is the eval split's
+    max_new_tokens: int | None  # None where the torch engine answers prompt by prompt
+    temperature: float
+    concurrency: int | None  # None: no limit
+
+    @property
+    def at_concurrency(self) -> str:
+        return "at any concurrency" if self.concurrency is None else f"at concurrency {self.concurrency}"
+
+    @property
+    def workload_suffix(self) -> str:
+        """Return what the loads of a sweep share, in words; empty where the torch engine answers prompt by prompt."""
+        return f" ({self.engine}, {self.workload}, {self.max_new_tokens} tokens)" if self.max_new_tokens else ""
+
+
+class PredictedSpeedup(TableRow):
+    """The predicted speedup of a tree at one load."""
+
+    TABLE = Path("results/predicted.csv")
+
+    engine: str
+    workload: str | None  # None for the torch engine, as `max_new_tokens`
+    max_new_tokens: int | None
+    temperature: float
+    checkpoint: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    concurrency: int
+    tau: float
+    tau_low: float | None
+    tau_high: float | None
+    C: float
+    speedup: float
+    low: float | None
+    high: float | None
+    draft_sampling: DraftSampling = GREEDY  # of the replay whose tau this is
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the interval lies above 1; False without one."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the interval can't tell if the tree is faster."""
+        return not can_tell(self.low, self.high)
+
+    @property
+    def preference(self) -> tuple[bool, float]:
+        """Return the key by which trees of a load are chosen: surely faster than plain decoding, then the highest speedup."""
+        return self.is_faster, self.speedup
+
+    @property
+    def conditions(self) -> SpeedupConditions:
+        return SpeedupConditions(self.engine, self.workload, self.max_new_tokens, self.temperature, self.concurrency)
+
+
+class LaunchAdvice(PredictedSpeedup):
+    """The advised launch at one load: `results/launch.json` has these keys in this order."""
+
+    enable: bool
+    flags: list[str]  # none if speculation is not worth enabling
+    min_version: str | None = None  # of the engine, that knows the draft; None: any
+    # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
+    # there is no such tree.
+    runner_up: "LaunchAdvice | None" = None
+
+
+class SpeculationLimit(Record):
+    """The concurrencies of one load at which speculation is worth enabling."""
+
+    engine: str
+    workload: str | None
+    max_new_tokens: int | None
+    temperature: float
+    concurrencies: list[int]  # all that were timed
+    enabled: list[int]  # those where some tree's interval lies above 1
+    undecided: list[int]  # those where the best tree's interval can't tell
+    off_above: int | None  # turn speculation off above it; 0: everywhere; None: on everywhere, or off somewhere between
+
+
+@dataclass(frozen=True)
+class EngineLaunch:
+    """How an engine is started with a draft and a tree."""
+
+    flags: list[str]
+    min_version: str | None = None  # of the engine, that knows the draft; None: any
+
+
+DescribeLaunch = Callable[[str, PredictedSpeedup], EngineLaunch | None]  # of an engine by name
+
+
+@dataclass(frozen=True)
+class SpeedupEstimate:
+    """A speedup tau / C, and its 95% interval where it is known."""
+
+    tau: float
+    C: float
+    speedup: float
+    low: float | None
+    high: float | None
+
+
+def predict_speedups(
+    cost: TimingGrid,
+    checkpoint: str,
+    temperature: float,
+    trees: Iterable[ReplayedTree],
+    draft_sampling: DraftSampling = GREEDY,
+) -> list[PredictedSpeedup]:
+    """Return the prediction for each tree within the timing grid and each batch with a plain step."""
+    bounds = get_grid_bounds(cost)
+    found: list[PredictedSpeedup] = []
+    for tree in select_temperature(trees, temperature, draft_sampling):
+        found += [
+            PredictedSpeedup(
+                **{name: cost[name] for name in ("engine", "workload", "max_new_tokens")},
+                temperature=temperature,
+                checkpoint=checkpoint,
+                **{name: tree[name] for name in REPLAY_COLUMNS},
+                concurrency=plain.batch,
+                **vars(predict_speedup(tree, cost.fit, plain)),
+            )
+            for plain in cost.plain
+            if is_inside_grid(bounds, tree.shape, plain.batch)
+        ]
+    return found
+
+
+def predict_speedup(tree: ReplayedTree, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:
+    """Return the speedup of a tree at the load of a plain step.
+
+    The more tokens a cycle yields, the fewer cycles an answer has, between which as many prompts of other requests are read.
+    """
+    cycle_s = fit.predict_cycle_s(tree.shape, plain.batch, plain.arrivals.stretch(tree.tau))
+    return estimate_speedup(tree, cycle_s, fit, plain)
+
+
+def estimate_speedup(tree: ReplayedTree, cycle_s: float, fit: CostModel, plain: PlainStepTime) -> SpeedupEstimate:
+    """Return tau / C and its 95% interval: independent errors, as shares (logarithms), add by their squares.
+
+    The errors are tau's, that of the fit, and that of the plain step. If one is unknown (one conversation was replayed, or the
+    plain step was timed in one repeat), or too large for a number, there is no interval.
+    """
+    c = cycle_s / plain.step_s
+    found, step_error = tree.tau / c, interval.compute_margin(plain.error, plain.samples)
+    if tree.tau_low is None or tree.tau_high is None or step_error is None:
+        return SpeedupEstimate(tree.tau, c, found, None, None)
+    error = math.hypot(fit.margin, step_error)
+    down, up = (math.hypot(math.log(a / b), error) for a, b in ((tree.tau, tree.tau_low), (tree.tau_high, tree.tau)))
+    if not max(down, up) < LARGEST_ERROR:  # NaN too
+        return SpeedupEstimate(tree.tau, c, found, None, None)
+    return SpeedupEstimate(tree.tau, c, found, found * math.exp(-down), found * math.exp(up))
+
+
+def index_torch_predictions(
+    predicted: Iterable[PredictedSpeedup],
+) -> dict[tuple[float, str, TreeShape], PredictedSpeedup]:
+    """Return the torch engine's predictions of one prompt at a time, by temperature, checkpoint and tree."""
+    return {
+        (row.temperature, row.checkpoint, row.shape): row
+        for row in predicted
+        if row.engine == "torch" and row.concurrency == 1
+    }
+
+
+def get_grid_bounds(cost: TimingGrid) -> dict[str, tuple[int, int]]:
+    """Return the smallest and largest timed value of each axis."""
+    axes = {axis: [point[axis] for point in cost.grid] for axis in ("num_steps", "topk", "num_draft_tokens", "batch")}
+    return {axis: (min(values), max(values)) for axis, values in axes.items()}
+
+
+def is_inside_grid(bounds: dict[str, tuple[int, int]], tree: TreeShape, batch: int) -> bool:
+    point = tree.num_steps, tree.topk, tree.num_draft_tokens, batch
+    return all(low <= value <= high for value, (low, high) in zip(point, bounds.values(), strict=True))
+
+
+def count_outside_grid(cost: TimingGrid, trees: Iterable[ReplayedTree]) -> int:
+    """Return how many trees lie outside the timing grid at every batch."""
+    bounds = get_grid_bounds(cost)
+    return sum(not any(is_inside_grid(bounds, tree.shape, plain.batch) for plain in cost.plain) for tree in trees)
+
+
+def choose_launches(predicted: Iterable[PredictedSpeedup], describe_launch: DescribeLaunch) -> list[LaunchAdvice]:
+    """Return, for each engine, load and concurrency, the runnable tree with the highest predicted speedup.
+
+    A tree whose interval lies above 1 goes before one with a higher speedup whose interval does not: only the former is worth
+    enabling, and none without an interval. Nothing is advised for an engine without a timing grid of its own: the costs of one
+    say nothing of another, and those of a CPU nothing of a GPU.
+
+    Args:
+        describe_launch: returns how an engine is started with a prediction's draft and tree; None if it can't run them.
+    """
+    rows, found = list(predicted), []
+    for engine in LAUNCHABLE_ENGINES:
+        engine_rows = [row for row in rows if row.engine == engine]
+        for conditions in dict.fromkeys(row.conditions for row in engine_rows):
+            group = [row for row in engine_rows if row.conditions == conditions]
+            runnable = [(row, launch) for row in group if (launch := describe_launch(engine, row))]
+            if runnable:
+                advice = _choose_launch(runnable)
+                any_version = [pair for pair in runnable if pair[1].min_version is None]
+                if advice.min_version and any_version:
+                    advice = advice.model_copy(update={"runner_up": _choose_launch(any_version)})
+                found.append(advice)
+    return found
+
+
+def _choose_launch(runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]) -> LaunchAdvice:
+    """Return the preferred tree of one load; without flags where its speedup is not surely above 1."""
+    best, launch = max(runnable, key=lambda pair: pair[0].preference)
+    enable = best.is_faster
+    launch = launch if enable else EngineLaunch([])
+    return LaunchAdvice.model_validate(best.model_dump() | {"enable": enable, **vars(launch)})
+
+
+def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:
+    """Return the limit of each load with several concurrencies."""
+    groups: dict[tuple[Any, ...], dict[int, LaunchAdvice]] = {}
+    for row in launch:
+        load = row.engine, row.workload, row.max_new_tokens, row.temperature
+        groups.setdefault(load, {})[row.concurrency] = row
+    found = []
+    for (engine, workload, length, temperature), advice in groups.items():
+        caps = sorted(advice)
+        on = [cap for cap in caps if advice[cap].enable]
+        undecided = [cap for cap in caps if advice[cap].is_undecided]
+        is_one_span = on == caps[: len(on)] and not undecided
+        if len(caps) > 1:
+            found.append(
+                SpeculationLimit(
+                    engine=engine,
+                    workload=workload,
+                    max_new_tokens=length,
+                    temperature=temperature,
+                    concurrencies=caps,
+                    enabled=on,
+                    undecided=undecided,
+                    off_above=max(on, default=0) if is_one_span and len(on) < len(caps) else None,
+                )
+            )
+    return found
+
+
+def write_launch(launch: list[LaunchAdvice], costs: list[TimingGrid]) -> None:
+    """Write what to launch, up to which concurrency, and the timing grids, each with its hardware."""
+    content = {
+        "launch": [row.model_dump() for row in launch],
+        "limits": [limit.model_dump() for limit in find_limits(launch)],
+        "costs": [cost.model_dump() for cost in costs],
+    }
+    atomic.write_json(LAUNCH_FILE, content)
+
+
+def read_launch() -> list[LaunchAdvice]:
+    """Return what to launch. Raises ValueError naming the command to run, if the file is missing."""
+    found: dict[str, Any] = atomic.read_json(LAUNCH_FILE, made_by="report")
+    if "launch" not in found:
+        raise ValueError(f"{LAUNCH_FILE} holds nothing to launch; run: dvc repro -f -s report")
+    return [LaunchAdvice.model_validate(row) for row in found["launch"]]
+
+
+SpeedupPoint = tuple[float, float]  # (position on the axis, speedup)
+
+
+def find_crossings(points: Sequence[SpeedupPoint]) -> list[float]:
+    """Return where the speedup crosses 1, interpolated linearly over log(axis); the points are in the axis's order.
+
+    A speedup of exactly 1 counts as faster, as in `describe_crossings`.
+    """
+    found = []
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if (y0 >= 1) != (y1 >= 1):
+            found.append(math.exp(math.log(x0) + (1 - y0) / (y1 - y0) * math.log(x1 / x0)))
+    return found
+
+
+def describe_crossings(points: Sequence[SpeedupPoint], axis: str) -> str:
+    """Return the crossings of at least one point in words, as "faster up to a concurrency of 45.3, slower beyond"."""
+    found, start = find_crossings(points), points[0][1] >= 1
+    ends = f"{points[0][0]:g} to {points[-1][0]:g}" if len(points) > 1 else f"{points[0][0]:g}"
+    if not found:
+        x, y = min(points, key=lambda p: p[1]) if start else max(points, key=lambda p: p[1])
+        at = f"{y:.3g}× at {x:g}"
+        if start:
+            return f"faster at every {axis} measured, {ends}: at least {at}"
+        return f"slower at every {axis} measured, {ends}: at best {at}"
+    spans = [f"{_name_pace(start == (n % 2 == 0))} up to {x:.3g}" for n, x in enumerate(found)]
+    spans[0] = spans[0].replace("up to ", f"up to {_choose_article(axis)} {axis} of ", 1)
+    return ", ".join([*spans, f"{_name_pace(start == (len(found) % 2 == 0))} beyond"])
+
+
+def _name_pace(pays: bool) -> str:
+    return "faster" if pays else "slower"
+
+
+def _choose_article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"

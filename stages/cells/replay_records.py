@@ -1,0 +1,124 @@
+"""Results of replay on disk; docs/metrics.md defines the columns.
+
+`results/replay/<checkpoint>.csv`: a row for each tree on the target's answers at temperature 0, then a row for each tree on
+answers sampled above it, and there one more for each chain of a block draft, with sampled drafts. `<checkpoint>.inside.csv`:
+statistics of the cycles of some trees at temperature 0, a row a bucket.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from stages.cells.record import GREEDY, DraftSampling, Record, limit_draft_sampling
+from stages.params.tree_shape import TreeShape
+from stages.runtime import atomic
+
+REPLAY_FOLDER = Path("results/replay")
+
+
+class ReplayedTree(Record):
+    """A tree on a checkpoint's eval answers of one temperature."""
+
+    checkpoint: str
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    tau: float
+    tau_low: float | None  # None if one conversation was replayed, as `tau_high`
+    tau_high: float | None
+    accept_rate: float
+    cycles: int | float  # expected ones, and expected accepted drafts, where drafts are sampled
+    accepted: int | float
+    mean_depth: float
+    acceptance: str | None
+    tau_oracle: float | None  # None where drafts are sampled, as `tau_adaptive`
+    tau_adaptive: float | None
+    temperature: float
+    top_p: float | None  # None at temperature 0
+    draft_sampling: DraftSampling = GREEDY  # sampled: verified by the ratio of both probabilities
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
+
+
+class Sampling(Protocol):
+    """How the answers of a cell or a workload are sampled."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int | None: ...
+
+
+class SampledTree(Sampling, Protocol):
+    """The tree of a cell, and how the cell samples."""
+
+    @property
+    def shape(self) -> TreeShape: ...
+
+    @property
+    def draft_sampling(self) -> DraftSampling: ...
+
+
+class TreeBucket(Record):
+    """Some cycles, or nodes, of a traced tree."""
+
+    checkpoint: str
+    tree: str
+    by: str
+    bucket: str
+    cycles: int | None  # None where the grouping has no such count
+    nodes: int | None
+    expected_accepted: float | None
+    accepted: int
+
+
+def locate_replay(checkpoint: str) -> Path:
+    return REPLAY_FOLDER / f"{checkpoint}.csv"
+
+
+def read_replay(checkpoint: str) -> list[ReplayedTree]:
+    """Return a checkpoint's trees at each temperature. Raises ValueError naming the file and the stage to run."""
+    path, stage = locate_replay(checkpoint), f"replay_trees@{checkpoint}"
+    rows = ReplayedTree.read_csv(path, stage)
+    if not rows:
+        raise atomic.BrokenArtifactError(f"{path} holds no trees", atomic.format_rerun_hint(stage))
+    return rows
+
+
+def select_temperature(
+    trees: Iterable[ReplayedTree], temperature: float, draft_sampling: DraftSampling = GREEDY
+) -> list[ReplayedTree]:
+    """Return the trees on answers of one temperature, their drafts greedy or sampled; at temperature 0 all are greedy."""
+    wanted = temperature, limit_draft_sampling(draft_sampling, temperature)
+    return [tree for tree in trees if (tree.temperature, tree.draft_sampling) == wanted]
+
+
+def select_sampled_alike(
+    trees: Iterable[ReplayedTree], sampling: Sampling, draft_sampling: DraftSampling
+) -> list[ReplayedTree]:
+    """Return the trees on answers sampled so: at temperature 0, or above it with the same top-p and without top-k."""
+    alike = select_temperature(trees, sampling.temperature, draft_sampling)
+    if not sampling.temperature:
+        return alike
+    return [tree for tree in alike if tree.top_p == sampling.top_p and sampling.top_k is None]
+
+
+def find_replayed_tau(trees: Iterable[ReplayedTree], cell: SampledTree) -> float | None:
+    """Return the replayed tau of a cell's tree on answers and drafts sampled as the cell's; None if there is none."""
+    alike = select_sampled_alike(trees, cell, cell.draft_sampling)
+    return next((tree.tau for tree in alike if tree.shape == cell.shape), None)
+
+
+def locate_tree_statistics(checkpoint: str) -> Path:
+    return REPLAY_FOLDER / f"{checkpoint}.inside.csv"
+
+
+def read_tree_statistics(checkpoint: str) -> list[TreeBucket]:
+    """Return every bucket; none if no tree was traced. Raises ValueError as `read_replay`."""
+    return TreeBucket.read_csv(locate_tree_statistics(checkpoint), f"replay_trees@{checkpoint}")

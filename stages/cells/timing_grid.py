@@ -1,0 +1,151 @@
+"""A timing grid on disk: what plain steps and cycles cost on one engine (time_trees -> report), `results/cost/torch-*.json`.
+
+A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. For a serving
+engine the report derives the same record from served cells (results/cost_served.py) and keeps it in results/launch.json, and
+serving_costs times one with simulated acceptance, `results/cost/served-*.json`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+from pydantic import Field
+
+from stages.cells.cost_model import CostModel, PromptArrivals
+from stages.cells.interval import TimeEstimate
+from stages.cells.record import GREEDY, DraftSampling, Record
+from stages.cells.torch_records import Hardware
+from stages.params.tree_shape import TreeShape
+from stages.runtime import atomic
+
+COSTS_FOLDER = Path("results/cost")
+COST_DEFINITIONS = "docs/cost.md, version 6"
+
+
+class PlainStepTime(Record):
+    """A step of plain decoding."""
+
+    batch: int
+    step_s: float
+    error: float | None  # standard error as a share; null with one repeat
+    samples: int
+    arrivals: PromptArrivals = PromptArrivals()  # of other requests' prompts
+
+
+class CycleTime(Record):
+    """A cycle: drafting, verifying and all between."""
+
+    num_steps: int
+    topk: int
+    num_draft_tokens: int
+    batch: int
+    cycle_s: float
+    error: float | None
+    samples: int
+    arrivals: PromptArrivals = PromptArrivals()
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.num_steps, self.topk, self.num_draft_tokens)
+
+
+def summarise_times(
+    name: str, seconds: Sequence[float], estimate: Callable[[Sequence[float]], TimeEstimate]
+) -> dict[str, Any]:
+    """Return the columns `name`, error and samples of a CycleTime or PlainStepTime."""
+    found = estimate(seconds)
+    return {name: found.value, "error": found.error, "samples": len(seconds)}
+
+
+class TimingGrid(Record):
+    """The times of one engine with one draft."""
+
+    definitions: str
+    engine: str
+    workload: str | None  # of a serving engine, whose load was timed; null for the torch engine
+    max_new_tokens: int | None
+    checkpoint: str  # of the timed draft
+    draft: dict[str, Any] | None  # its config.json; null if only served cells are known
+    target: list[str | None] | None  # model, revision, digest of its config
+    settings: dict[
+        str, Any
+    ]  # what else changes times: dtype, tree_scoring, context (tokens before the first cycle), repeats
+    plain: Annotated[list[PlainStepTime], MinLen(1)]
+    grid: Annotated[list[CycleTime], MinLen(1)]
+    other_lengths: list[CycleTime] = Field(default_factory=list)  # of serving_costs: fitted together with the grid
+    fit: CostModel
+    hardware: Hardware
+    versions: dict[str, str]
+    seconds: float
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """Return how a serving engine chose its drafts; grids timed before it was recorded have greedy ones."""
+        return self.settings.get("draft_sampling", GREEDY)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Return whether the engine simulated how many drafts are accepted (serving_costs)."""
+        return "simulated_accept_length" in self.settings
+
+
+def locate_timing_grid(engine: str, checkpoint: str) -> Path:
+    return COSTS_FOLDER / f"{engine}-{checkpoint}.json"
+
+
+def write_timing_grid(grid: TimingGrid) -> Path:
+    """Write a grid and return its path."""
+    path = locate_timing_grid(grid.engine, grid.checkpoint)
+    atomic.write_json(path, grid.model_dump())
+    return path
+
+
+class ServingCosts(Record):
+    """The timing grids of one workload on a serving engine that simulates acceptance (serving_costs)."""
+
+    definitions: str
+    grids: list[TimingGrid]  # of each answer length
+
+
+def locate_serving_costs(workload: str) -> Path:
+    return COSTS_FOLDER / f"served-{workload}.json"
+
+
+def write_serving_costs(workload: str, grids: list[TimingGrid]) -> Path:
+    """Write the grids of a workload and return their path."""
+    path = locate_serving_costs(workload)
+    atomic.write_json(path, ServingCosts(definitions=COST_DEFINITIONS, grids=grids).model_dump())
+    return path
+
+
+def read_serving_costs(workload: str, model: str) -> list[TimingGrid]:
+    """Return the grids of a workload for the target `model`. Raises ValueError also if they are another's."""
+    path, stage = locate_serving_costs(workload), f"serving_costs@{workload}"
+    found = ServingCosts.read_json(path, stage, COST_DEFINITIONS)
+    for grid in found.grids:
+        if (target := grid.target[0] if grid.target else None) != model:
+            problem = f"{path} has timed drafts of the target {target}, expected {model}: its costs are another's"
+            raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
+    return found.grids
+
+
+def read_timing_grid(checkpoint: str, model: str) -> TimingGrid:
+    """Return the torch engine's grid of a draft for the target `model`. Raises ValueError also if it is of others."""
+    path, stage = locate_timing_grid("torch", checkpoint), f"time_trees@{checkpoint}"
+    found = TimingGrid.read_json(path, stage, COST_DEFINITIONS)
+    target = found.target[0] if found.target else None
+    for what, has, wanted in (
+        ("the draft of checkpoint", found.checkpoint, checkpoint),
+        ("drafts of the target", target, model),
+    ):
+        if has != wanted:
+            problem = f"{path} has timed {what} {has}, expected {wanted}: its costs are another's"
+            raise atomic.BrokenArtifactError(problem, atomic.format_rerun_hint(stage))
+    return found
+
+
+def list_hardware_differences(first: Hardware, second: Hardware) -> list[str]:
+    """Return the keys in which two machines differ, with both values; Python's version is ignored."""
+    keys = (key for key in dict.fromkeys([*first, *second]) if key != "python")
+    return [f"{key} ({first.get(key)} against {second.get(key)})" for key in keys if first.get(key) != second.get(key)]

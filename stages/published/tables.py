@@ -1,0 +1,343 @@
+"""published/*.yaml: what others printed, number by number, each with its source, setting and definition.
+
+A file holds tables as they were printed; `read_publication` returns a PublishedRow for every number. A column of a
+table is a setting (`tree`), a metric (`tau`), or a metric on a data set (`tau @ GSM8K`); a table of many rows may be a
+CSV file in the same folder. In a row's setting, None means that it can't apply (plain decoding has no tree), UNKNOWN
+that the source does not state it.
+"""
+
+import csv
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stages.cells import torch_records
+from stages.params.tree_shape import TreeShape
+
+PUBLISHED_FOLDER = Path("published")
+UNKNOWN: Literal["unknown"] = "unknown"
+MEAN_DATASET = "mean"  # the data set of a printed mean over a table's data sets
+TREE_PATTERN = re.compile(r"t(\d+)_(\d+)_(\d+)")
+# A column of SpecForge's CSV: batch, num_steps, topk, num_draft_tokens as "8,3,1,4".
+BATCH_AND_TREE = "batch_and_tree"
+
+
+def normalise_model_name(model: str | None) -> str:
+    """Return a model's name in lower case without its owner or folder, and without the suffix "-instruct"."""
+    return (model or "").rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-instruct")
+
+
+# Settings
+
+
+def _check_number(value: Any) -> Any:
+    if value is None or value == UNKNOWN:
+        return value
+    if type(value) not in (int, float) or math.isnan(value) or value < 0:
+        raise ValueError(f"expected a number, null or {UNKNOWN}, found {value!r}; correct it")
+    return float(value)
+
+
+def _check_words(value: Any) -> Any:
+    if value is not None and not isinstance(value, str):  # 8_2_16 without quotes is an integer in YAML
+        raise ValueError(f"expected words, null or {UNKNOWN}, found {value!r}; quote it")
+    return value
+
+
+def _check_tree_name(value: Any) -> Any:
+    if _check_words(value) not in (None, UNKNOWN) and not TREE_PATTERN.fullmatch(value):
+        raise ValueError(f"expected t<num_steps>_<topk>_<num_draft_tokens>, found {value!r}; correct it")
+    return value
+
+
+SettingNumber = Annotated[float | Literal["unknown"] | None, PlainValidator(_check_number)]
+SettingWords = Annotated[str | None, PlainValidator(_check_words)]
+SettingTree = Annotated[str | None, PlainValidator(_check_tree_name)]
+
+
+class _FileSection(BaseModel):
+    """Keys and values of a file. Other keys than the fields are errors."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            raise ValueError(f"expected keys and values, found {found!r}; correct it")
+        if unknown := [key for key in found if key not in cls.model_fields]:
+            raise ValueError(f"expected {', '.join(cls.model_fields)}, found {unknown}; correct it")
+        return found
+
+
+class PublishedSetting(_FileSection):
+    """The setting of a row. A file, a table and a row each give some of the keys, together all."""
+
+    target: SettingWords = None
+    draft: SettingWords = None
+    method: SettingWords = None  # "plain" is decoding without speculation
+    engine: SettingWords = None
+    engine_version: SettingWords = None
+    hardware: SettingWords = None
+    precision: SettingWords = None
+    tree: SettingTree = None  # t<num_steps>_<topk>_<num_draft_tokens>, the root counted, as in docs/metrics.md
+    temperature: SettingNumber = None
+    drafting: SettingWords = None  # "greedy" or "sampled": how drafts are drawn above temperature 0; at 0 both are one
+    thinking: SettingWords = None  # "on" or "off"; None for a target without the mode
+    dataset: SettingWords = None
+    prompts: SettingNumber = None
+    input_tokens: SettingNumber = None
+    output_tokens: SettingNumber = None
+    batch: SettingNumber = None
+    concurrency: SettingNumber = None
+    request_rate: SettingNumber = None  # requests per second; infinite where all are sent at once
+    label: SettingWords = None  # the row's own name, as printed
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """Return the tree's shape; None where the setting has no tree, or none is stated."""
+        match = TREE_PATTERN.fullmatch(self.tree or "")
+        return TreeShape(*map(int, match.groups())) if match else None
+
+
+SETTING_NAMES = tuple(PublishedSetting.model_fields)
+
+
+# The schema of a file
+
+
+class PublishedMetric(_FileSection):
+    printed: str  # its name there
+    unit: str
+    decimals: Annotated[StrictInt, Field(ge=0)]  # the most that are printed: a value is right to half of the last
+    definition: str  # the metric's own name where torch_records.METRICS defines it, UNKNOWN, or the source's words
+    note: str = ""
+
+
+class _Source(_FileSection):
+    document: str
+    url: str
+    date: Any
+
+
+class _Table(_FileSection):
+    where: str
+    columns: list[Any]
+    settings: PublishedSetting = PublishedSetting()
+    rows: list[Any] | None = None
+    csv: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one_source(self) -> Self:
+        if (self.rows is None) == (self.csv is None):
+            raise ValueError(f"expected rows or csv, found {'no rows' if self.rows is None else 'both'}; correct it")
+        return self
+
+
+class _PublicationFile(_FileSection):
+    title: str
+    source: _Source
+    notes: list[str]
+    settings: PublishedSetting
+    metrics: dict[str, PublishedMetric]
+    tables: list[_Table]
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_definitions(cls, metrics: dict[str, PublishedMetric]) -> dict[str, PublishedMetric]:
+        for name, metric in metrics.items():
+            if re.fullmatch(r"\w+", metric.definition) and metric.definition not in (name, UNKNOWN):
+                raise ValueError(
+                    f"{name}.definition: expected {name}, {UNKNOWN} or a sentence, found {metric.definition!r}"
+                )
+            if metric.definition == name and name not in torch_records.METRICS:
+                known = ", ".join(torch_records.METRICS)
+                raise ValueError(
+                    f"{name}.definition: expected one of our metrics ({known}), found {name}; say it in words, or {UNKNOWN}"
+                )
+        return metrics
+
+
+_EXPECTED = {  # pydantic's type of error -> what a file must have there, and what to do
+    "string_type": ("words", "quote it"),
+    "list_type": ("a list", "begin each of its lines with a dash"),
+    "dict_type": ("keys and values", "correct it"),
+    "int_type": ("a count of digits", "count them"),
+    "greater_than_equal": ("a count of digits", "count them"),
+}
+
+
+def _explain_error(error: ValidationError, where: str) -> str:
+    """Return the first error in one line: its location below `where`, what was expected, what was found, what to do."""
+    first = error.errors()[0]
+    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
+    if first["type"] == "missing":
+        parent, _, last = keys.rpartition(".")
+        return f"{': '.join(filter(None, (where, parent)))}: expected {last}, found no {last}; add it"
+    location = ": ".join(filter(None, (where, keys)))
+    if first["type"] in _EXPECTED:
+        expected, remedy = _EXPECTED[first["type"]]
+        return f"{location}: expected {expected}, found {first['input']!r}; {remedy}"
+    return f"{location}: {first.get('ctx', {}).get('error', first['msg'])}"
+
+
+# Publications
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One printed number."""
+
+    publication: str  # the file's stem
+    where: str  # the table in the source
+    setting: PublishedSetting
+    metric: str
+    value: float
+    decimals: int
+    unit: str
+    definition: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Publication:
+    name: str  # the file's stem
+    title: str
+    document: str
+    url: str
+    date: str
+    notes: tuple[str, ...]
+    metrics: dict[str, PublishedMetric]
+    rows: tuple[PublishedRow, ...]
+
+
+def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]:
+    """Return every publication by name. Raises ValueError for the first defect, naming its location."""
+    files = sorted(folder.glob("*.yaml"))
+    if not files:
+        raise ValueError(f"{folder} holds no publication, expected NAME.yaml files; restore it: git checkout {folder}")
+    return {file.stem: read_publication(file) for file in files}
+
+
+def read_publication(path: Path) -> Publication:
+    """Return one publication. Raises ValueError for the first defect: what was expected, what was found, and where."""
+    try:
+        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        file = _PublicationFile.model_validate(content)
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
+    except ValidationError as error:
+        raise ValueError(_explain_error(error, str(path))) from None
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML, correct it: {error}") from None
+    rows = [
+        row for n, table in enumerate(file.tables) for row in _read_table(path, file, table, f"{path}: tables[{n}]")
+    ]
+    if unused := set(file.metrics) - {row.metric for row in rows}:
+        raise ValueError(
+            f"{path}: metrics: no table has {', '.join(sorted(unused))}; name the column so, or leave the metric out"
+        )
+    source, notes = file.source, tuple(file.notes)
+    return Publication(
+        path.stem, file.title, source.document, source.url, str(source.date), notes, file.metrics, tuple(rows)
+    )
+
+
+def _read_table(path: Path, file: _PublicationFile, table: _Table, where: str) -> Iterator[PublishedRow]:
+    columns = [_parse_column(column, file.metrics, f"{where}.columns") for column in table.columns]
+    shared = file.settings.model_dump(exclude_unset=True) | table.settings.model_dump(exclude_unset=True)
+    csv_file = path.parent / table.csv if table.csv else None
+    for n, values in enumerate(_read_csv(csv_file) if csv_file else table.rows or ()):
+        location = f"{csv_file}, row {n + 1}" if csv_file else f"{where}.rows[{n}]"
+        if not isinstance(values, list) or len(values) != len(columns):
+            found = len(values) if isinstance(values, list) else repr(values)
+            raise ValueError(f"{location}: expected {len(columns)} values, one a column, found {found}; see {path}")
+        own, numbers = _split_values(columns, values, location)
+        for name, dataset, value in numbers:
+            setting = shared | own | ({"dataset": dataset} if dataset else {})
+            if missing := [key for key in SETTING_NAMES if key not in setting]:
+                raise ValueError(f"{location}: no {', '.join(missing)}; give it, or null, or {UNKNOWN}, under settings")
+            metric = file.metrics[name]
+            yield PublishedRow(
+                publication=path.stem,
+                where=table.where,
+                setting=PublishedSetting.model_construct(**setting),
+                metric=name,
+                value=_parse_number(value, metric, f"{location}: {name}"),
+                decimals=metric.decimals,
+                unit=metric.unit,
+                definition=metric.definition,
+                source=f"{file.source.document}: {table.where}",
+            )
+
+
+def _parse_column(column: Any, metrics: dict[str, PublishedMetric], where: str) -> tuple[str, str]:
+    """Return (name, the data set it is on, or "")."""
+    name, _, dataset = str(column).partition(" @ ")
+    if name not in metrics and (dataset or name not in (*SETTING_NAMES, BATCH_AND_TREE)):
+        known = ", ".join((*metrics, *SETTING_NAMES))
+        raise ValueError(f"{where}: expected a metric or a setting ({known}), found {column!r}; correct it")
+    return name, dataset
+
+
+def _split_values(
+    columns: list[tuple[str, str]], values: list[Any], where: str
+) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
+    """Return a row's settings, and its numbers as (metric, data set, value). null is a number that was not printed."""
+    own: dict[str, Any] = {}
+    numbers = []
+    for (name, dataset), value in zip(columns, values, strict=True):
+        if name == BATCH_AND_TREE:
+            match = re.fullmatch(r"(\d+),(\d+),(\d+),(\d+)", value)
+            if not match:
+                raise ValueError(f"{where}: expected batch,num_steps,topk,num_draft_tokens as 8,3,1,4, found {value!r}")
+            batch, *shape = map(int, match.groups())
+            own |= {"batch": float(batch), "tree": TreeShape(*shape).name}
+        elif name in SETTING_NAMES:
+            own[name] = value
+        elif value is not None:
+            numbers.append((name, dataset, value))
+    if not numbers:
+        raise ValueError(f"{where}: expected at least one number, found none; give one, or leave the row out")
+    try:
+        return PublishedSetting.model_validate(own).model_dump(exclude_unset=True), numbers
+    except ValidationError as error:
+        raise ValueError(_explain_error(error, where)) from None
+
+
+def _parse_number(value: Any, metric: PublishedMetric, where: str) -> float:
+    """Return the number. One with more decimals than are printed is a slip of the copyist, and an error."""
+    try:
+        number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: expected a number, or null where none is printed, found {value!r}; correct it")
+    if round(number, metric.decimals) != number:
+        raise ValueError(f"{where}: expected at most {metric.decimals} decimals, found {value}; correct one of the two")
+    return number
+
+
+def _read_csv(path: Path) -> list[list[str]]:
+    """Return the rows below the heading."""
+    try:
+        with path.open(newline="", encoding="utf-8") as lines:
+            return list(csv.reader(lines))[1:]
+    except FileNotFoundError:
+        raise ValueError(f"{path} not found; restore it: git checkout {path}") from None

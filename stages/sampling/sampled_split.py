@@ -1,0 +1,201 @@
+"""One split of answers being sampled: its requests, its shards, and the temperature and seed of each request.
+
+Temperatures and seeds follow from `sample_target.seed` and the request's id alone, so they depend neither on order nor on
+concurrency, shards or servers.
+"""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stages.sampling import requests
+from stages.sampling.parquet_shards import ParquetShardWriter
+from stages.sampling.requests import SourceRequests, TargetRequest, UnusableRequestError
+
+
+@dataclass(frozen=True)
+class StoppingReason:
+    """A reason that stops a run where the first rows are all dropped for it."""
+
+    limit: int  # rows, or as many as are asked for at once
+    problem: str  # of {count} rows
+
+
+STOPPING_REASONS = {
+    "refused": StoppingReason(8, "the servers refused the first {count} rows; correct what they say"),
+    "token_ids_unknown": StoppingReason(
+        32,
+        "the token ids of none of the first {count} answers are known. Let the servers serve this target with its own "
+        "tokenizer, by an engine that returns token ids (vLLM, or SGLang from 0.5.17 on), or set sample_target.backend: "
+        "transformers",
+    ),
+}
+ADVICE_WITHOUT_ROWS = {  # by the reason of most rows
+    "truncated": "raise sample_target.max_new_tokens, or the server's own limit if that is lower",
+    "empty": "the target ends its answers at once; see its prompts by `python -m stages.sample_target --preview 3`",
+    "token_ids_unknown": "let an engine answer that returns token ids (docs/sampling.md, Token ids)",
+}
+
+
+@dataclass
+class SampledSplit:
+    """Requests of one kind, and the shards that take their answers."""
+
+    name: str
+    source: Path
+    max_requests: int | None  # as asked for; None: all
+    selection: requests.RequestSelection
+    mixture: list[tuple[float, float]]  # (temperature, weight)
+    shards: ParquetShardWriter
+    concurrency: int  # requests at once
+    # By reason, where more is known: the position of the first row that this run dropped, and the words on it.
+    first_dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def num_missing(self) -> int:
+        """Return by how many the data has fewer requests than were asked for."""
+        return max(0, (self.max_requests or 0) - self.selection.num_requests)
+
+    def describe(self, origin: str) -> str:
+        """Return the line on a split that is done."""
+        counted, selection = self.shards.counts, self.selection
+        description = f"{self.name}: {counted['rows']} answers {origin}, {counted['tokens']} tokens, "
+        description += f"{counted['truncated']} cut by length"
+        if selection.num_unrequested:
+            return f"{description}, {selection.num_unrequested} questions not asked"
+        exhausted = f", to all {selection.num_requests} questions of the data, {self.max_requests} were wanted"
+        return description + (exhausted if self.num_missing else "")
+
+    def read_conversations(self) -> Iterator[list[TargetRequest]]:
+        return requests.read_requests(self.source, self.selection)
+
+    def read_unfinished_groups(self, by_conversation: bool) -> Iterator[list[TargetRequest]]:
+        """Yield requests to be sampled in sequence: whole conversations, where later turns quote earlier answers."""
+        for conversation in self.read_conversations():
+            groups = [conversation] if by_conversation else [[request] for request in conversation]
+            yield from (group for group in groups if not all(self.shards.is_published(q.position) for q in group))
+
+    def drop_request(self, request: TargetRequest, error: UnusableRequestError) -> None:
+        """Set a request that gives no row. Raises ValueError where all rows so far were dropped for one of STOPPING_REASONS."""
+        if error.details:  # servers' answers come in any order: the first is that of the data
+            dropped = (request.position, f"row {request.row}: {error.details}")
+            self.first_dropped[error.reason] = min(self.first_dropped.get(error.reason, dropped), dropped)
+        self._check_first_dropped(error.reason)
+        self.shards.set_row(request.position, None, {f"dropped/{error.reason}": 1})
+
+    def _check_first_dropped(self, reason: str) -> None:
+        stopping, dropped = STOPPING_REASONS.get(reason), select_counts(self.shards.counts, "dropped")
+        if stopping is None or self.shards.counts["rows"] or any(other != reason for other in dropped):
+            return
+        # Refusals come at once, answers later: so many may be refused before the first is there.
+        count = dropped.get(reason, 0) + 1
+        if count >= max(stopping.limit, self.concurrency):
+            problem, first = stopping.problem.format(count=count), self.first_dropped.get(reason, (0, None))[1]
+            raise ValueError(f"sample_target: {problem}. The first: {first}")
+
+    def describe_dropped(self) -> list[str]:
+        """Return a line for each reason of which more is known: how many rows were dropped for it, and the first."""
+        return [
+            f"{self.name}: {self.shards.counts[f'dropped/{reason}']} rows dropped as {reason}, the first: {first}"
+            for reason, (_, first) in self.first_dropped.items()
+        ]
+
+    def check_rows(self) -> None:
+        """Raise ValueError where no row is left."""
+        if self.shards.counts["rows"]:
+            return
+        dropped = Counter(select_counts(self.shards.counts, "dropped")).most_common()
+        hints: list[str | None] = [f"raise sample_target.{self.name}_rows"]
+        if dropped:
+            most = dropped[0][0]
+            hints = [ADVICE_WITHOUT_ROWS.get(most), self.first_dropped.get(most, (0, None))[1]]
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped) or "none"
+        counted = f"({self.selection.num_requests} sampled, dropped: {reasons})"
+        found = f"no row is left in the {self.name} split, expected at least one {counted}"
+        raise ValueError("; ".join(["sample_target: " + found, *filter(None, hints)]))
+
+    def draw_temperature(self, seed: int, request_id: str) -> float:
+        """Return the temperature of one request, drawn from the mixture."""
+        cumulative = list(itertools.accumulate(weight for _, weight in self.mixture))
+        threshold = _hash_to_number(f"{seed}:temperature:{request_id}") / 2**32 * cumulative[-1]
+        return next(
+            temperature for (temperature, _), stop in zip(self.mixture, cumulative, strict=True) if threshold < stop
+        )
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """The counts of results/sample_report.json. By split are those of each; the others are of all splits together."""
+
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, int]  # by reason
+    not_asked: dict[str, int]  # by split
+    missing: dict[str, int]  # by split: how many fewer requests the data has than were asked for
+    sources: dict[str, dict[str, SourceRequests]]  # by split and file
+    truncated: dict[str, int]  # by split
+    tokens: dict[str, int]  # by split
+    shards: dict[str, int]  # by split
+    token_ids: dict[str, int]  # by origin
+    temperatures: dict[str, int]  # by temperature
+
+
+def describe_truncation(splits: list[SampledSplit]) -> str | None:
+    """Return a warning, one for all splits, where half of the answers of one are cut at the limit; else None."""
+    counts = {split.name: (split.shards.counts["truncated"], split.selection.num_requests) for split in splits}
+    if not any(0 < total <= 2 * cut for cut, total in counts.values()):
+        return None
+    shown = ", ".join(f"{name} {cut} of {total}" for name, (cut, total) in counts.items() if total)
+    cut, total = map(sum, zip(*counts.values(), strict=True))
+    return (
+        f"{cut} of {total} answers are cut ({shown}), and drafts and tau know nothing of how answers go on; raise "
+        "sample_target.max_new_tokens (or a server's own limit), or see whether the target ends its answers"
+    )
+
+
+def describe_unchecked(splits: list[SampledSplit]) -> str | None:
+    """Return a warning where servers returned neither token ids nor counts; else None."""
+    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
+    unchecked = total["token_ids/text, unchecked"]
+    if not unchecked:
+        return None
+    return (
+        f"of {unchecked} of {total['rows']} answers the servers returned neither token ids nor how many tokens they had: nothing "
+        "shows that they prompted this target by its own template, or that these are its tokens; let them return `usage`, or "
+        "token ids (docs/sampling.md, Token ids)"
+    )
+
+
+def count_rows(splits: list[SampledSplit]) -> SampleCounts:
+    """Count all rows, those of shards that earlier, killed runs published too."""
+    total: Counter[str] = sum((split.shards.counts for split in splits), Counter())
+    return SampleCounts(
+        rows_in=sum(split.selection.num_requests for split in splits),
+        rows_out=total["rows"],
+        dropped=select_counts(total, "dropped"),
+        not_asked={split.name: split.selection.num_unrequested for split in splits},
+        missing={split.name: split.num_missing for split in splits},
+        sources={split.name: dict(split.selection.sources) for split in splits},
+        truncated={split.name: split.shards.counts["truncated"] for split in splits},
+        tokens={split.name: split.shards.counts["tokens"] for split in splits},
+        shards={split.name: split.shards.num_shards for split in splits},
+        token_ids=select_counts(total, "token_ids"),
+        temperatures=select_counts(total, "temperature"),
+    )
+
+
+def select_counts(counts: Counter[str], kind: str) -> dict[str, int]:
+    """Return the counts `KIND/NAME` by name."""
+    return {key.split("/")[1]: n for key, n in sorted(counts.items()) if key.startswith(f"{kind}/")}
+
+
+def make_seed(seed: int, request_id: str) -> int:
+    return _hash_to_number(f"{seed}:{request_id}") >> 1
+
+
+def _hash_to_number(text: str) -> int:
+    """Return one of 2**32 numbers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -1,0 +1,261 @@
+"""Predicted speedups and what to launch, against arithmetic by hand."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from stages.cells import prediction
+from stages.cells.prediction import EngineLaunch, PredictedSpeedup
+from stages.params.tree_shape import TreeShape
+from stages.reporting.costs import describe_limit, format_advice, format_launch_table
+from tests import costs
+from tests.served_cells import replayed_tree as replay
+
+
+def test_a_speedup_is_tau_over_the_cost_of_a_cycle_in_plain_steps() -> None:
+    trees = [replay("t5_3_12", 4.2), replay("t8_1_9", 3.0)]
+    found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
+    for row, tree in zip(found, trees, strict=True):
+        cycle = costs.seconds(tree.shape)
+        assert pytest.approx(cycle / costs.PLAIN_S) == row.C
+        assert row.speedup == pytest.approx(tree.tau / (cycle / costs.PLAIN_S))
+        assert (row.engine, row.checkpoint, row.concurrency) == ("torch", "e009", 1)
+
+
+def test_the_interval_joins_those_of_tau_of_the_fit_and_of_the_plain_step() -> None:
+    """Each alone first, then all: shares of independent errors add by their squares."""
+    exact, noisy = costs.made_up(), costs.made_up(points=costs.grid(noise=0.03))
+    still = {"plain": [exact.plain[0].model_copy(update={"error": 0.0})]}
+    (tau_alone,) = prediction.predict_speedups(
+        exact.model_copy(update=still), "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)]
+    )
+    assert tau_alone.low / tau_alone.speedup == pytest.approx(0.9)
+    assert tau_alone.high / tau_alone.speedup == pytest.approx(1.2)
+    margin = noisy.fit.margin
+    (fit_alone,) = prediction.predict_speedups(noisy.model_copy(update=still), "e009", 0.0, [replay("t5_3_12", 4.0)])
+    assert math.log(fit_alone.high / fit_alone.speedup) == pytest.approx(margin)
+    (all_three,) = prediction.predict_speedups(noisy, "e009", 0.0, [replay("t5_3_12", 4.0, 3.6, 4.8)])
+    joined = math.sqrt(
+        math.log(4.0 / 3.6) ** 2 + margin**2 + (2.2622 * 0.01) ** 2
+    )  # Student's t: the plain step has ten samples
+    assert all_three.low == pytest.approx(all_three.speedup * math.exp(-joined), rel=1e-6)
+
+
+def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and_no_yes() -> None:
+    """Bug: a plain step timed in one repeat counted as exact, and the prediction's interval was too narrow."""
+    (one_conversation,) = prediction.predict_speedups(
+        costs.made_up(), "e009", 0.0, [replay("t5_3_12", 4.0).model_copy(update={"tau_low": None, "tau_high": None})]
+    )
+    once = {"plain": [{"batch": 1, "step_s": costs.PLAIN_S, "error": None, "samples": 1}]}
+    (one_repeat,) = prediction.predict_speedups(costs.made_up(**once), "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
+    for row in (one_conversation, one_repeat):
+        assert (row.low, row.high) == (None, None) and row.speedup > 1
+        own = row.model_copy(update={"engine": "sglang"})
+        assert [found.enable for found in prediction.choose_launches([own], chains_on_vllm)] == [False]
+
+
+def test_nothing_is_extrapolated() -> None:
+    trees = [replay(name, 4.0) for name in ("t11_2_16", "t10_5_16", "t10_4_65", "t10_4_64", "t1_1_2")]
+    found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
+    assert [(r.num_steps, r.topk, r.num_draft_tokens) for r in found] == [(10, 4, 64), (1, 1, 2)]
+    assert prediction.count_outside_grid(costs.made_up(), trees) == 3
+
+
+def test_a_batch_without_a_plain_step_is_not_predicted() -> None:
+    points = costs.grid(batches=(1, 4, 16))
+    plain = [{"batch": b, "step_s": costs.PLAIN_S * b, "error": 0.0, "samples": 1} for b in (1, 16, 64)]
+    found = prediction.predict_speedups(costs.made_up(points=points, plain=plain), "e009", 0.0, [replay("t3_2_8", 3.0)])
+    assert [row.concurrency for row in found] == [1, 16]
+    at_16 = costs.seconds(TreeShape.parse("t3_2_8"), 16) / (16 * costs.PLAIN_S)
+    assert found[1].speedup == pytest.approx(3.0 / at_16)
+
+
+def test_trees_of_the_temperature_alone_are_taken() -> None:
+    trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature=0.7), replay("t3_2_4", 2.5, temperature=0.0)]
+    taus = {t: [r.tau for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)}
+    assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
+
+
+def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
+    trees = [replay("t3_1_4", tau, temperature=t, draft_sampling=drafts) for tau, t, drafts in (
+        (3.0, 0.0, "greedy"), (2.0, 0.7, "greedy"), (2.5, 0.7, "sampled"),
+    )]  # fmt: skip
+    found = {
+        (t, drafts): [
+            (r.tau, r.draft_sampling) for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees, drafts)
+        ]
+        for t in (0.0, 0.7)
+        for drafts in ("greedy", "sampled")
+    }
+    assert found == {
+        (0.0, "greedy"): [(3.0, "greedy")], (0.0, "sampled"): [(3.0, "greedy")], (0.7, "greedy"): [(2.0, "greedy")],
+        (0.7, "sampled"): [(2.5, "sampled")],
+    }  # fmt: skip
+
+
+# --- what to launch ---------------------------------------------------------------------------------------------------
+
+
+def guess(name: str, speedup: float, low: float | None, **keys: object) -> PredictedSpeedup:
+    tree = TreeShape.parse(name)
+    row = {"engine": "sglang", "workload": None, "max_new_tokens": None, "checkpoint": "e009", "concurrency": 1}
+    shape = {
+        "num_steps": tree.num_steps,
+        "topk": tree.topk,
+        "num_draft_tokens": tree.num_draft_tokens,
+        "temperature": 0.0,
+    }
+    figures = {"tau": 4.0, "tau_low": None, "tau_high": None, "C": 2.0, "speedup": speedup}
+    return PredictedSpeedup(**row | shape | figures | {"low": low, "high": speedup + 0.1} | keys)
+
+
+def chains_on_vllm(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
+    return None if engine == "vllm" and row.topk > 1 else EngineLaunch(["--tree", f"{row.num_steps}_{row.topk}"], "9.1")
+
+
+def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
+    trees = ("t5_3_12", 1.9, 1.7), ("t3_1_4", 1.4, 1.2), ("t2_1_3", 1.3, 1.1)
+    rows = [guess(*tree, engine=engine) for engine in ("sglang", "vllm") for tree in trees]
+    sglang, vllm = prediction.choose_launches(rows, chains_on_vllm)
+    assert (sglang["engine"], sglang["num_steps"], sglang["topk"], sglang["flags"]) == (
+        "sglang",
+        5,
+        3,
+        ["--tree", "5_3"],
+    )
+    assert (vllm["engine"], vllm["num_steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
+    assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
+
+
+def test_nothing_is_advised_by_the_costs_of_another_engine() -> None:
+    """Bug: on a laptop the torch engine's costs on a CPU advised vLLM: "t3_1_4, predicted 1.46x"."""
+    assert prediction.choose_launches([guess("t3_1_4", 1.46, 1.3, engine="torch")], chains_on_vllm) == []
+
+
+def test_speculation_is_enabled_only_where_the_whole_interval_is_above_1() -> None:
+    for low, enable in ((1.001, True), (1.0, False), (0.97, False)):
+        first = prediction.choose_launches([guess("t3_1_4", 1.4, low)], chains_on_vllm)[0]
+        assert first["enable"] is enable and bool(first["flags"]) is enable
+
+
+def test_each_concurrency_has_its_own_line_by_the_engines_own_costs() -> None:
+    own = {"engine": "sglang", "workload": "chat", "max_new_tokens": 128}
+    rows = [
+        guess("t5_3_12", 1.9, 1.7, engine="torch"),
+        guess("t8_2_16", 1.6, 1.5, **own),
+        guess("t3_1_4", 1.4, 1.3, **own),
+        guess("t8_2_16", 0.7, 0.6, concurrency=64, **own),
+        guess("t3_1_4", 0.9, 0.8, concurrency=64, **own),
+    ]
+    found = prediction.choose_launches(rows, chains_on_vllm)
+    choices = [(r["engine"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
+    assert choices == [
+        ("sglang", 1, 8, True),
+        ("sglang", 64, 3, False),
+    ]
+
+
+def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = prediction.predict_speedups(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
+    launch = prediction.choose_launches([row.model_copy(update={"engine": "sglang"}) for row in rows], chains_on_vllm)
+    PredictedSpeedup.write_table(rows)
+    prediction.write_launch(launch, [costs.made_up()])
+    with PredictedSpeedup.TABLE.open(newline="") as lines:
+        assert [float(line["speedup"]).hex() for line in csv.DictReader(lines)] == [r.speedup.hex() for r in rows]
+    assert prediction.read_launch() == launch
+    assert json.loads(prediction.LAUNCH_FILE.read_text())["costs"][0]["hardware"] == costs.HARDWARE
+    prediction.LAUNCH_FILE.write_text("{}")
+    with pytest.raises(ValueError, match=r"launch\.json holds nothing to launch; run: dvc repro -f -s report"):
+        prediction.read_launch()
+
+
+@pytest.mark.parametrize(
+    ("enabled", "off_above", "text"),
+    [
+        ([True, True, False], 8, "turn speculation off above 8 at once: at 32 no tree's interval lies above 1"),
+        ([True, True, True], None, "speculate at every concurrency that was timed, 1 to 32"),
+        ([False, False, False], 0, "leave speculation off: from 1 to 32 at once no tree's interval lies above 1"),
+        ([False, True, False], None, "speculate at 8 at once, not at the others that were timed"),
+        (
+            [None, None, None],
+            None,
+            "can't tell at every concurrency: no interval, or too wide a one (repeats: 3, more trees)",
+        ),
+        (
+            [True, None, False],
+            None,
+            "can't tell at 8 at once: no interval, or too wide a one (repeats: 3, more trees); speculate at 1",
+        ),
+    ],
+)
+def test_the_concurrency_above_which_to_turn_speculation_off(
+    enabled: list[bool | None], off_above: int | None, text: str
+) -> None:
+    """In words and as a number; a load with one concurrency has no limit."""
+    ends = {True: 1.1, False: 0.9, None: None}
+    rows = [
+        guess("t3_1_4", 1.4, ends[one], workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
+        for one, cap in zip(enabled, (1, 8, 32), strict=True)
+    ]
+    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
+    (limit,) = prediction.find_limits(launch)
+    assert (limit.off_above, limit.enabled) == (
+        off_above,
+        [cap for one, cap in zip(enabled, (1, 8, 32), strict=True) if one],
+    )
+    assert describe_limit(limit) == f"sglang, chat, 64 tokens: {text}"
+    assert prediction.find_limits(launch[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "advice"),
+    [
+        (0.02, 90.0, "can't tell"),  # two repeats of a plain step
+        (0.6, 2.5, "can't tell"),
+        (0.9, 1.9, "no"),
+        (0.1, 0.9, "no"),
+        (1.1, 90.0, "yes"),
+        (math.nan, math.nan, "can't tell"),
+        (0.0, math.inf, "can't tell"),
+        (None, None, "can't tell"),
+    ],
+)
+def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float | None, advice: str) -> None:
+    """Bug: the advice was "no" for an interval of 0.02 to 90, and for one whose ends are NaN or infinite."""
+    rows = [
+        guess("t3_1_4", 1.4, low, high=high, workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
+        for cap in (1, 8)
+    ]
+    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
+    assert [format_advice(row) for row in launch] == [advice, advice]
+    (limit,) = prediction.find_limits(launch)
+    assert ("can't tell" in describe_limit(limit)) == (advice == "can't tell")
+    assert limit.off_above == (0 if advice == "no" else None)
+
+
+def test_an_error_too_large_for_a_number_gives_no_interval() -> None:
+    """Bug: the interval's end was too large for a number, and the report ended in OverflowError."""
+    made = costs.made_up()
+    far = made.model_copy(update={"fit": made.fit.model_copy(update={"error": 400.0})})
+    (row,) = prediction.predict_speedups(far, "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
+    assert (row.low, row.high) == (None, None) and row.is_undecided
+
+
+def test_speculation_stays_on_where_some_tree_is_surely_faster() -> None:
+    """Bug: "no tree's interval lies above 1" was said of the fastest tree alone, though that of a slower one did."""
+    rows = []
+    for cap in (1, 8):
+        for name, speedup, low in (("t3_1_4", 1.10, 1.05), ("t5_1_6", 1.12, 0.98)):
+            one = guess(name, speedup, low, workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
+            rows.append(one)
+    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
+    assert [(row.concurrency, row.shape.name, row.enable) for row in launch] == [
+        (1, "t3_1_4", True),
+        (8, "t3_1_4", True),
+    ]
+    (limit,) = prediction.find_limits(launch)
+    assert (limit.enabled, limit.off_above) == ([1, 8], None)

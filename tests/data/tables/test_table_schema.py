@@ -1,0 +1,145 @@
+"""The schema of structured answers: every mistake in the file is one clear line, and each rule of it does something."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toon_format
+from ruamel.yaml import YAML
+
+from stages.data.tables import json_answers, toon
+from stages.data.tables.schema_check import JudgedAnswer
+from stages.data.tables.table_schema import TableFile, load_table_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def schema(text: str) -> TableFile:
+    return TableFile.model_validate(YAML(typ="safe").load(text))
+
+
+def judge(text: str, tables: TableFile, question: str = "") -> JudgedAnswer:
+    return toon.repair_toon(text, "strip", tables, question)
+
+
+ITEM = "keys: {items: {type: table, columns: {n: {type: integer}, t: %s}}}"
+MISTAKES = [
+    ("type: texts", ITEM % "{type: texts}",
+     r"keys\.items\.columns\.t: unknown type texts \(did you mean text\?\); expected text, "),
+    ("no type", ITEM % "{choices: [a]}", r"keys\.items\.columns\.t: expected a type, one of text, "),
+    ("a misspelt key", ITEM % "{type: text, choises: [a]}",
+     r"keys\.items\.columns\.t\.choises: unknown key \(did you mean choices\?\); known keys are .*pattern"),
+    ("a key of another type", ITEM % "{type: text, maximum: 3}", r"columns\.t\.maximum: unknown key"),
+    ("a misspelt key of the table", "keys: {a: {type: table, colums: {}, columns: {x: {type: any}}}}",
+     r"keys\.a\.colums: unknown key \(did you mean columns\?\)"),
+    ("a misspelt key of the file", "keis: {a: {type: any}}",
+     r"keis: unknown key \(did you mean keys\?\); known keys are keys, root"),
+    ("a misspelt key of rows", "root: {type: table, columns: {x: {type: any}}, rows: {asks: a}}",
+     r"root\.rows\.asks: unknown key \(did you mean asked\?\)"),
+    ("an unknown unit", ITEM % "{type: number, unit: degC, names: {f: degF}}",
+     r"items\.t: no conversion from degF to degC, expected one in units"),
+    ("a unit of no number", ITEM % "{type: text, names: {f: degF}}", "gives the unit degF, expected a number with a unit"),
+    ("one name for two columns", ITEM % "{type: text, names: {n: null}}", r"names has n, which is also a name of n"),
+    ("a rule on no column", "root: {type: table, columns: {low: {type: integer}}, ordered: [low, hihg]}",
+     "ordered names the column hihg"),
+    ("steps of text", "root: {type: table, columns: {a: {type: text}}, consecutive: a}",
+     "expected a column of type date or integer"),
+    ("an empty range", ITEM % "{type: number, minimum: 3, maximum: 2}", "minimum 3 is above maximum 2"),
+    ("a broken pattern", ITEM % "{type: text, pattern: '('}", "expected a regular expression"),
+    ("a question without a number", "root: {type: table, columns: {x: {type: any}}, rows: {asked: days}}", "expected one group"),
+    ("missing without optional", ITEM % "{type: text, missing: [N/A]}", "expected optional: true beside it"),
+    ("a wrong fraction", "units: {a: {to: b, scale: x}}\nkeys: {a: {type: any}}", r"units\.a\.scale.*5/9"),
+    ("nothing", "{}", "expected keys, or root"),
+    ("a list", "[a]", "expected keys, as"),
+    ("broken YAML", "keys: {", "is not valid YAML: line"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        load_table_file(path)
+    assert str(error.value).startswith(str(path)) and "pydantic" not in str(error.value)
+
+
+def test_a_missing_file_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"weathr\.yaml, which does not exist \(did you mean .*weather\.yaml\?\)"):
+        load_table_file(ROOT / "data/tables/weathr.yaml")
+
+
+SENSORS = schema("""
+units: {degF: {to: degC, scale: 5/9, offset: -160/9}, kPa: {to: Pa, scale: 1000}}
+keys:
+  site: {type: text, names: {location: null}}
+  readings:
+    type: table
+    columns:
+      id: {type: integer, cast: true}
+      temperature: {type: number, unit: degC, decimals: 2, minimum: -50, maximum: 60, names: {temp: null, temp_f: degF}}
+      pressure: {type: integer, unit: Pa, optional: true, missing: [N/A], names: {p: kPa}}
+      ok: {type: boolean, cast: true, optional: true}
+    unique: [id]
+    rows: {minimum: 1, maximum: 3, asked: 'last (\\d+) readings'}
+  notes: {type: list, items: {type: text}, optional: true, maximum: 2}
+  meta: {type: object, keys: {by: {type: text, pattern: '[A-Z]\\w+'}}, other_keys: keep, optional: true}
+""")
+GOOD = "site: north\nreadings[2]{id,temperature}:\n  1,20.5\n  2,21"
+RULES = [
+    ("as it should be", GOOD, GOOD, "clean"),
+    ("renamed", GOOD.replace("site", "location").replace("temperature", "temp"), GOOD, "repaired:columns"),
+    ("converted", GOOD.replace("{id,temperature}", "{id,temp_f}").replace("20.5", "68.9").replace("21", "69.8"),
+     GOOD, "repaired:unit,columns"),
+    ("in another order", "site: north\nreadings[2]{temperature,id}:\n  20.5,1\n  21,2", GOOD, "repaired:columns"),
+    ("text for a number", GOOD.replace("  1,", '  "1",'), GOOD, "repaired:cast"),
+    ("text for a number without cast", GOOD.replace("20.5", '"20.5"'), None, "dropped:wrong_value"),
+    ("out of range", GOOD.replace("20.5", "61"), None, "dropped:wrong_value"),
+    ("out of range after conversion", GOOD.replace("temperature", "temp_f").replace("20.5", "200"), None, "dropped:wrong_value"),
+    ("a column twice, by two names", "site: n\nreadings[1]{id,temp,temp_f}:\n  1,2,3", None, "dropped:wrong_columns"),
+    ("a column too many", "site: n\nreadings[1]{id,temp,colour}:\n  1,2,red", None, "dropped:wrong_columns"),
+    ("a column too few", "site: n\nreadings[1]{id}:\n  1", None, "dropped:wrong_columns"),
+    ("an optional column, its word for null", "site: n\nreadings[1]{id,temperature,pressure,ok}:\n  1,2,N/A,yes",
+     "site: n\nreadings[1]{id,temperature,pressure,ok}:\n  1,2,null,true", "repaired:missing,cast"),
+    ("an id twice", GOOD.replace("  2,", "  1,"), None, "dropped:repeated_value"),
+    ("too many rows", GOOD.replace("[2]", "[4]") + "\n  3,1\n  4,1", None, "dropped:row_count"),
+    ("more rows than asked for", "Q1" + GOOD, None, "dropped:row_count"),
+    ("a list and an object", GOOD + "\nnotes[2]: a,b\nmeta:\n  by: Ada\n  at: 9",
+     GOOD + "\nnotes[2]: a,b\nmeta:\n  by: Ada\n  at: 9", "clean"),
+    ("a list too long", GOOD + "\nnotes[3]: a,b,c", None, "dropped:row_count"),
+    ("a text of another pattern", GOOD + "\nmeta:\n  by: ada", None, "dropped:wrong_value"),
+    ("prose that passes as a key", f"Here:\n{GOOD}\nNote: all well", GOOD, "repaired:prose"),
+    ("types say what an unquoted comma is", "site: n\nreadings[1]{id,temperature}:\n  1,2,3", None, "dropped:row_width"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "fixed", "verdict"), [row[1:] for row in RULES], ids=[row[0] for row in RULES])
+def test_each_rule_does_something(text: str, fixed: str | None, verdict: str) -> None:
+    question = "The last 1 readings?" if text.startswith("Q1") else "The last readings?"
+    text = text.removeprefix("Q1")
+    result = judge(text, SENSORS, question)
+    assert result == JudgedAnswer(text if fixed is None else fixed, verdict)
+    if fixed is not None:
+        assert judge(fixed, SENSORS, question) == JudgedAnswer(fixed, "clean")
+
+
+def test_the_same_rules_hold_for_json() -> None:
+    text = '{\n "location": "north",\n "readings": [{"id": "1", "temp_f": 68.9}, {"id": 2, "temp_f": 69.8}]\n}'
+    result = json_answers.repair_json(text, "strip", SENSORS, "")
+    assert result.verdict == "repaired:unit,cast,columns"
+    document: Any = toon_format.loads(GOOD)
+    assert re.search(r'\n "site": "north"', result.text)  # its indentation stays
+    assert json.loads(result.text) == document
+    bad = text.replace("68.9", "400")
+    assert json_answers.repair_json(bad, "strip", SENSORS, "") == JudgedAnswer(bad, "dropped:wrong_value")
+
+
+def test_conversion_is_exact() -> None:
+    """212 degrees Fahrenheit are 100 degrees Celsius, not 99.99999999999999."""
+    tables = schema(
+        "units: {F: {to: C, scale: 5/9, offset: -160/9}}\nkeys: {t: {type: number, unit: C, names: {f: F}}, n: {type: any}}"
+    )
+    assert judge("f: 212\nn: 1", tables).text == "t: 100\nn: 1"
+    assert judge("f: 32\nn: 1", tables).text == "t: 0\nn: 1"

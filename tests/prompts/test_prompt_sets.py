@@ -1,0 +1,217 @@
+"""Published prompt sets, in their authors' columns and in MT-bench's; a row of neither form is refused by line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.prompts import prompt_sets
+from stages.prompts.prompt_sets import PromptProblem
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("mt_bench", "gsm8k", "humaneval", "alpaca", "math500")
+# A row of each as its authors publish it (keys are theirs, words ours), and what is made of it: id, turns, reference.
+ROWS: dict[str, tuple[dict[str, Any], PromptProblem]] = {
+    "mt_bench": (
+        {"question_id": 81, "category": "writing", "turns": ["Begin.", "Go on."], "reference": ["Once."]},
+        PromptProblem("81", ["Begin.", "Go on."], None),
+    ),
+    "gsm8k": (
+        {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 1,042"},
+        PromptProblem("0", ["How many?"], '{"kind": "gsm8k", "answer": "1,042"}'),
+    ),
+    "humaneval": (
+        {"task_id": "HumanEval/7", "prompt": "\n\ndef f():\n", "entry_point": "f", "canonical_solution": "    pass\n",
+         "test": "def check(c):\n    pass\n"},
+        PromptProblem(
+            "HumanEval/7", ["Complete the code I provided.\ndef f():\n"],
+            '{"kind": "humaneval", "prompt": "\\n\\ndef f():\\n", "test": "def check(c):\\n    pass\\n", "entry_point": "f"}',
+        ),
+    ),
+    "alpaca": (
+        {"instruction": "Sort them.", "input": "b, a", "output": "a, b", "text": "Below is an instruction"},
+        PromptProblem("0", ["Sort them.\n\nb, a"], None),
+    ),
+    "math500": (
+        {"problem": "What is $x$?", "solution": "It is $\\boxed{5}$.", "answer": "5", "unique_id": "test/algebra/1.json"},
+        PromptProblem(
+            "test/algebra/1.json",
+            ["What is $x$?\nPlease reason step by step, and put your final answer within \\boxed{}."],
+            '{"kind": "math500", "answer": "5"}',
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(*rows: Any, name: str = "set.jsonl") -> str:
+    Path(name).write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return name
+
+
+def read(source: str, kind: str) -> list[PromptProblem]:
+    return prompt_sets.read_prompt_set(source, None, None, None, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_as_its_authors_publish_it(kind: str) -> None:
+    row, problem = ROWS[kind]
+    assert read(write(row), kind) == [problem]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_accepts_mt_benchs_columns(kind: str) -> None:
+    """EAGLE and AngelSlim distribute all sets in these columns; HumanEval without its tests."""
+    answer = {"gsm8k": "so #### 42", "math500": r"so \boxed{42}"}.get(kind, "so 42")
+    row = {"question_id": 3, "category": "", "turns": ["How many?"], "reference": [answer]}
+    graded = json.dumps({"kind": kind, "answer": "42"}) if kind in ("gsm8k", "math500") else None
+    assert read(write(row), kind) == [PromptProblem("3", ["How many?"], graded)]
+    del row["reference"]
+    assert read(write(row), kind) == [PromptProblem("3", ["How many?"], None)]
+
+
+def test_mt_bench_as_the_hub_has_it() -> None:
+    row = {"prompt_id": 56922487, "category": "writing", "prompt": ["Begin.", "Go on."], "reference": []}
+    assert read(write(row), "mt_bench") == [PromptProblem("56922487", ["Begin.", "Go on."], None)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_own_samples_are_eight_of_each(kind: str) -> None:
+    problems = read(str(ROOT / f"data/prompt_sets/{kind}.jsonl"), kind)
+    assert len(problems) == 8 == len({tuple(p.turns) for p in problems})
+    assert all((len(p.turns) == 2) == (kind == "mt_bench") for p in problems)
+    assert all((p.reference is None) == (kind in ("mt_bench", "alpaca")) for p in problems)
+
+
+@pytest.mark.parametrize("name", ["set.json", "set.parquet"])
+def test_other_files(name: str) -> None:
+    import polars as pl
+
+    rows = [ROWS["gsm8k"][0], {"question": "And now?", "answer": "#### 7"}]
+    if name.endswith(".json"):
+        Path(name).write_text(json.dumps(rows))
+    else:
+        pl.DataFrame(rows).write_parquet(name)
+    found = read(name, "gsm8k")
+    assert [p.id for p in found] == ["0", "1"] and found[0] == ROWS["gsm8k"][1]
+
+
+GSM8K = ROWS["gsm8k"][0]
+BROKEN = [
+    ("gsm8k", {"question": "How many?"}, "expected answer, a text, found the keys question"),
+    ("gsm8k", {"question": "How many?", "answer": 42}, "expected answer, a text, found '42'"),
+    ("gsm8k", {"question": " ", "answer": "#### 42"}, "expected question, a text, found an empty line"),
+    (
+        "gsm8k",
+        {"question": "How many?", "answer": "42"},
+        "expected an answer that ends in #### and a number, found ...'42'",
+    ),
+    ("gsm8k", {"question": "How many?", "answer": "#### many"}, "expected an answer that ends in #### and a number"),
+    ("mt_bench", GSM8K, "expected turns, a list of the user's messages, found the keys question, answer"),
+    (
+        "mt_bench",
+        {"question_id": 1, "turns": []},
+        "expected turns to be a list of texts, as [\"first message\"], found '[]'",
+    ),
+    ("mt_bench", {"question_id": 1, "turns": ["a", ""]}, "expected turns to be a list of texts"),
+    (
+        "humaneval",
+        {"prompt": "def f():", "test": "x", "entry_point": "f("},
+        "expected entry_point to be a function's name",
+    ),
+    ("humaneval", {"prompt": "def f():", "entry_point": "f"}, "expected test, a text, found the keys"),
+    ("alpaca", {"instruction": "Do.", "input": ["a"]}, "expected input to be a text"),
+    ("math500", {"problem": "What?", "solution": "5"}, "expected answer, a text, found the keys problem, solution"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "says"), BROKEN, ids=[f"{kind} {says[:40]}" for kind, _, says in BROKEN])
+def test_a_malformed_row_is_named_with_file_and_line(kind: str, row: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: ") as error:
+        read(write(ROWS[kind][0], row), kind)
+    assert (
+        says in str(error.value)
+        and "fix it, or correct the set's format" in str(error.value)
+        and "\n" not in str(error.value)
+    )
+
+
+def test_all_malformed_rows_are_named_at_once() -> None:
+    """Bug: a set with several malformed rows stopped the stage once for each of them."""
+    short = {"question": "How many?"}
+    with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: expected answer, a text") as error:
+        read(write(GSM8K, short, GSM8K, short, *[short] * 5), "gsm8k")
+    assert "; 7 of 9 lines are not of the format: 2, 4, 5, 6, 7 and 2 more; fix them, or correct" in str(error.value)
+
+
+def test_blank_lines_are_no_rows() -> None:
+    assert [p.id for p in read(write(GSM8K, "", GSM8K, ""), "gsm8k")] == ["0", "2"]
+
+
+def test_a_line_that_is_no_json_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^set\.jsonl, line 2: expected one JSON object per line, found 'oops'"):
+        read(write(GSM8K, "oops"), "gsm8k")
+
+
+def test_ids_are_each_rows_own() -> None:
+    """Images, histories and grades are looked up by id."""
+    row = ROWS["math500"][0]
+    with pytest.raises(ValueError, match=r"line 3: id test/algebra/1\.json is that of line 1 too"):
+        read(write(row, {**row, "unique_id": "b"}, row), "math500")
+
+
+def test_no_file_and_no_rows() -> None:
+    with pytest.raises(ValueError, match=r"^none\.jsonl not found; put the set's file there"):
+        read("none.jsonl", "gsm8k")
+    with pytest.raises(ValueError, match=r"^set\.jsonl: expected rows of format gsm8k, found none"):
+        read(write(), "gsm8k")
+
+
+# --- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder in place of an id: the same loader without a download."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("math").mkdir()
+    shutil.copy(ROOT / "data/prompt_sets/math500.jsonl", "math/test.jsonl")
+    found = prompt_sets.read_prompt_set("math", None, "test", None, "math500")
+    assert found == read(str(ROOT / "data/prompt_sets/math500.jsonl"), "math500")
+    with pytest.raises(ValueError, match=r"^prepare_prompts\.sets: dataset math .* split nowhere"):
+        prompt_sets.read_prompt_set("math", None, "nowhere", None, "math500")
+    with pytest.raises(ValueError, match=r"^math, row 1: expected question, a text"):
+        prompt_sets.read_prompt_set("math", None, "test", None, "gsm8k")
+
+
+def test_a_dataset_is_read_at_its_commit_and_a_branch_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+    import huggingface_hub
+
+    commit, requested = "8049631c405ae6576f93f445c6b8166f76f5505a", []
+
+    class Api:
+        def dataset_info(self, name: str, revision: str | None) -> Any:
+            return type("Info", (), {"sha": commit})
+
+    def load(name: str, config: str | None, split: str, revision: str) -> Any:
+        requested.append((name, config, split, revision))
+        return datasets.Dataset.from_list([GSM8K])
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for revision in (commit, None):
+        assert prompt_sets.read_prompt_set("openai/gsm8k", "main", "test", revision, "gsm8k") == [ROWS["gsm8k"][1]]
+    assert requested == [("openai/gsm8k", "main", "test", commit)] * 2
+    assert capsys.readouterr().out == (
+        f"note: openai/gsm8k is at commit {commit} today; write it as the set's revision, or tomorrow's may be another\n"
+    )

@@ -1,0 +1,225 @@
+"""Published numbers: what was copied is all there, and every slip of a copyist is one clear error."""
+
+import csv
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from stages.cells import torch_records
+from stages.params.tree_shape import TreeShape
+from stages.published import tables as published
+from tests.conftest import ROOT
+
+PUBLISHED = published.read_publications(ROOT / "published")
+# Numbers and their sum, as a script of its own took them from the sources when they were copied (2026-11-21); for the
+# two prose documents, their tables alone were counted so, the rest by hand.
+COPIED = {
+    "angelslim-issue-163": (34, 14383.676),
+    "angelslim-pytorch": (180, 463.69),
+    "angelslim-tool": (12, 1665.0),
+    "angelslim-vllm": (170, 27334.11),
+    "dspark-paper": (108, 455.67),
+    "eagle3-paper": (339, 2003.74),
+    "modelopt-2342": (30, 206.51),
+    "qwen3-30b-a3b-shape": (8, 3162.5),
+    "qwen3-coder-h100": (94, 99168.45),
+    "qwen3-vl-weather": (82, 1025.2),
+    "specforge-sweep": (1760, 734487.4146),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_that_was_copied_is_there(name: str) -> None:
+    rows = PUBLISHED[name].rows
+    assert (len(rows), pytest.approx(sum(row.value for row in rows), abs=1e-6)) == COPIED[name]
+
+
+def test_rows_say_what_where_and_by_which_definition() -> None:
+    for name, publication in PUBLISHED.items():
+        for row in publication.rows:
+            assert row.publication == name and row.where in row.source and row.source.startswith(publication.document)
+            assert row.definition in (row.metric, published.UNKNOWN) or " " in row.definition
+            assert row.definition != row.metric or row.metric in torch_records.METRICS
+
+
+def test_a_row_of_the_seed_table() -> None:
+    """`10_3_32` of the notes: 0.21, 31, 0.63, 4.05."""
+    rows = [row for row in PUBLISHED["qwen3-vl-weather"].rows if row.setting.label == "10_3_32"]
+    assert [(row.metric, row.value) for row in rows] == [
+        ("prefill_latency_s", 0.21), ("accept_rate", 31), ("e2e_latency_s", 0.63), ("tau", 4.05),
+    ]  # fmt: skip
+    assert rows[0].setting.shape == TreeShape(10, 3, 32)
+    assert (rows[0].setting.temperature, rows[0].setting.prompts) == ("unknown", 100)
+
+
+def test_chains_count_their_root() -> None:
+    """The notes write 8_1_8 and 16_1_16; SGLang verifies steps + 1 tokens."""
+    for publication in PUBLISHED.values():
+        for row in publication.rows:
+            shape = row.setting.shape
+            assert not shape or shape.topk != 1 or shape.num_draft_tokens == shape.num_steps + 1, row
+
+
+def test_a_metric_on_a_data_set_is_a_row_on_it() -> None:
+    rows = [
+        row
+        for row in PUBLISHED["eagle3-paper"].rows
+        if row.setting.target == "Llama-3.1-8B-Instruct" and row.where == "Table 1" and row.setting.temperature == 1
+    ]
+    found = {(row.setting.method, row.setting.dataset): row.value for row in rows if row.metric == "tau"}
+    assert found["EAGLE-3", "GSM8K"] == 4.59 and found["EAGLE-2", "CNN/DM"] == 3.14 and found["EAGLE-3", "mean"] == 4.92
+
+
+def test_block_drafts_have_their_width_and_how_they_were_drawn() -> None:
+    """DSpark's paper: sampled at temperature 1, blocks of 7; ModelOpt: greedy, blocks of 15 drafts."""
+    found = {}
+    for name in ("dspark-paper", "modelopt-2342"):
+        for row in PUBLISHED[name].rows:
+            s = row.setting
+            assert s.thinking == "off" and (s.temperature, s.drafting) in ((1, "sampled"), (0, "greedy"))
+            if (s.target, s.dataset, row.metric) == ("Qwen3-8B", "GSM8K", "tau"):
+                found[name, s.method] = row.value, s.shape and s.shape.num_steps
+    assert found["dspark-paper", "DSpark"] == (6.17, 7) and found["dspark-paper", "DFlash"] == (5.33, 7)
+    assert found["dspark-paper", "EAGLE-3"] == (5.30, None), "its chain's length isn't stated in our copy"
+    assert found["modelopt-2342", "DSpark"] == (7.375, 15) and found["modelopt-2342", "DFlash"] == (6.341, 15)
+    missing = [row for row in PUBLISHED["modelopt-2342"].rows if row.setting.dataset == "AIME25"]
+    assert {row.setting.method for row in missing} == {"LiLiCorr+conv", "LiLiCorr", "DSpark"}
+
+
+def test_the_sweep_is_its_csv() -> None:
+    with (ROOT / "published/specforge-sweep.csv").open(newline="") as lines:
+        points = list(csv.DictReader(lines))
+    rows = PUBLISHED["specforge-sweep"].rows
+    assert len(points) == 440 and len(rows) == 4 * 440
+    for metric, column in {"tau": "accept_len", "speedup": "speedup", "output_tok_s": "spec_tps"}.items():
+        assert [row.value for row in rows if row.metric == metric] == [float(point[column]) for point in points]
+    shapes = {"{:.0f},{},{},{}".format(row.setting.batch, *astuple(row.setting.shape)) for row in rows}
+    assert shapes == {point["bs_steps_topk_ndt"] for point in points}
+
+
+# Every defect is one error that names its location
+
+
+SMALL: dict[str, Any] = {
+    "title": "a table",
+    "source": {"document": "a page", "url": "unknown", "date": "unknown"},
+    "notes": [],
+    "settings": dict.fromkeys(published.SETTING_NAMES, "unknown") | {"label": None},
+    "metrics": {"tau": {"printed": "τ", "unit": "tokens", "decimals": 2, "definition": "tau"}},
+    "tables": [{"where": "here", "columns": ["tree", "tau", "tau @ GSM8K"], "rows": [["t8_2_16", 3.5, None]]}],
+}
+
+
+def written(tmp_path: Path, content: Any) -> Path:
+    path = tmp_path / "small.yaml"
+    YAML(typ="safe").dump(content, path)
+    return path
+
+
+def test_a_number_that_is_not_printed_is_no_row(tmp_path: Path) -> None:
+    (row,) = published.read_publication(written(tmp_path, SMALL)).rows
+    assert (row.value, row.setting.tree, row.setting.dataset, row.publication) == (3.5, "t8_2_16", "unknown", "small")
+
+
+def change(key_path: str, value: Any) -> dict[str, Any]:
+    """SMALL with the value at `key_path`, as "tables.0.rows"; a value of ... leaves the key out."""
+
+    def at(node: Any, parts: list[str]) -> Any:
+        if not parts:
+            return value
+        if isinstance(node, list):
+            n = int(parts[0])
+            return [*node[:n], at(node[n], parts[1:]), *node[n + 1 :]]
+        inner = at(node.get(parts[0]), parts[1:])
+        return {key: kept for key, kept in (node | {parts[0]: inner}).items() if kept is not ...}
+
+    return at(SMALL, key_path.split("."))
+
+
+@pytest.mark.parametrize(
+    ("key_path", "value", "message"),
+    [
+        ("title", ..., "found no title"),
+        ("title", 3, "title: expected words, found 3"),
+        ("extra", 1, r"found \['extra'\]"),
+        ("source.url", ..., "source: .*found no url"),
+        ("notes", "one", "notes: expected a list, found 'one'"),
+        ("notes", [{"a": "b"}], r"notes\[0\]: expected words"),
+        ("settings.tree", "8_2_16", "tree: expected t<num_steps>"),
+        ("settings.tree", 8216, "tree: expected words, null or unknown, found 8216; quote it"),
+        ("settings.batch", "one", "batch: expected a number"),
+        ("settings.batch", True, "batch: expected a number"),
+        ("settings.colour", "red", r"expected target, .*found \['colour'\]"),
+        ("settings.draft", ..., r"rows\[0\]: no draft; give it, or null, or unknown"),
+        ("metrics.tau.unit", ..., "metrics.tau: .*found no unit"),
+        ("metrics.tau.decimals", "2", "decimals: expected a count of digits"),
+        ("metrics.tau.definition", "accept_rate", "expected tau, unknown or a sentence, found 'accept_rate'"),
+        ("metrics.tau.definition", 3, "definition: expected words"),
+        (
+            "metrics.length",
+            {"printed": "l", "unit": "", "decimals": 1, "definition": "length"},
+            "expected one of our metrics",
+        ),
+        ("metrics.spare", {"printed": "l", "unit": "", "decimals": 1, "definition": "unknown"}, "no table has spare"),
+        ("tables", {}, "tables: expected a list"),
+        ("tables.0.where", 3, r"tables\[0\]\.where: expected words, found 3"),
+        ("tables.0.where", ..., r"tables\[0\]: .*found no where"),
+        ("tables.0.rows", ..., r"tables\[0\]: .*found no rows"),
+        ("tables.0.columns", ["tree", "taux", "tau"], "expected a metric or a setting .*found 'taux'"),
+        ("tables.0.columns", ["tree @ GSM8K", "tau", "tau"], "found 'tree @ GSM8K'"),
+        ("tables.0.columns", "tree", "columns: expected a list"),
+        ("tables.0.rows", [["t8_2_16", 3.5]], r"rows\[0\]: expected 3 values, one a column, found 2"),
+        ("tables.0.rows", [3.5], r"rows\[0\]: expected 3 values, one a column, found 3.5"),
+        ("tables.0.rows", 3.5, "rows: expected a list"),
+        ("tables.0.rows", [["t8_2_16", None, None]], "expected at least one number"),
+        ("tables.0.rows", [["t8_2_16", 3.512, None]], "tau: expected at most 2 decimals, found 3.512"),
+        ("tables.0.rows", [["t8_2_16", "3.x", None]], "tau: expected a number, or null where none is printed"),
+        ("tables.0.rows", [["t8_2_16", True, None]], "tau: expected a number"),
+        ("tables.0.rows", [["t8_2_16", float("inf"), None]], "tau: expected a number"),
+    ],
+)
+def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: str) -> None:
+    path = written(tmp_path, change(key_path, value))
+    with pytest.raises(ValueError, match=message) as raised:
+        published.read_publication(path)
+    assert "small.yaml" in str(raised.value)
+
+
+def test_what_is_not_yaml_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("title: a\ntitle: b\n")
+    with pytest.raises(ValueError, match=r"small\.yaml is not YAML"):
+        published.read_publication(tmp_path / "small.yaml")
+    with pytest.raises(ValueError, match=r"other\.yaml not found; restore it"):
+        published.read_publication(tmp_path / "other.yaml")
+    with pytest.raises(ValueError, match="holds no publication"):
+        published.read_publications(tmp_path / "nowhere")
+
+
+def test_a_csv_beside_the_file(tmp_path: Path) -> None:
+    table = {"where": "here", "columns": ["batch_and_tree", "tau"], "csv": "points.csv"}
+    path = written(tmp_path, SMALL | {"tables": [table]})
+    with pytest.raises(ValueError, match=r"points\.csv not found"):
+        published.read_publication(path)
+    (tmp_path / "points.csv").write_text('config,tau\n"8,3,1,4",2.5\n')
+    (row,) = published.read_publication(path).rows
+    assert (row.setting.batch, row.setting.tree, row.value) == (8, "t3_1_4", 2.5)
+    for line, message in {'"8,3,1",2.5': "expected batch,num_steps", '"8,3,1,4",': "expected a number"}.items():
+        (tmp_path / "points.csv").write_text(f"config,tau\n{line}\n")
+        with pytest.raises(ValueError, match=rf"points\.csv, row 1.*{message}"):
+            published.read_publication(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("/data/models/qwen3-8b/", "qwen3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        (None, ""),
+    ],
+)
+def test_a_models_name_is_that_of_its_hub_id_or_folder(model: str | None, name: str) -> None:
+    assert published.normalise_model_name(model) == name

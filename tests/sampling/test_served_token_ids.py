@@ -1,0 +1,244 @@
+"""Token ids of answers that come from servers: whose ids they are, and what a run does where they are not known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from stages import sample_target
+from stages.target.chat_template import TemplateRefusalError
+from stages.target.prompt_encoder import PromptEncoder
+from tests.sampling.sampled_project import TEMPLATE, answers, conversations_of, report, set_backend
+from tests.serving.misbehaving_server import Fake, completion
+
+WRONG_COUNT = {"usage": {"completion_tokens": 99}}
+
+
+def serve_as(engine: str, reply: Any) -> Fake:
+    """A server that says which engine it is, as the models of vLLM and SGLang do; the builtin target's name is `builtin`."""
+    return Fake(reply, models={"data": [{"id": "tiny", "owned_by": engine}]})
+
+
+def spell(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text whose characters are tokens each, where the tokenizer would take fewer."""
+    return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
+
+
+@pytest.fixture
+def tokenizer(project: Path) -> Any:
+    return AutoTokenizer.from_pretrained("artifacts/target")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engines_own_ids_are_taken_though_its_text_tells_others(project: Path, tokenizer: Any, engine: str) -> None:
+    """Bug: SGLang's ids, which it returns from 0.5.17 on, were not asked for, and such rows were dropped."""
+    ids = spell(tokenizer, "place: Graz")
+    assert len(ids) > len(tokenizer.encode("place: Graz", add_special_tokens=False)) + 1
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        assert body["return_token_ids"] is True
+        return completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
+
+    with serve_as(engine, reply) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        sample_target.main()
+    found = report(project)
+    assert found["token_ids"] == {"server": found["rows_in"]} and not found["dropped"]
+    assert all(row[:-1] == ids for row in answers(project, "train")["answer_ids"].to_list())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda ids: [*range(40), *ids], "returned 51 token ids and counted 11"),
+        (
+            lambda ids: [token + 1 for token in ids],
+            "token ids of another text than its own, which begins 'place: Graz'",
+        ),
+        (lambda ids: [*ids[:-1], 10**6], "returned token id 1000000, of a vocabulary of "),
+    ],
+)
+def test_ids_that_cannot_be_the_texts_are_dropped(
+    project: Path, tokenizer: Any, capsys: pytest.CaptureFixture, change: Any, says: str
+) -> None:
+    """Bug: any ids were trained on: the prompt's among them, another text's, and some outside the vocabulary."""
+    ids = spell(tokenizer, "place: Graz")
+    odd = completion("place: Graz", choice={"token_ids": change(ids)}, usage={"completion_tokens": len(ids)})
+    good = completion("place: Graz", choice={"token_ids": ids}, usage={"completion_tokens": len(ids)})
+    with serve_as("vllm", lambda b, n: good if n else odd) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1})
+        sample_target.main()
+    assert report(project)["dropped"] == {"token_ids_unknown": 1}
+    output = capsys.readouterr().out
+    assert "train: 1 rows dropped as token_ids_unknown, the first: row weather-" in output and says in output
+
+
+def test_sglangs_prompt_is_compared_by_its_ids(project: Path) -> None:
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi", choice={"token_ids": [5], "prompt_token_ids": [1, 2, 3]})
+
+    with serve_as("sglang", reply) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        with pytest.raises(ValueError, match="the server was prompted with 3 tokens, this tokenizer"):
+            sample_target.main()
+
+
+def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it(project: Path) -> None:
+    """Bug: it went on to the end, said "0 cut at max_new_tokens; raise max_new_tokens", and kept the answers for the next run."""
+    with Fake(lambda b, n: completion("hi", b["model"], **WRONG_COUNT)) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
+        with pytest.raises(
+            ValueError,
+            match=r"none of the first 32 answers are known.*The first: row \S+ \(weather_toon.jsonl, row \d+\)",
+        ) as error:
+            sample_target.main()
+        assert "the server counted 99 tokens" in str(error.value) and len(fake.bodies) < 40
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 4}, train_rows=60)
+        sample_target.main()
+    assert answers(project, "train").height == 60 and not report(project)["dropped"]
+
+
+def test_a_server_with_the_right_template_goes_on_after_one_with_another(project: Path) -> None:
+    """Bug: the answers to wrong prompts were kept, so that the fixed server was never asked."""
+    with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3})) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        with pytest.raises(ValueError, match="prompted with 3 tokens"):
+            sample_target.main()
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    assert not report(project)["dropped"]
+
+
+def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) -> None:
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        return completion("hi", body["model"], choice={"finish_reason": "length"})
+
+    with Fake(reply) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]}, truncated="drop")
+        with pytest.raises(
+            ValueError,
+            match=r"in the train split, .*\(6 sampled, dropped: 6 truncated\); raise sample_target.max_new_tokens",
+        ):
+            sample_target.main()
+
+
+def test_the_prompts_ids_before_the_answers_are_told(
+    project: Path, tokenizer: Any, capsys: pytest.CaptureFixture
+) -> None:
+    tokenizer.chat_template = TEMPLATE
+    ids = spell(tokenizer, "place: Graz")
+
+    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
+        prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+        return completion("place: Graz", choice={"token_ids": ids if number else [*prompt, *ids]})
+
+    with serve_as("vllm", reply) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1}, max_new_tokens=500)
+        sample_target.main()
+    assert "the server returned the ids of the prompt before those of its answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["place: Graz!", "place :\nGraz \N{REPLACEMENT CHARACTER}"])
+def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
+    project: Path, tokenizer: Any, text: str
+) -> None:
+    ids = spell(tokenizer, "place: Graz")
+    with serve_as("vllm", lambda b, n: completion(text, choice={"token_ids": ids})) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"})
+        if "!" in text:
+            with pytest.raises(ValueError, match="dropped: 6 token_ids_unknown"):
+                sample_target.main()
+        else:
+            sample_target.main()
+            assert not report(project)["dropped"]
+
+
+def test_a_tokenised_text_of_too_many_tokens_is_dropped_where_nothing_else_is_known(project: Path) -> None:
+    """Bug: it stopped the run, as if the server did not obey max_tokens; a parser may have added what was tokenised."""
+    with Fake(lambda b, n: completion("a long answer " * 40 if n == 2 else "hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, max_new_tokens=20)
+        sample_target.main()
+    assert report(project)["dropped"] == {"token_ids_unknown": 1}
+
+
+def test_refusals_that_come_before_the_first_answer_do_not_stop_a_run_of_many_at_once(project: Path) -> None:
+    """Bug: eight rows that are too long, among requests of which no answer was there yet, stopped it."""
+    with Fake(lambda b, n: 400 if n < 10 else completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 16}, train_rows=40)
+        sample_target.main()
+    assert report(project)["dropped"] == {"refused": 10}
+
+
+def test_turns_after_one_that_the_template_refuses_do_not_quote_the_datas_answer(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = PromptEncoder.encode_prompt
+
+    def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
+        if row.split()[0].endswith(".0"):  # its file follows
+            raise TemplateRefusalError("a greeting")
+        return encode(self, row, *rest)
+
+    conversations_of(project, 3, 3)
+    monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=9)
+        with pytest.raises(ValueError, match="dropped: 6 earlier_turn_incomplete, 3 refused_by_template"):
+            sample_target.main()
+    assert not fake.bodies
+
+
+def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path) -> None:
+    """Bug: every second answer was kept with its wrong count, and dropped again by each run after."""
+
+    def reply(body: dict[str, Any], number: int) -> Any:
+        return 404 if number > 15 else completion("hi", body["model"], **(WRONG_COUNT if number % 2 else {}))
+
+    settings: dict[str, Any] = {"train_rows": 30, "shard_size": 50}
+    with Fake(reply) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
+        with pytest.raises(ValueError, match="404"):
+            sample_target.main()
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, **settings)
+        sample_target.main()
+    found = report(project)
+    assert not found["dropped"] and len(fake.bodies) == found["rows_in"] - 8  # what was usable is kept
+
+
+def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """Bug: a server without `usage` and with another template was taken without a word."""
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    assert "warning: of 12 of 12 answers the servers returned neither token ids nor how many" in capsys.readouterr().out
+
+
+def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer: Any) -> None:
+    ids = spell(tokenizer, "place: Graz")
+    with serve_as("vllm", lambda b, n: completion("place: Graz", choice={"token_ids": ids})) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny"}, max_new_tokens=5)
+        with pytest.raises(
+            ValueError, match=r"\): the server answered with 12 tokens, .*max_new_tokens 5; let it obey"
+        ):
+            sample_target.main()
+
+
+def test_a_row_that_the_template_refuses_is_not_sent(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: with a server whose template takes it, the refusal of ours came after the answer and ended the run."""
+    encode, refused = PromptEncoder.encode_prompt, answers(project, "train")["id"][2]
+
+    def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
+        if row.startswith(f"{refused} ("):
+            raise TemplateRefusalError("roles must alternate")
+        return encode(self, row, *rest)
+
+    monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    found = report(project)
+    assert found["dropped"] == {"refused_by_template": 1} and len(fake.bodies) == found["rows_in"] - 1
