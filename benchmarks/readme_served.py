@@ -17,9 +17,7 @@ from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.text import format_number
 
 SERVED_BLOCK = re.compile(r"<!-- served (\S+) -->\n(.*?)<!-- /served -->", re.DOTALL)
-HEAD = (
-    "| Tree_structure | TTFT (s) | spec_accept_rate (%) | e2e_latency (s) | compress ratio (↑) | replayed | speedup |"
-)
+HEAD = "| tree | TTFT (s) | accept rate (%) | e2e (s) | tau (↑) | tau, replayed | speedup |"
 NO_INTERVAL = "one prompt"
 
 

@@ -18,9 +18,7 @@ from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.text import format_interval, format_number, format_spread
 
 README, RECORDS = Path("README.md"), Path("docs/results")
-HEAD = (
-    "| Tree_structure | prefill_latency (s) | spec_accept_rate (%) | e2e_latency (s) | compress ratio (↑) | speedup |"
-)
+HEAD = "| tree | prefill (s) | accept rate (%) | e2e (s) | tau (↑) | speedup |"
 NO_BREAK = str.maketrans({" ": "\N{NO-BREAK SPACE}", "-": "\N{NON-BREAKING HYPHEN}"})  # a figure stays on one line
 REPLAYED = (
     "{names}: replayed, not measured. tau is over the whole eval split (a measured tau: over the workload's prompts), the "

@@ -53,10 +53,10 @@ class BenchmarkRow(TableRow):
     num_draft_tokens: int
     source: Literal["measured", "replayed"]
     # None of a replayed tree: latencies, tokens/s, CPU time, memory
-    prefill_latency_s: Annotated[Number, Column(("prefill_latency", "(s)"), decimals=3)]
-    accept_rate: Annotated[float, Column(("spec_accept_rate", "(%)"), decimals=1, factor=100)]
-    e2e_latency_s: Annotated[Number, Column(("e2e_latency", "(s)"), decimals=3)]
-    tau: Annotated[float, Column(("compress ratio", "(tau, ± 95%)"), ends=("tau_low", "tau_high"), is_spread=True)]
+    prefill_latency_s: Annotated[Number, Column(("prefill", "(s)"), decimals=3)]
+    accept_rate: Annotated[float, Column(("accept rate", "(%)"), decimals=1, factor=100)]
+    e2e_latency_s: Annotated[Number, Column(("e2e", "(s)"), decimals=3)]
+    tau: Annotated[float, Column(("tau", "(± 95%)"), ends=("tau_low", "tau_high"), is_spread=True)]
     tau_low: Number
     tau_high: Number
     # None of a replayed tree outside the timing grid
@@ -168,7 +168,7 @@ def _describe_draft(draft: DraftKind, group: list[BenchmarkRow]) -> str:
 
 
 def _align_benchmark_rows(group: list[BenchmarkRow], family: DraftKind, doubted: Collection[str]) -> list[str]:
-    heads = zip(("Tree_structure", ""), *BenchmarkRow.list_headings(), strict=True)
+    heads = zip(("tree", ""), *BenchmarkRow.list_headings(), strict=True)
     marks = [
         REPLAYED_MARK * row.is_replayed
         + DOUBTED_MARK * (row.stage in doubted)

@@ -45,7 +45,7 @@ class LatencyGroup:
     def headings(self) -> list[str | tuple[str, str]]:
         """Return the heads of the table of percentiles."""
         return [
-            "Tree_structure",
+            "tree",
             "answers",
             *((name, f"p{share}") for name in self.names.values() for share in PERCENTILES),
         ]

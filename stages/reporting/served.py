@@ -136,7 +136,7 @@ def format_served_table(rows: list[ServedRow]) -> list[str]:
         lines.append(f"{group.title}, {by}")
         measured_rows = [row for row in group.rows if row.is_measured]
         if 0 < len(measured_rows) <= MAX_TABLE_LINES:
-            headings = [("Tree_structure", ""), ("tokens", "x concurrency"), *ServedRow.list_headings()]
+            headings = [("tree", ""), ("tokens", "x concurrency"), *ServedRow.list_headings()]
             lines += align_columns([*zip(*headings, strict=True), *map(_format_served_row, measured_rows)])
         elif measured_rows:
             lines.append(f"{len(measured_rows)} lines: results/served.csv")

@@ -164,7 +164,7 @@ def test_a_phone_shows_tree_tau_and_speedup_without_scrolling(open_page: Open) -
     box = page.locator(".scroll:has(> .results)").first
     assert box.evaluate(fits)
     heads = page.locator(".results").first.locator("th[scope=col]:visible").all_inner_texts()
-    assert [head.split()[0] for head in heads] == ["Tree_structure", "compress", "speedup"]
+    assert [head.split()[0] for head in heads] == ["tree", "tau", "speedup"]
     page.get_by_label("all columns").first.check()
     assert page.locator(".results").first.locator("th[scope=col]:visible").count() == 10 and not box.evaluate(fits)
 
@@ -296,7 +296,7 @@ def test_the_main_table_sorts_and_plain_decoding_stays_below(open_page: Open) ->
     assert table.locator("th[aria-sort=descending]").inner_text().startswith("speedup")
     table.get_by_role("button", name="speedup (95% interval)").press("Enter")
     assert [float(text.split("×")[0]) for text in column(5)][:-1] == sorted(speedups[:-1])
-    table.get_by_role("button", name="Tree_structure").click()
+    table.get_by_role("button", name="tree").click()
     shapes = [[int(part) for part in name.split()[0].split("_")] for name in column(0)[:-1]]
     assert shapes == sorted(shapes) and sorted(before) == sorted(column(0))
 
@@ -341,9 +341,9 @@ def test_every_table_is_downloaded_as_csv(open_page: Open) -> None:
     name, rows = download(page, caption)
     assert name == re.sub(r"[^a-z0-9_]+", "-", caption.lower()) + ".csv"
     cells = {row.tree: row for row in BenchmarkRow.read_table() if row.checkpoint in caption}
-    assert len(rows) == len(cells) + 1 and rows[-1]["Tree_structure"] == "plain decoding"
+    assert len(rows) == len(cells) + 1 and rows[-1]["tree"] == "plain decoding"
     for row in rows[:-1]:
-        cell = cells["t" + row["Tree_structure"].split()[0]]
+        cell = cells["t" + row["tree"].split()[0]]
         assert row["speedup (95% interval)"] == f"{cell.speedup:.2f}"
         low, high = (f"{value:.2f}" for value in (cell.speedup_low, cell.speedup_high))
         assert row["speedup (95% interval) note"] == f"({low}-{high})"
@@ -359,7 +359,7 @@ def test_csv_holds_the_rows_shown_and_lines_between_rows_as_columns(open_page: O
     page.evaluate(OPEN_ALL)
     _, served = download(page, "code, checkpoint e009, sglang")
     (off,) = (row for row in served if row["remark"].startswith("tau "))
-    assert "of the replayed" in off["remark"] and off["Tree_structure"].startswith("5_1_6")
+    assert "of the replayed" in off["remark"] and off["tree"].startswith("5_1_6")
 
 
 def test_a_point_tells_its_numbers_to_the_pointer_and_to_the_keyboard(open_page: Open) -> None:

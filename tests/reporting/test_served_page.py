@@ -180,7 +180,7 @@ def test_without_torch_cells_the_report_shows_what_was_served(
     assert _lines(BenchmarkRow.TABLE) == []
     printed = capsys.readouterr().out
     assert printed.startswith("Launch t5_1_6 with e009: ") and "(sglang, code, 200 tokens)" in printed.splitlines()[0]
-    assert "\n\ncode, checkpoint e009, served by sglang\nTree_structure" in printed
+    assert "\n\ncode, checkpoint e009, served by sglang\ntree" in printed
     assert report.TABLE_FILE.read_text() == printed
     page = report.PAGE_FILE.read_text()
     assert (
