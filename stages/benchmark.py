@@ -309,9 +309,8 @@ class RepeatedLoad:
     """One load, repeated."""
 
     records: dict[str, load_points.RepeatRecords]  # by kind of decoding
-    process_share: (
-        float | None
-    )  # CPU time of this process / wall time; None on a GPU, and where processes wait for others
+    # CPU time of this process / wall time; None on a GPU, and where processes wait for others
+    process_share: float | None
     stopping: StoppingRecord
 
 

@@ -42,9 +42,8 @@ SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/train/e000.overfit.json"), Path("results/overfit_pass.json")
 LEAST_COVERAGE = 0.9  # of the row's answer by the draft's vocabulary: below, that is what a failure is put down to
 NUM_CANDIDATES = 16  # rows of median length, of which the most predictable one is learned
-LEAST_TELLING_TAU = (
-    2.0  # of perfect guesses; below, the row has too few argmax tokens for the engine's tau to tell anything
-)
+# of perfect guesses; below, the row has too few argmax tokens for the engine's tau to tell anything
+LEAST_TELLING_TAU = 2.0
 
 
 @dataclass(frozen=True)

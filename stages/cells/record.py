@@ -102,9 +102,8 @@ class Column:
     """Where a field of a row comes from, and how the terminal and the page show it."""
 
     heading: tuple[str, str] | None = None  # two lines; None: in the CSV alone
-    source: str = (
-        ""  # in the record that the row is of, by attributes: "acceptance.tau"; of a list the mean over its items
-    )
+    # in the record that the row is of, by attributes: "acceptance.tau"; of a list the mean over its items
+    source: str = ""
     decimals: int = 2
     factor: float = 1.0
     suffix: str = ""

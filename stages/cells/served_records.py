@@ -86,9 +86,8 @@ class LoadPoint(Record):
     quality: GradeSummary | None  # null if not graded
     requests: list[RequestRow]  # of all repeats
     warnings: list[str]  # sentences
-    process_share: float | None = (
-        None  # CPU time of the torch engine's process / wall time; null on a GPU and of a server
-    )
+    # CPU time of the torch engine's process / wall time; null on a GPU and of a server
+    process_share: float | None = None
     stopping: StoppingRecord | None = None  # of a speedup over the cell's own baseline; null without `until`
 
     @property

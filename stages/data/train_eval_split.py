@@ -29,9 +29,8 @@ class SplitAssignment:
 
     fates: np.ndarray  # [R] int8, SplitFate
     exact_overlap: int  # training rows that open like an eval row
-    near_overlap: int | None = (
-        None  # training rows nearly equal to an eval row; None where near duplicates are not looked for
-    )
+    # training rows nearly equal to an eval row; None where near duplicates are not looked for
+    near_overlap: int | None = None
     pairs: np.ndarray | None = None  # [P, 2] row numbers of near duplicates, the earlier first
     similarity: np.ndarray | None = None  # [P]
 

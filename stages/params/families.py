@@ -115,12 +115,10 @@ class DraftFamily:
     shapes: str = "t"  # first letters of the shapes that it drafts
     depth_of: str = "its guesses"  # what bounds the depth of a shape, in words
     architecture: str | None = None  # in config.json, by which SGLang and vLLM load the draft
-    algorithm: str | None = (
-        None  # SGLang's --speculative-algorithm; in lower case vLLM's; None: benchmark_served.server's
-    )
-    first_slot: int | None = (
-        None  # of a block: the slot that predicts the first draft, 1 where slots predict themselves
-    )
+    # SGLang's --speculative-algorithm; in lower case vLLM's; None: benchmark_served.server's
+    algorithm: str | None = None
+    # of a block: the slot that predicts the first draft, 1 where slots predict themselves
+    first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
 

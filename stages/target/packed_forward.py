@@ -45,9 +45,7 @@ def forward_documents(
     kwargs: dict[str, Tensor] = {} if inputs is None else build_pixel_kwargs(model, inputs)
     if packed:
         text_positions = torch.cat([torch.arange(length) for length in lengths])[None]  # [1, N], each document from 0
-        positions = (
-            text_positions if inputs is None else torch.cat([text_positions, inputs.positions])[:, None]  # [4, 1, N]
-        )
+        positions = text_positions if inputs is None else torch.cat([text_positions, inputs.positions])[:, None]
         kwargs["position_ids"] = copy_to_device(positions, ids.device)
     elif inputs is not None:
         by_row = pad_sequence(list(inputs.positions.T.split(lengths)), batch_first=True)  # [B, T, 3]

@@ -30,9 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ADDRESS_VARIABLE = "AERIE_FORK_SERVER"
-RANKS_VARIABLE = (
-    "AERIE_RANKS_FORK_SERVER"  # the address in a fork, for the ranks that its stage starts, and for them only
-)
+# the address in a fork, for the ranks that its stage starts, and for them only
+RANKS_VARIABLE = "AERIE_RANKS_FORK_SERVER"
 # What most stages import. Not polars: it starts threads, which a fork does not have.
 PRELOADED = ("torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -8,7 +8,7 @@ import pytest
 
 from stages.data.tables import json_answers
 from stages.data.tables.schema_check import JudgedAnswer
-from tests.data import damaged_tables
+from tests.data.tables import damaged_tables
 
 VALUE = '{"users": [{"id": 1, "name": "Ada"}, {"id": 2, "name": "Bo, the \\"third\\""}], "total": 1.50}'
 LINES = '{\n  "a": [1, 2],\n  "b": null\n}'

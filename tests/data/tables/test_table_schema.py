@@ -13,7 +13,7 @@ from stages.data.tables import json_answers, toon
 from stages.data.tables.schema_check import JudgedAnswer
 from stages.data.tables.table_schema import TableFile, load_table_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def schema(text: str) -> TableFile:

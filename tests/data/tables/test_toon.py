@@ -38,7 +38,7 @@ days[3]{date,low,high,rain,sky}:
   2026-02-27,-3,5,20,cloudy
   2026-02-28,-1,3,80,snow
   2026-03-01,0,8,0,sunny"""
-WEATHER = load_table_file(Path(__file__).parents[2] / "data/tables/weather.yaml")
+WEATHER = load_table_file(Path(__file__).parents[3] / "data/tables/weather.yaml")
 DAYS = WEATHER.keys["days"]
 assert isinstance(DAYS, TableValue)
 ROWS = DAYS.rows

@@ -6,7 +6,7 @@ import toons
 
 from stages.data.tables import toon
 from stages.data.tables.schema_check import JudgedAnswer
-from tests.data import damaged_tables
+from tests.data.tables import damaged_tables
 
 USERS = "users[3]{id,name}:\n  1,Ada\n  2,Grace Hopper\n  3,Bo"
 DEEP = "site:\n  name: north\n  tags[2]: a,b\n  at:\n    x: 1\n  staff[2]{id,at{x,y}}:\n    1,2,3\n    2,3,4"
