@@ -199,6 +199,16 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _list_anchors(linked), f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name
+)
+def test_code_that_a_page_names_is_there(page: Path) -> None:
+    """Bug: files were moved, and pages named the old places. NAME is the reader's; a tag is of the past."""
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:stages|pipeline|tests|benchmarks)/[\w./-]+)`(?!.*\n?.*at the tag)", text)
+    assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """An import circle makes the order of imports matter, and its modules one that nobody can read alone."""
     graph = grimp.build_graph("stages", "pipeline", exclude_type_checking_imports=True)
