@@ -7,7 +7,7 @@ greedy outputs are expected to be identical; the share of identical answers is a
 earlier answers in both, so both decode the same prompt even after a near-tie.
 
 A workload with several prompts at once, or a sweep, is measured in loads, as a server is: each load once by plain and once by
-speculative decoding, alternating (results/served_records.py has the cell). With several GPUs each process has a share of the
+speculative decoding, alternating (cells/served_records.py has the cell). With several GPUs each process has a share of the
 prompts and of the slots; the first process writes the cell.
 
 With `benchmark.mode: eagle` or `baseline` only one of the two decodings runs, in loads too, and the cell has no speedup.

@@ -4,7 +4,7 @@ Serves every tree of `serving_costs.trees`, and the target alone, under the load
 drafts are accepted, so a draft that was never trained does, and each cycle yields a known number of tokens. From the times of
 cycles and plain steps comes a timing grid for each answer length; with replay's tau the report predicts speedups at each
 concurrency. No tau is measured here. The cycles of all lengths make one fit, of which two terms are the prompts of other requests
-that are read meanwhile (served_cell/simulated_answers.py). docs/cost.md
+that are read meanwhile (measuring/simulated_answers.py). docs/cost.md
 """
 
 import time

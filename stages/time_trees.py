@@ -4,7 +4,7 @@ Times whole cycles, as decoding runs them, over a grid of num_steps, topk and nu
 of one sequence or of several at once (`batches`).
 Every round times each tree once, forwards and backwards in alternation, so that a drifting machine affects all alike; a tree's
 time is the median over its cycles. Plain decoding takes as many steps as the deepest tree can commit tokens, since the
-first few after a prefill are slower. results/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
+first few after a prefill are slower. cells/cost_fit.py fits the cost model; with replay's tau the report predicts speedups.
 Times depend on a draft's shapes, not on its weights: e000 stands for every EAGLE-3 checkpoint that train_draft makes from it.
 A block draft is timed on the trees of the grid that are no deeper than its block.
 """

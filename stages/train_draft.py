@@ -1,7 +1,7 @@
 """train_draft: hidden states -> draft checkpoint.   python -m stages.train_draft CHECKPOINT
 
 Trains one segment: `epochs` more epochs from the checkpoint it names, with that one's optimizer state, so that e009 after
-e003 is bit for bit nine epochs straight: a learning rate that falls (training/learning_rate.py) does so over
+e003 is bit for bit nine epochs straight: a learning rate that falls (training/trainer.py) does so over
 `horizon_epochs` from e000, whatever a segment's length. A killed run resumes after its last whole epoch.
 The log has loss and accuracy per TTT step; tau is computed by replay_trees, so that editing a tree never retrains.
 

@@ -27,7 +27,7 @@ PROVEN = {
     "DATA_NAME_OR_PATH": "test_data_path_and_format",
     "DATA_FORMAT": "test_data_path_and_format",
     "TRAIN_DATA_PATH": "test_data_path_and_format",
-    "fix_toon_data.py": "tests/data/test_toon_any_schema.py::test_without_a_schema",
+    "fix_toon_data.py": "tests/data/tables/test_toon_any_schema.py::test_without_a_schema",
     "EVAL_DATA_PATH": "test_an_eval_file_is_the_eval_split",
     "DATA_SHARD_SIZE": "test_shards_hold_so_many_rows",
     "generate_data_for_target_model.sh": "tests/sampling/test_interrupted_runs.py::test_two_servers_one_of_which_falls",

@@ -1,7 +1,7 @@
 """Every 95% interval and standard error of the project, defined in docs/metrics.md, "Intervals".
 
 Turns, repeats and cycles of one prompt are correlated. So an interval is over **clusters** (prompts, or conversations:
-results/clusters.py), never over requests or cycles. Figures that pool clusters of unequal size (tau, speedup) use the
+`get_conversation`), never over requests or cycles. Figures that pool clusters of unequal size (tau, speedup) use the
 delete-one-cluster jackknife and Student's t with Bell and McCaffrey's degrees of freedom (2002): the number of clusters less
 one if all have one size, fewer if some hold most of the cycles. Fewer than two clusters have no interval. numpy and scipy are
 imported in functions, so that the table in the terminal appears at once.
@@ -227,7 +227,7 @@ def get_cluster(prompts: str, row_id: str) -> str:
 
 
 def get_conversation(row_id: str) -> str:
-    """Return the conversation of a sampled row, whose id is "<conversation id>.<number of the answer>" (data/requests.py)."""
+    """Return the conversation of a sampled row, whose id is "<conversation id>.<number of the answer>" (sampling/requests.py)."""
     conversation, _, number = row_id.rpartition(".")
     return conversation if conversation and number.isdecimal() else row_id
 

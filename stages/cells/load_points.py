@@ -1,4 +1,4 @@
-"""The points of a cell of loads (results/served_records.py), from the records of its requests, for any engine.
+"""The points of a cell of loads (cells/served_records.py), from the records of its requests, for any engine.
 
 A point is one answer length at one concurrency. Its records are nested lists: of each repeat, of each turn, of each request.
 """

@@ -1,6 +1,6 @@
 """Metrics of benchmark cells, computed once for all three benchmark stages; docs/metrics.md defines them.
 
-tau is pooled over verify cycles, its interval over clusters (results/interval.py).
+tau is pooled over verify cycles, its interval over clusters (cells/interval.py).
 
 Letters: N rows (answers or requests), C clusters, R repeats, S num_steps.
 """

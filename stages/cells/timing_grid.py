@@ -1,7 +1,7 @@
 """A timing grid on disk: what plain steps and cycles cost on one engine (time_trees -> report), `results/cost/torch-*.json`.
 
 A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. For a serving
-engine the report derives the same record from served cells (results/cost_served.py) and keeps it in results/launch.json, and
+engine the report derives the same record from served cells (cells/cost_served.py) and keeps it in results/launch.json, and
 serving_costs times one with simulated acceptance, `results/cost/served-*.json`.
 """
 

@@ -26,7 +26,7 @@ class PublishedMatch(Section):
     rows: Annotated[dict[str, str | float | None], Field(min_length=1)]  # settings that its rows have
     cells: RecipeCells
     assumed: dict[str, str | float]  # settings that the publication omits, and their assumed values
-    measures: dict[str, str]  # a published metric -> our measure of the same definition (literature/comparison.py)
+    measures: dict[str, str]  # a published metric -> our measure of the same definition (published/comparison.py)
     # a published metric whose definition isn't stated -> the measure that it is assumed to be; its verdict says so
     assumed_definitions: dict[str, str] = Field(default_factory=dict)
 

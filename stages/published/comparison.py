@@ -1,7 +1,7 @@
 """Comparison of a published number with a cell of ours: tolerance, verdict, and the reasons why the two can't be compared.
 
-`MEASURES` has a measure for each definition of a metric: of a torch cell (results/torch_records.py), of a served one
-(results/served_records.py), or of either.
+`MEASURES` has a measure for each definition of a metric: of a torch cell (cells/torch_records.py), of a served one
+(cells/served_records.py), or of either.
 """
 
 import math

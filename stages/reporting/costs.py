@@ -1,7 +1,7 @@
 """Predicted speedups of every replayed tree, compared with what cells measured, and what to launch.
 
-A cost is the record of a timing grid (results/timing_grid.py): of the torch engine, or derived from served cells
-(results/cost_served.py). docs/cost.md explains the model.
+A cost is the record of a timing grid (cells/timing_grid.py): of the torch engine, or derived from served cells
+(cells/cost_served.py). docs/cost.md explains the model.
 """
 
 import math

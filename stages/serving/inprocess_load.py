@@ -48,7 +48,7 @@ def decode_load(
     """Decode all requests in so many slots and return their records, in order.
 
     Args:
-        requests: by id, with `prompt` and `max_new_tokens` (engine/requests.py, DecodeRequest).
+        requests: by id, with `prompt` and `max_new_tokens` (engine/decode_state.py, DecodeRequest).
         tree: None decodes plainly.
         start_clock: called once the engine is ready; returns the time at which the load starts.
     """

@@ -1,6 +1,6 @@
 """Run a stage from the command line: its arguments, its line in the log, its errors as one message.
 
-This module is no dependency of any stage (pipeline/deps.py leaves the folder out): it moves no result.
+This module is no dependency of any stage (runtime/stage_code.py leaves the folder out): it moves no result.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Accept length (tau), as docs/metrics.md defines it; its confidence interval is in results/interval.py.
+"""Accept length (tau), as docs/metrics.md defines it; its confidence interval is in cells/interval.py.
 
 tau = (accepted drafts + verify cycles) / verify cycles, pooled over all cycles of all prompts. The bonus token counts, the
 token from prefill does not; a last cycle cut by the end of sequence or the length limit counts as one.
