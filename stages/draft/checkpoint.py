@@ -1,7 +1,7 @@
 """A checkpoint on disk: `draft/` is loaded by engines, `state/` by the next training segment.
 
-What drafts of all kinds share; `draft/` is written and read by `Files` of a family (families/family.py). `state/` holds optimizer moments as safetensors, in shards where they are large, and the training
-progress as JSON.
+What drafts of all kinds share; `draft/` is written and read by `Files` of a family (families/family.py). `state/` holds
+optimizer moments as safetensors, in shards where they are large, and the training progress as JSON.
 """
 
 from collections.abc import Mapping

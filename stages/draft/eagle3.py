@@ -8,8 +8,8 @@ vLLM load them. Training (`training/ttt.py`), replay and the engine (`trees/expa
 
 The recurrent state is the layer's output before the final norm, or after it with `norm_output`. Step k of position p has
 rotary position p + k, as in serving. Where token p + 1 is an image token, its embedding is the output of the target's
-vision tower, and rotary positions are the target's, on three axes (`target/config_facts.py`). A step attends to the prefix (step-0
-keys of tokens up to p) and to its own ancestors:
+vision tower, and rotary positions are the target's, on three axes (`target/config_facts.py`). A step attends to the prefix
+(step-0 keys of tokens up to p) and to its own ancestors:
 
                  prefix 0 .. p      own ancestors, self
     step 0:      1 1 1 1 . .        -
