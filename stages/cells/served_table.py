@@ -57,19 +57,19 @@ class ServedRow(TableRow):
     replay_tau: Annotated[Number, Column(("tau,", "replayed"))] = None
     replay_ratio: Number = None
     replay_agrees: str | None = None  # yes, no, or None if the two need not agree
-    ttft_mean_s: Annotated[Number, _latency("ttft_s", "mean", ("TTFT ms", "mean"))] = None
-    ttft_p99_s: Annotated[Number, _latency("ttft_s", "p99", ("", "p99"))] = None
-    tpot_mean_s: Annotated[Number, _latency("tpot_s", "mean", ("TPOT ms", "mean"))] = None
-    tpot_p50_s: Annotated[Number, _latency("tpot_s", "p50", ("", "p50"))] = None
-    tpot_p90_s: Annotated[Number, _latency("tpot_s", "p90", ("", "p90"))] = None
-    tpot_p99_s: Annotated[Number, _latency("tpot_s", "p99", ("", "p99"))] = None
-    itl_mean_s: Annotated[Number, _latency("itl_s", "mean", ("ITL ms", "mean"))] = None
+    ttft_mean_s: Annotated[Number, _latency("ttft_s", "mean", ("TTFT", "(ms)"))] = None
+    ttft_p99_s: Annotated[Number, _latency("ttft_s", "p99", ("p99", ""))] = None
+    tpot_mean_s: Annotated[Number, _latency("tpot_s", "mean", ("TPOT", "(ms)"))] = None
+    tpot_p50_s: Annotated[Number, _latency("tpot_s", "p50", ("p50", ""))] = None
+    tpot_p90_s: Annotated[Number, _latency("tpot_s", "p90", ("p90", ""))] = None
+    tpot_p99_s: Annotated[Number, _latency("tpot_s", "p99", ("p99", ""))] = None
+    itl_mean_s: Annotated[Number, _latency("itl_s", "mean", ("ITL", "(ms)"))] = None
     itl_p99_s: Annotated[Number, _latency("itl_s", "p99")] = None
-    e2e_mean_s: Annotated[Number, _latency("e2e_s", "mean", ("e2e ms", "mean"))] = None
+    e2e_mean_s: Annotated[Number, _latency("e2e_s", "mean", ("e2e", "(ms)"))] = None
     e2e_p99_s: Annotated[Number, _latency("e2e_s", "p99")] = None
     wait_mean_s: Annotated[Number, _latency("wait_s", "mean")] = None
-    output_throughput: Annotated[Number, Column(("output", "tokens/s"), "loads.output_throughput", 1)] = None
-    total_throughput: Annotated[Number, Column(("total", "tokens/s"), "loads.total_throughput", 1)] = None
+    output_throughput: Annotated[Number, Column(("output", "tokens/s"), "loads.output_throughput", 0)] = None
+    total_throughput: Annotated[Number, Column(("total", "tokens/s"), "loads.total_throughput", 0)] = None
     request_throughput: Annotated[Number, Column(source="loads.request_throughput")] = None
     mean_at_once: Annotated[Number, Column(source="loads.mean_at_once")] = None
     baseline_output_throughput: Number = None
