@@ -19,7 +19,7 @@ This page is for reproducing a published experiment, starting a run of a known s
 <!-- Written by: python -m benchmarks.recipes_page. Edit recipes/ or that file. -->
 
     aerie use RECIPE                    # params.yaml as committed, with its keys; --keep keeps local edits
-    aerie estimate RECIPE               # seconds, disk and GPU-hours of each stage, and where each figure comes from
+    aerie estimate RECIPE               # time, disk and GPU-hours of each stage, and the arithmetic
     aerie fetch RECIPE                  # the files and prompt sets that it needs, from the places that it names (`files`)
     aerie reproduce RECIPE --dry-run    # what it needs of this machine, stages, sizes, disk, hours; changes and runs nothing, needs no GPU
     aerie reproduce RECIPE              # use it, bring the graph up to date, compare with what was published
@@ -66,8 +66,7 @@ cell are counted by reason at the end.
 
 ## What each takes
 
-`aerie estimate RECIPE` prints this for each stage, with the arithmetic; `aerie estimate` for params.yaml as it is. Its column "where the
-time comes from" says which figures were measured on your machine (`logs/stages.jsonl`), which on another, and which are arithmetic.
+`aerie estimate RECIPE` prints this for each stage, with the arithmetic; `aerie estimate` for params.yaml as it is.
 
 Sizes follow from recorded configs (`recipes/targets/`, each names its source; no target is downloaded). Parameters are counted on
 the meta device. The draft's shape is inferred as `init_draft` does. **All hours below are arithmetic**, from rates measured on an H200:
@@ -84,8 +83,8 @@ the meta device. The draft's shape is inferred as `init_draft` does. **All hours
 Several GPUs use 97.5% (extraction) and 96% (training) of their time, as two do; four use
 [96.8% and 95.5%](results/2026-11-27-h200-four-gpus.md), more were not measured. `--gpu h100` scales
 decoding to an H100's 3.35 TB/s. Answers count at their length limit, and speculative decoding as plain. Mixtures of experts
-were not measured at size: a step is assumed to read the experts that all tokens in flight can meet. A stage that is "not
-estimated" takes seconds to minutes on the embedded target; at other sizes it was not measured.
+were not measured at size: a step is assumed to read the experts that all tokens in flight can meet. A stage without a time
+takes seconds to minutes on the embedded target; at other sizes it was not measured.
 
 """  # noqa: E501
 
