@@ -183,7 +183,7 @@ def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.P
     means = {name: [row.tau for row in rows if row.shape in shared] for name, rows in replays.items()}
     for name, taus in means.items():
         assert metrics["checkpoints"][name]["mean_replay_tau"] == pytest.approx(sum(taus) / len(taus))
-    assert f"over {len(shared)} trees it has the highest mean accept length" in words(report.PAGE_FILE.read_text())
+    assert f"over {len(shared)} trees it has the highest mean tau" in words(report.PAGE_FILE.read_text())
 
 
 def test_replays_that_share_no_tree_are_shown_without_a_duel(project: schema.Params) -> None:
