@@ -100,12 +100,13 @@ def _is_known_fresh() -> bool:
 
 def _choose_next_steps(params: "Params") -> list[str]:
     """Return the lines at the end of a run of these parameters."""
-    chains = {segment.draft.whole_block for segment in params.train_draft.checkpoints.values()} - {None}
+    segments = params.train_draft.checkpoints.values()
+    chains = {chain for segment in segments if (chain := segment.draft.whole_block)}
     served = params.benchmark_served
     return list_next_steps(
         params.fix_data.raw,
         params.target.model,
-        sorted((chain.name for chain in chains if chain), key=len),
+        [chain.name for chain in sorted(chains, key=lambda chain: chain.num_steps)],
         served.trees if served.workloads else [],
         bool(params.serving_costs.workloads),
     )
