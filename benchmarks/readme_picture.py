@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from stages.cells.table import ResultRow
 from stages.reporting import plots
-from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.text import format_tree
 
 SIZE = 8.4, 4.2  # inches: as wide as the text of a README on GitHub
@@ -33,20 +33,20 @@ svg {
 """
 
 
-def render_picture(rows: list[BenchmarkRow], origin: str) -> str:
+def render_picture(rows: list[ResultRow], origin: str) -> str:
     """Return the picture as SVG; `origin` says what it is drawn from."""
     with rc_context(plots.MATPLOTLIB_STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        trees = list(dict.fromkeys(row.tree for row in rows))
-        checkpoints = sorted({row.checkpoint for row in rows}, reverse=True)
+        trees = list(dict.fromkeys(str(row.tree) for row in rows))
+        checkpoints = sorted({str(row.checkpoint) for row in rows}, reverse=True)
         for number, checkpoint in enumerate(checkpoints):
             shift = 0.36 * ((number + 0.5) / len(checkpoints) - 0.5)
             style = {"color": plots.SERIES_COLOURS[number % len(plots.SERIES_COLOURS)]}
             for row in (row for row in rows if row.checkpoint == checkpoint):
                 style["markerfacecolor"] = PAPER_COLOUR if row.is_replayed else style["color"]
                 label = checkpoint + (": tau replayed, speedup predicted" if row.is_replayed else ": measured")
-                y = trees.index(row.tree) + shift
+                y = trees.index(str(row.tree)) + shift
                 _draw_point(left, y, (row.tau, row.tau_low, row.tau_high), style, label)
                 _draw_point(right, y, (row.speedup, row.speedup_low, row.speedup_high), style, label)
         _label_axes(figure, left, right, trees)
@@ -87,5 +87,5 @@ def describe_origin(record: Path) -> str:
 
 def write_picture(record: Path) -> None:
     """Draw a copied benchmark.csv beside it."""
-    picture = render_picture(BenchmarkRow.read_csv(record, "report"), describe_origin(record))
+    picture = render_picture(ResultRow.read_csv(record, "report"), describe_origin(record))
     record.with_suffix(".svg").write_text(picture, encoding="utf-8")

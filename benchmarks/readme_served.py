@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme_served docs/results/2026-11-24-h200-vl.csv "2026-11-24, NVIDIA H200, ..."
 
-The record is a results/served.csv that was copied there; the words below the table say date, hardware, engine, target, load and
-duration. Of its trees those are shown that the first table (benchmarks/readme_table.py) has measured. tests/test_house.py
+The record is a results/benchmark.csv that was copied there; the words below the table say date, hardware, engine, target, load
+and duration. Of its trees those are shown that the first table (benchmarks/readme_table.py) has measured. tests/test_house.py
 compares the table with its record.
 """
 
@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 
 from benchmarks.readme_table import BLOCK, README, format_speedup, format_tau
-from stages.cells.served_table import SPECULATIVE, ServedRow
-from stages.reporting.benchmark_table import BenchmarkRow
+from stages.cells.table import ResultRow
 from stages.reporting.text import format_number
 
 SERVED_BLOCK = re.compile(r"<!-- served (\S+) -->\n(.*?)<!-- /served -->", re.DOTALL)
@@ -23,13 +22,13 @@ NO_INTERVAL = "one prompt"
 
 def served_table(record: Path, trees: list[str]) -> str:
     """Return the table of the record's measured trees, in the order of `trees`, without their letter."""
-    rows = {row.tree: row for row in ServedRow.read_csv(record, "report") if row.decoding == SPECULATIVE and row.tau}
+    rows = {row.tree: row for row in ResultRow.read_csv(record, "report") if row.tau and not row.is_plain}
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     lines += [_format_row(rows[tree]) for tree in trees if tree in rows]
     return "\n".join(lines) + "\n"
 
 
-def _format_row(row: ServedRow) -> str:
+def _format_row(row: ResultRow) -> str:
     assert row.tree and row.tau is not None and row.accept_rate is not None
     cells = [
         row.tree[1:],
@@ -47,7 +46,7 @@ def list_shown_trees(readme: str, root: Path = Path()) -> list[str]:
     """Return the trees that the README's first table has measured."""
     block = BLOCK.search(readme)
     assert block, "README.md has lost its first table; run: python -m benchmarks.readme_table DATE DURATION"
-    return [row.tree for row in BenchmarkRow.read_csv(root / block[1], "report") if not row.is_replayed]
+    return [str(row.tree) for row in ResultRow.read_csv(root / block[1], "report") if not row.is_replayed]
 
 
 def main() -> None:

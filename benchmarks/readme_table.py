@@ -14,8 +14,9 @@ import shutil
 from pathlib import Path
 
 from benchmarks import readme_picture
-from stages.reporting.benchmark_table import BenchmarkRow
-from stages.reporting.text import format_interval, format_number, format_spread
+from stages.cells.table import ResultRow
+from stages.reporting.tables import NO_INTERVAL
+from stages.reporting.text import ONE_PROMPT, format_interval, format_number, format_spread
 
 README, RECORDS = Path("README.md"), Path("docs/results")
 HEAD = "| tree | prefill (s) | accept rate (%) | e2e (s) | tau (↑) | speedup |"
@@ -29,25 +30,27 @@ BLOCK = re.compile(r"<!-- table (\S+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 
 def table(record: Path) -> str:
     """Return the picture and the table of a copied benchmark.csv: the last checkpoint first, trees without their letter."""
-    rows = BenchmarkRow.read_csv(record, "report")
+    rows = ResultRow.read_csv(record, "report")
     picture = (RECORDS / record.name).with_suffix(".svg").as_posix()
     lines = [f"![tau and speedup by tree, with 95% intervals]({picture})", "", HEAD]
     lines.append("|" + "---|" * (HEAD.count("|") - 1))
-    for checkpoint in sorted({row.checkpoint for row in rows}, reverse=True):
+    for checkpoint in sorted({str(row.checkpoint) for row in rows}, reverse=True):
         group = [row for row in rows if row.checkpoint == checkpoint]
         mark = ", replayed" if any(row.is_replayed for row in group) else ""
         lines += [f"| **{checkpoint}**{mark} | | | | | |", *map(_format_row, group)]
     return "\n".join(lines) + "\n"
 
 
-def _format_row(row: BenchmarkRow) -> str:
+def _format_row(row: ResultRow) -> str:
+    assert row.tau is not None and row.accept_rate is not None, "a tree has a tau"
+    missing = NO_INTERVAL if row.is_replayed else ONE_PROMPT
     cells = [
-        row.tree[1:],
-        format_number(row.prefill_latency_s, 3),
+        row.shape.name[1:],
+        format_number(row.ttft_mean_s, 3),
         f"{100 * row.accept_rate:.1f}",
-        format_number(row.e2e_latency_s, 3),
-        format_tau(row.tau, row.tau_low, row.tau_high, row.why_no_interval),
-        format_speedup(row.speedup, row.speedup_low, row.speedup_high, row.why_no_interval),
+        format_number(row.e2e_mean_s, 3),
+        format_tau(row.tau, row.tau_low, row.tau_high, missing),
+        format_speedup(row.speedup, row.speedup_low, row.speedup_high, missing),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -64,7 +67,7 @@ def format_speedup(speedup: float | None, low: float | None, high: float | None,
     return f"{value} ({format_interval(low, high, why_no_interval)})".translate(NO_BREAK)
 
 
-def caption(rows: list[BenchmarkRow], date: str, duration: str, seed_spread: str | None) -> str:
+def caption(rows: list[ResultRow], date: str, duration: str, seed_spread: str | None) -> str:
     """Return the sentences below the table. Raises ValueError if no row is measured."""
     first = next((row for row in rows if not row.is_replayed), None)
     if first is None:
@@ -72,7 +75,7 @@ def caption(rows: list[BenchmarkRow], date: str, duration: str, seed_spread: str
             "results/benchmark.csv has no measured row, expected at least one; name checkpoints in params.yaml"
         )
     cell = json.loads(Path(f"results/cells/{first.workload}-{first.checkpoint}-{first.tree}.json").read_text())
-    hardware, names = cell["hardware"], sorted({row.checkpoint for row in rows if row.is_replayed})
+    hardware, names = cell["hardware"], sorted({str(row.checkpoint) for row in rows if row.is_replayed})
     threads = "1 thread" if hardware["threads"] == 1 else f"{hardware['threads']} threads"
     shares = [row.identical_share for row in rows if row.identical_share is not None]
     sentences = [
@@ -98,9 +101,9 @@ def main() -> None:
     parser.add_argument("--seed-spread", metavar="TAU", help="how far tau moves with the seed of training, as 0.2")
     asked = parser.parse_args()
     record = RECORDS / f"{asked.date}-weather-tiny.csv"
-    shutil.copyfile(BenchmarkRow.TABLE, record)
+    shutil.copyfile(ResultRow.TABLE, record)
     readme_picture.write_picture(record)
-    below = caption(BenchmarkRow.read_csv(record, "report"), asked.date, asked.duration, asked.seed_spread)
+    below = caption(ResultRow.read_csv(record, "report"), asked.date, asked.duration, asked.seed_spread)
     block = f"<!-- table {record} -->\n{table(record)}\n{below}\n<!-- /table -->"
     text = README.read_text(encoding="utf-8")
     README.write_text(re.sub(r"<!-- table.*?<!-- /table -->", lambda _: block, text, flags=re.DOTALL), encoding="utf-8")

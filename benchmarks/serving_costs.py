@@ -14,8 +14,11 @@ import math
 import os
 from collections import defaultdict
 
-from stages.cells import prediction_check, replay_records, served_records, served_table, timing_grid
+from stages.cells import prediction_check, replay_records, table, timing_grid
+from stages.cells.cell import Cell
 from stages.cells.prediction_check import ComparedPrediction
+from stages.cells.table import ResultRow
+from stages.cells.timing_grid import TimingGrid
 from stages.params import schema
 
 CLOSE_ENOUGH = 1.03
@@ -29,28 +32,30 @@ def main(checkpoint: str | None = None) -> None:
     ]
     replays = {checkpoint: replay_records.read_replay(checkpoint)}
     served = p.benchmark_served
-    cells = [cell for name in served.workloads for cell in read_cells(name, checkpoint, served.trees)]
-    lines = list(served_table.join_lines(cells, replays, served.workloads))
-    compared, found = prediction_check.compare_simulated_lines(grids, lines, replays, p.have_same_shapes)
+    cells = [cell for name in served.workloads for cell in read_cells(served.engine, name, checkpoint, served.trees)]
+    lines = table.join_lines(cells, replays, served.workloads)
+
+    def find_cost(row: ResultRow) -> TimingGrid | None:
+        of_load = [grid for grid in grids if (grid.workload, grid.max_new_tokens) == (row.workload, row.max_new_tokens)]
+        return next((grid for grid in of_load if p.have_same_shapes(grid.checkpoint, str(row.checkpoint))), None)
+
+    compared, left_out = prediction_check.compare_lines(lines, replays, find_cost)
     if not compared:
         raise ValueError("no served cell can be compared, expected some of the grids' loads; run: dvc repro")
     print_comparisons(compared)
-    for line in lines:
-        if line.row.decoding == served_table.SPECULATIVE and id(line) not in found:
-            why = prediction_check.explain_left_out(grids, line, replays, p.have_same_shapes)
-            print(f"left out: {line.row.tree}, {line.row.workload}, {line.row.concurrency} at once: {why}")
+    for why, members in left_out.items():
+        for row in (line.row for line in members):
+            print(f"left out: {row.tree}, {row.workload}, {row.concurrency} at once: {why}")
     errors = [abs(math.log(each.predicted.speedup / each.measured.speedup)) for each in compared]
     within = sum(error <= math.log(1.1) for error in errors)
     print(f"within 10%: {within} of {len(errors)}; at worst {math.expm1(max(errors)):.1%}")
     print_choices(compared)
 
 
-def read_cells(workload: str, checkpoint: str, trees: list[str]) -> list[served_records.ServedCell]:
+def read_cells(engine: str, workload: str, checkpoint: str, trees: list[str]) -> list[Cell]:
     """Return the cells of a workload, the baseline first where one of them does not have its own."""
-    cells = [served_records.read_served_cell(workload, checkpoint, tree) for tree in trees]
-    if all(cell.baseline_points for cell in cells):
-        return cells
-    return [served_records.read_served_cell(workload, None, None), *cells]
+    cells = [Cell.read(engine, workload, checkpoint, tree) for tree in trees]
+    return cells if all(cell.baseline_points for cell in cells) else [Cell.read(engine, workload), *cells]
 
 
 def print_comparisons(compared: list[ComparedPrediction]) -> None:
@@ -59,7 +64,7 @@ def print_comparisons(compared: list[ComparedPrediction]) -> None:
         guess, measured = each.predicted, each.measured
         span = f"{guess.low:.2f}-{guess.high:.2f}" if guess.low and guess.high else "none"
         print(
-            f"{each.tree:10}{each.concurrency:8}{measured.C:8.2f}{guess.C:11.2f}{measured.speedup:9.2f}{guess.speedup:11.2f}"
+            f"{each.row.tree:10}{each.row.concurrency:8}{measured.C:8.2f}{guess.C:11.2f}{measured.speedup:9.2f}{guess.speedup:11.2f}"
             f"{span:>14}{guess.speedup / measured.speedup - 1:9.1%}"
         )
 
@@ -68,13 +73,13 @@ def print_choices(compared: list[ComparedPrediction]) -> None:
     """Print, for each load, how the tree that is predicted to be the fastest compares with the fastest."""
     loads: dict[str, list[ComparedPrediction]] = defaultdict(list)
     for each in compared:
-        loads[f"{each.workload}, {each.concurrency} at once"].append(each)
+        loads[f"{each.row.workload}, {each.row.concurrency} at once"].append(each)
     for load, some in loads.items():
         best = max(some, key=lambda each: each.measured.speedup)
         chosen = max(some, key=lambda each: each.predicted.speedup)
         behind = best.measured.speedup / chosen.measured.speedup
-        verdict = "the fastest" if best is chosen else f"{behind - 1:.1%} behind {best.tree}"
-        print(f"{load}: chosen {chosen.tree}, {verdict}: {'right' if behind <= CLOSE_ENOUGH else 'wrong'}")
+        verdict = "the fastest" if best is chosen else f"{behind - 1:.1%} behind {best.row.tree}"
+        print(f"{load}: chosen {chosen.row.tree}, {verdict}: {'right' if behind <= CLOSE_ENOUGH else 'wrong'}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from prefect.states import State
 
 from pipeline.report_artifact import render_report
 
-RESULT_TABLES = {"benchmark": Path("results/benchmark.csv"), "served": Path("results/served.csv")}
+RESULT_TABLE = Path("results/benchmark.csv")
 
 
 def publish_plan(reasons: dict[str, list[str]]) -> None:
@@ -38,12 +38,11 @@ def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]
     )
     if not all(state.is_completed() for state in states.values()):
         return
-    for key, table in RESULT_TABLES.items():
-        if table.exists():  # not if the run measures nothing on that engine
-            with table.open(encoding="utf-8", newline="") as file:
-                rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
-            description = f"{table}, rounded; the columns are defined in docs/metrics.md"
-            create_table_artifact(rows, key=key, description=description)
+    if RESULT_TABLE.exists():
+        with RESULT_TABLE.open(encoding="utf-8", newline="") as file:
+            rows = [{name: _shorten_number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        description = f"{RESULT_TABLE}, rounded; the columns are defined in docs/metrics.md"
+        create_table_artifact(rows, key="benchmark", description=description)
     if report := render_report():
         create_markdown_artifact(report, key="report", description="The report: what to launch, and the table")
 

@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from stages.cells import load_points, served_points, served_records, torch_records
+from stages.cells import cell, metrics, points, stopping
+from stages.cells.cell import Acceptance, Cell, LoadPoint, Memory, ServerDescription, StoppingRecord
 from stages.cells.record import name_draft_sampling
 from stages.cells.stopping import RepeatRule
-from stages.cells.torch_records import StageCost, StoppingRecord
 from stages.measuring import measured_loads, server_setup
 from stages.measuring import requests as served_requests
 from stages.measuring.measured_loads import OpenedServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import stage_inputs
 from stages.params.tree_shape import Load, TreeShape
-from stages.serving import gpu_memory
+from stages.serving import gpu_memory, load_checks
+from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import MeasuredServer
 from stages.telemetry import gpu_energy
@@ -35,29 +37,29 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
         raise ValueError(
             f"expected WORKLOAD [CHECKPOINT TREE], found {workload_name} {checkpoint_name}; a cell with a draft needs both"
         )
-    params = (
-        stage_inputs.read_params("benchmark_served", workload_name, checkpoint_name, tree_name)
-        if checkpoint_name
-        else stage_inputs.read_params("benchmark_served_baseline", workload_name)
-    )
-    config_name = served_records.name_server_config(checkpoint_name or None, tree_name or None)
+    stage = "benchmark_served" if checkpoint_name else "benchmark_served_baseline"
+    params = stage_inputs.read_params(stage, *filter(None, (workload_name, checkpoint_name, tree_name)))
+    config_name = cell.name_configuration(checkpoint_name or None, tree_name or None)
     meter, started = gpu_energy.EnergyMeter(server_setup.list_stage_gpus(params, [config_name])), time.perf_counter()
     gpus_before = gpu_memory.list_visible_gpus()
     tree = TreeShape.parse(tree_name) if checkpoint_name else None
     draft_config = server_setup.read_draft_config(params, checkpoint_name) if checkpoint_name else {}
     work = server_setup.build_context(params, workload_name, draft_config)
     measured = server_setup.configure_server(work, checkpoint_name, tree, draft_config)
-    baseline = MeasuredServer(served_records.name_server_config(None, None))
+    baseline = MeasuredServer(cell.name_configuration(None, None))
     reason = server_setup.explain_unsupported(work, measured, draft_config)
     ended = None
     if not reason:
         server_setup.check_positions(work, measured, draft_config)
         ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
-    took = StageCost(round(time.perf_counter() - started, 2), meter.names(), meter.joules())
-    path = _write_cell(work, measured, baseline, reason, ended, gpus_before, took)
-    name = served_records.name_served_cell(workload_name, measured.checkpoint, measured.tree_name)
-    status = f"{served_records.UNSUPPORTED}: {reason}" if reason else served_records.RAN
-    print(f"{name}: {status} -> {path}")
+    found = _build_cell(work, measured, baseline, reason, ended, gpus_before).model_copy(
+        update={
+            "seconds": round(time.perf_counter() - started, 2),
+            "gpus": meter.names(),
+            "joules": meter.joules(),
+        }
+    )
+    print(f"{found.name}: {f'{cell.UNSUPPORTED}: {reason}' if reason else cell.RAN} -> {found.write()}")
 
 
 # Measuring
@@ -72,7 +74,7 @@ def _measure_repeats(
     both alike.
     """
     plan = server_setup.build_server_plan(work)
-    owner = served_records.name_served_cell(work.workload_name, measured.checkpoint, measured.tree_name)
+    owner = cell.name_cell(work.workload_name, measured.checkpoint, measured.tree_name)
     open_servers = partial(measured_loads.open_servers, plan, owner=owner)
     if baseline is None:
         with open_servers([measured]) as (opened,):
@@ -98,8 +100,22 @@ def _alternate(
     while ended is None:
         measure_repeat(repeat)
         repeat += 1
-        ended = rule.judge(repeat, served_points.measure_widest_half(measured, baseline))
+        ended = rule.judge(repeat, _measure_widest_half(measured, baseline))
     return ended
+
+
+def _measure_widest_half(measured: MeasuredServer, baseline: MeasuredServer) -> float | None:
+    """Return the widest of the loads' speedup intervals, as half of it and a share; None where a load has none."""
+    halves = []
+    for load in measured.loads:
+        speeds = [points.list_throughputs(_list_records(server.loads[load])) for server in (measured, baseline)]
+        halves.append(stopping.measure_loads_half_width(*speeds))
+    known = [half for half in halves if half is not None]
+    return max(known) if len(known) == len(halves) else None
+
+
+def _list_records(repeats: list[list[LoadResult]]) -> points.RepeatRecords:
+    return [[result.records for result in turns] for turns in repeats]
 
 
 def _measure_together(work: ServedCellContext, pair: list[OpenedServer], repeat: int) -> None:
@@ -123,72 +139,108 @@ def _measure_one_by_one(
 # The cell
 
 
-def _write_cell(
+def _build_cell(
     work: ServedCellContext,
     measured: MeasuredServer,
     baseline: MeasuredServer,
     reason: str | None,
     ended: StoppingRecord | None,
     gpus_before: list[gpu_memory.GpuMemory],
-    took: StageCost,
-) -> Path:
-    params, workload, draft = work.params, work.workload, measured.draft
+) -> Cell:
+    """Return the cell, but for what it took."""
+    workload, engine = work.workload, work.params.benchmark_served.engine
     hardware = server_setup.describe_hardware(work, measured, gpus_before)
     version = measured.info.get("version")
-    cell = {
-        "workload": work.workload_name,
-        "checkpoint": measured.checkpoint,
-        "tree": measured.tree_name,
-        "num_steps": draft and draft.num_steps,
-        "topk": draft and draft.topk,
-        "num_draft_tokens": draft and draft.num_draft_tokens,
-        "draft_sampling": name_draft_sampling(server_setup.samples_drafts(work, measured)),
-        "engine": params.benchmark_served.engine,
-        "status": served_records.UNSUPPORTED if reason else served_records.RAN,
-        "reason": reason,
-        "definitions": torch_records.DEFINITIONS,
-        "temperature": workload.temperature,
-        "top_p": workload.top_p,
-        "top_k": workload.top_k,
-        "fingerprint": server_setup.build_fingerprint(work, version, hardware),
-        "server": served_points.describe_server(measured).model_dump(),
-        "memory": served_points.describe_memory(measured, gpus_before).model_dump(),
-        "points": [
-            _build_point(work, measured, *item).model_copy(update={"stopping": ended}).model_dump()
-            for item in measured.loads.items()
-        ],
-        "baseline_points": [_build_point(work, baseline, *item).model_dump() for item in baseline.loads.items()],
-        "hardware": hardware,
-        "versions": {params.benchmark_served.engine: version} if version else {},
-        "seed": workload.seed,
-        **asdict(took),
-    }
-    return served_records.write_served_cell(cell)
+    return Cell(
+        workload=work.workload_name,
+        checkpoint=measured.checkpoint,
+        tree=measured.tree_name,
+        draft_sampling=name_draft_sampling(server_setup.samples_drafts(work, measured)),
+        engine=engine,
+        status=cell.UNSUPPORTED if reason else cell.RAN,
+        reason=reason,
+        temperature=workload.temperature,
+        top_p=workload.top_p,
+        top_k=workload.top_k,
+        fingerprint=server_setup.build_fingerprint(work, version, hardware),
+        server=ServerDescription(
+            command=[_shorten_path(word) for word in measured.command],
+            info={key: _shorten_path(value) for key, value in measured.info.items()},
+        ),
+        memory=Memory(
+            **asdict(measured.get_reported_memory()),
+            draft=measured.measure_draft_gib(),
+            gpu_total=round(sum(gpu.total for gpu in gpus_before), 2) if gpus_before else None,
+            **asdict(measured.gpu_memory),
+        ),
+        points=[_build_point(work, measured, *item, ended) for item in measured.loads.items()],
+        baseline_points=[_build_point(work, baseline, *item) for item in baseline.loads.items()],
+        hardware=hardware,
+        versions={engine: version} if version else {},
+        seed=workload.seed,
+        seconds=0.0,
+        gpus=[],
+        joules=None,
+    )
+
+
+def _shorten_path(word: Any) -> Any:
+    """Return the last two names of an absolute path, since a cell may be published; other values unchanged."""
+    return "/".join(word.split("/")[-2:]) if isinstance(word, str) and word.startswith("/") else word
 
 
 def _build_point(
-    work: ServedCellContext, measured: MeasuredServer, load: Load, repeats: list[list[LoadResult]]
-) -> served_records.LoadPoint:
-    records = [[result.records for result in turns] for turns in repeats]
-    requests = load_points.list_requests(records)
-    grades: list[bool | None] = [None] * len(requests)
+    work: ServedCellContext,
+    measured: MeasuredServer,
+    load: Load,
+    repeats: list[list[LoadResult]],
+    ended: StoppingRecord | None = None,
+) -> LoadPoint:
+    records, grades = _list_records(repeats), list[bool | None]()
     if work.workload.grade:
         unsandboxed = work.params.benchmark.allow_unsandboxed_code
-        grades = load_points.grade_first_turns(
-            requests, work.references, lambda record: served_requests.decode_text(work, record), unsandboxed
+        grades = points.grade_first_turns(
+            records, work.references, lambda record: served_requests.decode_text(work, record), unsandboxed
         )
     results = [result for turns in repeats for result in turns]
     warnings = measured_loads.list_warnings(work, measured, load, results)
     warnings += [measured.notice] if measured.notice else []
-    return load_points.build_point(
+    return points.build_point(
         load,
         work.workload.request_rate,
         records,
+        compute_acceptance(measured.draft, results, work.workload.prompts),
+        warnings,
         grades,
         work.references,
-        served_points.compute_acceptance(measured.draft, results, work.workload.prompts),
-        warnings,
+        stopping=ended,
     )
+
+
+def compute_acceptance(draft: ServedDraft | None, loads: list[LoadResult], prompt_set: str) -> Acceptance | None:
+    """Return a point's acceptance; None without a draft or without counts.
+
+    docs/metrics.md: "Accepted drafts of a server". vLLM counts over all requests together, so its tau has no interval.
+    """
+    counts = [c for load in loads for c in load_checks.list_counts(load)]
+    if draft is None or not counts:
+        return None
+    if not any(load.counters for load in loads):
+        records = [record for load in loads for record in load.records]
+        found = points.pool_counts(records, prompt_set, draft.num_steps, draft.num_draft_tokens)
+    else:
+        found = metrics.pool_acceptance(counts, None, draft.num_steps, draft.num_draft_tokens)
+    return found.model_copy(update={"engine": _collect_engine_figures(loads)})
+
+
+def _collect_engine_figures(loads: list[LoadResult]) -> dict[str, Any]:
+    """Return the engine's own accept lengths, by its names."""
+    figures: dict[str, Any] = {}
+    for load in loads:
+        figures |= load.engine_figures
+    key = "spec_accept_length"
+    per_request = [r.engine_meta[key] for load in loads for r in load.records if key in r.engine_meta]
+    return figures | ({f"{key}, mean over requests": fmean(map(float, per_request))} if per_request else {})
 
 
 if __name__ == "__main__":

@@ -13,26 +13,16 @@ from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 
-from stages.cells import (
-    prediction,
-    replay_records,
-    served_records,
-    served_table,
-    timing_grid,
-    torch_records,
-    training_records,
-)
+from stages.cells import prediction, replay_records, table, timing_grid, training_records
+from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell
 from stages.cells.prediction import EngineLaunch, PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
-from stages.cells.served_records import TORCH_ENGINE, ServedCell
-from stages.cells.served_table import ServedRow, ServedTableLine
-from stages.cells.torch_records import TorchCell
+from stages.cells.table import ResultRow, TableLine
 from stages.params import schema, stage_inputs
 from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import parse_shape
-from stages.reporting import angelslim_export, benchmark_table, costs, inputs, page, timing_noise, verdict
-from stages.reporting.benchmark_table import BenchmarkRow
+from stages.reporting import angelslim_export, costs, inputs, page, timing_noise, verdict
 from stages.reporting.families import Families
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import METRICS_FILE, PAGE_FILE, TABLE_FILE, format_terminal_table, summarise_results
@@ -86,11 +76,7 @@ def write_report(p: schema.Params) -> None:
     replayed = {name: replay_records.read_replay(name) for name in p.replay_trees.checkpoints}
     found = read_inputs(p, replayed)
     metrics = summarise_results(found)
-    served_rows = [line.row for line in found.lines]
-    tables = [BenchmarkRow.TABLE, REPLAY_TABLE, METRICS_FILE, ServedRow.TABLE]
-
-    BenchmarkRow.write_table(found.table_rows)
-    ServedRow.write_table(served_rows)
+    ResultRow.write_table([*found.rows, *found.replayed_rows])
     PredictedSpeedup.write_table(found.predicted.rows)
     prediction.write_launch(found.predicted.launch, found.predicted.costs)
     ReplayedTree.write_csv(REPLAY_TABLE, (tree for trees in replayed.values() for tree in trees))
@@ -98,56 +84,47 @@ def write_report(p: schema.Params) -> None:
     angelslim_export.write_answer_files(
         Path(p.report.output_dir),
         p.report.model_id or angelslim_export.make_model_id(p.target.model),
-        angelslim_export.list_answer_sets(found.cells, found.served),
+        angelslim_export.list_answer_sets(found.cells),
         p.report.analysis,
     )
-    atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, tables))
-    launch = found.predicted.launch
-    table = format_terminal_table(found.table_rows, served_rows, metrics, launch, found.verdict, found.families)
-    atomic.write_text(TABLE_FILE, f"{table}\n")
-    print(table)
+    files = [ResultRow.TABLE, REPLAY_TABLE, METRICS_FILE]
+    atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, files))
+    text = format_terminal_table(found, metrics)
+    atomic.write_text(TABLE_FILE, f"{text}\n")
+    print(text)
 
 
 def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> ReportInputs:
     """Return everything that the report shows; `replayed` has each checkpoint's trees at every temperature."""
-    cells, loads = read_cells(p), _list_torch_workloads(p, alone=False)
-    served = p.benchmark_served
     trained = {
         name: training_records.read_training(name, segment.from_) for name, segment in p.train_draft.checkpoints.items()
     }
     imported = {name: training_records.read_import(name) for name in p.import_draft.checkpoints}
     families = _list_families(p, imported)
-    served_cells = [
-        *served_table.read_served_cells(served.workloads, served.checkpoints, served.trees),
-        *served_table.read_torch_loads(loads, p.benchmark.checkpoints, p.benchmark.trees),
-        *_read_unsupported_cells(p, families),
-    ]
-    replayable = _select_replayable(p, [*served.workloads, *loads])
-    lines = served_table.join_lines(served_cells, replayed, replayable)
-    predicted = _predict_speedups(p, cells, lines, replayed)
-    remarks = timing_noise.find_timing_remarks(cells, lines)
+    cells = read_cells(p, families)
+    replayable = _select_replayable(p, p.benchmark.workloads)
+    lines = table.join_lines(cells, replayed, replayable)
+    predicted = _predict_speedups(p, lines, replayed)
+    remarks = timing_noise.find_timing_remarks(lines)
     reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,
-        rows=[benchmark_table.build_benchmark_row(cell, replayed.get(cell.checkpoint, [])) for cell in cells],
+        lines=lines,
         replayed_rows=_build_replayed_rows(p, replayed, predicted.rows),
         replays={name: replay_records.select_temperature(trees, 0) for name, trees in replayed.items()},
         families=families,
         tree_statistics={name: replay_records.read_tree_statistics(name) for name in p.replay_trees.checkpoints},
         reports=reports,
         trained=trained,
-        served=served_cells,
-        lines=lines,
         predicted=predicted,
         stage_runs=_read_stage_runs(p),
         checkpoints={**trained, **imported},
         verdict=verdict.build_verdict(
             predicted.launch,
             predicted.rows,
-            cells,
             [line.row for line in lines],
             remarks,
-            _select_replayable(p, p.benchmark.workloads),
+            replayable,
             replayed,
             families,
             reports["sample_target"].get("warnings", ()),
@@ -176,39 +153,25 @@ def _list_families(p: schema.Params, imported: dict[str, training_records.Import
 # Cells
 
 
-def read_cells(p: schema.Params) -> list[TorchCell]:
-    """Return the torch engine's cells of workloads that are answered prompt by prompt, without the unsupported ones.
+def read_cells(p: schema.Params, families: Families) -> list[Cell]:
+    """Return the cells that params.yaml lists: the torch engine's, and of each served workload the baseline before the others.
 
-    Raises ValueError naming a broken cell and the stage to run.
+    That a shape is of another family's kind is no news: `trees` is one list for all checkpoints. Raises ValueError naming a
+    broken cell and the stage to run.
     """
-    return [
-        torch_records.read_torch_cell(*names)
-        for names in _name_torch_cells(p)
-        if not served_records.is_unsupported_torch_cell(*names)
+    torch, served = p.benchmark, p.benchmark_served
+    found = [
+        Cell.read(TORCH_ENGINE, *names) for names in product(torch.torch_workloads, torch.checkpoints, torch.trees)
     ]
+    found = [cell for cell in found if cell.status != UNSUPPORTED or _is_of_family(cell, families)]
+    for workload in served.workloads:
+        for names in [(None, None), *product(served.checkpoints, served.trees)]:
+            found.append(Cell.read(served.engine, workload, *names))
+    return found
 
 
-def _read_unsupported_cells(p: schema.Params, families: Families) -> list[ServedCell]:
-    """Return the unsupported ones, which have a reason instead of metrics.
-
-    That a shape is of another family's kind is no news: `trees` is one list for all checkpoints.
-    """
-    return [
-        served_records.read_served_cell(*names, TORCH_ENGINE)
-        for names in _name_torch_cells(p)
-        if served_records.is_unsupported_torch_cell(*names)
-        and parse_shape(names[2]).letter in families[names[1]].family.shapes
-    ]
-
-
-def _name_torch_cells(p: schema.Params) -> Iterable[tuple[str, str, str]]:
-    """Return workload, checkpoint and tree of each cell of the workloads that are answered prompt by prompt."""
-    return product(_list_torch_workloads(p, alone=True), p.benchmark.checkpoints, p.benchmark.trees)
-
-
-def _list_torch_workloads(p: schema.Params, alone: bool) -> list[str]:
-    """Return the torch engine's workloads that are answered prompt by prompt, or those that are measured in loads."""
-    return [name for name in p.benchmark.torch_workloads if p.benchmark.is_decoded_one_by_one(name) == alone]
+def _is_of_family(cell: Cell, families: Families) -> bool:
+    return cell.shape.letter in families[str(cell.checkpoint)].family.shapes
 
 
 def _select_replayable(p: schema.Params, names: Iterable[str]) -> list[str]:
@@ -219,10 +182,11 @@ def _select_replayable(p: schema.Params, names: Iterable[str]) -> list[str]:
 
 def _build_replayed_rows(
     p: schema.Params, replayed: dict[str, list[ReplayedTree]], predicted: list[PredictedSpeedup]
-) -> list[BenchmarkRow]:
+) -> list[ResultRow]:
     """Return a row for each tree of benchmark.trees with each replayed checkpoint that has no cells."""
     guesses, rows = prediction.index_torch_predictions(predicted), []
-    for name in _select_replayable(p, _list_torch_workloads(p, alone=True)):
+    one_by_one = [name for name in p.benchmark.torch_workloads if p.benchmark.is_decoded_one_by_one(name)]
+    for name in _select_replayable(p, one_by_one):
         for checkpoint in (key for key in replayed if key not in p.benchmark.checkpoints):
             sampling = p.benchmark.workloads[name], p.benchmark.draft_sampling
             sampled_trees = replay_records.select_sampled_alike(replayed[checkpoint], *sampling)
@@ -230,12 +194,12 @@ def _build_replayed_rows(
             for tree in (by_shape.get(parse_shape(text)) for text in p.benchmark.trees):
                 if tree:
                     guess = guesses.get((tree.temperature, checkpoint, tree.shape))
-                    rows.append(benchmark_table.build_replayed_row(name, tree, guess))
+                    rows.append(table.build_replayed_row(name, tree, guess))
     return rows
 
 
 def _predict_speedups(
-    p: schema.Params, cells: list[TorchCell], lines: list[ServedTableLine], replayed: dict[str, list[ReplayedTree]]
+    p: schema.Params, lines: list[TableLine], replayed: dict[str, list[ReplayedTree]]
 ) -> costs.CostPrediction:
     """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
     from stages.serving import engine_flags
@@ -257,13 +221,9 @@ def _predict_speedups(
 
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
-    # The torch engine's cost is its timing grid, so its loads derive none.
-    server_lines = [line for line in lines if line.cell.engine != TORCH_ENGINE]
     return costs.predict_and_compare(
-        timed,
-        simulated,
-        server_lines,
-        cells,
+        [*timed, *simulated],
+        lines,
         replayed,
         p.have_same_shapes,
         temperatures,

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.cells import cost_fit, cost_served, load_points, timing_grid
+from stages.cells import cost_fit, cycle_times, points, timing_grid
+from stages.cells.cell import LoadPoint
 from stages.cells.cost_model import CostModel
 from stages.cells.record import Record, name_draft_sampling
-from stages.cells.served_records import LoadPoint
 from stages.cells.timing_grid import CycleTime, TimingGrid
 from stages.measuring import measured_loads, server_setup, simulated_answers
 from stages.measuring.measured_loads import OpenedServer
@@ -155,9 +155,8 @@ def _measure_load(work: ServedCellContext, opened: OpenedServer, load: Load, rep
     server = opened.server
     measured_loads.run_load(work, opened, load, repeat)
     records = [[result.records for result in server.loads[load][-1]]]
-    grades: list[bool | None] = [None] * len(load_points.list_requests(records))
     warnings = measured_loads.list_warnings(work, server, load, server.loads[load][-1])
-    point = load_points.build_point(load, work.workload.request_rate, records, grades, {}, None, warnings)
+    point = points.build_point(load, work.workload.request_rate, records, None, warnings)
     rows = [row.model_copy(update={"repeat": repeat}) for row in point.requests]
     times = ServedTimes(version=server.info.get("version"), points=[point.model_copy(update={"requests": rows})])
     if server.simulated:
@@ -222,7 +221,7 @@ def _list_cycles(measured: list[tuple[MeasuredServer, ServedTimes]]) -> dict[int
     found: dict[int, list[CycleTime]] = {}
     for server, times in measured:
         for point in times.points if server.tree_name else []:
-            cycle = cost_served.build_cycle_time(TreeShape.parse(server.tree_name or ""), point)
+            cycle = cycle_times.build_cycle_time(TreeShape.parse(server.tree_name or ""), point)
             found.setdefault(point.max_new_tokens, []).append(cycle)
     return found
 
@@ -256,7 +255,7 @@ def _build_grid(
             "repeats": work.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },
-        plain=cost_served.build_plain_steps(point for point in plain_times.points if point.max_new_tokens == length),
+        plain=cycle_times.build_plain_steps(point for point in plain_times.points if point.max_new_tokens == length),
         grid=cycles[length],
         other_lengths=[
             cycle for other_length, length_cycles in cycles.items() for cycle in length_cycles if other_length != length

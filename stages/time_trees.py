@@ -20,7 +20,7 @@ from typing import cast
 
 import torch
 
-from stages.cells import cost_fit, timing_grid, torch_records
+from stages.cells import cell, cost_fit, timing_grid
 from stages.cells.interval import estimate_median
 from stages.data import conversations
 from stages.engine.decode import Engine
@@ -87,8 +87,8 @@ def main(name: str) -> None:
         plain=plain,
         grid=grid,
         fit=fit,
-        hardware=torch_records.describe_hardware(p.target.device, p.benchmark.num_threads),
-        versions=torch_records.list_versions("torch", "transformers"),
+        hardware=cell.describe_hardware(p.target.device, p.benchmark.num_threads),
+        versions=cell.list_versions("torch", "transformers"),
         seconds=round(time.perf_counter() - started, 2),
     )
     path = timing_grid.write_timing_grid(record)

@@ -8,7 +8,6 @@ import torch
 from stages.draft.block_draft import BlockDraft
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
-from stages.engine.forced_decode import ForcedDecodingEngine
 from stages.engine.proposer import Drafter, DraftingMethod
 from stages.families.block.decoding import BlockDrafter
 from stages.families.eagle3.decoding import Eagle3Drafter
@@ -30,10 +29,6 @@ def build_engine(
     """An engine with a draft that reads `layers`, or without one."""
     drafter = None if draft is None else build_drafter(model, layers, draft, tree_scoring)
     return Engine(model, end_tokens, drafter, logits_scale)
-
-
-def build_forced_engine(model: Any, layers: list[int], draft: Any, answer: Any) -> ForcedDecodingEngine:
-    return ForcedDecodingEngine(model, build_drafter(model, layers, draft), answer)
 
 
 @torch.inference_mode()

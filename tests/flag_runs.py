@@ -9,11 +9,12 @@ from typing import Any
 import polars as pl
 
 from stages import benchmark, extract_hiddens, fix_data, init_draft, prepare_prompts, sample_target, train_draft
-from stages.cells import torch_records
+from stages.cells.table import TableLine
 from stages.data import conversations
 from stages.prompts import workload_prompts
 from tests.conftest import edit_params
 from tests.talking import WORKLOADS, read_questions
+from tests.torch_cells import read_line
 
 CELL = ("e003", "t3_2_6")
 CHECKPOINTS = {  # e003 is talking_project's, of random weights
@@ -66,12 +67,12 @@ def fix(**changes: Any) -> tuple[pl.DataFrame, pl.DataFrame]:
     return train, evaluation
 
 
-def decode(workload: dict[str, Any], cell: tuple[str, str] = CELL, **settings: Any) -> torch_records.TorchCell:
+def decode(workload: dict[str, Any], cell: tuple[str, str] = CELL, **settings: Any) -> TableLine:
     """Measure a cell of the workload `eval` with changed keys, and of `benchmark` with changed `settings`."""
     edit_params(Path(), {"benchmark": {"workloads": {**WORKLOADS, "eval": WORKLOADS["eval"] | workload}, **settings}})
     prepare_prompts.main("eval")
     benchmark.main("eval", *cell)
-    return torch_records.read_torch_cell("eval", *cell)
+    return read_line("eval", *cell)
 
 
 def prompts(workload: dict[str, Any]) -> pl.DataFrame:

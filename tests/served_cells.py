@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from stages.cells import served_records, served_table, torch_records
+from stages.cells import cell as records_of_cells
+from stages.cells import table
+from stages.cells.cell import Cell
 from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import TreeShape
 from stages.serving import latency
@@ -82,7 +84,6 @@ def made_up(
     workload: str, checkpoint: str | None = None, tree: str | None = None, points: list[Row] | None = None, **keys: Any
 ) -> Row:
     """As served.KEYS; without points, what the engine can't run."""
-    shape = TreeShape.parse(tree) if tree else None
     draft = {"weights": 3.2, "draft": 0.3 if tree else None, "kv_cache": 100.1 if tree else 101.9, "kv_tokens": 910000}
     gpu = {"gpu_before": 0.5, "gpu_serving": 118.0, "gpu_after": 0.5, "gpu_total": 139.8}
     flags = ["--speculative-algorithm", "EAGLE3"] if tree else []
@@ -90,19 +91,16 @@ def made_up(
         "workload": workload,
         "checkpoint": checkpoint,
         "tree": tree,
-        "num_steps": shape and shape.num_steps,
-        "topk": shape and shape.topk,
-        "num_draft_tokens": shape and shape.num_draft_tokens,
         "engine": "sglang",
-        "status": served_records.RAN if points else served_records.UNSUPPORTED,
+        "status": records_of_cells.RAN if points else records_of_cells.UNSUPPORTED,
         "reason": None if points else "topk above 1 isn't built there",
-        "definitions": torch_records.DEFINITIONS,
+        "definitions": records_of_cells.DEFINITIONS,
         "temperature": 0.0,
         "top_p": 1.0,
         "top_k": None,
         "fingerprint": FINGERPRINT,
         "server": {"command": ["python3", "-m", "sglang.launch_server", *flags], "info": {"version": "0.5.17"}},
-        "memory": draft | gpu if points else dict.fromkeys(served_records.ServerMemory.list_keys()),
+        "memory": draft | gpu if points else {},
         "points": points or [],
         "baseline_points": [],
         "hardware": {"cpu": "Made-up CPU", "gpu": "NVIDIA H200", "threads": 16},
@@ -116,10 +114,10 @@ def made_up(
 
 def join(
     cells: Iterable[Row], replayed: dict[str, list[ReplayedTree]] | None = None, of_eval: Iterable[str] = ()
-) -> list[served_table.ServedTableLine]:
+) -> list[table.TableLine]:
     """Lines of cells that were read, each as `made_up` gives it."""
-    read = [served_records.ServedCell.model_validate(cell) for cell in cells]
-    return served_table.join_lines(read, replayed or {}, set(of_eval))
+    read = [Cell.model_validate(cell) for cell in cells]
+    return table.join_lines(read, replayed or {}, set(of_eval))
 
 
 def replayed_tree(

@@ -10,7 +10,6 @@ import pytest
 from stages import (
     benchmark,
     check_overfit,
-    extract_hiddens,
     init_draft,
     prepare_target,
     replay_trees,
@@ -59,39 +58,6 @@ def test_a_target_that_is_nowhere(project: Path, monkeypatch: pytest.MonkeyPatch
     message = refused(project, {"target": {"model": "nobody/nothing"}}, prepare_target.main)
     assert "target.model nobody/nothing" in message
     assert "check the spelling" in message
-
-
-def test_feature_layers_that_do_not_exist(project: Path) -> None:
-    message = refused(project, {"target": {"feature_layers": [2, 3, 9]}}, prepare_target.main)
-    assert "target.feature_layers is [2, 3, 9], expected increasing ids below 7" in message
-    assert "below 7" in message
-
-
-def test_an_eval_split_without_rows_that_fit(project: Path) -> None:
-    message = refused(project, {"extract_hiddens": {"max_length": 10}}, extract_hiddens.main)
-    assert "extract_hiddens.max_length 10" in message
-    assert "the shortest of" in message
-
-
-def test_every_answer_cut_and_dropped(project: Path) -> None:
-    changes = {"sample_target": {"truncated": "drop", "max_new_tokens": 2, "train_rows": 4}}
-    message = refused(project, changes, sample_target.main)
-    assert "no row is left in the train split" in message
-    assert "max_new_tokens" in message
-
-
-def test_hidden_states_that_would_not_fit_the_disk(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
-    before = (project / "data/hiddens/train/index.parquet").read_bytes()
-    message = refused(project, {}, extract_hiddens.main)
-    assert "extract_hiddens.dtype to bfloat16" in message
-    assert (project / "data/hiddens/train/index.parquet").read_bytes() == before
-
-
-def test_positions_too_few_for_what_is_trained(project: Path) -> None:
-    message = refused(project, {"init_draft": {"max_position_embeddings": 512}}, init_draft.main)
-    assert "max_position_embeddings 512" in message
-    assert "519" in message
 
 
 def test_a_draft_that_can_not_learn(project: Path) -> None:

@@ -13,13 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.cells import interval, metrics, torch_records
-from stages.cells.torch_records import PromptRow
+from stages.cells import metrics, stopping
+from stages.cells.cell import PooledSpeedup
+from stages.cells.table import TableLine
 from stages.grading import sandbox
-from stages.measuring import torch_context
+from stages.measuring import torch_context, torch_loads
 from stages.prompts import workload_prompts
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
+from tests.torch_cells import answers, read_line
 
 ROOM = 12
 WORKLOAD = SimpleNamespace(temperature=0.8, top_p=1.0, top_k=None, seed=42)
@@ -33,12 +35,12 @@ def project(talking_project: Path) -> Path:
     return talking_project
 
 
-def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """The cell of a workload."""
+def measured(project: Path, name: str, **changes: Any) -> TableLine:
+    """The line of a workload's cell."""
     edit_params(project, {"benchmark": {"workloads": {**WORKLOADS, name: {**WORKLOADS[name], **changes}}}})
     prepare_prompts.main(name)
     benchmark.main(name, "e003", "t3_2_6")
-    return torch_records.read_torch_cell(name, "e003", "t3_2_6").model_dump()
+    return read_line(name, "e003", "t3_2_6")
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
@@ -52,38 +54,32 @@ def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> No
     found = measured(project, "mt_bench", turns="all")
     tokenizer, model = AutoTokenizer.from_pretrained("tiny"), AutoModelForCausalLM.from_pretrained("tiny")
     questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/mt_bench.jsonl").read_text().splitlines()[:3]]
-    rows = iter(found["prompts"])
+    rows = {(row.id, row.turn): row for row in found.point.requests}
+    plain = {(row.id, row.turn): row for row in found.baseline_point.requests}
     for question in questions:
         messages: list[dict[str, str]] = []
         for turn, user_message in enumerate(question["turns"]):
             messages.append({"role": "user", "content": user_message})
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            answer, row = greedy(model, ids), next(rows)
-            assert (row["id"], row["turn"], row["repeat"]) == (str(question["question_id"]), turn, 0)
-            assert (row["prompt_tokens"], row["output_tokens"]) == (len(ids), len(answer))
-            assert row["identical"] and row["baseline_output_tokens"] == len(answer)
+            answer, key = greedy(model, ids), (str(question["question_id"]), turn)
+            row = rows.pop(key)
+            assert (row.prompt_tokens, row.output_tokens) == (len(ids), len(answer)) and row.repeat == 0
+            assert plain[key].answer == row.answer and plain[key].output_tokens == len(answer)
             messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
-    assert next(rows, None) is None and found["metrics"]["identical_share"] == 1.0
-
-
-def test_first_turns_alone_are_the_first_rows_of_both(project: Path) -> None:
-    keys = ("id", "prompt_tokens", "output_tokens", "cycles", "accepted")
-    first_turns = [row for row in measured(project, "mt_bench", turns="all")["prompts"] if row["turn"] == 0]
-    single_turns = measured(project, "mt_bench")["prompts"]
-    assert [[row[k] for k in keys] for row in single_turns] == [[row[k] for k in keys] for row in first_turns]
+    assert not rows and found.row.identical_share == 1.0
 
 
 def test_the_kind_decoded_first_alternates_over_prompts_and_repeats(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, str]] = []
-    real = benchmark._start_decoding
+    real = torch_loads._start_decoding
 
-    def note_kind(work: Any, kind: str, ids: list[int], name: str, sampling_params: Any) -> Any:
-        begun.append((name, kind))
-        return real(work, kind, ids, name, sampling_params)
+    def note_kind(work: Any, kind: str, turn: Any, length: int, repeat: int) -> Any:
+        begun.append((turn.question.id, kind))
+        return real(work, kind, turn, length, repeat)
 
-    monkeypatch.setattr(benchmark, "_start_decoding", note_kind)
+    monkeypatch.setattr(torch_loads, "_start_decoding", note_kind)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
     prompts, warmup = workload_prompts.read_prompts("eval")
@@ -99,51 +95,49 @@ def test_repeats_move_no_count_and_no_interval_of_tau(project: Path) -> None:
     """Bug to be: a prompt decoded twice is one prompt, not two, to an interval over prompts."""
     single, double = measured(project, "eval"), measured(project, "eval", repeats=2)
     for name in ("tau", "tau_low", "tau_high", "accept_rate", "identical_share"):
-        assert double["metrics"][name] == single["metrics"][name]
-    assert [row["repeat"] for row in double["prompts"]] == [n for n in range(2) for _ in range(5)]
-    assert double["histogram"] == [2 * n for n in single["histogram"]]
-    assert len(double["repeats"]) == 2 and len(single["repeats"]) == 1
-    assert single["repeats"][0]["speedup"] == single["metrics"]["speedup"]
+        assert double.row[name] == single.row[name]
+    assert [row.repeat for row in double.point.requests] == [n for n in range(2) for _ in range(5)]
+    assert double.point.acceptance.histogram == [2 * n for n in single.point.acceptance.histogram]
+    assert len(double.point.loads) == 2 and len(single.point.loads) == 1
+    both = [point.loads[0].output_throughput for point in (single.point, single.baseline_point)]
+    assert both[0] / both[1] == pytest.approx(single.row.speedup)
 
 
 def test_repeats_end_when_the_speedup_is_known_or_the_budget_is_spent(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One real run of each: nothing is as narrow as a millionth, and anything is narrower than itself twice over."""
-    fixed = measured(project, "eval")
-    assert fixed["stopping"]["rule"] == "repeats" and fixed["stopping"]["repeats"] == 1
-    spent = measured(project, "eval", until={"half_width": 1e-6, "most_repeats": 4})
-    assert (spent["stopping"]["rule"], spent["stopping"]["repeats"], len(spent["repeats"])) == ("most_repeats", 4, 4)
+    fixed = measured(project, "eval").point.stopping
+    assert fixed.rule == "repeats" and fixed.repeats == 1
+    line = measured(project, "eval", until={"half_width": 1e-6, "most_repeats": 4})
+    spent = line.point.stopping
+    assert (spent.rule, spent.repeats, len(line.point.loads)) == ("most_repeats", 4, 4)
     assert capsys.readouterr().out.count("wanted ±0.0%") == 4
-    ends, speedup = spent["metrics"], spent["metrics"]["speedup"]
-    half = (ends["speedup_high"] - ends["speedup_low"]) / 2 / speedup
-    assert spent["stopping"]["half_width"] == pytest.approx(half, rel=1e-12) and half > 1e-6
-    assert [row["repeat"] for row in spent["prompts"]] == [n for n in range(4) for _ in range(5)]
+    half = (line.row.speedup_high - line.row.speedup_low) / 2 / line.row.speedup
+    assert spent.half_width == pytest.approx(half, rel=1e-12) and half > 1e-6
 
 
 def test_a_speedup_that_is_known_ends_the_repeats_but_not_before_the_third(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     halves = iter([0.01, 0.02, 0.06, None, 0.05])
-    monkeypatch.setattr(metrics, "measure_answers_half_width", lambda rows, prompt_set: next(halves))
-    found = measured(project, "eval", until={"half_width": 0.05, "most_repeats": 8})
-    assert found["stopping"] == {"repeats": 5, "rule": "half_width", "half_width": 0.05}
+    monkeypatch.setattr(stopping, "measure_pooled_half_width", lambda found: next(halves))
+    found = measured(project, "eval", until={"half_width": 0.05, "most_repeats": 8}).point.stopping
+    assert found.model_dump() == {"repeats": 5, "rule": "half_width", "half_width": 0.05}
 
 
 def test_on_a_cpu_each_answer_has_its_processs_own_time(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that sleeps while it decodes has used less CPU than time has passed."""
-    busy = torch_records.TorchCell.model_validate(measured(project, "eval")).process_share
-    assert busy is not None and busy > 0
-    real = benchmark._start_decoding
+    assert measured(project, "eval").point.process_share > 0
+    real = torch_loads._start_decoding
 
     def sleepy(*words: Any) -> Any:
         for step in real(*words):
             time.sleep(0.01)
             yield step
 
-    monkeypatch.setattr(benchmark, "_start_decoding", sleepy)
-    slept = torch_records.TorchCell.model_validate(measured(project, "eval")).process_share
-    assert slept is not None and slept < 0.8
+    monkeypatch.setattr(torch_loads, "_start_decoding", sleepy)
+    assert measured(project, "eval").point.process_share < 0.8
 
 
 def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path) -> None:
@@ -151,15 +145,15 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
     first = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
     same_seed = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2)
     other_seed = measured(project, "eval", temperature=0.8, top_p=0.95, top_k=40, repeats=2, seed=43)
-    counts = [
-        [(r["output_tokens"], r["cycles"], r["accepted"]) for r in c["prompts"]] for c in (first, same_seed, other_seed)
-    ]
-    assert counts[0] == counts[1] and first["histogram"] == same_seed["histogram"]
-    assert (first["temperature"], first["top_p"], first["top_k"]) == (0.8, 0.95, 40)
+    lines = first, same_seed, other_seed
+    counts = [[(r.output_tokens, r.cycles, r.accepted) for r in line.point.requests] for line in lines]
+    assert counts[0] == counts[1] and first.point.acceptance.histogram == same_seed.point.acceptance.histogram
+    assert (first.cell.temperature, first.cell.top_p, first.cell.top_k) == (0.8, 0.95, 40)
     for found in (first, other_seed):
-        assert found["metrics"]["identical_share"] is None
-        assert {(r["identical"], r["divergence_margin"]) for r in found["prompts"]} == {(None, None)}
-        assert all(r["output_tokens"] == r["baseline_output_tokens"] for r in found["prompts"])
+        assert found.row.identical_share is None
+        assert {r.divergence_margin for r in found.point.requests} == {None}
+        both = zip(found.point.requests, found.baseline_point.requests, strict=True)
+        assert all(r.output_tokens == plain.output_tokens for r, plain in both)
     seeds = [
         torch_context.make_sampling_params(SimpleNamespace(workload=WORKLOAD, samples_drafts=False), *key)
         for key in product("ab", (0, 1), (0, 1))
@@ -170,54 +164,43 @@ def test_drawn_answers_are_the_seeds_and_each_repeat_draws_its_own(project: Path
 # --- the speedup's interval -----------------------------------------------------------------------------------------
 
 
-def make_rows(prompts: int, repeats: int, turns: int, draw: random.Random) -> list[PromptRow]:
+def draw_answers(ids: list[str], repeats: int, draw: random.Random, seconds: tuple[float, float]) -> list[list[Any]]:
     return [
-        PromptRow(
-            id=f"q{p}", repeat=r, turn=t, output_tokens=draw.randrange(5, 90), e2e_latency_s=draw.uniform(1, 2),
-            baseline_output_tokens=draw.randrange(5, 90), baseline_e2e_latency_s=draw.uniform(2, 5),
-            prompt_tokens=7, cycles=10, accepted=20, identical=True, divergence_margin=None, finish_reason="stop",
-            prefill_latency_s=0.1, baseline_prefill_latency_s=0.1, correct=None, baseline_correct=None,
-        )
-        for r in range(repeats) for p in range(prompts) for t in range(turns)
-    ]  # fmt: skip
+        [answers([name], draw.uniform(*seconds), 0.1, draw.randrange(5, 90))[0] for name in ids] for _ in range(repeats)
+    ]
 
 
-@pytest.mark.parametrize(("prompts", "repeats", "turns"), [(7, 1, 1), (6, 4, 2)])
-def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int, turns: int) -> None:
-    rows = make_rows(prompts, repeats, turns, random.Random(3))
-    low, high = interval.compute_speedup_interval(*metrics.collect_speed_columns(rows, "mt_bench"))
-    total = {key: sum(row[key] for row in rows) for key in metrics.SPEED_COLUMNS}
-    speedup = total["output_tokens"] / total["e2e_latency_s"]
-    speedup /= total["baseline_output_tokens"] / total["baseline_e2e_latency_s"]
-    assert low < speedup < high and low * high == pytest.approx(speedup**2), "the same share to both sides"
+def pool(ids: list[str], repeats: int, prompt_set: str = "mt_bench") -> tuple[PooledSpeedup, float]:
+    """Return the pooled speedup of drawn answers, and the same by hand."""
+    draw = random.Random(3)
+    fast, plain = (draw_answers(ids, repeats, draw, seconds) for seconds in ((1, 2), (2, 5)))
+    speeds = [
+        sum(r.output_tokens for rows in kind for r in rows) / sum(r.e2e_s for rows in kind for r in rows)
+        for kind in (fast, plain)
+    ]
+    return metrics.pool_speedup(fast, plain, prompt_set), speeds[0] / speeds[1]
+
+
+@pytest.mark.parametrize(("prompts", "repeats"), [(7, 1), (6, 4)])
+def test_the_speedups_interval_is_over_prompts_and_repeats(prompts: int, repeats: int) -> None:
+    found, speedup = pool([f"q{n}" for n in range(prompts)], repeats)
+    low, high = found.speedup_low, found.speedup_high
+    assert low and high and low < speedup < high and found.speedup == pytest.approx(speedup)
+    assert low * high == pytest.approx(speedup**2), "the same share to both sides"
 
 
 def test_one_prompt_has_no_interval_of_its_speedup() -> None:
     """Bug: one prompt decoded once had an interval of zero width, as if its speedup were certain."""
     for repeats in (1, 5):
-        rows = make_rows(1, repeats, 1, random.Random(3))
-        found = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
-        assert [found[key] for key in ("tau_low", "tau_high", "speedup_low", "speedup_high")] == [None] * 4
+        found, _ = pool(["q0"], repeats)
+        assert (found.speedup_low, found.speedup_high) == (None, None)
+        assert stopping.measure_pooled_half_width(found) is None
 
 
 def test_turns_of_one_conversation_are_one_cluster_of_the_eval_split() -> None:
     """Bug: of the eval split each turn of a conversation is a row, and each counted as independent."""
-    rows = make_rows(6, 1, 1, random.Random(3))
-    turns = [row.model_copy(update={"id": f"{row.id}.{turn}"}) for row in rows for turn in range(4)]
-    single = metrics.compute_cell_metrics(rows, 3, 6, "mt_bench")
-    repeated = metrics.compute_cell_metrics(turns, 3, 6, "eval")
-    for name in ("tau_low", "tau_high", "speedup_low", "speedup_high"):
-        assert repeated[name] == pytest.approx(single[name])
-
-
-def test_each_repeat_has_a_speedup_of_its_own() -> None:
-    rows = make_rows(4, 3, 2, random.Random(5))
-    for repeat, found in enumerate(metrics.summarise_repeats(rows, "mt_bench")):
-        repeat_rows = [row for row in rows if row.repeat == repeat]
-        plain = sum(r.baseline_output_tokens for r in repeat_rows) / sum(r.baseline_e2e_latency_s for r in repeat_rows)
-        speed = sum(r.output_tokens for r in repeat_rows) / sum(r.e2e_latency_s for r in repeat_rows)
-        expected = {"output_tok_s": speed, "baseline_output_tok_s": plain, "speedup": speed / plain}
-        assert found.model_dump() == pytest.approx(expected)
+    assert pool(["q0.0", "q0.1", "q0.2"], 1, "eval")[0].speedup_low is None
+    assert pool(["q0.0", "q0.1", "q0.2"], 1)[0].speedup_low is not None
 
 
 # --- grades ---------------------------------------------------------------------------------------------------------
@@ -236,37 +219,15 @@ def test_programs_are_refused_before_anything_is_decoded_where_the_kernel_cannot
 def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a random target says is wrong; what we put into its mouth is right for two problems of three."""
     found = measured(project, "gsm8k", grade=True)
-    assert found["quality"]["plain"] == {
+    assert vars(found.baseline_point.quality) == {
         "graded": 3, "correct": 0, "accuracy": 0.0, "how": "gsm8k: exact match of the last number",
     }  # fmt: skip
-    assert [row["correct"] for row in found["prompts"]] == [False] * 3
+    assert [row.correct for row in found.point.requests] == [False] * 3
     questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
-    answers = iter([row["canonical_solution"] for row in questions[:2] for _ in range(2)] + ["    return 0\n"] * 2)
-    monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(answers))
+    said = iter([*(row["canonical_solution"] for row in questions[:2]), "    return 0\n"] * 2)
+    monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(said))
     found = measured(project, "humaneval", grade=True)
-    assert [row["correct"] for row in found["prompts"]] == [True, True, False]
-    assert [row["baseline_correct"] for row in found["prompts"]] == [True, True, False]
-    quality = found["quality"]["speculative"]
-    assert (quality["graded"], quality["correct"]) == (3, 2) and quality["how"].startswith("humaneval: pass@1")
-
-
-def test_answers_are_not_graded_by_default(project: Path) -> None:
-    found = measured(project, "gsm8k")
-    assert found["quality"] is None and {row["correct"] for row in found["prompts"]} == {None}
-
-
-def test_a_set_without_answers_is_refused_before_anything_is_decoded(project: Path) -> None:
-    (project / "data/prompt_sets").unlink()
-    (project / "data/prompt_sets").mkdir()
-    rows = [{"question_id": n, "turns": ["How many?"], "reference": ["#### 5"] if n else None} for n in range(3)]
-    (project / "data/prompt_sets/gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(
-        ValueError, match=r"workloads\.gsm8k\.grade is true, but 1 of its 3 prompts have no reference to grade by"
-    ):
-        measured(project, "gsm8k", grade=True)
-    assert not Path("results").exists()
-
-
-def test_prompts_that_are_not_there_are_named(project: Path) -> None:
-    with pytest.raises(ValueError, match=r"data/prompts/eval\.parquet not found; run: dvc repro prepare_prompts@eval"):
-        benchmark.main("eval", "e003", "t3_2_6")
+    for point in (found.point, found.baseline_point):
+        assert [row.correct for row in point.requests] == [True, True, False]
+    quality = found.point.quality
+    assert (quality.graded, quality.correct) == (3, 2) and quality.how.startswith("humaneval: pass@1")

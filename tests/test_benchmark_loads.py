@@ -11,13 +11,13 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.cells import interval, load_points, served_records, served_table, torch_records
+from stages.cells import interval, points, table
+from stages.cells.cell import Cell, locate_cell
 from stages.data import conversations
 from stages.engine.target_runner import TargetRunner
-from stages.measuring import torch_context
+from stages.measuring import torch_context, torch_loads
 from stages.prompts import workload_prompts
 from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
@@ -41,14 +41,14 @@ def edit_workload(project: Path, name: str, benchmark_: dict[str, Any] | None = 
 def measured(project: Path, name: str, **changes: Any) -> dict[str, Any]:
     edit_workload(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return served_records.read_served_cell(name, *NAMES, served_records.TORCH_ENGINE).model_dump()
+    return Cell.read("torch", name, *NAMES).model_dump()
 
 
 def measure_prompt_by_prompt(project: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
     """The rows of the same workload, one prompt at a time."""
     edit_workload(project, name, **changes)
     benchmark.main(name, *NAMES)
-    return torch_records.read_torch_cell(name, *NAMES)["prompts"]
+    return Cell.read("torch", name, *NAMES).model_dump()["points"][0]["requests"]
 
 
 def list_counts(point: dict[str, Any], *keys: str) -> list[tuple[Any, ...]]:
@@ -95,36 +95,20 @@ def test_a_mode_of_one_kind_has_the_counts_of_both(project: Path, temperature: f
         edit_workload(project, "eval", {"mode": mode}, **changes)
         started: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(benchmark, "_run_load", partial(note_kind, started, benchmark._run_load))
+            patch.setattr(torch_loads, "_run_load", partial(note_kind, started, torch_loads._run_load))
             benchmark.main("eval", *NAMES)
         assert set(started) == {"speculative" if mode == "eagle" else "plain"}
-        found = served_records.read_served_cell("eval", *NAMES, served_records.TORCH_ENGINE).model_dump()
+        found = Cell.read("torch", "eval", *NAMES).model_dump()
         assert found[empty] == [] and len(found[measured_points]) == 1
         (point,), (expected_point,) = found[measured_points], both[measured_points]
         assert list_counts(point, "cycles", "accepted", "answer") == list_counts(
             expected_point, "cycles", "accepted", "answer"
         )
-        lines = served_table.join_lines([served_records.ServedCell.model_validate(found)], {}, [])
+        lines = table.join_lines([Cell.model_validate(found)], {}, [])
         assert [line.row.decoding for line in lines] == ["speculative" if mode == "eagle" else "plain"]
         assert lines[0].row.speedup is None and lines[0].row.output_throughput
         if mode == "eagle":
             assert lines[0].row.remark == "not compared: plain decoding was not measured (benchmark.mode: eagle)"
-
-
-def test_a_workload_of_one_at_a_time_follows_the_mode_too(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later turns follow the answers of the kind that runs; both kinds agree on them at temperature 0."""
-    expected_rows = measure_prompt_by_prompt(project, "mt_bench", turns="all")
-    for mode in ("eagle", "baseline"):
-        edit_workload(project, "mt_bench", {"mode": mode}, turns="all")
-        capsys.readouterr()
-        benchmark.main("mt_bench", *NAMES)
-        assert ("tau" in capsys.readouterr().out) == (mode == "eagle")
-        found = served_records.read_served_cell("mt_bench", *NAMES, served_records.TORCH_ENGINE)
-        (point,) = found.points or found.baseline_points
-        keys = ("id", "turn", "prompt_tokens", "output_tokens")
-        assert sorted(tuple(row[k] for k in keys) for row in point.requests) == sorted(
-            tuple(row[k] for k in keys) for row in expected_rows
-        )
 
 
 def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: Path) -> None:
@@ -141,24 +125,6 @@ def test_clocks_are_in_order_and_no_more_are_under_way_than_asked_for(project: P
         for n, (sent_s, *_) in enumerate(spans[2:], 2):  # each is sent when one of those before has ended
             assert sum(last_s <= sent_s for _, _, last_s in spans[:n]) >= n - 1
         assert load["duration_s"] == pytest.approx(max(last_s for *_, last_s in spans))
-
-
-def test_later_turns_come_after_plain_decodings_own_answers(project: Path) -> None:
-    """As one by one, and as transformers says."""
-    found = measured(project, "mt_bench", concurrency=2, turns="all")
-    tokenizer, model = AutoTokenizer.from_pretrained("tiny"), AutoModelForCausalLM.from_pretrained("tiny")
-    questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/mt_bench.jsonl").read_text().splitlines()[:3]]
-    expected = []
-    for question in questions:
-        messages: list[dict[str, str]] = []
-        for turn, user_message in enumerate(question["turns"]):
-            messages.append({"role": "user", "content": user_message})
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            out = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
-            expected.append((str(question["question_id"]), 0, turn, len(ids), len(out)))
-            messages.append({"role": "assistant", "content": tokenizer.decode(out, skip_special_tokens=True)})
-    for point in (found["points"][0], found["baseline_points"][0]):
-        assert sorted(row[:-1] for row in list_counts(point)) == sorted(expected)
 
 
 def test_sampled_answers_of_loads_equal_those_prompt_by_prompt(project: Path) -> None:
@@ -185,7 +151,7 @@ def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
                 entries.append((repeat, turn, name, record))
     repeats = [[[x[3] for x in entries if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
     records = [record for turns in repeats for load in turns for record in load]
-    found = load_points.pool_counts([r.counts for r in records], records, "mt_bench", 3, 6, {})
+    found = points.pool_counts(records, "mt_bench", 3, 6)
     accepted, cycles = (
         np.array([sum(getattr(x[3].counts, key) for x in entries if x[2] == name) for name in "abcde"])
         for key in ("accepted", "cycles")
@@ -227,7 +193,7 @@ def test_two_processes_make_the_cell_of_one(project: Path, concurrency: int, mon
     for total in (1, 2):
         edit_workload(project, "eval", {"num_gpus_total": total}, concurrency=concurrency, repeats=2)
         benchmark.main("eval", *NAMES)
-        cells.append(json.loads(torch_records.locate_torch_cell("eval", *NAMES).read_text()))
+        cells.append(json.loads(locate_cell("torch", "eval", *NAMES).read_text()))
     single, double = map(drop_times, cells)
     assert single.pop("hardware") | {"num_gpus_total": 2} == double.pop("hardware")
     assert single == double
@@ -240,7 +206,7 @@ def drop_times(found: Any) -> Any:
     if not isinstance(found, dict):
         return found
     timed = ("_s", "_tok_s", "seconds", "throughput", "mean_at_once")
-    left_out = {"speedup", "speedup_low", "speedup_high", "repeats", "stopping"}
+    left_out = {"in_turns", "stopping"}
     left_out |= {"memory", "process_share"}  # of one process
     return {k: drop_times(v) for k, v in found.items() if not k.endswith(timed) and k not in left_out}
 
@@ -264,16 +230,6 @@ def test_a_prompt_that_does_not_fit_is_told_before_anything_is_decoded(
             ValueError, match=r"t2_9999_5: topk is 9999, expected at most \d+, the tokens of the draft's"
         ):
             benchmark.main("eval", NAMES[0], "t2_9999_5")
-
-
-def test_a_process_that_fails_ends_the_others_and_says_what_to_do(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    edit_workload(project, "eval", {"num_gpus_total": 2}, max_new_tokens=5000)
-    with pytest.raises(ValueError, match=r"one of 2 processes ended early; .* set benchmark\.num_gpus_total to"):
-        benchmark.main("eval", *NAMES)
-    assert not torch_records.locate_torch_cell("eval", *NAMES).exists()
 
 
 def test_fewer_gpus_than_asked_for_are_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

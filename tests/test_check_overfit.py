@@ -165,30 +165,6 @@ def test_one_drafts_refusal_stops_no_others_training(with_blocks: Path, monkeypa
         check_overfit.main()
 
 
-def test_a_threshold_of_one_is_said_to_demand_nothing(
-    overfit_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: a row that was not learned at all was called learned, at a threshold that every draft reaches."""
-    unlearned = check_overfit.OverfitMeasurement("r.0", 4.8, 1.0, 1.31, 1.02, [14.35, 13.27])
-    monkeypatch.setattr(check_overfit, "_learn_row", lambda *_: unlearned)
-    edit_params(overfit_project, {"check_overfit": {"min_tau": 1.0}})
-    check_overfit.main()
-    output = capsys.readouterr().out
-    assert "after 1 steps on one row 1.02 tokens per verify cycle of 4.80, 1.31 by the trainer's own" in output
-    assert "1.00 required (check_overfit.min_tau is 1.0, so nothing is: " in output and "learned" not in output
-    edit_params(overfit_project, {"check_overfit": {"min_tau": 1.01}})
-    check_overfit.main()
-    assert "; 1.01 required\n" in capsys.readouterr().out
-    edit_params(overfit_project, {"check_overfit": {"min_tau": 3.5}})  # for the other tests
-
-
-@pytest.mark.parametrize(
-    ("min_tau", "perfect_tau", "required"), [(6.0, 8.0, 6.0), (6.0, 1.0, 1.0), (1.0, 5.0, 1.0), (8.0, 4.5, 4.5)]
-)
-def test_the_drafted_part_of_the_threshold_is_scaled(min_tau: float, perfect_tau: float, required: float) -> None:
-    assert check_overfit.scale_threshold(min_tau, perfect_tau, 7) == pytest.approx(required)
-
-
 prefill = TargetRunner.prefill
 
 
@@ -364,14 +340,3 @@ def test_a_block_one_slot_off_in_the_engine_fails_the_gate(with_blocks: Path, mo
     check_overfit.main()
     refused = json.loads(REPORT.read_text())["refused"]["dflash"]
     assert re.search(r"check_overfit of dflash: .* By the trainer's own forward it is [34]\.\d\d: the torch", refused)
-
-
-def test_perfect_guesses_along_an_answer_by_hand() -> None:
-    """The target's argmax is every token of 1 to 6 but the fourth. With two drafts a cycle: 2 3, bonus 4; 5 6, no bonus.
-    With one: 2, bonus 3; none, bonus 4; 5, bonus 6.
-    """
-    answer, head = torch.tensor([1, 2, 3, 4, 5, 6]), torch.eye(8)
-    last = torch.eye(8)[torch.tensor([2, 3, 7, 5, 6, 0])]
-    assert forced_decode.compute_perfect_tau(answer, last, head, 2) == (4 + 2) / 2
-    assert forced_decode.compute_perfect_tau(answer, last, head, 1) == (2 + 3) / 3
-    assert forced_decode.compute_perfect_tau(answer[:1], last[:1], head, 2) == 1.0

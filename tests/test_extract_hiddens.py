@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from stages import extract_hiddens, prepare_target
 from stages.data import conversations
-from stages.hidden_states import format, reader, shard_plan
+from stages.hidden_states import reader
 from stages.params import schema
 from stages.target import manifest
 from stages.telemetry import fork_server
@@ -195,18 +194,6 @@ def test_rows_are_those_of_transformers_alone(sampled_project: Path, undisturbed
     assert len([name for name in undisturbed_files if name.startswith("train/shard")]) >= 2
 
 
-@pytest.mark.parametrize(("dtype", "token"), [("float32", 4 * H * 4), ("bfloat16", 4 * H * 2), ("fp8", 4 * H + 16)])
-def test_the_files_are_as_large_as_was_said(project: Path, dtype: str, token: int) -> None:
-    """Tokens times the formula, and a header a shard: what the preflight counts on."""
-    output = run(project, dtype=dtype)
-    kept = [r for s in ROWS for r in sampled(project, s) if len(r["prompt_ids"]) + len(r["answer_ids"]) <= 200]
-    tokens = sum(len(r["prompt_ids"]) + len(r["answer_ids"]) for r in kept)
-    assert f"{tokens} tokens x {token + 4} bytes" in output
-    shards = [data for name, data in files(project).items() if name.endswith(".safetensors")]
-    assert sum(map(len, shards)) == pytest.approx(tokens * (token + 4 + 1 / 8), abs=640 * len(shards))
-    assert format.count_token_bytes(3, H, format.DTYPES[dtype]) == token + 4 + 1 / 8
-
-
 def test_fp8_is_float32_rounded_once(project: Path, undisturbed_files: dict[str, bytes], sampled_project: Path) -> None:
     run(project, dtype="fp8")
     for row, exact in zip(
@@ -235,23 +222,6 @@ def test_compiled_blocks_say_the_same(
     ):
         torch.testing.assert_close(mine.features, plain.features, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.last, plain.last, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("padded", "expected"), [(False, [range(3), range(3, 5)]), (True, [range(2), range(2, 5)])])
-def test_batches_hold_so_many_tokens(padded: bool, expected: list[range]) -> None:
-    """[9, 8, 7 | 6, 5] of 24 tokens; with their padding [9, 9 | 7, 7, 7]."""
-    assert shard_plan.split_batches(24, padded, [9, 8, 7, 6, 5]) == expected
-    assert shard_plan.split_batches(4, padded, [9, 8]) == [range(1), range(1, 2)]
-
-
-def test_what_does_not_fit_the_disk_stops_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(extract_hiddens.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
-    extract_hiddens._check_disk_space(10**9)
-    with pytest.raises(
-        ValueError, match=r"needs 1\.05 GiB in data/hiddens, 1\.00 GiB are free; set extract_hiddens\.dtype"
-    ):
-        extract_hiddens._check_disk_space(1_070_000_000)
 
 
 # --- the same bytes -------------------------------------------------------------------------------------------------
@@ -331,26 +301,6 @@ def test_no_process_outlives_the_stage(project: Path, monkeypatch: pytest.Monkey
     parent.kill()
     parent.wait()
     assert len(ranks) == 2 and not psutil.wait_procs(ranks, timeout=60)[1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_what_was_killed_anywhere_goes_on(
-    project: Path, seed: int, processes: int, undisturbed_files: dict[str, bytes]
-) -> None:
-    kill_and_resume(project, seed, processes, undisturbed_files)
-
-
-def test_unfinished_shards_of_other_parameters_are_not_taken_up(
-    project: Path, undisturbed_files: dict[str, bytes]
-) -> None:
-    """They are of another batch size, whose sums may round otherwise; and they go when the work is done."""
-    edit_params(project, {"extract_hiddens": {"batch_tokens": 400}})
-    folder = project / "data/hiddens"
-    assert kill_after(project, random.Random(0), lambda: bool([*folder.rglob("shard-*.json")]))
-    assert "resumed" not in run_in_process(project, batch_tokens=512)
-    assert files(project) == undisturbed_files
 
 
 # --- made elsewhere -------------------------------------------------------------------------------------------------

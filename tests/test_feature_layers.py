@@ -181,38 +181,7 @@ def test_a_reader_of_three_layers_gets_what_a_folder_of_three_holds(
     assert all(torch.equal(mine.features, whole.features) for mine, whole in both)
 
 
-def test_an_import_of_other_layers_is_refused_with_their_number(projects: dict[str, Path], tmp_path: Path) -> None:
-    project = copied(projects["own"], tmp_path / "project")
-    edit_params(project, {"extract_hiddens": {"import": str(projects["union"] / "data/hiddens")}})
-    with (
-        chdir(project),
-        pytest.raises(ValueError, match=r"the 3 layers of target\.feature_layers, \[2, 4, 6\]; they are"),
-    ):
-        extract_hiddens.main()
-    describe(project, UNION)
-    with chdir(project):
-        extract_hiddens.main()
-    files = ("data/hiddens/train/shard-00000.safetensors", "data/hiddens/eval/shard-00000.safetensors")
-    assert all((project / f).read_bytes() == (projects["union"] / f).read_bytes() for f in files)
-
-
 # --- what EAGLE-3 makes of it ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", [
-    "drafts/e000/draft/config.json", "drafts/e000/draft/model.safetensors", "drafts/e002/draft/config.json",
-    "drafts/e002/draft/model.safetensors", "drafts/e002/state/optimizer.safetensors", "results/train/e000.overfit.json",
-])  # fmt: skip
-def test_a_draft_trained_from_a_union_is_the_one_trained_from_its_own_layers(
-    projects: dict[str, Path], file: str
-) -> None:
-    assert (projects["own"] / file).read_bytes() == (projects["union"] / file).read_bytes()
-
-
-def test_losses_of_a_union_are_those_of_its_own_layers(projects: dict[str, Path]) -> None:
-    own, union = (json.loads((p / "results/train/e002.json").read_text())["epochs"] for p in projects.values())
-    assert [[e["step_loss"], e["step_accuracy"]] for e in own] == [[e["step_loss"], e["step_accuracy"]] for e in union]
-    assert own[-1]["loss"] < own[0]["loss"]
 
 
 def test_a_draft_of_other_layers_differs(projects: dict[str, Path], tmp_path: Path) -> None:
@@ -353,22 +322,6 @@ def test_a_draft_reads(
     assert ("eagle_config" in config) == (expected != EAGLE3)
 
 
-def test_nothing_is_refused_where_no_fresh_draft_is_made(sampled: Path, tmp_path: Path) -> None:
-    project = copied(sampled, tmp_path / "project")
-    made = describe(project, BLOCK)
-    theirs = {"model": "a/b", "revision": None, "rope_theta": None}
-    imported = {"checkpoints": ["theirs"]}
-    edit_params(project, {
-        "init_draft": {"checkpoints": []}, "train_draft": {"checkpoints": {}},
-        "import_draft": {"checkpoints": {"theirs": theirs}},
-        "replay_trees": imported, "time_trees": imported, "benchmark": imported,
-    })  # fmt: skip
-    with chdir(project):
-        p = schema.load_params()
-        checks.check_feature_layers(p, made.feature_layers, EAGLE3)
-        assert init_draft.infer_config(p, made).hidden_size == H  # for estimates
-
-
 def test_layers_of_a_block_draft_that_are_not_stored_are_refused_before_anything_is_sampled(
     sampled: Path, tmp_path: Path
 ) -> None:
@@ -386,14 +339,6 @@ def test_layers_of_a_block_draft_that_are_not_stored_are_refused_before_anything
             train = p.train_draft.model_copy(update={"checkpoints": {"b": segment}})
             with pytest.raises(ValueError, match=message) if message else nullcontext():
                 checks.check_feature_layers(p.model_copy(update={"train_draft": train}), EAGLE3, EAGLE3)
-
-
-def test_layers_beyond_the_target_are_refused(sampled: Path, tmp_path: Path) -> None:
-    project = copied(sampled, tmp_path / "project")
-    with pytest.raises(
-        ValueError, match=r"is \[2, 4, 9\], expected increasing ids below 9, the number of tiny's layers"
-    ):
-        describe(project, [2, 4, 9])
 
 
 def test_a_draft_whose_layers_are_no_longer_stored_is_refused_by_its_readers(

@@ -1,15 +1,11 @@
 """A full disk is one line, whichever library met it, and is not left full: real writes onto a tiny file system."""
 
-import errno
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from stages.hidden_states import format, writer
-from stages.hidden_states.shard_plan import StoredRowSize
-from stages.telemetry.machine_errors import explain_full_disk
 from tests.conftest import ROOT, copy_project
 
 # In a namespace of its own, where also a user who is not root may mount; it is gone with the process.
@@ -100,19 +96,3 @@ def test_fix_data_on_a_full_disk_is_one_line(tmp_path: Path, free_kib: int) -> N
     done = run_on_full_disk(disk, sys.executable, "-m", "stages.fix_data", size="24m", before=fills)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("aerie: the disk is full")
-
-
-def test_a_shard_that_is_not_finished_leaves_no_file(tmp_path: Path) -> None:
-    import torch
-
-    head = format.RowHeader("a", torch.zeros(4, dtype=torch.int32), torch.ones(4, dtype=torch.bool), 2, "stop", None)
-    shard = writer.ShardWriter(tmp_path / "shard", [head], StoredRowSize(3, 8, torch.float32))
-    assert list(tmp_path.iterdir())
-    shard.discard()
-    assert not list(tmp_path.iterdir())
-
-
-def test_other_errors_are_not_taken_for_a_full_disk() -> None:
-    assert explain_full_disk(OSError(errno.EIO, "Input/output error")) is None
-    assert explain_full_disk(ValueError("expected 28")) is None
-    assert explain_full_disk(OSError(errno.EDQUOT, "Disk quota exceeded", "/some/file")) is not None

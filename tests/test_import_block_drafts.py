@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
-from stages import benchmark, benchmark_served, import_draft, replay_trees, report, time_trees
-from stages.cells import replay_records, served_records, timing_grid, torch_records, training_records
-from stages.draft import block_checkpoint, checkpoint
+from stages import benchmark, benchmark_served, import_draft, replay_trees, time_trees
+from stages.cells import replay_records, timing_grid, training_records
+from stages.cells.cell import UNSUPPORTED, Cell
+from stages.draft import checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.measuring import server_setup
 from stages.params import schema
-from stages.params.families import BLOCKS, DFLASH, DraftKind
+from stages.params.families import BLOCKS
 from stages.params.tree_shape import TreeShape
 from stages.serving import engine_flags
 from tests.conftest import edit_params
@@ -27,6 +26,7 @@ from tests.draft import published_blocks
 from tests.draft.published_blocks import Form, publish
 from tests.test_replay_blocks import GRID, SLOTS, write_block
 from tests.test_replay_trees import END, V, project, shared_project  # noqa: F401 - fixtures
+from tests.torch_cells import read_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,26 +86,6 @@ def test_an_imported_draft_is_replayed_like_the_checkpoint_it_was(
     assert (found["options"], found["draft_vocab_size"]) == ({"method": method, "block_size": SLOTS}, V)
 
 
-def test_deepspecs_own_dflash_is_replayed_as_the_draft_without_a_markov_head(project: Path) -> None:  # noqa: F811
-    """As a DSpark draft: its accepted drafts are those of a DSpark draft whose Markov bias is zero."""
-    draft = write_block("dspark")
-    markov = draft.markov_head
-    assert markov is not None
-    markov.markov_w2.weight.zero_()
-    written = json.loads((checkpoint.locate_checkpoint("b003") / "draft/config.json").read_text())
-    tensors = {name: x for name, x in draft.state_dict().items() if "confidence" not in name}
-    config = written | {"enable_confidence_head": False}
-    block_checkpoint.write_block_draft(checkpoint.locate_checkpoint("b003"), config, tensors)
-    publish(Path("from_others"), *published_blocks.deepspec_dflash(draft, NUM_LAYERS))
-    item = {"model": "from_others", "revision": None, "rope_theta": None}
-    edit_params(Path(), {"import_draft": {"checkpoints": {"theirs": item}}})
-    edit_params(Path(), {"replay_trees": {"checkpoints": ["b003", "theirs"]}})
-    import_draft.main("theirs")
-    for name in ("b003", "theirs"):
-        replay_trees.main(name)
-    assert read_replay("theirs") == read_replay("b003")
-
-
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> None:  # noqa: F811
     """A cell accepts what replay says, and the grid leaves out trees deeper than the block."""
@@ -119,8 +99,8 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> N
     replay_trees.main("theirs")
     for tree in trees:
         benchmark.main("eval", "theirs", tree)
-        cell = torch_records.read_torch_cell("eval", "theirs", tree)
-        assert replay_records.find_replayed_tau(replay_records.read_replay("theirs"), cell) == cell.metrics.tau
+        line = read_line("eval", "theirs", tree)
+        assert replay_records.find_replayed_tau(replay_records.read_replay("theirs"), line.cell) == line.row.tau
     time_trees.main("theirs")
     timed = timing_grid.read_timing_grid("theirs", "tiny")["grid"]
     assert max(row["num_steps"] for row in timed) == draft.config.num_drafts
@@ -131,8 +111,8 @@ def test_a_tree_deeper_than_an_imported_block(project: Path) -> None:  # noqa: F
     import_published("dflash", published_blocks.z_lab)
     edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": ["t5_1_6"], "torch_workloads": ["eval"]}})
     benchmark.main("eval", "theirs", "t5_1_6")
-    cell = served_records.read_served_cell("eval", "theirs", "t5_1_6", served_records.TORCH_ENGINE)
-    assert (cell.status, cell.points) == (served_records.UNSUPPORTED, [])
+    cell = Cell.read("torch", "eval", "theirs", "t5_1_6")
+    assert (cell.status, cell.points) == (UNSUPPORTED, [])
     assert cell.reason == "it is deeper than the 4 drafts of a block"
 
 
@@ -150,38 +130,15 @@ def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, me
     served = {"checkpoints": ["theirs"], "trees": ["t3_2_6"], "workloads": ["eval"], "engine": "sglang"}
     edit_params(Path(), {"benchmark_served": served})
     benchmark_served.main("eval", "theirs", "t3_2_6")  # without a server
-    cell = served_records.read_served_cell("eval", "theirs", "t3_2_6", "sglang")
-    assert cell.status == served_records.UNSUPPORTED and f"chains only of {BLOCKS[method].title} drafts" in str(
-        cell.reason
-    )
+    cell = Cell.read("sglang", "eval", "theirs", "t3_2_6")
+    assert cell.status == UNSUPPORTED and f"chains only of {BLOCKS[method].title} drafts" in str(cell.reason)
     file = checkpoint.locate_checkpoint("theirs") / "draft/model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"model\.safetensors is cut or broken"):
         server_setup.read_draft_config(schema.load_params(), "theirs")
 
 
-def test_the_report_knows_the_family_of_an_imported_draft(project: Path) -> None:  # noqa: F811
-    """Bug: every imported draft was EAGLE-3's, so trees that no engine serves were offered for launch."""
-    import_published("dflash", published_blocks.z_lab)
-    imported = {"theirs": training_records.read_import("theirs")}
-    assert report._list_families(schema.load_params(), imported)["theirs"] == DraftKind(DFLASH, SLOTS - 1)
-
-
 # What is refused by the stage
-
-
-def write_tokenizer(num_tokens: int) -> None:
-    """Give the target a tokenizer that uses the first ids of its embedding."""
-    words = models.WordLevel({f"t{i}": i for i in range(num_tokens)}, unk_token="t0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token=f"t{END}")
-    tokenizer.save_pretrained("tiny")
-
-
-def test_a_mask_token_that_the_targets_tokenizer_uses(project: Path) -> None:  # noqa: F811
-    write_tokenizer(V)
-    with pytest.raises(ValueError, match=f"mask_token_id is {MASK}, the token 't{MASK}' of ordinary text"):
-        import_published("dflash", published_blocks.z_lab)
-    assert not checkpoint.locate_checkpoint("theirs").exists() and not Path("results/train/theirs.json").exists()
 
 
 def test_feature_layers_that_the_target_does_not_store(project: Path) -> None:  # noqa: F811

@@ -100,21 +100,6 @@ def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_pat
     assert json.loads((root / "results/sample_report.json").read_text())["rows_out"] == 12  # eval and eval_t
 
 
-def test_a_warm_start_is_the_published_draft(project: Path, tmp_path: Path) -> None:
-    root = tmp_path / "project"
-    shutil.copytree(project, root, symlinks=True)
-    size = json.loads((root / "from_others/config.json").read_text())["draft_vocab_size"]
-    edit_params(root, {"init_draft": {"from": "from_others", "draft_vocab_size": size}})
-    done = run(root, "stages.init_draft")
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (load_file(root / f"drafts/{n}/draft/model.safetensors") for n in ("e000", "e003"))
-    assert set(ours) == set(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
-    done = run(root, "stages.train_draft", "e001")
-    assert done.returncode == 0, done.stderr
-    warm, fresh = (json.loads((r / "results/train/e001.json").read_text()) for r in (root, project))
-    assert warm["epochs"][0]["loss"] < fresh["epochs"][0]["loss"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

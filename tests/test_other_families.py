@@ -13,21 +13,21 @@ import torch
 from torch.nn import functional as F
 
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, train_draft
-from stages.cells import served_records, torch_records
+from stages.cells.cell import UNSUPPORTED, Cell
+from stages.cells.table import TableLine
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.families import eagle, medusa
-from stages.families.draft_training import get_training
 from stages.families.family import get_files
 from stages.families.ranked_drafts import RankedFiles, build_static_tree
 from stages.hidden_states import format, reader
-from stages.params import schema
 from stages.params.families import FAMILIES
 from stages.params.tree_shape import parse_shape
 from stages.target import manifest
 from stages.training import ttt
 from tests.conftest import edit_params
 from tests.talking import WORKLOADS
+from tests.torch_cells import read_line
 
 ROWS = {"train": 10, "eval": 3, "eval_t": 0}
 CHECKPOINTS = {
@@ -190,25 +190,6 @@ def test_medusas_loss_is_each_heads_cross_entropy_weighed_by_decay(tables: Any) 
     assert all(w.grad is not None and w.grad.abs().sum() > 0 for w in heads.parameters())
 
 
-def test_untrained_heads_say_what_the_targets_head_says(tables: Any) -> None:
-    head, params = tables[1], schema.load_params()
-    heads = get_training(FAMILIES["medusa"]).initialise("heads1", params, manifest.read_manifest(), head).module
-    hidden = rows()[0].last[5:6]
-    expected = (hidden @ head.T)[0, heads.t2d]  # type: ignore[index]
-    assert all(torch.allclose(logits, expected, atol=1e-5) for logits in heads.logits(hidden))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(("chained", "straight"), [("eagle3ep", "eagle_straight"), ("heads3", "heads_straight")])
-def test_a_chain_of_segments_is_bit_for_bit_one_straight_run(
-    trained_project: Path, chained: str, straight: str
-) -> None:
-    for file in ("draft/model.safetensors", "draft/config.json", "state/optimizer.safetensors", "state/progress.json"):
-        assert (Path("drafts") / chained / file).read_bytes() == (Path("drafts") / straight / file).read_bytes()
-    log = json.loads(Path(f"results/train/{straight}.json").read_text())["epochs"]
-    assert log[-1]["loss"] < log[0]["loss"]
-    assert {len(epoch["step_accuracy"]) for epoch in log} == {1 if "eagle" in straight else 3}
-
-
 def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
     embedding, head = tables
     for name, method in (("eagle1", "eagle"), ("heads1", "medusa")):
@@ -237,22 +218,24 @@ def test_rank_accuracies_are_shares_of_the_rows_own_tokens(tables: Any) -> None:
             assert ranks == pytest.approx((hits / num_tokens).tolist(), abs=1.5 / num_tokens), (name, k)
 
 
-def measure(name: str) -> torch_records.TorchCell:
+def measure(name: str) -> TableLine:
     benchmark.main("eval", *CELLS[name])
-    return torch_records.read_torch_cell("eval", *CELLS[name])
+    return read_line("eval", *CELLS[name])
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_says_what_was_decoded(trained_project: Path, name: str) -> None:
-    found = measure(name)
-    assert found.metrics.identical_share == 1.0 and len(found.prompts) == 3
-    cycles, accepted = (sum(row[k] for row in found.prompts) for k in ("cycles", "accepted"))
-    assert found.metrics.tau == (cycles + accepted) / cycles
-    assert sum(n * count for n, count in enumerate(found.histogram)) == accepted and sum(found.histogram) == cycles
-    assert found.metrics.accept_rate == pytest.approx((found.metrics.tau - 1) / found.num_steps)
-    for row in found.prompts:
-        assert row.output_tokens == row.baseline_output_tokens <= ROOM
-        assert row.cycles + row.accepted in (row.output_tokens - 1, row.output_tokens)  # less the first; no bonus
+    line = measure(name)
+    row, requests, found = line.row, line.point.requests, line.cell
+    assert row.identical_share == 1.0 and len(requests) == 3
+    cycles, accepted = (sum(request[k] for request in requests) for k in ("cycles", "accepted"))
+    assert row.tau == (cycles + accepted) / cycles
+    histogram = line.point.acceptance.histogram
+    assert sum(n * count for n, count in enumerate(histogram)) == accepted and sum(histogram) == cycles
+    assert row.accept_rate == pytest.approx((row.tau - 1) / row.num_steps)
+    for request, plain in zip(requests, line.baseline_point.requests, strict=True):
+        assert request.output_tokens == plain.output_tokens <= ROOM
+        assert request.cycles + request.accepted in (request.output_tokens - 1, request.output_tokens)  # no bonus
     weights = _tensors(CELLS[name][0])
     sizes = [t.numel() for t in weights.values() if t.is_floating_point()]
     assert found.draft.draft_parameters == sum(sizes)
@@ -273,20 +256,8 @@ def test_a_shape_of_another_family_is_a_cell_without_figures(trained_project: Pa
         ("heads3", "t3_2_6", "Medusa drafts static trees"),
     ):
         benchmark.main("eval", name, shape)
-        cell = served_records.read_served_cell("eval", name, shape, served_records.TORCH_ENGINE)
-        assert cell.status == served_records.UNSUPPORTED and reason in str(cell.reason)
-
-
-def test_drawn_answers_say_what_plain_decoding_says(trained_project: Path) -> None:
-    params_text = Path("params.yaml").read_text()
-    workload = {**WORKLOADS["eval"], "num_prompts": 3, "max_new_tokens": ROOM, "temperature": 0.8, "top_p": 0.95}
-    try:
-        edit_params(Path(), {"benchmark": {"workloads": {"eval": workload}}})
-        for name in ("medusa", "ngram"):
-            cell = measure(name)
-            assert all(row.output_tokens == row.baseline_output_tokens for row in cell.prompts)
-    finally:
-        Path("params.yaml").write_text(params_text)
+        cell = Cell.read("torch", "eval", name, shape)
+        assert cell.status == UNSUPPORTED and reason in str(cell.reason)
 
 
 def test_a_static_tree_follows_the_checkpoints_accuracies() -> None:
@@ -298,17 +269,6 @@ def test_a_static_tree_follows_the_checkpoints_accuracies() -> None:
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_that_is_not_there_is_named_with_what_to_run(trained_project: Path) -> None:
-    Path("drafts/heads3").rename("drafts/elsewhere")
-    try:
-        with pytest.raises(
-            ValueError, match=r"drafts/heads3/draft/config\.json not found; run: dvc repro train_draft@heads3"
-        ):
-            measure("medusa")
-    finally:
-        Path("drafts/elsewhere").rename("drafts/heads3")
 
 
 def test_a_misshapen_checkpoint_is_named_tensor_by_tensor(trained_project: Path, tables: Any) -> None:

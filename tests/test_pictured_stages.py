@@ -29,7 +29,7 @@ from stages import (
     time_trees,
     train_draft,
 )
-from stages.cells import served_records
+from stages.cells.cell import Cell
 from stages.data import conversations
 from stages.hidden_states import format, reader, writer
 from stages.params.schema import load_params
@@ -42,7 +42,8 @@ from tests.opened.watch import opening
 from tests.serving.engine_double import FORK_VARIABLE
 from tests.target.multimodal_documents import DOCUMENTS, TAPPED, TOKEN, alone, document
 from tests.target.test_target_forward import H, save_random_model
-from tests.test_extract_hiddens import files, refused, run, run_in_process
+from tests.test_extract_hiddens import files, refused, run
+from tests.torch_cells import read_line
 
 ROOM = 12
 SMALL: dict[str, Any] = {
@@ -221,12 +222,6 @@ def test_rows_are_those_of_transformers_alone(sampled_project: Path, extracted_f
     assert report["bytes"] == pytest.approx(by_hand, abs=1) and size == pytest.approx(by_hand, abs=2 * 1000)
 
 
-@pytest.mark.long
-def test_two_processes_make_the_same_bytes(project: Path, extracted_files: dict[str, bytes]) -> None:
-    run_in_process(project, processes=2)
-    assert files(project) == extracted_files
-
-
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])
 def test_our_own_folder_is_imported(
     project: Path, sampled_project: Path, extracted_files: dict[str, bytes], dtype: str
@@ -326,16 +321,16 @@ def test_a_draft_is_trained_replayed_and_decoded(
         for tree, (steps, topk, tokens) in {"t3_1_4": (3, 1, 4), "t3_2_6": (3, 2, 6)}.items():
             with declared("benchmark"):
                 benchmark.main("eval", "e003", tree)
-            cell = json.loads(Path(f"results/cells/eval-e003-{tree}.json").read_text())
-            assert cell["metrics"]["identical_share"] == 1.0
+            line = read_line("eval", "e003", tree)
+            assert line.row.identical_share == 1.0
             (known,) = replayed.filter(num_steps=steps, topk=topk, num_draft_tokens=tokens).to_dicts()
-            assert known["accepted"] == sum(r["accepted"] for r in cell["prompts"])
-            assert known["cycles"] == sum(r["cycles"] for r in cell["prompts"])
+            assert known["accepted"] == sum(r.accepted for r in line.point.requests)
+            assert known["cycles"] == sum(r.cycles for r in line.point.requests)
         monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the double's
         monkeypatch.setenv(FORK_VARIABLE, torch_server)
         with declared("benchmark_served"):
             benchmark_served.main("eval", "e003", "t3_2_6")
-        (point,) = served_records.read_served_cell("eval", "e003", "t3_2_6")["points"]
+        (point,) = Cell.read("sglang", "eval", "e003", "t3_2_6").points
         assert not any(r["failed"] for r in point["requests"])
         assert [point["acceptance"][k] for k in ("cycles", "accepted")] == [known[k] for k in ("cycles", "accepted")]
         inside = pl.read_csv("results/replay/e003.inside.csv", infer_schema_length=None).filter(by="row")

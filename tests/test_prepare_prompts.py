@@ -92,16 +92,6 @@ def test_a_few_prompts_are_from_every_file(project: Path) -> None:
     assert ids(ask(project, "eval", num_prompts=20)[0]) == found[:20]
 
 
-def test_equal_prompts_with_different_images_are_sorted_by_images(project: Path) -> None:
-    """Prompts with equal token ids must be sorted by their images."""
-    one = split(project)[0]
-    rows = [{**one, "id": f"r{n}", "images": [f"{n}.png"]} for n in range(50)]
-    replace_split(rows)
-    found = ids(ask(project, "eval", num_prompts=10)[0])
-    replace_split(rows[::-1])
-    assert ids(ask(project, "eval", num_prompts=10)[0]) == found != [f"r{n}" for n in range(10)]
-
-
 def test_images_are_copied(project: Path) -> None:
     replace_split([{**row, "images": [f"images/{row['id']}.png"]} for row in split(project)])
     rows = split(project)
@@ -154,10 +144,6 @@ def test_a_sets_prompts_are_what_transformers_renders(project: Path, name: str) 
         whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         assert row["prompt_ids"] == whole["input_ids"] and row["messages"] == messages
         assert row["later"] == (problem.turns[1:] or None) and row["reference"] == problem.reference
-
-
-def test_only_first_turns_with_turns_first(project: Path) -> None:
-    assert all(row["later"] is None for row in ask(project, "mt_bench")[0])
 
 
 def test_thinking_is_that_of_sample_target(project: Path) -> None:
@@ -223,25 +209,6 @@ def test_lengths_are_drawn_from_the_whole_range(project: Path) -> None:
     assert 0.5 <= shares.min() < 0.51 and 0.99 < shares.max() <= 1 and abs(shares.mean() - 0.75) < 0.02
     lengths = [len(row["prompt_ids"]) for row in measured]
     assert abs(np.corrcoef(lengths, shares)[0, 1]) < 0.06
-
-
-def test_full_lengths_are_exact(project: Path) -> None:
-    measured, _ = ask(project, "chat", **{**RANDOM, "length_range": 1.0})
-    assert {(len(row["prompt_ids"]), row["length_share"]) for row in measured} == {(64, 1.0)}
-
-
-def test_prompts_depend_on_the_seed(project: Path) -> None:
-    first = ask(project, "chat", **RANDOM)
-    assert ask(project, "chat", **RANDOM) == first
-    other = ask(project, "chat", **{**RANDOM, "seed": 43})
-    assert [r["prompt_ids"] for r in other[0]] != [r["prompt_ids"] for r in first[0]]
-    longer, _ = ask(project, "chat", **{**RANDOM, "length_range": 1.0})  # moves lengths, and nothing else
-    for row, whole in zip(first[0], longer, strict=True):
-        assert whole["prompt_ids"][: len(row["prompt_ids"])] == row["prompt_ids"]
-
-
-def test_a_share_of_an_answers_length() -> None:
-    assert [workload_prompts.compute_max_new_tokens(share, 128) for share in (1.0, 0.5, 0.001)] == [128, 64, 1]
 
 
 def test_missing_files_are_named(project: Path) -> None:

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme_picture, readme_served, readme_table
-from stages.cells.served_table import SPECULATIVE, ServedRow
-from stages.reporting.benchmark_table import BenchmarkRow
+from stages.cells.table import SPECULATIVE, ResultRow
 from stages.runtime import atomic
 
 
-def make_row(tree: str, checkpoint: str = "e009", **other: object) -> BenchmarkRow:
+def make_row(tree: str, checkpoint: str = "e009", **other: object) -> ResultRow:
     """A measured line whose interval of the speedup lies above 1."""
     steps, topk, tokens = map(int, tree[1:].split("_"))
     values = {
         "workload": "eval", "checkpoint": checkpoint, "tree": tree, "num_steps": steps, "topk": topk, "num_draft_tokens": tokens,
-        "source": "measured", "tau": 3.5, "tau_low": 3.25, "tau_high": 3.75, "accept_rate": 0.3125, "prefill_latency_s": 0.0081,
-        "e2e_latency_s": 0.25, "output_tok_s": 300.0, "speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.8,
+        "source": "measured", "tau": 3.5, "tau_low": 3.25, "tau_high": 3.75, "accept_rate": 0.3125, "ttft_mean_s": 0.0081,
+        "e2e_mean_s": 0.25, "output_throughput": 300.0, "in_turns": True, "temperature": 0.0,
+        "speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.8,
         "identical_share": 1.0, "replay_tau": 3.6, "engine": "torch",
     }  # fmt: skip
-    return BenchmarkRow.model_validate(values | other)
+    return ResultRow.model_validate(values | other)
 
 
-NOT_TIMED = dict.fromkeys(("prefill_latency_s", "e2e_latency_s", "output_tok_s", "identical_share"))
+NOT_TIMED = dict.fromkeys(("ttft_mean_s", "e2e_mean_s", "output_throughput", "identical_share"))
 REPLAYED = {"source": "replayed", "tau": 2.0, "tau_low": 1.9, "tau_high": 2.1, **NOT_TIMED}
 ROWS = [
     make_row("t8_2_16"),
@@ -40,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished run, and a README with an old table."""
     monkeypatch.chdir(tmp_path)
     readme_table.RECORDS.mkdir(parents=True)
-    BenchmarkRow.write_table(ROWS)
+    ResultRow.write_table(ROWS)
     cell = Path("results/cells/eval-e009-t8_2_16.json")
     atomic.write_json(cell, {"hardware": {"cpu": "Made-up CPU, 2 cores", "threads": 2}})
     Path("README.md").write_text("before\n<!-- table docs/old.csv -->\nold\n<!-- /table -->\nafter\n", encoding="utf-8")
@@ -77,13 +77,8 @@ def test_the_table_has_intervals_and_marks_what_was_replayed(run: Path, monkeypa
     assert "e003: replayed, not measured." in block[2]
 
 
-def test_the_spread_by_seed_is_said_where_it_is_known(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "with the seed" not in write(monkeypatch)
-    assert "\ntau moves by about 0.2 with the seed of training.\n" in write(monkeypatch, "--seed-spread", "0.2")
-
-
 def test_a_run_without_measured_rows_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    BenchmarkRow.write_table(row for row in ROWS if row.is_replayed)
+    ResultRow.write_table(row for row in ROWS if row.is_replayed)
     with pytest.raises(ValueError, match="no measured row, expected at least one"):
         write(monkeypatch)
 
@@ -113,16 +108,16 @@ def test_served_cells_of_the_shown_trees_are_in_the_second_table(run: Path, monk
         "decoding": SPECULATIVE, "tau": 3.5, "tau_low": 3.25, "tau_high": 3.75, "accept_rate": 0.3125, "replay_tau": 3.6,
         "ttft_mean_s": 0.0081, "e2e_mean_s": 0.25, "speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.8,
     }  # fmt: skip
-    ServedRow.write_table(
+    ResultRow.write_table(
         [
-            ServedRow(**shared, tree="t5_1_6", **measured | {"speedup_low": 0.9}),
-            ServedRow(**shared, tree="t8_2_16", **measured),
-            ServedRow(**shared, tree="t8_2_16", decoding="plain"),
-            ServedRow(**shared, tree="t9_4_32", **measured),
-            ServedRow(**shared, tree="t5_2_8", decoding=SPECULATIVE),
+            ResultRow(**shared, tree="t5_1_6", **measured | {"speedup_low": 0.9}),
+            ResultRow(**shared, tree="t8_2_16", **measured),
+            ResultRow(**shared, tree="t8_2_16", decoding="plain"),
+            ResultRow(**shared, tree="t9_4_32", **measured),
+            ResultRow(**shared, tree="t5_2_8", decoding=SPECULATIVE),
         ]
     )
-    lines = readme_served.served_table(ServedRow.TABLE, trees).splitlines()
+    lines = readme_served.served_table(ResultRow.TABLE, trees).splitlines()
     shown = [line.replace("\N{NO-BREAK SPACE}", " ").replace("\N{NON-BREAKING HYPHEN}", "-") for line in lines[2:]]
     assert shown == [
         "| 8_2_16 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 3.60 | **1.50** (1.25-1.80) |",

@@ -63,14 +63,6 @@ def merge(name: str) -> tuple[schema.Params, list[str], dict[str, list[str]]]:
         return schema.load_params(file), changes, reproduce.list_stages_with(file)
 
 
-def test_every_recipe_that_was_asked_for_is_there() -> None:
-    qwen = {f"angelslim-qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "32b", "30b-a3b")}
-    hunyuan = {f"angelslim-hunyuan-{size}" for size in ("1.8b", "4b", "7b")}
-    train = {"train-qwen3-8b-8gpu", "train-qwen3-8b-1gpu", "train-qwen3-8b-blocks-8gpu", "train-qwen3-vl-8b-8gpu"}
-    assert set(NAMES) == qwen | hunyuan | train | {"qwen3-vl-2b-weather", "qwen3-coder-30b-a3b", *BUILTIN}
-    assert len(BUILTIN) == 6
-
-
 @every_recipe
 def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(name: str, project: Path) -> None:
     about, recipe = schema.read_recipe(project / f"recipes/{name}.yaml")
@@ -153,20 +145,6 @@ def _is_of(setting: published.PublishedSetting, wanted: dict[str, Any]) -> bool:
     return all(getattr(setting, key) == value for key, value in wanted.items())
 
 
-def test_all_25_rows_of_the_weather_table_have_a_cell_under_their_epoch() -> None:
-    about, sections = schema.read_recipe(ROOT / "recipes/qwen3-vl-2b-weather.yaml")
-    assert about is not None
-    rows = published.read_publications(ROOT / "published")["qwen3-vl-weather"].rows
-    found = [
-        (r.setting.label, m.cells.checkpoint) for m in about.beside for r in rows
-        if _is_of(r.setting, m.rows) and r.metric == "tau" and r.setting.tree in sections["benchmark_served"]["trees"]
-    ]  # fmt: skip
-    assert len(found) == len(set(found)) == 25
-    assert sum(checkpoint == "e010" for _, checkpoint in found) == 15
-    epochs = {name: segment["epochs"] for name, segment in sections["train_draft"]["checkpoints"].items()}
-    assert epochs == {"e004": 4, "e010": 6}, "theirs count from zero: 3 and 9"
-
-
 @pytest.mark.long
 def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
     project: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,12 +167,6 @@ def test_a_graph_that_trains_nothing_is_brought_up_to_date_whole(
         file.touch()
     ran = made.repro(project)
     assert ran == names(project) and "report" in ran and not any(stage.startswith("train_draft") for stage in ran)
-
-
-def test_and_back_again(project: Path) -> None:
-    assert use_recipe("weather-tiny-moe")[0] == "target.model: builtin/weather-tiny -> builtin/weather-tiny-moe"
-    use_recipe("weather-tiny")
-    assert schema.load_params() == schema.load_params(ROOT / "params.yaml")
 
 
 @pytest.fixture
@@ -269,16 +241,6 @@ def test_a_kept_edit_that_clashes_with_the_recipe_is_named_with_both_values(comm
     assert "leave out --keep" in what_to_do
     assert (committed / "params.yaml").read_bytes() == before and not (committed / recipes.USED_FILE).exists()
     assert not list(committed.glob(".params-*"))
-
-
-def test_a_kept_mapping_with_the_recipes_names_is_shown_whole(committed: Path) -> None:
-    longer = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 60}}
-    edit_params(committed, {"train_draft": {"checkpoints": longer}})
-    (committed / "mine.yaml").write_text("train_draft: {schedule: cosine, horizon_epochs: 9}\n")
-    with pytest.raises(
-        ValueError, match=r"train_draft\.checkpoints: .*'epochs': 60.* \(kept\), .*'epochs': 6.* \(with the recipe\)"
-    ):
-        use_recipe("mine.yaml", keep=True)
 
 
 def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces(project: Path) -> None:

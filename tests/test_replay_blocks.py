@@ -266,19 +266,6 @@ def refused() -> str:
     return str(error.value)
 
 
-def test_feature_layers_that_are_not_stored(project: Path) -> None:  # noqa: F811
-    write_block("dflash", feature_layers=(1, 4))
-    assert "the draft of b003 reads the residual streams entering blocks [1, 4]" in (message := refused())
-    assert "set target.feature_layers to [1, 2, 3, 4]" in message
-
-
-def test_a_block_draft_of_another_target(project: Path) -> None:  # noqa: F811
-    write_block("dspark", vocab_size=V + 2)
-    assert refused().startswith(
-        "drafts/b003/draft is for a target of 11 tokens and width 16, expected tiny's 9 and 16;"
-    )
-
-
 def test_a_multimodal_target(project: Path) -> None:  # noqa: F811
     write_block("dflash")
     path = Path("artifacts/target/target.json")
@@ -286,12 +273,6 @@ def test_a_multimodal_target(project: Path) -> None:  # noqa: F811
     message = refused()
     assert message.startswith("the draft is a block draft (dflash) and tiny a multimodal target")
     assert "mrope_section" in message and message.endswith("take an EAGLE-3 checkpoint, or a text target")
-
-
-def test_a_topk_beyond_the_vocabulary(project: Path) -> None:  # noqa: F811
-    write_block("dflash")
-    edit_params(Path(), {"replay_trees": {"topk": [1, 10]}})
-    assert "topk is 10, expected at most 9" in refused()
 
 
 def test_a_topk_beyond_the_candidates_of_a_selector(project: Path) -> None:  # noqa: F811

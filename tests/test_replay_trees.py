@@ -7,7 +7,6 @@ import csv
 import json
 import shutil
 from contextlib import chdir
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,9 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stages import benchmark, extract_hiddens, init_draft, prepare_prompts, prepare_target, replay_trees
-from stages.cells import replay_records, torch_records
+from stages.cells import replay_records
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.engine.decode import Engine
@@ -27,12 +24,11 @@ from stages.hidden_states import shard_plan
 from stages.measuring import torch_context
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import compute_capacity
-from stages.replay_trees import _batch_rows
 from stages.target import manifest
 from tests.conftest import EVAL, ROOT, edit_params
-from tests.draft.slow_draft import random_draft, scatter, small_target
+from tests.draft.slow_draft import scatter, small_target
 from tests.engines import build_engine
+from tests.torch_cells import read_line
 
 V, END, ANSWER, PROMPTS = 9, 8, 30, 20
 DRAWN = {**EVAL, "num_prompts": PROMPTS, "warmup": 0, "max_new_tokens": ANSWER, "temperature": 0.7, "top_p": 0.9}
@@ -117,21 +113,19 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
     for workload, heat in (("eval", "0.0"), ("drawn", "0.7")):
         for tree in ("t3_1_4", "t3_2_6"):
             benchmark.main(workload, "e003", tree)
-            found = torch_records.read_torch_cell(workload, "e003", tree)
+            line = read_line(workload, "e003", tree)
             (row,) = (
                 r
                 for r in rows
                 if f"t{r['num_steps']}_{r['topk']}_{r['num_draft_tokens']}" == tree and r["temperature"] == heat
             )
-            accepted, cycles = (sum(answer[k] for answer in found["prompts"]) for k in ("accepted", "cycles"))
+            accepted, cycles = (sum(answer[k] for answer in line.point.requests) for k in ("accepted", "cycles"))
             assert (int(row["accepted"]), int(row["cycles"])) == (accepted, cycles) and accepted > 5
             assert float(row["tau_low"]) < float(row["tau"]) < float(row["tau_high"])
-            assert (
-                replay_records.find_replayed_tau(replay_records.read_replay("e003"), found) == found["metrics"]["tau"]
-            )
-            shares[workload, tree] = found["metrics"]["identical_share"], {a["identical"] for a in found["prompts"]}
-    assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == (1.0, {True})
-    assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == (None, {None}), (
+            assert replay_records.find_replayed_tau(replay_records.read_replay("e003"), line.cell) == line.row.tau
+            shares[workload, tree] = line.row.identical_share
+    assert shares["eval", "t3_1_4"] == shares["eval", "t3_2_6"] == 1.0
+    assert shares["drawn", "t3_1_4"] == shares["drawn", "t3_2_6"] == None, (  # noqa: E711
         "not defined where answers are drawn"
     )
 
@@ -175,17 +169,6 @@ def test_hidden_states_of_another_target(project: Path) -> None:
     assert message.startswith("data/hiddens/eval holds hidden states of another target, tiny (")
     assert "expected those of tiny as it is in artifacts/target now" in message
     assert message.endswith("run: dvc repro -f -s extract_hiddens")
-
-
-def test_hidden_states_that_do_not_say_whose_they_are(project: Path) -> None:
-    Path("data/hiddens/eval_t/origin.json").unlink()
-    assert refused() == "data/hiddens/eval_t/origin.json not found; run: dvc repro extract_hiddens"
-
-
-def test_hidden_states_of_another_split(project: Path) -> None:
-    shutil.rmtree("data/hiddens/eval")
-    shutil.copytree("data/hiddens/eval_t", "data/hiddens/eval")
-    assert refused().startswith("data/hiddens/eval holds the split eval_t, expected eval")
 
 
 @pytest.mark.parametrize(
@@ -243,17 +226,6 @@ def test_answers_drawn_otherwise_than_is_asked(project: Path, settings: dict, fo
     )
 
 
-def test_an_eval_split_that_was_drawn(project: Path) -> None:
-    rows = conversations.read_table(Path("data/sampled/eval"), conversations.SAMPLED_SCHEMA, "sample_target")
-    hot = rows.with_columns(temperature=pl.lit(0.7, pl.Float32))
-    conversations.write_table(
-        Path("data/sampled/eval") / conversations.name_shard(0), hot, conversations.SAMPLED_SCHEMA
-    )
-    assert (
-        "data/sampled/eval has answers of temperature 0.7, top_p null, expected temperature 0, top_p null" in refused()
-    )
-
-
 def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
     shared_project = manifest.read_manifest()
     edit_params(project, {"init_draft": {"draft_vocab_size": None}})
@@ -270,27 +242,4 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
 # Rows taken together, as memory allows
 
 
-@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 200))
-def test_every_row_is_in_one_batch_that_fits_or_is_alone(lengths: list[int], tokens: int) -> None:
-    lengths.sort()
-    batches = [lengths[here] for here in _batch_rows(lengths, tokens)]
-    assert [length for batch in batches for length in batch] == lengths
-    assert all(len(batch) == 1 or len(batch) * batch[-1] <= tokens for batch in batches)
-    for batch, following in pairwise(batches):  # none is smaller than it need be
-        assert (len(batch) + 1) * following[0] > tokens
-
-
 NARROW, WIDE = TreeShape(4, 2, 8), TreeShape(4, 3, 8)
-
-
-def test_more_memory_and_fewer_topks_allow_larger_batches() -> None:
-    draft, *_ = random_draft(1)
-    base, more_memory, fewer_topks = (compute_capacity(draft, trees, memory) for trees, memory in (
-        ([NARROW, WIDE], 1 << 20), ([NARROW, WIDE], 1 << 24), ([NARROW], 1 << 20),
-    ))  # fmt: skip
-    assert (
-        base.positions < more_memory.positions
-        and base.tokens < more_memory.tokens
-        and base.positions < fewer_topks.positions
-    )
-    assert compute_capacity(draft, [TreeShape(16, 10, 64)], 1) == (1, 1)

@@ -213,47 +213,6 @@ def test_what_can_not_be_shown_is_dropped_and_counted(
     assert answers(project, "train")["id"].to_list() == [f"{two[1]['id']}.0", f"{two[1]['id']}.1", f"{one[2]['id']}.0"]
 
 
-def test_later_turns_are_asked_after_the_targets_own_answers_and_all_pictures(project: Path) -> None:
-    table = pl.read_parquet("data/fixed/train.parquet")
-    pl.DataFrame([next(row for row in table.to_dicts() if len(row["images"]) == 2)], schema=table.schema).write_parquet(
-        "data/fixed/train.parquet"
-    )
-    others = pl.read_parquet("data/fixed/eval.parquet")
-    others.filter(pl.col("images").list.len() == 1).write_parquet("data/fixed/eval.parquet")
-    with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=None)
-        sample_target.main()
-    bodies = fake.bodies  # of train and, meanwhile, of eval
-    second = next(body for body in bodies if len(tiles(body["messages"])) == 2)
-    first = next(body for body in bodies if body["messages"][:2] == second["messages"][:2] and body is not second)
-    assert second["messages"][: len(first["messages"])] == first["messages"]
-    assert second["messages"][len(first["messages"])] == {
-        "role": "assistant",
-        "content": f"own {len(first['messages'])}",
-    }
-    assert (len(tiles(first["messages"])), len(tiles(second["messages"]))) == (1, 2)
-    row = answers(project, "train").to_dicts()[1]
-    assert row["prompt_ids"].count(AutoTokenizer.from_pretrained("tiny").convert_tokens_to_ids(PAD)) == sum(
-        tiles(second["messages"])
-    )
-
-
-def test_the_preview_shows_rows_with_pictures(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sample_target.main("--preview", "2")
-    assert "<|image_pad|>×" in capsys.readouterr().out
-    shutil.rmtree("data/sampled")
-    sample_target.main("--preview", "2")
-    shown = capsys.readouterr().out
-    assert "with the data's own answers" in shown and "<|vision_start|><|image_pad|><|vision_end|>" in shown
-
-
-def test_a_missing_picture_names_itself_and_what_to_run(project: Path) -> None:
-    first = answers(project, "train")["images"][0][0]  # of the rows that are asked
-    Path(first).unlink()
-    with pytest.raises(ValueError, match=rf"{first} not found, expected an image; run: dvc repro fix_data"):
-        sample_target.main()
-
-
 def test_rows_that_differ_in_their_picture_only_have_answers_of_their_own(project: Path) -> None:
     """The same prompt, token for token: what was asked must be told by the picture too."""
     table = pl.read_parquet("data/fixed/train.parquet")

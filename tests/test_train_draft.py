@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from stages import train_draft
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import free_port
-from stages.training.packs import plan_epoch, share_packs
+from stages.training.packs import plan_epoch
 from tests.conftest import SMALL, edit_params
 
 pytestmark = pytest.mark.usefixtures("forked_stages", "one_thread")
@@ -85,14 +85,6 @@ def test_a_killed_run_ends_where_an_undisturbed_one_does(project: Path, small_ru
     assert not list((project / ".scratch").glob("train_draft-straight-*"))
 
 
-@pytest.mark.long
-def test_fifty_kills_end_where_an_undisturbed_run_does(project: Path, small_run: Path) -> None:
-    for campaign in range(10):
-        shutil.rmtree(project / "drafts/straight", ignore_errors=True)
-        kill_and_finish(project, kills=5, seed=100 + campaign)
-        assert equals_undisturbed(project, small_run)
-
-
 def test_it_resumes_rather_than_starts_again(killed: Path) -> None:
     assert "resumed after epoch" in kill_and_finish(killed, kills=0, seed=0)
 
@@ -150,18 +142,6 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget() -> None:
         == plan_epoch(lengths, settings(300), 0)
         != plan_epoch(lengths, settings(300), 1)
     )
-
-
-def test_a_row_longer_than_the_budget_goes_alone() -> None:
-    assert sorted(len(pack) for (pack,) in plan_epoch([500, 10, 10], settings(300), epoch=0)) == [1, 2]
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_pack_is_shared_out_once_and_all_processes_get_as_many(world: int) -> None:
-    packs = [[1], [2, 3], [4], [5], [6]]
-    shares = [share_packs(packs, rank, world) for rank in range(world)]
-    assert len({len(s) for s in shares}) == 1
-    assert sorted(rows for s in shares for rows, supervised in s if supervised) == packs
 
 
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:

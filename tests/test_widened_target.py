@@ -32,13 +32,3 @@ def test_logits_are_the_embedded_targets(queries: int, small, tmp_path: Path, mo
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.eos_token_id == wide.config.eos_token_id == wide.generation_config.eos_token_id
     assert wide.config.hidden_size == random_target.SHAPES["small"][0]
-
-
-def test_a_shape_that_is_too_small_is_refused(small) -> None:
-    with pytest.raises(ValueError, match="shape tiny can't hold the target, found hidden_size 64"):
-        widened_target.widen(small, "tiny", "cpu", torch.float32)
-
-
-def test_blocks_stand_evenly() -> None:
-    assert widened_target.place_blocks(7, 28) == [0, 4, 8, 12, 16, 20, 24]
-    assert len(set(widened_target.place_blocks(7, 9))) == 7

@@ -1,15 +1,38 @@
-"""Torch cells that could be true, for tests of what the report says of speeds."""
+"""Cells of the torch engine that could be true, for tests of what the report says of speeds."""
 
-from stages.cells import torch_records
-from stages.cells.torch_records import TorchCell
-from stages.params.tree_shape import TreeShape
+import hashlib
+from typing import Any
+
+from stages.cells import cell, points, table
+from stages.cells.cell import Cell
+from stages.cells.table import TableLine
+from stages.params.tree_shape import TreeShape, parse_shape
+from stages.serving.latency import RequestRecord
+from stages.serving.spec_counters import AcceptanceCounts
 from tests import costs
 
 TOKENS = 101
-ENDED = {  # keys of a cell that say nothing of speeds
-    "stopping": {"repeats": 1, "rule": "repeats", "half_width": None},
-    "draft": {"weights_bytes": 4096, "state_bytes": 512, "draft_parameters": 1024},
-}
+DRAFT = {"weights_bytes": 4096, "state_bytes": 512, "draft_parameters": 1024}
+
+
+def answers(
+    ids: list[str],
+    e2e_s: float,
+    prefill_s: float,
+    tokens: int = TOKENS,
+    counts: AcceptanceCounts | None = None,
+    process_share: float | None = 1.0,
+) -> list[RequestRecord]:
+    """Records of answers that were decoded one after the other."""
+    found = []
+    for number, name in enumerate(ids):
+        start = number * e2e_s
+        events = [(start + prefill_s, 1), (start + e2e_s, tokens - 1)]
+        record = RequestRecord(f"{name}#0", start, start, start + e2e_s, events, True, 7, tokens, "length")
+        record.ids, record.counts = list(hashlib.sha256(name.encode()).digest()), counts
+        record.process_s = process_share and process_share * e2e_s
+        found.append(record)
+    return found
 
 
 def timed_cell(
@@ -24,29 +47,38 @@ def timed_cell(
     prefill_s: float = 0.01,
     process_share: float | None = 1.0,
     tau: float = 3.0,
-) -> TorchCell:
-    """A cell of two prompts: plain decoding takes `step_s` a token after a prefill, and the tree is `speedup` times as fast."""
-    shape = TreeShape.parse(tree)
-    plain_s = prefill_s + step_s * (TOKENS - 1)
-    row = dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
-        "output_tokens": TOKENS, "baseline_output_tokens": TOKENS, "cycles": 40, "accepted": round(40 * (tau - 1)),
-        "finish_reason": "length", "prefill_latency_s": prefill_s, "e2e_latency_s": plain_s / speedup,
-        "baseline_prefill_latency_s": prefill_s, "baseline_e2e_latency_s": plain_s,
-        "process_s": process_share and process_share * plain_s / speedup,
-        "baseline_process_s": process_share and process_share * plain_s,
+    prompts: int = 2,
+    tokens: int = TOKENS,
+    histogram: list[int] | None = None,
+    cycles: int = 40,
+    **keys: Any,
+) -> Cell:
+    """A cell decoded in turns: plain decoding takes `step_s` a token after a prefill, the tree is `speedup` times as fast."""
+    shape = TreeShape.parse(tree) if tree.startswith("t") else parse_shape(tree)
+    plain_s, ids = prefill_s + step_s * (tokens - 1), [f"row{n}.0" for n in range(prompts)]
+    counts = AcceptanceCounts(cycles, round(cycles * (tau - 1)), True, histogram or [10, 30])
+    drafted = [answers(ids, plain_s / speedup, prefill_s, tokens, counts, process_share)]
+    plain = [answers(ids, plain_s, prefill_s, tokens, None, process_share)]
+    acceptance = {
+        "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "accept_rate": (tau - 1) / shape.num_steps,
+        "node_accept_rate": (tau - 1) / (shape.num_draft_tokens - 1), "cycles": cycles * prompts,
+        "accepted": counts.accepted * prompts, "histogram": counts.histogram, "clipped": True, "engine": {},
     }  # fmt: skip
-    return TorchCell.model_validate(
-        {
-            "workload": workload, "checkpoint": checkpoint, "tree": tree, "num_steps": shape.num_steps, "topk": shape.topk,
-            "num_draft_tokens": shape.num_draft_tokens, "engine": "torch", "definitions": torch_records.DEFINITIONS,
-            "temperature": 0.0, "top_p": 1.0, "top_k": None, "histogram": [10, 30], "repeats": [], "quality": None,
-            "metrics": {
-                "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "accept_rate": 0.5, "node_accept_rate": 0.2,
-                "prefill_latency_s": prefill_s, "e2e_latency_s": plain_s / speedup, "output_tok_s": TOKENS * speedup / plain_s,
-                "baseline_output_tok_s": TOKENS / plain_s, "speedup": speedup, "speedup_low": low, "speedup_high": high,
-                "identical_share": 1.0,
-            },
-            "prompts": [row | {"id": f"row{n}.0"} for n in range(2)], "hardware": costs.HARDWARE, "versions": {},
-            "seconds": 3.0, "seed": 0, "gpus": [], "joules": None, **ENDED,
-        }
-    )  # fmt: skip
+    load = points.Load(200, 1)
+    shared = {"process_share": process_share, "stopping": {"repeats": 1, "rule": "repeats", "half_width": None}}
+    in_turns = {"speedup": speedup, "speedup_low": low, "speedup_high": high}
+    made = {
+        "workload": workload, "checkpoint": checkpoint, "tree": tree, "engine": "torch", "status": cell.RAN,
+        "temperature": 0.0, "top_p": 1.0, "top_k": None, "seed": 0, "hardware": costs.HARDWARE, "versions": {},
+        "seconds": 3.0, "gpus": [], "joules": None, "draft": DRAFT,
+        "points": [points.build_point(load, "inf", [drafted], acceptance, [], in_turns=in_turns, **shared)],
+        "baseline_points": [points.build_point(load, "inf", [plain], None, [], **shared)],
+    }  # fmt: skip
+    return Cell.model_validate(made | keys)
+
+
+def read_line(workload: str, checkpoint: str, tree: str) -> TableLine:
+    """Return the line of a cell that was decoded prompt by prompt, beside its own plain decoding."""
+    (line,) = table.join_lines([Cell.read("torch", workload, checkpoint, tree)], {}, [])
+    assert line.point and line.baseline_point
+    return line

@@ -1,69 +1,50 @@
-"""Metrics of benchmark cells, computed once for all three benchmark stages; docs/metrics.md defines them.
+"""Metrics of a point, from the records of its requests; docs/metrics.md defines them.
 
 tau is pooled over verify cycles, its interval over clusters (cells/interval.py).
 
-Letters: N rows (answers or requests), C clusters, R repeats, S num_steps.
+Letters: N requests, C clusters, R repeats, S num_steps.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from stages.cells import interval
-from stages.cells.torch_records import CellMetrics, PromptRow, RepeatSpeeds, TreeAcceptanceRates
+from stages.cells.cell import Acceptance, PooledSpeedup
+from stages.serving.latency import RequestRecord
+from stages.serving.spec_counters import AcceptanceCounts
 from stages.trees import accept_length
-
-AnswerRows = Sequence[PromptRow]
-
-SPEED_COLUMNS = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
-
-
-@dataclass(frozen=True)
-class AcceptanceMetrics:
-    """How many draft tokens the verify cycles accepted."""
-
-    tau: float
-    tau_low: float | None  # None with one cluster, or without clusters
-    tau_high: float | None
-    accept_rate: float
-    cycles: int
-    accepted: int
-
-    def build_rates(self, num_draft_tokens: int) -> TreeAcceptanceRates:
-        """Return the figures as cells hold them; the node accept rate is a share of the drafts verified, without the root."""
-        return TreeAcceptanceRates(
-            tau=self.tau,
-            tau_low=self.tau_low,
-            tau_high=self.tau_high,
-            accept_rate=self.accept_rate,
-            node_accept_rate=self.accepted / max(1, self.cycles * (num_draft_tokens - 1)),
-        )
 
 
 def pool_acceptance(
-    accepted: Sequence[int] | np.ndarray,
-    cycles: Sequence[int] | np.ndarray,
-    num_steps: int,
+    counts: Sequence[AcceptanceCounts],
     cluster_names: Sequence[str] | None,
-) -> AcceptanceMetrics:
-    """Pool accepted draft tokens [N] and verify cycles [N]. Without `cluster_names` [N] there is no interval of tau."""
-    drafts, passes = np.asarray(accepted, dtype=np.int64), np.asarray(cycles, dtype=np.int64)
-    tau, ends = accept_length.compute_tau(drafts, passes), None
+    num_steps: int,
+    num_draft_tokens: int,
+) -> Acceptance:
+    """Pool the counts of requests [N]. Without `cluster_names` [N] there is no interval of tau.
+
+    The node accept rate is a share of the drafts verified, without the root.
+    """
+    accepted, cycles = (np.array([count[i] for count in counts], dtype=np.int64) for i in (1, 0))
+    tau, ends = accept_length.compute_tau(accepted, cycles), None
     if cluster_names is not None:
-        ends = interval.compute_tau_interval(
-            interval.sum_by_cluster(cluster_names, drafts), interval.sum_by_cluster(cluster_names, passes), num_steps
-        )
+        by_cluster = [interval.sum_by_cluster(cluster_names, values) for values in (accepted, cycles)]
+        ends = interval.compute_tau_interval(by_cluster[0], by_cluster[1], num_steps)
     low, high = ends or (None, None)
-    return AcceptanceMetrics(tau, low, high, (tau - 1) / num_steps, int(passes.sum()), int(drafts.sum()))
-
-
-def count_accepted_lengths(accepted: Iterable[Sequence[int]], num_steps: int) -> list[int]:
-    """Return how many cycles accepted 0, 1, ... S draft tokens, from the accepted counts of each answer's cycles."""
-    histogram = np.zeros(num_steps + 1, dtype=np.int64)
-    for counts in accepted:
-        histogram += np.bincount(np.asarray(counts, dtype=np.int64), minlength=num_steps + 1)
-    return histogram.tolist()
+    passes, drafts = int(cycles.sum()), int(accepted.sum())
+    return Acceptance(
+        tau=tau,
+        tau_low=low,
+        tau_high=high,
+        accept_rate=(tau - 1) / num_steps,
+        node_accept_rate=drafts / max(1, passes * (num_draft_tokens - 1)),
+        cycles=passes,
+        accepted=drafts,
+        histogram=add_histograms([count.histogram for count in counts], num_steps),
+        clipped=all(count.clipped for count in counts),
+        engine={},
+    )
 
 
 def add_histograms(histograms: Iterable[Sequence[int]], num_steps: int) -> list[int]:
@@ -74,65 +55,24 @@ def add_histograms(histograms: Iterable[Sequence[int]], num_steps: int) -> list[
     return total.tolist()
 
 
-# Of a torch cell, whose rows hold plain and speculative decoding of the same prompt
+def pool_speedup(
+    repeats: Sequence[Sequence[RequestRecord]], plain_repeats: Sequence[Sequence[RequestRecord]], prompt_set: str
+) -> PooledSpeedup:
+    """Return the speedup of answers over plain ones of the same prompts, the records of each repeat.
 
-
-def compute_cell_metrics(rows: AnswerRows, num_steps: int, num_draft_tokens: int, prompt_set: str) -> CellMetrics:
-    """Return the metrics of a shape; `prompt_set` is the workload's."""
-    pooled = pool_acceptance(
-        [row.accepted for row in rows], [row.cycles for row in rows], num_steps, name_clusters(rows, prompt_set)
-    )
-    tokens, seconds, plain_tokens, plain_seconds = (sum(row[column] for row in rows) for column in SPEED_COLUMNS)
-    output_tok_s, baseline_tok_s = tokens / seconds, plain_tokens / plain_seconds
-    low, high = interval.compute_speedup_interval(*collect_speed_columns(rows, prompt_set)) or (None, None)
-    identical = [row.identical for row in rows if row.identical is not None]
-    return CellMetrics(
-        **dict(pooled.build_rates(num_draft_tokens)),
-        prefill_latency_s=float(np.mean([row.prefill_latency_s for row in rows])),
-        e2e_latency_s=seconds / len(rows),
-        output_tok_s=output_tok_s,
-        baseline_output_tok_s=baseline_tok_s,
-        speedup=output_tok_s / baseline_tok_s,
-        speedup_low=low,
-        speedup_high=high,
-        identical_share=float(np.mean(identical)) if identical else None,
-    )
-
-
-def measure_answers_half_width(rows: AnswerRows, prompt_set: str) -> float | None:
-    """Return half of the speedup's interval as a share of the speedup; None without an interval."""
-    columns = collect_speed_columns(rows, prompt_set)
+    `prompt_set` is the workload's, by which prompts are clustered.
+    """
+    columns = [*_sum_speed_columns(repeats, prompt_set), *_sum_speed_columns(plain_repeats, prompt_set)]
     tokens, seconds, plain_tokens, plain_seconds = (float(column.sum()) for column in columns)
-    speedup = tokens / seconds / (plain_tokens / plain_seconds)
-    return interval.compute_relative_half(interval.compute_speedup_interval(*columns), speedup)
+    low, high = interval.compute_speedup_interval(*columns) or (None, None)
+    return PooledSpeedup(speedup=tokens / seconds / (plain_tokens / plain_seconds), speedup_low=low, speedup_high=high)
 
 
-def summarise_repeats(rows: AnswerRows, prompt_set: str) -> list[RepeatSpeeds]:
-    """Return the speeds and the speedup of each repeat alone; they show how far the machine drifts."""
-    tokens, seconds, plain_tokens, plain_seconds = (
-        column.sum(0) for column in collect_speed_columns(rows, prompt_set)
-    )  # [R] each
-    speed, plain = tokens / seconds, plain_tokens / plain_seconds
-    return [
-        RepeatSpeeds(output_tok_s=float(a), baseline_output_tok_s=float(b), speedup=float(a / b))
-        for a, b in zip(speed, plain, strict=True)
-    ]
-
-
-def collect_speed_columns(rows: AnswerRows, prompt_set: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return SPEED_COLUMNS as [C, R] each, summed over the answers of a cluster in a repeat."""
-    tokens, seconds, plain_tokens, plain_seconds = (sum_by_cluster(rows, name, prompt_set) for name in SPEED_COLUMNS)
-    return tokens, seconds, plain_tokens, plain_seconds
-
-
-def sum_by_cluster(rows: AnswerRows, column: str, prompt_set: str) -> np.ndarray:
-    """Return a column's sums [C, R]."""
-    values = np.zeros((len(rows), 1 + max(row.repeat for row in rows)), dtype=type(rows[0][column]))
-    for number, row in enumerate(rows):
-        values[number, row.repeat] = row[column]
-    return interval.sum_by_cluster(name_clusters(rows, prompt_set), values)
-
-
-def name_clusters(rows: AnswerRows, prompt_set: str) -> list[str]:
-    """Return the cluster of each row [N]."""
-    return [interval.get_cluster(prompt_set, row.id) for row in rows]
+def _sum_speed_columns(repeats: Sequence[Sequence[RequestRecord]], prompt_set: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return output tokens and seconds [C, R] each, summed over the answers of a cluster in a repeat."""
+    rows = [(repeat, record) for repeat, records in enumerate(repeats) for record in records]
+    tokens, seconds = np.zeros((2, len(rows), len(repeats)))
+    for number, (repeat, record) in enumerate(rows):
+        tokens[number, repeat], seconds[number, repeat] = record.output_tokens, record.e2e_s
+    names = [interval.get_cluster(prompt_set, record.question_id) for _, record in rows]
+    return interval.sum_by_cluster(names, tokens), interval.sum_by_cluster(names, seconds)

@@ -125,16 +125,6 @@ class TableRow(Record):
         return {name: columns[0] for name, columns in found.items() if columns}
 
     @classmethod
-    def list_shown(cls, on_page: bool = False) -> dict[str, Column]:
-        """Return the columns of the terminal's table, or of the page's."""
-        found = cls.list_columns().items()
-        return {name: column for name, column in found if column.heading and (on_page or not column.on_page_only)}
-
-    @classmethod
-    def list_headings(cls, on_page: bool = False) -> list[tuple[str, str]]:
-        return [column.heading or ("", "") for column in cls.list_shown(on_page).values()]
-
-    @classmethod
     def read_sources(cls, record: object) -> dict[str, Any]:
         """Return the values that a record holds by the columns' sources; None where a part of it is None."""
         columns = cls.list_columns().items()

@@ -1,18 +1,16 @@
 """When a cell has been repeated often enough: docs/workloads.md, "until"."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Literal, Protocol, Self
 
-from stages.cells import interval, metrics
-from stages.cells.torch_records import PromptRow, StoppingRecord
+from stages.cells import interval
+from stages.cells.cell import PooledSpeedup, StoppingRecord
 
 
 class RepeatedWorkload(Protocol):
     """The repeats of a workload of params.yaml (stages/params/benchmark_sections.py)."""
-
-    prompts: str
 
     @property
     def fewest_repeats(self) -> int: ...
@@ -22,16 +20,6 @@ class RepeatedWorkload(Protocol):
 
     @property
     def half_width(self) -> float | None: ...
-
-
-class Answer(Protocol):
-    """An answer that was decoded plainly and speculatively."""
-
-    @property
-    def row(self) -> PromptRow: ...
-
-
-AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 @dataclass(frozen=True)
@@ -64,23 +52,11 @@ class RepeatRule:
         return None
 
 
-def decode_repeats(
-    workload: RepeatedWorkload, decode_repeat: Callable[[int], Sequence[AnswerT]], prints: bool = True
-) -> tuple[list[AnswerT], StoppingRecord]:
-    """Call `decode_repeat` with 0, 1, ... until its answers say enough; return all answers, and why there are no more.
-
-    A repeat decodes every prompt once, both ways.
-    """
-    rule, repeats = RepeatRule.of_workload(workload), 0
-    answers: list[AnswerT] = []
-    ended: StoppingRecord | None = None
-    while ended is None:
-        answers += decode_repeat(repeats)
-        repeats += 1
-        ended = rule.judge(
-            repeats, metrics.measure_answers_half_width([answer.row for answer in answers], workload.prompts), prints
-        )
-    return answers, ended
+def measure_pooled_half_width(found: PooledSpeedup) -> float | None:
+    """Return half of the interval of a pooled speedup, as a share of it; None without an interval."""
+    if found.speedup_low is None or found.speedup_high is None:
+        return None
+    return interval.compute_relative_half(interval.Interval(found.speedup_low, found.speedup_high), found.speedup)
 
 
 def measure_loads_half_width(throughputs: Sequence[float], baseline_throughputs: Sequence[float]) -> float | None:

@@ -1,8 +1,7 @@
 """A timing grid on disk: what plain steps and cycles cost on one engine (time_trees -> report), `results/cost/torch-*.json`.
 
-A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. For a serving
-engine the report derives the same record from served cells (cells/cost_served.py) and keeps it in results/launch.json, and
-serving_costs times one with simulated acceptance, `results/cost/served-*.json`.
+A grid belongs to an engine on a machine, a target, and the shapes of a draft: times do not depend on its weights. serving_costs
+times one of a serving engine with simulated acceptance, `results/cost/served-*.json`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +11,10 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 from pydantic import Field
 
+from stages.cells.cell import Hardware
 from stages.cells.cost_model import CostModel, PromptArrivals
 from stages.cells.interval import TimeEstimate
 from stages.cells.record import GREEDY, DraftSampling, Record
-from stages.cells.torch_records import Hardware
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic
 
@@ -66,7 +65,7 @@ class TimingGrid(Record):
     workload: str | None  # of a serving engine, whose load was timed; null for the torch engine
     max_new_tokens: int | None
     checkpoint: str  # of the timed draft
-    draft: dict[str, Any] | None  # its config.json; null if only served cells are known
+    draft: dict[str, Any]  # its config.json
     target: list[str | None] | None  # model, revision, digest of its config
     settings: dict[
         str, Any
@@ -83,11 +82,6 @@ class TimingGrid(Record):
     def draft_sampling(self) -> DraftSampling:
         """Return how a serving engine chose its drafts; grids timed before it was recorded have greedy ones."""
         return self.settings.get("draft_sampling", GREEDY)
-
-    @property
-    def is_simulated(self) -> bool:
-        """Return whether the engine simulated how many drafts are accepted (serving_costs)."""
-        return "simulated_accept_length" in self.settings
 
 
 def locate_timing_grid(engine: str, checkpoint: str) -> Path:

@@ -11,12 +11,11 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
-from stages.cells import served_points
 from stages.measuring import requests as served_requests
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
-from stages.serving import engine_flags, load_checks, load_generator, measured_server
+from stages.serving import engine_flags, latency, load_checks, load_generator, measured_server
 from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan
 
@@ -85,7 +84,23 @@ def run_load(work: ServedCellContext, opened: OpenedServer, load: Load, repeat: 
     turns = asyncio.run(_run_turns(work, opened, load, repeat, warmup))
     server.loads.setdefault(load, []).append(turns)
     took = turns, time.perf_counter() - started
-    print(served_points.describe_load(server, load, repeat, work.workload.most_repeats, *took), flush=True)
+    print(_describe_load(server, load, repeat, work.workload.most_repeats, *took), flush=True)
+
+
+def _describe_load(
+    server: MeasuredServer, load: Load, repeat: int, num_repeats: int, turns: list[LoadResult], seconds: float
+) -> str:
+    """Return a line for the log."""
+    summary = latency.summarise_load([r for found in turns for r in found.records])
+    cycles, accepted = load_checks.sum_counts(turns)
+    tau = f"tau {1 + accepted / cycles:.3f}, " if cycles else ""
+    if server.simulated:
+        tau = "acceptance simulated, "
+    repeat_label = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
+    return (
+        f"{server.config_name}, {load}{repeat_label}: {tau}{summary.output_throughput:.1f} output tokens/s, "
+        f"{summary.completed} of {summary.requests} answered, {seconds:.1f} s"
+    )
 
 
 def list_warnings(

@@ -1,9 +1,13 @@
 """The server configurations of a workload: how a server is set up, what it must hold, and what it can't run."""
 
+import hashlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stages.cells import served_points, served_records, torch_records
+from stages.cells import cell
+from stages.cells.cell import Hardware
 from stages.draft import checkpoint
 from stages.families.family import find_family, get_files
 from stages.grading import grade
@@ -79,14 +83,14 @@ def configure_server(
     work: ServedCellContext, checkpoint_name: str, tree: TreeShape | None, draft_config: dict[str, Any]
 ) -> MeasuredServer:
     if tree is None:
-        return MeasuredServer(served_records.name_server_config(None, None))
+        return MeasuredServer(cell.name_configuration(None, None))
     settings = work.params.benchmark_served
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
     shape = tree.num_steps, tree.topk, tree.num_draft_tokens
     algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
     draft = engine_flags.ServedDraft(folder, algorithm, *shape, families.find_family(draft_config))
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
-    name = served_records.name_server_config(checkpoint_name, tree.name)
+    name = cell.name_configuration(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
 
 
@@ -156,24 +160,24 @@ def build_server_plan(work: ServedCellContext) -> ServerPlan:
     )
 
 
-def describe_hardware(
-    work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]
-) -> torch_records.Hardware:
+def describe_hardware(work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> Hardware:
     settings = work.params.benchmark_served.server
     if measured.config_name in settings.base_urls:
         return {"server": "one that was running; what it runs on isn't known"}
-    hardware = torch_records.describe_hardware("cpu", work.params.target.num_threads)
+    hardware = cell.describe_hardware("cpu", work.params.target.num_threads)
     if gpus and work.params.target.device != "cpu":
         hardware["gpu"] = ", ".join(gpu.name for gpu in gpus[: settings.tp])
     return hardware
 
 
-def build_fingerprint(work: ServedCellContext, version: str | None, hardware: torch_records.Hardware) -> dict[str, Any]:
-    """Return what a cell and its baseline must share for a speedup."""
-    return served_points.build_fingerprint(
-        [work.manifest.model, work.manifest.revision, work.manifest.config_digest],
-        work.setup,
-        version,
-        [work.prompts.select(*PROMPT_COLUMNS).to_dicts(), work.workload.model_dump(exclude={"until"})],
-        hardware,
-    )
+def build_fingerprint(work: ServedCellContext, version: str | None, hardware: Hardware) -> dict[str, Any]:
+    """Return what a cell and its baseline must share for a speedup. The context length is left out: it changes no time."""
+    target = [work.manifest.model, work.manifest.revision, work.manifest.config_digest]
+    requests = [work.prompts.select(*PROMPT_COLUMNS).to_dicts(), work.workload.model_dump(exclude={"until"})]
+    return {
+        "target": target,
+        "setup": asdict(work.setup) | {"folder": target[0], "context_length": None},
+        "engine_version": version,
+        "workload": hashlib.sha256(json.dumps(requests, sort_keys=True).encode()).hexdigest()[:16],
+        "hardware": {key: hardware[key] for key in sorted(hardware) if key != "python"},
+    }

@@ -1,16 +1,13 @@
 """The context shared by the decodings of a torch cell: engine, prompts, images, tokenizer and sampling."""
 
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 import torch
 
 from stages.engine import memory_estimate, sampling
 from stages.engine.decode import Engine
-from stages.engine.decode_state import DecodeStep
 from stages.engine.device_placement import place_model
 from stages.engine.memory_estimate import MemoryEstimate
 from stages.engine.sampling import SamplingParams
@@ -24,6 +21,8 @@ from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import distributed
 from stages.target import chat_template, head_check, loading, manifest, vision
 from stages.target.vision import ImagePatches
+
+PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class TorchCellContext:
     tokenizer: Any  # None if no text is needed
     prompts: pl.DataFrame  # workload_prompts.PROMPTS_SCHEMA
     warmup_prompts: pl.DataFrame
+    in_turns: bool  # whether prompts are decoded one at a time, both ways in turns; else in loads
 
     @property
     def samples_drafts(self) -> bool:
@@ -50,12 +50,6 @@ class TorchCellContext:
         """Return the tokens of the longest prompt of a first turn."""
         return max(int(rows["prompt_ids"].list.len().max() or 0) for rows in (self.prompts, self.warmup_prompts))
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Return the limit of a workload that is decoded prompt by prompt."""
-        assert isinstance(self.workload.max_new_tokens, int), "params.Workload.is_sequential checks it"
-        return self.workload.max_new_tokens
-
 
 def build_context(
     params: schema.Params,
@@ -65,6 +59,7 @@ def build_context(
     ranks: distributed.RankContext,
     prompts: pl.DataFrame,
     warmup: pl.DataFrame,
+    in_turns: bool,
 ) -> TorchCellContext:
     """Load target, draft, images and tokenizer."""
     paths = dict(pl.concat([prompts, warmup]).select("id", "images").iter_rows())
@@ -73,7 +68,7 @@ def build_context(
     images = vision.load_image_patches(folder, params.target.trust_remote_code, paths)
     engine = _build_engine(params, workload, checkpoint_name, ranks)
     tokenizer = _load_needed_tokenizer(params, workload, prompts)
-    return TorchCellContext(params, workload, tree, ranks, engine, images, tokenizer, prompts, warmup)
+    return TorchCellContext(params, workload, tree, ranks, engine, images, tokenizer, prompts, warmup, in_turns)
 
 
 def _build_engine(
@@ -143,7 +138,7 @@ def check_gpus(params: schema.Params) -> None:
 
 
 def measure_divergence_margin(
-    work: TorchCellContext, prompt: list[int], prompt_id: str, output: list[int], plain_output: list[int]
+    work: TorchCellContext, turn: "QuestionTurn", output: list[int], plain_output: list[int]
 ) -> float | None:
     """Return the target's logit margin where two answers part, None if they don't.
 
@@ -155,7 +150,7 @@ def measure_divergence_margin(
         (i for i, (a, b) in enumerate(zip(output, plain_output, strict=False)) if a != b),
         min(len(output), len(plain_output)),
     )
-    return work.engine.measure_margin(prompt, plain_output[:shared], work.images[prompt_id])
+    return work.engine.measure_margin(turn.ids, plain_output[:shared], work.images[turn.question.id])
 
 
 @dataclass(frozen=True)
@@ -187,47 +182,3 @@ def decode_text(work: TorchCellContext, ids: list[int]) -> str:
     """Return an answer without the target's special tokens, as a server would send it."""
     text: str = work.tokenizer.decode(ids, skip_special_tokens=True)
     return text
-
-
-class TimedDecode(NamedTuple):
-    """The steps of a whole decoding, and its times in seconds."""
-
-    steps: list[DecodeStep]
-    prefill_s: float  # until the token from prefill
-    total_s: float  # until the last token
-    process_s: float | None  # CPU time of this process meanwhile, of all threads; None on a GPU
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for step in self.steps for token in step.tokens]
-
-    @property
-    def cycles(self) -> list[DecodeStep]:
-        """All steps but prefill's."""
-        return self.steps[1:]
-
-
-def time_decode(start: Callable[[], Iterator[DecodeStep]], device: str) -> TimedDecode:
-    """Time the decoding that `start` begins.
-
-    On a GPU a prefill runs once before: the first prompt of a length selects kernels, which can take ten prefills.
-    """
-    if device.startswith("cuda"):
-        warmup = start()
-        next(warmup)
-        del warmup
-    process_started, started = time.process_time(), read_device_clock(device)
-    decoding = start()
-    steps = [next(decoding)]
-    first = read_device_clock(device)
-    steps += decoding
-    total_s = read_device_clock(device) - started
-    process_s = None if device.startswith("cuda") else time.process_time() - process_started
-    return TimedDecode(steps, first - started, total_s, process_s)
-
-
-def read_device_clock(device: str) -> float:
-    """Return seconds, after the device has finished all queued work."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter()

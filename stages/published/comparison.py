@@ -1,7 +1,6 @@
 """Comparison of a published number with a cell of ours: tolerance, verdict, and the reasons why the two can't be compared.
 
-`MEASURES` has a measure for each definition of a metric: of a torch cell (cells/torch_records.py), of a served one
-(cells/served_records.py), or of either.
+`MEASURES` has a measure for each definition of a metric.
 """
 
 import math
@@ -12,8 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from stages.cells import interval
-from stages.cells.served_records import LoadPoint, ServedCell
-from stages.cells.torch_records import PromptRow, TorchCell
+from stages.cells.cell import Cell, LoadPoint, RequestRow
 from stages.published.tables import UNKNOWN, PublishedRow
 from stages.serving.latency import LoadSummary
 
@@ -95,17 +93,16 @@ class PublishedComparison:
         return (*self.obstacles, *self.assumptions, *why, *([str(self.agreement)] if self.agreement else []))
 
 
-CellRecord = TorchCell | ServedCell
 # (cell, its baseline cell where it has one) -> the number
-Measure = Callable[[CellRecord, CellRecord | None], MeasuredNumber | None]
+Measure = Callable[[Cell, Cell | None], MeasuredNumber | None]
 
 
-def measure_cell(name: str, cell: CellRecord, baseline: CellRecord | None) -> MeasuredNumber | None:
+def measure_cell(name: str, cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
     """Return a measure of `MEASURES`; None where the cell does not hold it."""
     return MEASURES[name](cell, baseline) if name in MEASURES else None
 
 
-def list_obstacles(row: PublishedRow, cell: CellRecord, same_definition: bool) -> Iterator[str]:
+def list_obstacles(row: PublishedRow, cell: Cell, same_definition: bool) -> Iterator[str]:
     """Yield why a published number can't be compared with this cell's, and what would make it comparable.
 
     `same_definition`: the recipe names a measure that is defined as the published number is, or is assumed to be.
@@ -119,7 +116,7 @@ def list_obstacles(row: PublishedRow, cell: CellRecord, same_definition: bool) -
         yield "its temperature isn't stated; assume one in assumed of the recipe"
     elif setting.temperature not in (None, cell.temperature):
         yield f"temperature {setting.temperature} against {cell.temperature}; add a workload of that temperature"
-    if setting.drafting == "sampled" and cell.temperature and isinstance(cell, TorchCell):
+    if setting.drafting == "sampled" and cell.temperature and cell.in_turns:
         yield "drafts sampled there, the most probable ones here; serve the cell by SGLang's DSPARK, which samples them"
     if row.metric in ACCEPTANCE_METRICS:
         return
@@ -154,10 +151,9 @@ def _find_gpu_names(hardware: str) -> set[str]:
 def _measure_acceptance(name: str) -> Measure:
     """Measure tau or a rate. A rate is (tau - 1) over a constant, by which its interval is narrower than tau's."""
 
-    def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
+    def measure(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
         point = _get_first_point(cell)
-        figures = cell.metrics if isinstance(cell, TorchCell) else point and point.acceptance
-        if not figures:
+        if not (point and (figures := point.acceptance)):
             return None
         shape = cell.shape
         divisor = {"tau": 1, "accept_rate": shape.num_steps, "node_accept_rate": shape.num_draft_tokens - 1}[name]
@@ -168,18 +164,12 @@ def _measure_acceptance(name: str) -> Measure:
     return measure
 
 
-def _measure_torch_or(served: Measure, name: str) -> Measure:
-    """Measure a metric of a torch cell's, or `served` of another cell."""
-
-    def measure(cell: CellRecord, baseline: CellRecord | None) -> MeasuredNumber | None:
-        if not isinstance(cell, TorchCell):
-            return served(cell, baseline)
-        metrics = cell.metrics
-        if name == "speedup":
-            return _build_number(metrics.speedup, metrics.speedup_low, metrics.speedup_high, ONE_PROMPT)
-        return MeasuredNumber(metrics[name], None, "a torch cell's latencies and tokens/s carry none")
-
-    return measure
+def _measure_speedup(cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
+    """Return the speedup that was pooled over answers in turns, else that of throughput over the baseline's."""
+    point = _get_first_point(cell)
+    if point and (found := point.in_turns):
+        return _build_number(found.speedup, found.speedup_low, found.speedup_high, ONE_PROMPT)
+    return _measure_over_baseline("output_tok_s")(cell, baseline)
 
 
 def _build_number(
@@ -194,20 +184,22 @@ def _build_number(
 def _measure_loads(get_figure: Callable[[LoadSummary], float | None], factor: float = 1.0) -> Measure:
     """Measure a figure of each load: the mean over repeats, with the 95% interval of their mean."""
 
-    def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
+    def measure(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
         point = _get_first_point(cell)
         if point is None:
             return None
         figures = [get_figure(load) for load in point.loads]
         values = [factor * figure for figure in figures if figure is not None]
+        if cell.in_turns and values:
+            return MeasuredNumber(fmean(values), None, "a torch cell's latencies and tokens/s carry none")
         return _average_values(values) if len(values) == len(figures) else None
 
     return measure
 
 
-def _get_first_point(cell: CellRecord) -> LoadPoint | None:
-    """Return a served cell's point, the first of a sweep."""
-    return cell.points[0] if isinstance(cell, ServedCell) and cell.points else None
+def _get_first_point(cell: Cell) -> LoadPoint | None:
+    """Return a cell's point, the first of a sweep."""
+    return cell.points[0] if cell.points else None
 
 
 def _average_values(values: list[float], unit: str = "repeat") -> MeasuredNumber:
@@ -221,7 +213,7 @@ def _measure_over_baseline(name: str, less: float = 0.0) -> Measure:
     Cell and baseline are measured independently, so the squares of their relative spreads add up.
     """
 
-    def measure(cell: CellRecord, baseline: CellRecord | None) -> MeasuredNumber | None:
+    def measure(cell: Cell, baseline: Cell | None) -> MeasuredNumber | None:
         own = measure_cell(name, cell, None)
         plain = measure_cell(name, baseline, None) if baseline else None
         if own is None or plain is None or not own.value or not plain.value:
@@ -238,36 +230,41 @@ def _measure_over_baseline(name: str, less: float = 0.0) -> Measure:
 def _measure_memory(key: str) -> Measure:
     """Measure memory in GB; cells have GiB."""
 
-    def measure(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
-        value = cell.memory[key] if isinstance(cell, ServedCell) else None
+    def measure(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
+        value = None if cell.in_turns else cell.memory[key]
         return None if value is None else MeasuredNumber(value * 2**30 / 1e9, 0.0)
 
     return measure
 
 
-def _measure_question_tau(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
+def _measure_question_tau(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Return the mean over questions of 1 + accepted / cycles, AngelSlim's definition."""
-    questions = [q for q in _sum_by_question(cell, "accepted", "cycles") if q[1]]
-    return _average_values([1 + accepted / cycles for accepted, cycles in questions], "question") if questions else None
+    questions = [
+        (sum(row.accepted or 0 for row in rows), sum(row.cycles or 0 for row in rows))
+        for rows in _group_by_question(cell, cell.points)
+    ]
+    taus = [1 + accepted / cycles for accepted, cycles in questions if cycles]
+    return _average_values(taus, "question") if taus else None
 
 
-def _measure_question_speedup(cell: CellRecord, _: CellRecord | None) -> MeasuredNumber | None:
+def _measure_question_speedup(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Return the mean over questions of tokens/s, over that of plain decoding: AngelSlim's definition."""
-    columns = ("output_tokens", "e2e_latency_s", "baseline_output_tokens", "baseline_e2e_latency_s")
-    sums = _sum_by_question(cell, *columns)
-    if not sums:
+    speeds, plain_speeds = (
+        [sum(row.output_tokens for row in rows) / sum(row.e2e_s or 0.0 for row in rows) for rows in questions]
+        for questions in (_group_by_question(cell, cell.points), _group_by_question(cell, cell.baseline_points))
+    )
+    if not speeds:
         return None
-    speeds, plain_speeds = [q[0] / q[1] for q in sums], [q[2] / q[3] for q in sums]
     low, high = interval.compute_ratio_interval(speeds, plain_speeds) or (None, None)
     return _build_number(fmean(speeds) / fmean(plain_speeds), low, high, "one question")
 
 
-def _sum_by_question(cell: CellRecord, *columns: str) -> list[list[float]]:
-    """Return the columns' sums over each question's turns and repeats, of a torch cell."""
-    rows: dict[str, list[PromptRow]] = {}
-    for row in cell.prompts if isinstance(cell, TorchCell) else ():
-        rows.setdefault(row.id, []).append(row)
-    return [[sum(row[column] for row in turns) for column in columns] for turns in rows.values()]
+def _group_by_question(cell: Cell, points: list[LoadPoint]) -> list[list[RequestRow]]:
+    """Return the rows of each question's turns and repeats, of a cell that was decoded prompt by prompt."""
+    found: dict[str, list[RequestRow]] = {}
+    for row in points[0].requests if cell.in_turns else ():
+        found.setdefault(row.id, []).append(row)
+    return list(found.values())
 
 
 # What an assumed definition says in a verdict; docs/metrics.md has them in full.
@@ -289,14 +286,10 @@ MEANINGS = {
 
 MEASURES: dict[str, Measure] = {
     **{name: _measure_acceptance(name) for name in ACCEPTANCE_METRICS},
-    "prefill_latency_s": _measure_torch_or(
-        _measure_loads(lambda load: load.ttft_s.mean if load.ttft_s else None), "prefill_latency_s"
-    ),
-    "e2e_latency_s": _measure_torch_or(
-        _measure_loads(lambda load: load.e2e_s.mean if load.e2e_s else None), "e2e_latency_s"
-    ),
-    "output_tok_s": _measure_torch_or(_measure_loads(lambda load: load.output_throughput), "output_tok_s"),
-    "speedup": _measure_torch_or(_measure_over_baseline("output_tok_s"), "speedup"),
+    "prefill_latency_s": _measure_loads(lambda load: load.ttft_s.mean if load.ttft_s else None),
+    "e2e_latency_s": _measure_loads(lambda load: load.e2e_s.mean if load.e2e_s else None),
+    "output_tok_s": _measure_loads(lambda load: load.output_throughput),
+    "speedup": _measure_speedup,
     "tau_of_questions": _measure_question_tau,
     "speedup_of_questions": _measure_question_speedup,
     "total_tok_s": _measure_loads(lambda load: load.total_throughput),

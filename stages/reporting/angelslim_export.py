@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.cells.served_records import LoadPoint, ServedCell
-from stages.cells.torch_records import TorchCell
+from stages.cells.cell import Cell, LoadPoint
 from stages.runtime import atomic
 
 
@@ -63,33 +62,19 @@ def make_model_id(model: str) -> str:
     return re.sub(r"[^\w.-]+", "-", Path(model).name if model.startswith("/") else model)
 
 
-def list_answer_sets(cells: Iterable[TorchCell], served: Iterable[ServedCell]) -> Iterator[AnswerSet]:
+def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
+    """Yield the answers of each cell; of a sweep those of each load."""
     for cell in cells:
-        rows = cell.prompts
-        yield AnswerSet(
-            f"{cell.workload}-{cell.checkpoint}-{cell.tree}",
-            cell.temperature,
-            [DecodedTurn(r.id, r.repeat, r.turn, r.output_tokens, r.e2e_latency_s, r.cycles, r.accepted) for r in rows],
-            [DecodedTurn(r.id, r.repeat, r.turn, r.baseline_output_tokens, r.baseline_e2e_latency_s) for r in rows],
-        )
-    for served_cell in served:
-        yield from _list_load_sets(served_cell)
-
-
-def _list_load_sets(cell: ServedCell) -> Iterator[AnswerSet]:
-    is_baseline = cell.checkpoint is None
-    points, plain = ([], cell.points) if is_baseline else (cell.points, cell.baseline_points)
-    for load in dict.fromkeys(point.load for point in [*points, *plain]):
-        config = "baseline" if is_baseline else f"{cell.checkpoint}-{cell.tree}"
-        is_sweep = max(len(points), len(plain)) > 1
-        name = f"{cell.workload}-{config}" + (
-            f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else ""
-        )
-        eagle, baseline = (
-            [turn for point in decoded_points if point.load == load for turn in _list_turns(point)]
-            for decoded_points in (points, plain)
-        )
-        yield AnswerSet(name, cell.temperature, eagle, baseline)
+        is_baseline = cell.checkpoint is None
+        points, plain = ([], cell.points) if is_baseline else (cell.points, cell.baseline_points)
+        for load in dict.fromkeys(point.load for point in [*points, *plain]):
+            is_sweep = max(len(points), len(plain)) > 1
+            name = cell.name + (f"-{load.max_new_tokens}-at-{load.concurrency or 'all'}" if is_sweep else "")
+            eagle, baseline = (
+                [turn for point in decoded_points if point.load == load for turn in _list_turns(point)]
+                for decoded_points in (points, plain)
+            )
+            yield AnswerSet(name, cell.temperature, eagle, baseline)
 
 
 def _list_turns(point: LoadPoint) -> Iterator[DecodedTurn]:

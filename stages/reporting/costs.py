@@ -1,7 +1,6 @@
 """Predicted speedups of every replayed tree, compared with what cells measured, and what to launch.
 
-A cost is the record of a timing grid (cells/timing_grid.py): of the torch engine, or derived from served cells
-(cells/cost_served.py). docs/cost.md explains the model.
+A cost is the record of a timing grid (cells/timing_grid.py), of the torch engine or of a server's: docs/cost.md.
 """
 
 import math
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.cells import cost_served, prediction, prediction_check
+from stages.cells import prediction, prediction_check
+from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import (
     DescribeLaunch,
     LaunchAdvice,
@@ -22,9 +22,8 @@ from stages.cells.prediction import (
 from stages.cells.prediction_check import ComparedPrediction
 from stages.cells.record import DraftSampling, limit_draft_sampling
 from stages.cells.replay_records import ReplayedTree, select_temperature
-from stages.cells.served_table import ServedTableLine
+from stages.cells.table import ResultRow, TableLine
 from stages.cells.timing_grid import TimingGrid
-from stages.cells.torch_records import TorchCell
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
 from stages.reporting.text import align_columns, format_interval, format_number, format_tree
@@ -38,7 +37,7 @@ LAUNCH_HEADINGS = (
 
 @dataclass(frozen=True)
 class CostPrediction:
-    costs: list[TimingGrid]  # the torch engine's, those of serving_costs, those derived from served cells
+    costs: list[TimingGrid]  # the torch engine's, those of serving_costs
     rows: list[PredictedSpeedup]
     launch: list[LaunchAdvice]
     compared: list[ComparedPrediction]
@@ -46,58 +45,58 @@ class CostPrediction:
 
 
 def predict_and_compare(
-    timed: list[TimingGrid],
-    simulated: list[TimingGrid],
-    lines: list[ServedTableLine],
-    cells: list[TorchCell],
+    costs: list[TimingGrid],
+    lines: list[TableLine],
     replays: Mapping[str, list[ReplayedTree]],
     same_shapes: Callable[[str, str], bool],
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
     describe_launch: DescribeLaunch,
 ) -> CostPrediction:
-    """Return the predictions by every cost, and how cells compare with them.
+    """Return the predictions by every cost, and how measured lines compare with them.
 
-    `timed` are the torch engine's costs, `simulated` those of serving_costs, which count before those derived from served cells:
-    they cover more trees, and no cell is predicted by itself. `same_shapes` compares the drafts of two checkpoints;
-    `temperatures` and `draft_sampling` are those of the torch engine's workloads (a served cost has its own); `describe_launch`
-    as in prediction.choose_launches.
+    `same_shapes` compares the drafts of two checkpoints; `temperatures` and `draft_sampling` are those of the torch engine's
+    workloads (a served cost has its own); `describe_launch` as in prediction.choose_launches.
     """
-    served, remarks = cost_served.derive_costs(lines)
     by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
-    for cost in [*timed, *simulated, *served]:
+    for cost in costs:
         by_load.setdefault((cost.engine, cost.workload, cost.max_new_tokens), []).append(cost)
     rows: list[PredictedSpeedup] = []
-    for costs in by_load.values():
+    remarks: list[str] = []
+    for timed in by_load.values():
         for checkpoint, trees in replays.items():
-            if nearest := _find_cost(checkpoint, costs, same_shapes):
-                is_torch = nearest.engine == "torch"
+            if nearest := _find_cost(checkpoint, timed, same_shapes):
+                is_torch = nearest.engine == TORCH_ENGINE
                 drafts = draft_sampling if is_torch else nearest.draft_sampling
                 for temperature in temperatures if is_torch else [nearest.settings["temperature"]]:
                     selection = nearest, checkpoint, temperature, trees, drafts
                     rows += prediction.predict_speedups(*selection)
                     remarks += _explain_left_out(*selection)
-    torch_costs = {name: own for name in replays if (own := _find_cost(name, timed, same_shapes))}
+    torch_costs = by_load.get((TORCH_ENGINE, None, None), [])
     remarks += [
         f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
         "it to time_trees.checkpoints"
         for name in replays
-        if name not in torch_costs
+        if not _find_cost(name, torch_costs, same_shapes)
     ]
-    compared, reasons = prediction_check.compare_torch_cells(torch_costs, cells, rows)
-    simulated_comparisons, fitted = prediction_check.compare_simulated_lines(simulated, lines, replays, same_shapes)
-    compared += simulated_comparisons
-    compared += prediction_check.compare_served_lines(
-        served, [line for line in lines if id(line) not in fitted], replays
-    )
+
+    def find_cost(row: ResultRow) -> TimingGrid | None:
+        load = (None, None) if row.in_turns else (row.workload, row.max_new_tokens)
+        return _find_cost(str(row.checkpoint), by_load.get((row.engine, *load), []), same_shapes)
+
+    compared, left_out = prediction_check.compare_lines(lines, replays, find_cost)
+    for reason, members in left_out.items():
+        if reason.startswith(prediction_check.OTHER_MACHINE):
+            cells = dict.fromkeys(f"{line.row.workload}, {line.row.checkpoint}" for line in members)
+            remarks += [f"{cell}: {reason}; run one of the two again" for cell in cells]
     launch = prediction.choose_launches(rows, describe_launch)
-    return CostPrediction([*timed, *simulated, *served], rows, launch, compared, [*remarks, *reasons])
+    return CostPrediction(costs, rows, launch, compared, remarks)
 
 
 def _find_cost(checkpoint: str, costs: list[TimingGrid], same_shapes: Callable[[str, str], bool]) -> TimingGrid | None:
-    """Return the cost of the checkpoint or of a draft of the same shapes, that of serving_costs first; None without any."""
+    """Return the cost of the checkpoint, or of a draft of the same shapes; None without any."""
     usable = [cost for cost in costs if cost.checkpoint == checkpoint or same_shapes(cost.checkpoint, checkpoint)]
-    return min(usable, key=lambda cost: (not cost.is_simulated, cost.checkpoint != checkpoint), default=None)
+    return min(usable, key=lambda cost: cost.checkpoint != checkpoint, default=None)
 
 
 def _explain_left_out(
@@ -291,8 +290,8 @@ def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoin
     """Draw predicted against measured speedups with both intervals, a colour per engine."""
     ends = [side.speedup for row in rows for side in (row.predicted, row.measured)]
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=plots.INK_COLOUR, linewidth=0.8)
-    for engine, colour in zip(dict.fromkeys(row.engine for row in rows), plots.SERIES_COLOURS, strict=False):
-        group = [(row.measured, row.predicted) for row in rows if row.engine == engine]
+    for engine, colour in zip(dict.fromkeys(each.row.engine for each in rows), plots.SERIES_COLOURS, strict=False):
+        group = [(each.measured, each.predicted) for each in rows if each.row.engine == engine]
         xs, ys = [measured.speedup for measured, _ in group], [predicted.speedup for _, predicted in group]
         axes.plot(xs, ys, "o", color=colour, markersize=3, label=engine)
         for measured, predicted in group:
@@ -304,7 +303,7 @@ def draw_predictions(axes: Any, rows: list[ComparedPrediction]) -> list[PlotPoin
     return [_make_prediction_point(row) for row in rows]
 
 
-def _make_prediction_point(row: ComparedPrediction) -> PlotPoint:
-    measured, predicted = row.measured.speedup, row.predicted.speedup
-    name = f"{format_tree(row.tree) if row.tree else 'plain decoding'}, {row.checkpoint}"
+def _make_prediction_point(compared: ComparedPrediction) -> PlotPoint:
+    measured, predicted = compared.measured.speedup, compared.predicted.speedup
+    name = f"{format_tree(str(compared.row.tree))}, {compared.row.checkpoint}"
     return PlotPoint(measured, predicted, f"{name}: measured {measured:.2f}×, predicted {predicted:.2f}×")

@@ -5,13 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from stages.cells.cell import Cell
 from stages.cells.prediction import LaunchAdvice
 from stages.cells.replay_records import ReplayedTree, TreeBucket
-from stages.cells.served_records import ServedCell
-from stages.cells.served_table import ServedTableLine
-from stages.cells.torch_records import TorchCell
+from stages.cells.table import ResultRow, TableLine
 from stages.cells.training_records import DraftReport, TrainingReport
-from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.costs import CostPrediction
 from stages.reporting.families import Families
 from stages.reporting.text import format_interval, format_tree
@@ -54,25 +52,23 @@ class StageRowCounts:
 class ReportInputs:
     """Everything that was read, and what was derived from it once."""
 
-    cells: list[TorchCell]  # in the order of params.yaml
-    rows: list[BenchmarkRow]  # the same, as lines of benchmark.csv
-    replayed_rows: list[BenchmarkRow]  # its further lines: replayed trees without a cell
+    cells: list[Cell]  # in the order of params.yaml, of a served workload the baseline first
+    lines: list[TableLine]  # the same, point by point, joined with their baselines
+    replayed_rows: list[ResultRow]  # further lines of the table: replayed trees without a cell
     replays: dict[str, list[ReplayedTree]]  # checkpoint -> its trees, replayed at temperature 0
     families: Families  # of every replayed checkpoint and every one with cells
     tree_statistics: dict[str, list[TreeBucket]]  # checkpoint -> buckets of cycles of some trees
     reports: dict[str, StageReport]
     trained: dict[str, TrainingReport]  # by checkpoint
-    served: list[ServedCell]  # each workload's baseline first
-    lines: list[ServedTableLine]  # the same, point by point, joined with their baselines
     predicted: CostPrediction
     stage_runs: dict[str, StageRun]  # the last logged run of each stage; cells hold their own figures
     checkpoints: dict[str, DraftReport]  # trained ones, then imported ones
     verdict: Verdict
 
     @property
-    def table_rows(self) -> list[BenchmarkRow]:
-        """Return all lines of benchmark.csv."""
-        return [*self.rows, *self.replayed_rows]
+    def rows(self) -> list[ResultRow]:
+        """Return the measured lines of benchmark.csv, and those that an engine can't run."""
+        return [line.row for line in self.lines]
 
     def count_rows(self) -> list[StageRowCounts]:
         """Return the rows in, out and dropped by reason of each stage that changes how many there are."""
@@ -83,9 +79,10 @@ class ReportInputs:
             found.append(StageRowCounts(stage, report["rows_in"], report["rows_out"], dropped))
         return found
 
-    def select_checkpoint_cells(self, checkpoint: str) -> list[TorchCell]:
-        """Return the torch engine's cells of this checkpoint, or all where it has none."""
-        return [cell for cell in self.cells if cell.checkpoint == checkpoint] or self.cells
+    def select_checkpoint_lines(self, checkpoint: str) -> list[TableLine]:
+        """Return the lines decoded prompt by prompt of this checkpoint, or all such lines where it has none."""
+        lines = [line for line in self.lines if line.row.in_turns]
+        return [line for line in lines if line.row.checkpoint == checkpoint] or lines
 
 
 def describe_older_engines(launch: Iterable[LaunchAdvice]) -> list[str]:

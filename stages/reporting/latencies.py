@@ -4,25 +4,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.cells import served_records
-from stages.cells.served_records import RequestRow
-from stages.cells.served_table import SPECULATIVE, ServedTableLine
-from stages.cells.torch_records import TorchCell
+from stages.cells.cell import LoadPoint, RequestRow
+from stages.cells.table import TableLine
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
-from stages.reporting.served import format_group_title
+from stages.reporting.tables import format_title
 from stages.reporting.text import format_tree
 
 PERCENTILES = (10, 50, 90, 99)  # with linear interpolation between two values
 PLAIN_LABEL = "plain decoding"
+ANSWER_NAMES = {"e2e_s": "answer, s", "ttft_s": "prefill, ms", "tpot_s": "a token after it, ms"}
+REQUEST_NAMES = {"e2e_s": "request, s", "ttft_s": "TTFT, ms", "tpot_s": "TPOT, ms"}
 MAX_PLOT_LINES = 24  # lines of a plot: more are illegible
-
-
-@dataclass(frozen=True)
-class AnswerLatencies:
-    e2e: float | None  # the whole answer, in s
-    ttft: float | None  # until its first token, in ms
-    tpot: float | None  # each later token, in ms; None where it has no later token
 
 
 @dataclass(frozen=True)
@@ -51,65 +44,39 @@ class LatencyGroup:
         ]
 
 
-def select_typical(cells: list[TorchCell]) -> TorchCell:
-    """Return the cell whose throughput of plain decoding is the median; of an even number the slower of both."""
-    return sorted(cells, key=lambda cell: cell.metrics.baseline_output_tok_s)[(len(cells) - 1) // 2]
-
-
-def summarise_torch_cells(cells: list[TorchCell]) -> list[LatencyGroup]:
-    """Return a group for each workload and checkpoint of the torch engine."""
+def summarise_latencies(lines: list[TableLine]) -> list[LatencyGroup]:
+    """Return a group for each workload and checkpoint: of loads at the heaviest, the longest answers and the most at once."""
+    drafted = [line for line in lines if line.row.is_measured and not line.row.is_plain]
     found = []
-    for names in dict.fromkeys((cell.workload, cell.checkpoint) for cell in cells):
-        group = [cell for cell in cells if (cell.workload, cell.checkpoint) == names]
-        typical = select_typical(group)
-        answers = {
-            format_tree(cell.tree): [
-                _measure_answer(r.e2e_latency_s, r.prefill_latency_s, r.output_tokens) for r in cell.prompts
-            ]
-            for cell in group
-        }
-        answers[PLAIN_LABEL] = [
-            _measure_answer(r.baseline_e2e_latency_s, r.baseline_prefill_latency_s, r.baseline_output_tokens)
-            for r in typical.prompts
-        ]
-        about = f"{', '.join(names)}, {typical.engine} engine"
-        headings = {"e2e": "answer, s", "ttft": "prefill, ms", "tpot": "a token after it, ms"}
-        found.append(_summarise_spread(about, answers, headings))
-    return found
-
-
-def _measure_answer(e2e_s: float, prefill_s: float, tokens: int) -> AnswerLatencies:
-    return AnswerLatencies(e2e_s, 1000 * prefill_s, 1000 * (e2e_s - prefill_s) / (tokens - 1) if tokens > 1 else None)
-
-
-def summarise_served_lines(lines: list[ServedTableLine]) -> list[LatencyGroup]:
-    """Return a group for each workload and checkpoint at its heaviest load: the longest answers, and the most at once."""
-    ran = [line for line in lines if line.row.status == served_records.RAN]
-    drafted = [line for line in ran if line.row.decoding == SPECULATIVE]
-    found = []
-    for names in dict.fromkeys((line.row.workload, line.row.checkpoint) for line in drafted):
-        group = [line for line in drafted if (line.row.workload, line.row.checkpoint) == names]
+    for names in dict.fromkeys((line.row.workload, line.row.checkpoint, line.row.engine) for line in drafted):
+        group = [line for line in drafted if (line.row.workload, line.row.checkpoint, line.row.engine) == names]
         heaviest = max(group, key=lambda line: line.row.load.sort_key).row
-        answers = {
-            format_tree(line.cell.shape.name): _list_latencies(line) for line in group if line.row.load == heaviest.load
-        }
-        others = [line for line in ran if line.row.decoding != SPECULATIVE and line.row.workload == names[0]]
-        if plain := [line for line in others if line.row.load == heaviest.load]:
-            answers[PLAIN_LABEL] = _list_latencies(max(plain, key=lambda line: line.row.output_throughput or 0.0))
-        about = f"{format_group_title(*names)}, {heaviest.engine}, {heaviest.load}"
-        found.append(_summarise_spread(about, answers, {"e2e": "request, s", "ttft": "TTFT, ms", "tpot": "TPOT, ms"}))
+        same_load = [line for line in group if line.row.load == heaviest.load]
+        answers = {format_tree(line.row.shape.name): _list_answers(line.point) for line in same_load}
+        if plain := _choose_plain(lines, same_load):
+            answers[PLAIN_LABEL] = _list_answers(plain)
+        load = " engine" if heaviest.in_turns else f", {heaviest.load}"
+        about = f"{format_title(*names[:2])}, {heaviest.engine}{load}"
+        found.append(_summarise_spread(about, answers, ANSWER_NAMES if heaviest.in_turns else REQUEST_NAMES))
     return found
 
 
-def _list_latencies(line: ServedTableLine) -> list[AnswerLatencies]:
-    def measure(r: RequestRow) -> AnswerLatencies:
-        ttft, tpot = (None if seconds is None else 1000 * seconds for seconds in (r.ttft_s, r.tpot_s))
-        return AnswerLatencies(r.e2e_s, ttft, tpot)
+def _choose_plain(lines: list[TableLine], drafted: list[TableLine]) -> LoadPoint | None:
+    """Return the point of plain decoding at the load of `drafted`: in turns the one of median speed, else the fastest."""
+    row = drafted[0].row
+    if row.in_turns:
+        of_speed = sorted(drafted, key=lambda line: line.row.baseline_output_throughput or 0.0)
+        return of_speed[(len(of_speed) - 1) // 2].baseline_point
+    plain = [line for line in lines if line.row.is_plain and line.row.is_measured]
+    same = [line for line in plain if (line.row.workload, line.row.load) == (row.workload, row.load)]
+    return max(same, key=lambda line: line.row.output_throughput or 0.0).point if same else None
 
-    return [measure(request) for request in (line.point.requests if line.point else []) if not request.failed]
+
+def _list_answers(point: LoadPoint | None) -> list[RequestRow]:
+    return [row for row in (point.requests if point else []) if not row.failed]
 
 
-def _summarise_spread(about: str, answers: dict[str, list[AnswerLatencies]], names: dict[str, str]) -> LatencyGroup:
+def _summarise_spread(about: str, answers: dict[str, list[RequestRow]], names: dict[str, str]) -> LatencyGroup:
     rows = [LatencyLine(tree, len(found), _compute_percentiles(found, names)) for tree, found in answers.items()]
     shown = rows[-MAX_PLOT_LINES:]
     drawn = {
@@ -124,12 +91,13 @@ def _summarise_spread(about: str, answers: dict[str, list[AnswerLatencies]], nam
     return LatencyGroup(about, names, rows, drawn)
 
 
-def _compute_percentiles(answers: list[AnswerLatencies], names: dict[str, str]) -> dict[str, list[float] | None]:
+def _compute_percentiles(answers: list[RequestRow], names: dict[str, str]) -> dict[str, list[float] | None]:
     import numpy as np  # the terminal's table does without
 
     found = {}
     for name in names:
-        values = [value for answer in answers if (value := getattr(answer, name)) is not None]
+        factor = 1 if name == "e2e_s" else 1000  # the others are shown in ms
+        values = [factor * value for answer in answers if (value := answer[name]) is not None]
         found[name] = np.percentile(values, PERCENTILES).tolist() if values else None
     return found
 

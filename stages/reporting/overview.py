@@ -12,9 +12,9 @@ from typing import Any
 
 from stages.cells.prediction import PredictedSpeedup, index_torch_predictions
 from stages.cells.replay_records import ReplayedTree
-from stages.params.tree_shape import TreeShape, parse_shape
+from stages.cells.table import ResultRow
+from stages.params.tree_shape import TreeShape
 from stages.reporting import plots
-from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.plots import INK_COLOUR, PlotPoint, cycle_styles, make_tree_point
 from stages.reporting.text import format_interval
 from stages.reporting.trees import find_pareto_front, select_best_steps, thin_front
@@ -28,7 +28,7 @@ class TreeLine:
 
     replayed: ReplayedTree
     predicted: PredictedSpeedup | None
-    measured: BenchmarkRow | None
+    measured: ResultRow | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Overview:
 
 
 def build_overview(
-    trees: list[ReplayedTree], chosen: list[str], rows: list[BenchmarkRow], predicted: Iterable[PredictedSpeedup]
+    trees: list[ReplayedTree], chosen: list[str], rows: list[ResultRow], predicted: Iterable[PredictedSpeedup]
 ) -> Overview:
     """Return the summary of one checkpoint's `trees`. `chosen` are names to mark, `rows` its lines of benchmark.csv."""
     guesses = index_torch_predictions(predicted)
@@ -86,7 +86,7 @@ def draw_chosen_trees(axes: Any, trees: list[ReplayedTree], chosen: list[Replaye
     return [*map(make_tree_point, [*best, *chosen]), *named]
 
 
-def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow]) -> list[PlotPoint]:
+def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[ResultRow]) -> list[PlotPoint]:
     """Draw the speedups of `rows` with their intervals and names, and the fastest predictions as a line."""
     plot_points: list[PlotPoint] = []
     axes.axhline(1, color=INK_COLOUR, linewidth=0.8)
@@ -100,13 +100,13 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[BenchmarkRow
         ]
     for x, row in zip(_spread_positions(rows), rows, strict=True):
         assert row.speedup is not None, "build_overview selects rows with a speedup"
-        colour = styles[row.topk]["color"] if row.topk in styles else INK_COLOUR
-        axes.plot(x, row.speedup, styles.get(row.topk, {}).get("marker", "o"), color=colour, markersize=5)
+        colour = styles[row.shape.topk]["color"] if row.topk in styles else INK_COLOUR
+        axes.plot(x, row.speedup, styles.get(row.shape.topk, {}).get("marker", "o"), color=colour, markersize=5)
         if row.speedup_low is not None:
             axes.vlines(x, row.speedup_low, row.speedup_high, color=colour, linewidth=0.9)
-        shape, how = parse_shape(row.tree), "predicted" if row.is_replayed else "measured"
+        shape, how = row.shape, "predicted" if row.is_replayed else "measured"
         point = _make_speedup_point(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
-        plot_points.append(replace(point, name=row.tree[1:]))
+        plot_points.append(replace(point, name=shape.name[1:]))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
     return plot_points
 
@@ -127,11 +127,11 @@ def _select_fastest(rows: Iterable[PredictedSpeedup]) -> list[PredictedSpeedup]:
     return [row for row, (left, right) in zip(ordered, tops, strict=True) if row.speedup >= min(left, right)]
 
 
-def _spread_positions(rows: list[BenchmarkRow]) -> list[float]:
+def _spread_positions(rows: list[ResultRow]) -> list[float]:
     """Return where on the axis each tree is drawn: trees of as many tokens side by side, so that intervals stay apart."""
-    counts, seen, xs = Counter(row.num_draft_tokens for row in rows), Counter[int](), []
+    counts, seen, xs = Counter(row.shape.num_draft_tokens for row in rows), Counter[int](), []
     for row in rows:
-        tokens = row.num_draft_tokens
+        tokens = row.shape.num_draft_tokens
         xs.append(tokens + 0.9 * (seen[tokens] - (counts[tokens] - 1) / 2))
         seen[tokens] += 1
     return xs

@@ -8,15 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-from stages.cells.served_records import RAN
-from stages.cells.torch_records import TorchCell
+from stages.cells.cell import RAN, Acceptance, Cell
+from stages.cells.table import ResultRow, TableLine
 from stages.params.tree_shape import Load
 from stages.params.units import format_duration
-from stages.reporting import costs, families, latencies, overview, plots, provenance, served, trees
-from stages.reporting.benchmark_table import BenchmarkRow, format_columns
+from stages.reporting import costs, families, latencies, overview, plots, provenance, served, tables, trees
 from stages.reporting.inputs import ReportInputs, ReportSettings, StageReport
 from stages.reporting.summary import ResultSummary, choose_shown_checkpoint, get_badge
 from stages.reporting.text import format_gib, format_interval, format_number, format_spread, format_tree, mark_times
@@ -26,8 +24,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 PageContent = dict[str, Any]  # variables of templates/page.html.j2
 
 
-def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, tables: Iterable[Path]) -> str:
-    """Return the page. `tables` are the files whose digests it shows."""
+def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, files: Iterable[Path]) -> str:
+    """Return the page. `files` are those whose digests it shows."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # the terminal's table does without
     from markupsafe import Markup
 
@@ -43,7 +41,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "advice": costs.format_advice,
         "command": shlex.join,
         "cost": costs.describe_cost,
-        "decoding": served.describe_decoding,
+        "decoding": tables.describe_decoding,
         "duration": format_duration,
         "energy": provenance.format_energy,
         "engine_figures": served.format_figures,
@@ -53,15 +51,14 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "scalars": _select_scalars,
         "span": format_interval,
         "spread": format_spread,
-        "tau_gap": served.explain_tau_gap,
-        "columns": lambda row: mark_times(served.format_columns(row)),
-        "row_columns": lambda row: mark_times(format_columns(row, on_page=True)),
-        "unsupported": served.describe_unsupported,
-        "title_of": served.format_group_title,
+        "tau_gap": tables.explain_tau_gap,
+        "columns": lambda row: mark_times(tables.format_columns(row, on_page=True)),
+        "unsupported": tables.describe_unsupported,
+        "title_of": tables.format_title,
         "tree": format_tree,
     }
     best, shown = metrics["best_checkpoint"], choose_shown_checkpoint(metrics, found.verdict)
-    ran = [cell for cell in found.served if cell.status == RAN]
+    ran = [cell for cell in found.cells if cell.status == RAN]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
         title=settings.title,
@@ -74,13 +71,13 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         shown=shown,
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        provenance=provenance.build_provenance(settings, found, tables),
+        provenance=provenance.build_provenance(settings, found, files),
         **_build_results(settings, found, shown),
         **_build_replays(settings, found, metrics, shown),
         **_build_data(found),
         costs=costs.build_costs_page(found.predicted),
         no_interval=costs.NO_INTERVAL,
-        took=provenance.summarise_stage_runs(found.stage_runs, [*found.cells, *ran]),
+        took=provenance.summarise_stage_runs(found.stage_runs, ran),
         trained=found.trained,
         imported=settings.imported,
     )
@@ -88,9 +85,10 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
 
 def _build_results(settings: ReportSettings, found: ReportInputs, shown: str) -> PageContent:
     """Return what the parts on measured cells show, and on trees that were replayed instead; pictures are of `shown`."""
-    cells = found.select_checkpoint_cells(shown)
-    groups = _group_results(found)
-    main = _select_main_group(groups, shown)
+    lines = found.select_checkpoint_lines(shown)
+    groups = tables.group_in_turns(found.lines, found.replayed_rows)
+    # The summary shows one that was measured, if any was, and that of the checkpoint `shown` where it has one.
+    main = max(groups, key=lambda group: (bool(group.cells), group.checkpoint == shown), default=None)
     return {
         "main": main,
         "others": [group for group in groups if group is not main],
@@ -100,9 +98,9 @@ def _build_results(settings: ReportSettings, found: ReportInputs, shown: str) ->
             next((group.rows for group in groups if group.checkpoint == shown), []),
             found.predicted.rows,
         ),
-        "served": served.build_served_page(found.served, found.lines) if found.lines else None,
-        "latencies": [*latencies.summarise_torch_cells(cells), *latencies.summarise_served_lines(found.lines)],
-        "histograms": _select_histograms(cells),
+        "served": served.build_served_page(found.lines),
+        "latencies": latencies.summarise_latencies([*lines, *(line for line in found.lines if not line.row.in_turns)]),
+        "histograms": _select_histograms(lines),
     }
 
 
@@ -153,109 +151,54 @@ def _build_data(found: ReportInputs) -> PageContent:
 # Measured cells
 
 
-@dataclass(frozen=True)
-class ResultGroup:
-    """One table of the torch engine: a workload and a checkpoint, a line per tree."""
-
-    workload: str
-    checkpoint: str
-    cells: list[TorchCell]  # none if the trees were only replayed
-    rows: list[BenchmarkRow]  # the lines of benchmark.csv
-
-    @property
-    def top_tau(self) -> float:
-        return max(row.tau for row in self.rows)
-
-    @property
-    def prompt_count(self) -> str:
-        """Return how many prompts were answered, and how often where that was more than once."""
-        prompts = len({row.id for cell in self.cells for row in cell.prompts})
-        repeats = sorted({1 + max(row.repeat for row in cell.prompts) for cell in self.cells})
-        more = f", {' to '.join(map(str, dict.fromkeys((repeats[0], repeats[-1]))))} repeats" if repeats[-1] > 1 else ""
-        return f"{prompts} prompts{more}"
-
-    @property
-    def plain(self) -> "PlainDecoding":
-        """Return the medians of what the cells measured of plain decoding, which one disturbed cell does not move."""
-        prefills, answers = (
-            median(fmean(prompt[column] for prompt in cell.prompts) for cell in self.cells)
-            for column in ("baseline_prefill_latency_s", "baseline_e2e_latency_s")
-        )
-        return PlainDecoding(prefills, answers, median(cell.metrics.baseline_output_tok_s for cell in self.cells))
-
-
-@dataclass(frozen=True)
-class PlainDecoding:
-    """Plain decoding of the prompts of one table; latencies are means over prompts."""
-
-    prefill_latency_s: float
-    e2e_latency_s: float
-    output_tok_s: float
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Return the texts of the columns of BenchmarkRow that plain decoding has, by field."""
-        known = {"tau": 1.0, "speedup": 1.0, "process_speedup": 1.0, **vars(self)}
-        shown = BenchmarkRow.list_shown(on_page=True).items()
-        texts = {
-            name: format_number(known[name], column.decimals, column.factor) + column.suffix if name in known else ""
-            for name, column in shown
-        }
-        return mark_times(texts)
-
-
 def _list_headings(hidden: list[str]) -> list[tuple[str, str]]:
     """Return the heads of the page's table of cells but for the `hidden` fields."""
-    shown = BenchmarkRow.list_shown(on_page=True).items()
+    shown = ResultRow.list_view(in_turns=True, on_page=True).items()
     return [column.heading for name, column in shown if column.heading and name not in hidden]
-
-
-def _group_results(found: ReportInputs) -> list[ResultGroup]:
-    groups: dict[tuple[str, str], ResultGroup] = {}
-    for row in found.table_rows:
-        key = row.workload, row.checkpoint
-        groups.setdefault(key, ResultGroup(*key, [], [])).rows.append(row)
-    for cell in found.cells:
-        groups[cell.workload, cell.checkpoint].cells.append(cell)
-    return list(groups.values())
-
-
-def _select_main_group(groups: list[ResultGroup], shown: str) -> ResultGroup | None:
-    """Return the group that the summary shows: measured if one is, and of the checkpoint `shown` where it has one."""
-    return max(groups, key=lambda group: (bool(group.cells), group.checkpoint == shown), default=None)
 
 
 @dataclass
 class AcceptanceHistogram:
     """How many drafts each verify cycle of one cell accepted, and why this cell is shown."""
 
-    cell: TorchCell
+    cell: Cell
     reasons: list[str]
 
     @property
+    def tau(self) -> float:
+        return _get_acceptance(self.cell).tau
+
+    @property
     def cycles(self) -> int:
-        return sum(self.cell.histogram)
+        return sum(_get_acceptance(self.cell).histogram)
 
     @property
     def bars(self) -> list[float]:
         """Return the share of the cycles that accepted 0, 1, 2, … drafts."""
-        return [count / self.cycles for count in self.cell.histogram]
+        return [count / self.cycles for count in _get_acceptance(self.cell).histogram]
 
 
-def _select_histograms(cells: list[TorchCell]) -> list[AcceptanceHistogram]:
+def _get_acceptance(cell: Cell) -> Acceptance:
+    found = cell.points[0].acceptance
+    assert found, "a cell with a draft has counts"
+    return found
+
+
+def _select_histograms(lines: list[TableLine]) -> list[AcceptanceHistogram]:
     """Return the histograms of at most four representative trees; cells without a cycle have none."""
-    chains = [cell for cell in cells if cell.topk == 1]
-    faster = [cell for cell in cells if (cell.metrics.speedup_low or 0) > 1]
+    chains = [line for line in lines if line.row.topk == 1]
+    faster = [line for line in lines if line.row.is_faster]
     picks = [
-        ("highest tau", max(cells, key=lambda cell: cell.metrics.tau, default=None)),
-        ("fastest", max(faster, key=lambda cell: cell.metrics.speedup, default=None)),
-        ("longest chain", max(chains, key=lambda cell: cell.num_steps, default=None)),
-        ("lowest tau", min(cells, key=lambda cell: cell.metrics.tau, default=None)),
+        ("highest tau", max(lines, key=lambda line: line.row.tau or 0.0, default=None)),
+        ("fastest", max(faster, key=lambda line: line.row.speedup or 0.0, default=None)),
+        ("longest chain", max(chains, key=lambda line: line.row.shape.num_steps, default=None)),
+        ("lowest tau", min(lines, key=lambda line: line.row.tau or 0.0, default=None)),
     ]
-    shown: dict[tuple[str, str], AcceptanceHistogram] = {}
-    for reason, cell in picks:
-        if cell and any(cell.histogram):
-            shown.setdefault((cell.workload, cell.tree), AcceptanceHistogram(cell, [])).reasons.append(reason)
+    shown: dict[tuple[str, str | None], AcceptanceHistogram] = {}
+    for reason, line in picks:
+        if line and any(_get_acceptance(line.cell).histogram):
+            key = line.row.workload, line.row.tree
+            shown.setdefault(key, AcceptanceHistogram(line.cell, [])).reasons.append(reason)
     return list(shown.values())
 
 

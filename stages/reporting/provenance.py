@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stages.cells.served_records import TORCH_ENGINE
-from stages.cells.torch_records import Cell, Hardware
+from stages.cells.cell import TORCH_ENGINE, Cell, Hardware
 from stages.reporting.inputs import ReportInputs, ReportSettings
 from stages.telemetry.stage_log import StageRun
 
@@ -49,8 +48,8 @@ class CommitState:
 
 def build_provenance(settings: ReportSettings, found: ReportInputs, tables: Iterable[Path]) -> Provenance:
     return Provenance(
-        machines=group_machines(found.cells),
-        seeds=sorted({cell.seed for cell in [*found.cells, *found.served]}),
+        machines=group_machines([cell for cell in found.cells if cell.in_turns]),
+        seeds=sorted({cell.seed for cell in found.cells}),
         digest=settings.params_digest,
         commit=read_commit(),
         versions=list_installed_versions("aerie", "matplotlib", "jinja2"),

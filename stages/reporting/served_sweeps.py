@@ -6,19 +6,19 @@ from functools import partial
 from typing import Any
 
 from stages.cells import prediction
-from stages.cells.served_table import ServedRow
+from stages.cells.table import ResultRow
 from stages.params.tree_shape import Load
 from stages.reporting import plots
 from stages.reporting.text import format_tree
 
-RowsByLoad = dict[Load, ServedRow]
+RowsByLoad = dict[Load, ResultRow]
 
 
 @dataclass(frozen=True)
 class SweepCell:
     """One load of a sweep, in its heat table."""
 
-    row: ServedRow
+    row: ResultRow
     weight: float  # strength of its colour, in 0..1
 
     @property
@@ -56,7 +56,7 @@ class LoadSweep:
     engine: str
     of_trees: bool  # the best tree at each load
     loads: int
-    slower: list[ServedRow]  # loads at which plain decoding is faster
+    slower: list[ResultRow]  # loads at which plain decoding is faster
     caps: list[int | None]  # concurrencies; None, the last: no limit
     heat: list[SweepLine]
     by_length: list[str]  # break-evens along the concurrency, one sentence per answer length
@@ -75,15 +75,15 @@ class LoadSweep:
         )
 
 
-def build_sweeps(rows: list[ServedRow]) -> list[LoadSweep]:
+def build_sweeps(rows: list[ResultRow]) -> list[LoadSweep]:
     """Return a sweep for each tree that was measured at several loads, and before them one of the best tree at each load.
 
     Loads with a request rate are left out: throughput follows the arrivals as long as the server keeps up, and nothing
     breaks even.
     """
-    groups: dict[tuple[str, str | None, str], list[ServedRow]] = {}
+    groups: dict[tuple[str, str | None, str], list[ResultRow]] = {}
     for row in rows:
-        if row.speedup is not None and row.rate is None:
+        if row.speedup is not None and row.rate is None and not row.in_turns:
             groups.setdefault((row.workload, row.checkpoint, row.engine), []).append(row)
     found = []
     for names, group in groups.items():
@@ -97,7 +97,7 @@ def build_sweeps(rows: list[ServedRow]) -> list[LoadSweep]:
     return [sweep for sweep in found if sweep.loads > 1]
 
 
-def _get_speedup(row: ServedRow) -> float:
+def _get_speedup(row: ResultRow) -> float:
     assert row.speedup is not None, "a sweep has rows with a speedup only"
     return row.speedup
 
@@ -139,7 +139,7 @@ def _describe_break_evens(
 def _build_speedup_plot(by_load: RowsByLoad, lengths: list[int], caps: list[int | None]) -> SpeedupPlot | None:
     """Return a line per answer length over concurrency, or per concurrency over answer length where only that varies."""
     limits = [cap for cap in caps if cap is not None]
-    series: dict[str, list[tuple[float, ServedRow | None]]]
+    series: dict[str, list[tuple[float, ResultRow | None]]]
     if len(limits) > 1:
         axis, unit = "concurrency", "tokens"
         series = {str(tokens): [(cap, by_load.get(Load(tokens, cap))) for cap in limits] for tokens in lengths}

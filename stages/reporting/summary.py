@@ -4,12 +4,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stages.cells import torch_records
-from stages.cells.prediction import LaunchAdvice
-from stages.cells.served_table import ServedRow
-from stages.reporting import costs, served
-from stages.reporting.benchmark_table import BenchmarkRow, format_benchmark_table
-from stages.reporting.families import Families, select_shared_trees
+from stages.cells.cell import DEFINITIONS
+from stages.reporting import costs, tables
+from stages.reporting.families import select_shared_trees
 from stages.reporting.inputs import ReportInputs
 from stages.reporting.verdict import Verdict
 
@@ -26,7 +23,8 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
     """
     shared = select_shared_trees(found.replays)
     means = {name: fmean(tree.tau for tree in trees) for name, trees in shared.items()}
-    shares = [row.identical_share for row in found.rows if row.identical_share is not None]
+    measured = [row for row in found.rows if row.in_turns]
+    shares = [row.identical_share for row in measured if row.identical_share is not None]
     summary = {
         "verdict": {
             "kind": found.verdict.kind,
@@ -37,12 +35,13 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
             name: {"mean_replay_tau": means[name]} | _summarise_checkpoint(name, found) for name in found.replays
         },
         "identical_share_min": min(shares, default=None),
-        "definitions": torch_records.DEFINITIONS,
-        "cells": len(found.rows),
+        "definitions": DEFINITIONS,
+        "cells": len(measured),
         "replayed_trees": sum(map(len, found.replays.values())),
         "rows_unaccounted": sum(abs(counts.unaccounted) for counts in found.count_rows()),
     }
-    return summary | ({"served": served.summarise_served([line.row for line in found.lines])} if found.lines else {})
+    has_loads = len(measured) < len(found.rows)
+    return summary | ({"served": tables.summarise_loads(found.rows)} if has_loads else {})
 
 
 def _summarise_checkpoint(checkpoint: str, found: ReportInputs) -> ResultSummary:
@@ -52,7 +51,7 @@ def _summarise_checkpoint(checkpoint: str, found: ReportInputs) -> ResultSummary
     """
     top = max(found.replays[checkpoint], key=lambda tree: tree.tau)
     summary: ResultSummary = {"best_replayed": {"tree": top.shape.name, "tau": top.tau}}
-    cells = [row for row in found.rows if row.checkpoint == checkpoint]
+    cells = [row for row in found.rows if row.in_turns and row.checkpoint == checkpoint]
     if cells:
         faster = [row for row in cells if row.is_faster]
         names = ("workload", "tree", "tau", "speedup", "speedup_low", "speedup_high")
@@ -74,20 +73,13 @@ def choose_shown_checkpoint(metrics: ResultSummary, verdict: Verdict) -> str:
     return verdict.checkpoint if verdict.checkpoint and verdict.checkpoint in metrics["checkpoints"] else best
 
 
-def format_terminal_table(
-    rows: list[BenchmarkRow],
-    served_rows: list[ServedRow],
-    metrics: ResultSummary,
-    launch: list[LaunchAdvice],
-    verdict: Verdict,
-    families: Families,
-) -> str:
-    """Return aligned text: the verdict, the torch engine's cells, served cells, and what to launch."""
+def format_terminal_table(found: ReportInputs, metrics: ResultSummary) -> str:
+    """Return aligned text: the verdict, tables of cells and loads, and what to launch."""
+    launch, doubted = found.predicted.launch, found.verdict.doubted
     lines = [
-        *verdict.list_lines(),
+        *found.verdict.list_lines(),
         "",
-        *format_benchmark_table(rows, get_badge(metrics), families, verdict.doubted),
-        *served.format_served_table(served_rows),
+        *tables.format_tables(found.lines, found.replayed_rows, get_badge(metrics), found.families, doubted),
         *([*costs.format_launch_table(launch), ""] if launch else []),
     ]
     if lost := metrics["rows_unaccounted"]:

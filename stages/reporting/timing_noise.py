@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from stages.cells import served_records
-from stages.cells.served_table import SPECULATIVE, ServedTableLine
-from stages.cells.torch_records import StoppingRecord, TorchCell, name_torch_stage
+from stages.cells.cell import StoppingRecord
+from stages.cells.table import TableLine
 
 FAR_PREFILL = 2.0  # times the neighbours' median
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
@@ -70,9 +69,9 @@ def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
     ]
 
 
-def find_timing_remarks(cells: list[TorchCell], lines: Iterable[ServedTableLine]) -> list[TimingRemark]:
-    """Return what is odd about the times of each torch cell and point of loads."""
-    timed = [*map(time_torch_cell, cells), *filter(None, map(time_line, lines))]
+def find_timing_remarks(lines: Iterable[TableLine]) -> list[TimingRemark]:
+    """Return what is odd about the times of each line."""
+    timed = list(filter(None, map(time_line, lines)))
     remarks = []
     for cell in timed:
         peers = [peer for peer in timed if peer.peers == cell.peers and peer is not cell]
@@ -81,35 +80,20 @@ def find_timing_remarks(cells: list[TorchCell], lines: Iterable[ServedTableLine]
     return remarks
 
 
-def time_torch_cell(cell: TorchCell) -> TimedCell:
-    """Return the times of a cell whose prompts were answered one by one."""
-    found = cell.metrics
-    return TimedCell(
-        stage=name_torch_stage(cell.workload, cell.checkpoint, cell.tree),
-        label=f"{cell.tree} with {cell.checkpoint} ({cell.workload})",
-        peers=(cell.workload, cell.engine, *sorted(cell.hardware.items())),
-        plain_tok_s=found.baseline_output_tok_s,
-        low=found.speedup_low and found.speedup_low / found.speedup,
-        high=found.speedup_high and found.speedup_high / found.speedup,
-        prefill_s=found.prefill_latency_s,
-        process_share=cell.process_share,
-        stopping=cell.stopping,
-    )
-
-
-def time_line(line: ServedTableLine) -> TimedCell | None:
-    """Return the times of a point of loads; None without a speedup. Its requests wait in a queue before their prefill."""
+def time_line(line: TableLine) -> TimedCell | None:
+    """Return the times of a line; None without a speedup. The requests of a load wait in a queue before their prefill."""
     row, point = line.row, line.point
-    if row.decoding != SPECULATIVE or not row.speedup or not row.baseline_output_throughput or point is None:
+    if row.is_plain or not row.speedup or not row.baseline_output_throughput or point is None:
         return None
+    load = "" if row.in_turns else f", {row.load}"
     return TimedCell(
-        stage=served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine),
-        label=f"{row.tree} with {row.checkpoint} ({row.workload}, {row.load})",
-        peers=(row.workload, row.engine, *row.load, *sorted(line.cell.hardware.items())),
+        stage=row.stage,
+        label=f"{row.tree} with {row.checkpoint} ({row.workload}{load})",
+        peers=(row.workload, row.engine, row.in_turns, *row.load, *sorted(line.cell.hardware.items())),
         plain_tok_s=row.baseline_output_throughput,
         low=row.speedup_low and row.speedup_low / row.speedup,
         high=row.speedup_high and row.speedup_high / row.speedup,
-        prefill_s=None,
+        prefill_s=row.ttft_mean_s if row.in_turns else None,
         process_share=point.process_share,
         stopping=point.stopping,
     )

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from stages.cells import served_records
+from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.cells.replay_records import ReplayedTree
-from stages.cells.served_records import TORCH_ENGINE
-from stages.cells.served_table import SPECULATIVE, ServedRow
-from stages.cells.torch_records import TorchCell, name_torch_stage
-from stages.params.tree_shape import TreeShape, parse_shape
+from stages.cells.table import ResultRow
+from stages.params.tree_shape import TreeShape
 from stages.params.units import list_first
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
@@ -111,8 +109,7 @@ class Verdict:
 def build_verdict(
     launch: list[LaunchAdvice],
     predicted: list[PredictedSpeedup],
-    cells: list[TorchCell],
-    served: list[ServedRow],
+    rows: list[ResultRow],
     remarks: list[TimingRemark],
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
@@ -130,29 +127,27 @@ def build_verdict(
 
     doubted = frozenset(remark.stage for remark in remarks)
     guesses = _collect_predicted(launch, [row for row in predicted if is_served(row.checkpoint, row.shape)])
-    served_cells = [cell for cell in cells if is_served(cell.checkpoint, cell.shape)]
-    served_rows = [row for row in served if row.tree is None or is_served(row.checkpoint, parse_shape(row.tree))]
-    judged = _collect_measured(served_cells, served_rows, doubted)
-    torch_only = [cell for cell in cells if cell not in served_cells], [row for row in served if row not in served_rows]
-    left_out = _collect_measured(*torch_only, doubted)
+    served = [row.tree is None or is_served(row.checkpoint, row.shape) for row in rows]
+    judged = _collect_measured((row for row, can in zip(rows, served, strict=True) if can), doubted)
+    left_out = _collect_measured((row for row, can in zip(rows, served, strict=True) if not can), doubted)
     lines = judge_loads(guesses, judged, replayable)
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
     texts = [_format_group(group) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         texts.append(
-            f"{len(groups) - MAX_LINES} more groups of loads are in results/served.csv and results/launch.json"
+            f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
     if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
-        f"{row.tree or 'plain decoding'} on {row.engine}" for row in served if not row.is_measured
+        f"{row.tree or 'plain decoding'} on {row.engine}" for row in rows if not row.is_measured
     )
     refused = [f"Left out: {list_first(list(unsupported), MAX_NAMES)}; the tables say why"] if unsupported else []
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_TIMED,
         details=(*texts[1:], *_describe_torch_only(left_out, judged, guesses, replayable), *refused),
-        warnings=(*sample_warnings, *_warn_of_measured(cells, served), *_warn_of_replays(replays)),
+        warnings=(*sample_warnings, *_warn_of_measured(rows), *_warn_of_replays(replays)),
         remarks=tuple(remarks),
         doubted=doubted,
         checkpoint=lines[0].checkpoint if lines else None,
@@ -182,29 +177,17 @@ def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[Predi
     }
 
 
-def _collect_measured(
-    cells: Iterable[TorchCell], served: Iterable[ServedRow], doubted: Collection[str]
-) -> Measurements:
+def _collect_measured(rows: Iterable[ResultRow], doubted: Collection[str]) -> Measurements:
     """Return the measured trees of each load."""
     found: Measurements = {}
-    for cell in cells:
-        speeds = cell.metrics
-        conditions = SpeedupConditions(cell.engine, cell.workload, None, cell.temperature, 1)
-        ends = speeds.speedup_low, speeds.speedup_high
-        stage = name_torch_stage(cell.workload, cell.checkpoint, cell.tree)
-        found.setdefault(conditions, []).append(
-            SpeedupEvidence(cell.tree, cell.checkpoint, speeds.speedup, *ends, stage, stage in doubted)
-        )
-    for row in served:
-        if row.decoding == SPECULATIVE and row.speedup is not None and row.rate is None:
-            conditions = SpeedupConditions(
-                row.engine, row.workload, row.max_new_tokens, row.temperature, row.concurrency
-            )
-            stage = served_records.name_served_stage(row.workload, row.checkpoint, row.tree, row.engine)
-            names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
-            found.setdefault(conditions, []).append(
-                SpeedupEvidence(*names, row.speedup, *ends, stage, stage in doubted)
-            )
+    for row in rows:
+        if row.is_plain or row.speedup is None or row.rate is not None:
+            continue
+        length = None if row.in_turns else row.max_new_tokens
+        conditions = SpeedupConditions(row.engine, row.workload, length, row.temperature, row.concurrency)
+        names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
+        evidence = SpeedupEvidence(*names, row.speedup, *ends, row.stage, row.stage in doubted)
+        found.setdefault(conditions, []).append(evidence)
     return found
 
 
@@ -317,20 +300,13 @@ def _describe_torch_only(
     ]
 
 
-def _warn_of_measured(cells: list[TorchCell], served: list[ServedRow]) -> list[str]:
+def _warn_of_measured(rows: list[ResultRow]) -> list[str]:
     """Return warnings of drafts that accept nothing, and of measurements of which every one is slower than plain decoding."""
-    taus = [(f"{cell.workload}-{cell.checkpoint}-{cell.tree}", cell.metrics.tau) for cell in cells]
-    taus += [
-        (f"{row.workload}-{row.checkpoint}-{row.tree}", row.tau)
-        for row in served
-        if row.decoding == SPECULATIVE and row.tau is not None
-    ]
-    found = []
-    if idle := list(dict.fromkeys(name for name, tau in taus if tau == 1)):
+    drafted, found = [row for row in rows if not row.is_plain], []
+    if idle := list(dict.fromkeys(f"{r.workload}-{r.checkpoint}-{r.tree}" for r in drafted if r.tau == 1)):
         text = f"tau is exactly 1.00 in {', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}"
         found.append(f"{text}: {NOTHING_ACCEPTED}")
-    speedups = [cell.metrics.speedup for cell in cells]
-    speedups += [row.speedup for row in served if row.decoding == SPECULATIVE and row.speedup is not None]
+    speedups = [row.speedup for row in drafted if row.speedup is not None]
     if speedups and max(speedups) < 1:
         found.append(f"no measured tree is faster than plain decoding, the best at {max(speedups):.2f}x")
     return found

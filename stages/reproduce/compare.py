@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.cells import served_records, torch_records
-from stages.cells.served_records import ServedCell
+from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell, locate_cell
 from stages.params import schema
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.params.units import format_bytes
 from stages.published import agreement, comparison
 from stages.published import tables as published
-from stages.published.comparison import CellRecord
 from stages.published.tables import MEAN_DATASET, UNKNOWN, PublishedRow
 from stages.reproduce import estimate
 from stages.runtime import atomic
@@ -106,7 +104,7 @@ def _build_comparison(
     own = comparison.measure_cell(measure, cell, baseline) if cell else None
     if cell:
         obstacles += comparison.list_obstacles(row, cell, row.metric in {*match.measures, *match.assumed_definitions})
-        if isinstance(cell, ServedCell) and cell.status == served_records.UNSUPPORTED:
+        if cell.status == UNSUPPORTED:
             obstacles.append(f"unsupported: {cell.reason}")
         elif own is None:
             obstacles.append("this cell doesn't hold it, or has no baseline with its fingerprint")
@@ -133,25 +131,18 @@ def _list_substitutes(row: PublishedRow, recipe: Recipe, model: str) -> Iterator
             yield f"another {what}: {text}" + ("; name that target in target.model" if what == "target" else "")
 
 
-def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, CellRecord | None, CellRecord | None]:
+def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None, Cell | None]:
     """Return (the cell's name, the cell, its baseline), None for those that do not exist."""
-    workload, checkpoint = cells.workload, cells.checkpoint
-    tree = tree if checkpoint else None
-    if cells.engine == "torch":
-        names = workload, str(checkpoint), str(tree)
-        file = torch_records.locate_torch_cell(*names)
-        if served_records.is_unsupported_torch_cell(*names):
-            return file.stem, served_records.read_served_cell(*names, served_records.TORCH_ENGINE), None
-        return file.stem, torch_records.read_torch_cell(*names) if file.exists() else None, None
-    file = served_records.locate_served_cell(workload, checkpoint, tree)
-    baseline_file = served_records.locate_served_cell(workload, None, None)
-    cell = served_records.read_served_cell(workload, checkpoint, tree) if file.exists() else None
-    baseline = served_records.read_served_cell(workload, None, None) if checkpoint and baseline_file.exists() else None
-    if cell and baseline and cell.fingerprint != baseline.fingerprint:
-        baseline = None
-    if cell and cell.baseline_points:  # plain decoding was measured in turns with it
-        baseline = cell.model_copy(update={"points": cell.baseline_points})
-    return file.stem, cell, baseline
+    names = cells.workload, cells.checkpoint, tree if cells.checkpoint else None
+    file = locate_cell(cells.engine, *names)
+    cell = Cell.read(cells.engine, *names) if file.exists() else None
+    if cells.engine == TORCH_ENGINE or cell is None:
+        return file.stem, cell, None
+    if cell.baseline_points:  # plain decoding was measured in turns with it
+        return file.stem, cell, cell.model_copy(update={"points": cell.baseline_points})
+    has_baseline = cells.checkpoint and locate_cell(cells.engine, cells.workload, None, None).exists()
+    baseline = Cell.read(cells.engine, cells.workload) if has_baseline else None
+    return file.stem, cell, baseline if baseline and cell.fingerprint == baseline.fingerprint else None
 
 
 # Output

@@ -1,7 +1,7 @@
 """Request records of a load that an engine in this process answers, in the form of a server's (latency.RequestRecord)."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from stages.serving.latency import RequestRecord
@@ -59,33 +59,31 @@ def decode_load(
             list(engine.decode_batch([request._replace(max_new_tokens=1) for request in batch], slots, tree))
     started = start_clock()
     records = [RequestRecord(name, input_tokens=len(request.prompt)) for name, request in requests.items()]
-    passes = engine.decode_batch(batch, slots, tree) if batch else ()
-    accepted = _record_steps(records, passes, started)
+    accepted: list[list[int]] = [[] for _ in records]
+    # A pass holds (request index, step); a step of None means that the request has taken a slot.
+    for steps in engine.decode_batch(batch, slots, tree) if batch else ():
+        now = time.perf_counter() - started
+        for index, step in steps:
+            if step is None:
+                records[index].sent = now
+            else:
+                add_step(records[index], step, now)
+                accepted[index].append(step.num_accepted)
     for record, counts in zip(records, accepted, strict=True):
-        record.ended, record.output_tokens = record.events[-1][0], len(record.ids)
-        record.finish_reason = "stop" if record.ids[-1] in engine.end_tokens else "length"
-        if tree is not None:
-            histogram = [counts[1:].count(length) for length in range(tree.num_steps + 1)]  # the first step is prefill
-            record.counts = AcceptanceCounts(len(counts) - 1, sum(counts), True, histogram)
+        record.ended = record.events[-1][0]
+        finish(record, engine, counts, tree)
     return records
 
 
-def _record_steps(
-    records: list[RequestRecord], passes: Iterable[Iterable[tuple[int, EngineStep | None]]], started: float
-) -> list[list[int]]:
-    """Fill the records from the engine's passes; return the accepted draft tokens of each request's steps.
+def add_step(record: RequestRecord, step: EngineStep, end_s: float) -> None:
+    record.events.append((end_s, len(step.tokens)))
+    record.ids += step.tokens
 
-    A pass holds (request index, step); a step of None means that the request has taken a slot.
-    """
-    accepted: list[list[int]] = [[] for _ in records]
-    for steps in passes:
-        now = time.perf_counter() - started
-        for index, step in steps:
-            record = records[index]
-            if step is None:
-                record.sent = now
-            else:
-                record.events.append((now, len(step.tokens)))
-                record.ids += step.tokens
-                accepted[index].append(step.num_accepted)
-    return accepted
+
+def finish(record: RequestRecord, engine: LoadEngine, accepted: Sequence[int], tree: TreeDepth | None) -> None:
+    """Fill in what follows from the steps of an answer. `accepted`: draft tokens of each, of which the first is prefill."""
+    record.output_tokens = len(record.ids)
+    record.finish_reason = "stop" if record.ids[-1] in engine.end_tokens else "length"
+    if tree is not None:
+        histogram = [list(accepted[1:]).count(length) for length in range(tree.num_steps + 1)]
+        record.counts = AcceptanceCounts(len(accepted) - 1, sum(accepted), True, histogram)

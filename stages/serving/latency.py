@@ -62,6 +62,8 @@ class RequestRecord:
     ids: list[int] = field(default_factory=list)  # of the answer, if the server sends them
     engine_meta: dict[str, Any] = field(default_factory=dict)  # the engine's own figures of this request
     counts: AcceptanceCounts | None = None  # by our definition
+    process_s: float | None = None  # CPU time of the torch engine's process meanwhile, of all threads; None on a GPU
+    divergence_margin: float | None = None  # between the target's two best logits where it parts from plain decoding's
     pause_s: float = 0.0  # after it, while the client read the engine's counters: no part of the load
 
     @property

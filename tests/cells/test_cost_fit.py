@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from stages.cells import cost_fit
-from stages.cells.cost_model import CostModel
 from stages.cells.timing_grid import CycleTime
 from stages.params.tree_shape import TreeShape
 from tests import costs
-
-BATCHED = costs.TRUTH | {"sequence": 0.3e-3}
 
 
 def test_terms_of_an_exact_grid_are_found() -> None:
@@ -43,36 +40,6 @@ def test_the_error_on_points_left_out_is_that_on_points_never_seen() -> None:
     assert found.margin == pytest.approx(2.03 * found.error, rel=0.01)  # Student's t of 35 degrees
 
 
-def test_left_out_points_are_predicted_without_themselves() -> None:
-    """A grid whose one tree is ten times as slow as its terms say: that point is not in its own prediction."""
-    points = costs.grid()
-    points[17].cycle_s *= 10
-    alone = cost_fit.fit_cost_model(points)
-    true = costs.seconds(costs.TREES[17])
-    assert alone.left_out_s[17] == pytest.approx(true) and alone.error_max == pytest.approx(0.9)
-
-
-def test_what_a_chain_does_without_is_told_from_the_steps() -> None:
-    """Bug: SGLang's chains of ten were predicted 17 to 23% too slow: at topk 1 it builds no tree."""
-    truth = costs.TRUTH | {"tree": 1.5e-3}
-    found = cost_fit.fit_cost_model(costs.grid(truth=truth))
-    assert found.seconds["tree"] == pytest.approx(truth["tree"])
-    assert found.seconds["draft step"] == pytest.approx(truth["step"])
-    for name in ("t5_1_6", "t5_3_12"):
-        unseen = TreeShape.parse(name)
-        assert found.predict_cycle_s(unseen, 1) == pytest.approx(costs.seconds(unseen, 1, truth))
-    chains = [tree for tree in costs.TREES if tree.topk == 1]
-    assert "tree" not in cost_fit.fit_cost_model(costs.grid(chains, truth=truth)).seconds
-
-
-def test_terms_of_a_batch_are_told_from_the_others() -> None:
-    found = cost_fit.fit_cost_model(costs.grid(batches=(1, 4, 16), truth=BATCHED))
-    assert found.seconds["sequence"] == pytest.approx(BATCHED["sequence"])
-    assert found.seconds["verify row"] == pytest.approx(BATCHED["token"])
-    unseen = TreeShape.parse("t5_3_12")
-    assert found.predict_cycle_s(unseen, 8) == pytest.approx(costs.seconds(unseen, 8, BATCHED))
-
-
 def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
     """Up to 64 rows a verify pass costs what its weights cost to read, beyond it each row more."""
     points = costs.grid(batches=(1, 4, 16), truth=costs.TRUTH | {"token": 0.0})
@@ -82,22 +49,6 @@ def test_a_knee_is_found_where_computing_outlasts_reading() -> None:
     assert found.knee == 64 and found.seconds["beyond"] == pytest.approx(0.04e-3)
     unseen = TreeShape.parse("t6_2_20")
     assert found.predict_cycle_s(unseen, 1) == pytest.approx(costs.seconds(unseen, 1, costs.TRUTH | {"token": 0.0}))
-
-
-def test_no_term_is_negative() -> None:
-    """Wide trees that were timed faster than narrow ones, by accident: the fit doesn't promise less for more."""
-    points = costs.grid()
-    for point in points:
-        point.cycle_s *= 1 - 0.004 * point.num_draft_tokens
-    assert min(cost_fit.fit_cost_model(points).seconds.values()) >= 0
-
-
-def test_few_points_bear_few_terms() -> None:
-    """Three concurrencies of one tree: what is steps and what is rows can't be told, and needn't."""
-    tree = TreeShape.parse("t5_4_16")
-    found = cost_fit.fit_cost_model(costs.grid([tree], batches=(1, 8, 32), truth=BATCHED))
-    assert found.predict_cycle_s(tree, 8) == pytest.approx(costs.seconds(tree, 8, BATCHED))
-    assert found.left_out_s[1] == pytest.approx(costs.seconds(tree, 8, BATCHED))
 
 
 def test_what_vllm_measured_is_predicted_from_the_other_lengths() -> None:
@@ -123,11 +74,6 @@ def test_too_few_points_and_times_that_are_none_are_refused() -> None:
     points[3].cycle_s = 0.0
     with pytest.raises(ValueError, match=r"cycle of 0.0 s, expected more than 0"):
         cost_fit.fit_cost_model(points)
-
-
-def test_a_fit_survives_json() -> None:
-    found = cost_fit.fit_cost_model(costs.grid(noise=0.02))
-    assert CostModel.model_validate_json(found.model_dump_json()) == found
 
 
 @pytest.mark.parametrize("seed", range(40))

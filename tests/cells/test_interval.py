@@ -13,29 +13,6 @@ import pytest
 from stages.cells import interval
 
 
-@pytest.mark.parametrize(
-    ("freedom", "t"),  # two-sided 95%, as every table prints it
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (5, 2.5706), (9, 2.2622), (10, 2.2281), (29, 2.0452), (120, 1.9799)],
-)  # fmt: skip
-def test_half_the_interval_is_t_standard_errors(freedom: int, t: float) -> None:
-    values = [1.0, 2.0] + [1.5] * (freedom - 1)
-    error = math.sqrt(0.5 / freedom / (freedom + 1))
-    low, high = interval.compute_mean_interval(values)
-    assert (high - low) / 2 / error == pytest.approx(t, abs=5e-5)
-    assert (high + low) / 2 == pytest.approx(1.5)
-
-
-def test_another_share() -> None:
-    low, high = interval.compute_mean_interval([0.0, 1.0, 2.0], share=0.99)
-    assert (high - low) / 2 == pytest.approx(9.9248 / math.sqrt(3), abs=1e-4)
-
-
-def test_one_value_says_nothing_of_how_it_scatters() -> None:
-    assert interval.compute_mean_interval([1.5]) is None
-    assert interval.compute_mean_interval([]) is None
-    assert interval.compute_mean_interval([1.5, 1.5, 1.5]) == (1.5, 1.5)
-
-
 def test_it_holds_the_truth_nineteen_times_in_twenty() -> None:
     rng = random.Random(3)
     held = 0
@@ -93,13 +70,6 @@ def test_the_interval_of_tau_covers_at_ten_prompts() -> None:
     assert coverage(skewed(), 10) >= 0.93
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 20, 40])
-def test_the_interval_of_tau_covers_at_other_sizes(size: int) -> None:
-    """docs/results/2026-11-21-trees.md quotes these."""
-    assert fmean(coverage(population, size) for population in recorded()) >= 0.90
-    assert coverage(skewed(), size) >= 0.93
-
-
 def test_a_trees_interval_is_the_same_to_the_bit_beside_others_and_alone() -> None:
     """Bug: a replayed and a measured tree with the same counts had intervals that differed in their last digit."""
     draws = np.random.default_rng(0)
@@ -121,27 +91,12 @@ def test_fewer_than_two_clusters_have_no_interval() -> None:
     assert interval.compute_speedup_interval(*[np.ones((1, 5))] * 4) is None
 
 
-def test_clusters_of_one_size_have_the_t_interval_of_their_mean() -> None:
-    """The jackknife of a mean is its standard error, and clusters of one size have as many degrees as there are, less one."""
-    drafts = [12, 15, 21, 9, 18]
-    found = interval.compute_tau_interval(np.array(drafts), np.full(5, 10), 5)
-    assert found == pytest.approx(interval.compute_mean_interval([1 + n / 10 for n in drafts]))
-
-
 def test_the_degrees_of_freedom_are_those_of_the_quadratic_form() -> None:
     """The closed form against the matrix it stands for."""
     shares = np.random.default_rng(2).dirichlet(np.ones(7))
     residuals = np.eye(7) - np.ones((7, 1)) * shares
     form = residuals.T @ np.diag((shares / (1 - shares)) ** 2) @ residuals
     assert interval._compute_degrees_of_freedom(shares) == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
-
-
-def test_each_tree_has_its_own_interval_and_no_end_where_tau_can_not_be() -> None:
-    accepted, cycles = np.array([[4, 5], [1, 50], [9, 50]]), np.array([[2, 10], [3, 10], [4, 10]])
-    both = interval.compute_tau_intervals(accepted, cycles, [3, 5])
-    alone = [interval.compute_tau_interval(a, c, s) for a, c, s in zip(accepted.T, cycles.T, [3, 5], strict=True)]
-    assert both == [pytest.approx(found) for found in alone]
-    assert both[1] == (1.0, 6.0), "5 steps accept 0 to 5 drafts"
 
 
 @pytest.mark.parametrize(("ease", "weather"), [(0.2, 0.0), (0.2, 0.05), (0.0, 0.2), (0.1, 0.1)])

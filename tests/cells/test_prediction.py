@@ -1,9 +1,6 @@
 """Predicted speedups and what to launch, against arithmetic by hand."""
 
-import csv
-import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -64,21 +61,6 @@ def test_nothing_is_extrapolated() -> None:
     assert prediction.count_outside_grid(costs.made_up(), trees) == 3
 
 
-def test_a_batch_without_a_plain_step_is_not_predicted() -> None:
-    points = costs.grid(batches=(1, 4, 16))
-    plain = [{"batch": b, "step_s": costs.PLAIN_S * b, "error": 0.0, "samples": 1} for b in (1, 16, 64)]
-    found = prediction.predict_speedups(costs.made_up(points=points, plain=plain), "e009", 0.0, [replay("t3_2_8", 3.0)])
-    assert [row.concurrency for row in found] == [1, 16]
-    at_16 = costs.seconds(TreeShape.parse("t3_2_8"), 16) / (16 * costs.PLAIN_S)
-    assert found[1].speedup == pytest.approx(3.0 / at_16)
-
-
-def test_trees_of_the_temperature_alone_are_taken() -> None:
-    trees = [replay("t3_2_8", 3.0), replay("t3_2_8", 2.0, temperature=0.7), replay("t3_2_4", 2.5, temperature=0.0)]
-    taus = {t: [r.tau for r in prediction.predict_speedups(costs.made_up(), "e009", t, trees)] for t in (0.0, 0.7, 1.0)}
-    assert taus == {0.0: [3.0, 2.5], 0.7: [2.0], 1.0: []}
-
-
 def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
     trees = [replay("t3_1_4", tau, temperature=t, draft_sampling=drafts) for tau, t, drafts in (
         (3.0, 0.0, "greedy"), (2.0, 0.7, "greedy"), (2.5, 0.7, "sampled"),
@@ -130,17 +112,6 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
 
 
-def test_nothing_is_advised_by_the_costs_of_another_engine() -> None:
-    """Bug: on a laptop the torch engine's costs on a CPU advised vLLM: "t3_1_4, predicted 1.46x"."""
-    assert prediction.choose_launches([guess("t3_1_4", 1.46, 1.3, engine="torch")], chains_on_vllm) == []
-
-
-def test_speculation_is_enabled_only_where_the_whole_interval_is_above_1() -> None:
-    for low, enable in ((1.001, True), (1.0, False), (0.97, False)):
-        first = prediction.choose_launches([guess("t3_1_4", 1.4, low)], chains_on_vllm)[0]
-        assert first["enable"] is enable and bool(first["flags"]) is enable
-
-
 def test_each_concurrency_has_its_own_line_by_the_engines_own_costs() -> None:
     own = {"engine": "sglang", "workload": "chat", "max_new_tokens": 128}
     rows = [
@@ -156,21 +127,6 @@ def test_each_concurrency_has_its_own_line_by_the_engines_own_costs() -> None:
         ("sglang", 1, 8, True),
         ("sglang", 64, 3, False),
     ]
-
-
-def test_both_files_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = prediction.predict_speedups(costs.made_up(), "e009", 0.0, [replay("t3_1_4", 3.0), replay("t3_2_8", 4.0)])
-    launch = prediction.choose_launches([row.model_copy(update={"engine": "sglang"}) for row in rows], chains_on_vllm)
-    PredictedSpeedup.write_table(rows)
-    prediction.write_launch(launch, [costs.made_up()])
-    with PredictedSpeedup.TABLE.open(newline="") as lines:
-        assert [float(line["speedup"]).hex() for line in csv.DictReader(lines)] == [r.speedup.hex() for r in rows]
-    assert prediction.read_launch() == launch
-    assert json.loads(prediction.LAUNCH_FILE.read_text())["costs"][0]["hardware"] == costs.HARDWARE
-    prediction.LAUNCH_FILE.write_text("{}")
-    with pytest.raises(ValueError, match=r"launch\.json holds nothing to launch; run: dvc repro -f -s report"):
-        prediction.read_launch()
 
 
 @pytest.mark.parametrize(
@@ -235,27 +191,3 @@ def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float |
     (limit,) = prediction.find_limits(launch)
     assert ("can't tell" in describe_limit(limit)) == (advice == "can't tell")
     assert limit.off_above == (0 if advice == "no" else None)
-
-
-def test_an_error_too_large_for_a_number_gives_no_interval() -> None:
-    """Bug: the interval's end was too large for a number, and the report ended in OverflowError."""
-    made = costs.made_up()
-    far = made.model_copy(update={"fit": made.fit.model_copy(update={"error": 400.0})})
-    (row,) = prediction.predict_speedups(far, "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
-    assert (row.low, row.high) == (None, None) and row.is_undecided
-
-
-def test_speculation_stays_on_where_some_tree_is_surely_faster() -> None:
-    """Bug: "no tree's interval lies above 1" was said of the fastest tree alone, though that of a slower one did."""
-    rows = []
-    for cap in (1, 8):
-        for name, speedup, low in (("t3_1_4", 1.10, 1.05), ("t5_1_6", 1.12, 0.98)):
-            one = guess(name, speedup, low, workload="chat", max_new_tokens=64, concurrency=cap, engine="sglang")
-            rows.append(one)
-    launch = [row for row in prediction.choose_launches(rows, chains_on_vllm) if row.engine == "sglang"]
-    assert [(row.concurrency, row.shape.name, row.enable) for row in launch] == [
-        (1, "t3_1_4", True),
-        (8, "t3_1_4", True),
-    ]
-    (limit,) = prediction.find_limits(launch)
-    assert (limit.enabled, limit.off_above) == ([1, 8], None)

@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 
-from stages.cells import cost_fit, cost_served, prediction
+from stages.cells import cost_fit, cycle_times, prediction
+from stages.cells.cell import Acceptance, LoadPoint, RequestRow
 from stages.cells.cost_model import CostModel, PromptArrivals
-from stages.cells.served_records import LoadPoint, PointAcceptance, RequestRow
 from stages.cells.timing_grid import CycleTime
 from stages.params.tree_shape import TreeShape
 from tests import costs, served_cells
@@ -120,7 +120,7 @@ def test_arrivals_and_their_passes_are_counted(at_once: int, acceptance: str, le
     load = (at_once, LENGTHS[lengths](TOKENS), draw, 8e-3, PREFILLS["alike"])
     requests = [request for _, request in simulate(*load)]
     cycles = sum(request.cycles for request in requests)
-    found = cost_served.count_arrivals(make_point(*load))
+    found = cycle_times.count_arrivals(make_point(*load))
     assert found.per_step == pytest.approx(sum(request.prompts for request in requests) / cycles)
     assert found.passes == pytest.approx(sum(request.passes for request in requests) / cycles)
     if lengths == "drawn" and acceptance == "by chance":  # as live loads, whose passes are predicted
@@ -133,8 +133,8 @@ def test_arrivals_are_estimated_where_an_engine_counts_all_requests_together() -
     requests = [request for _, request in simulate(*load)]
     cycles, point = sum(request.cycles for request in requests), make_point(*load)
     rows = [row.model_copy(update={"cycles": None}) for row in point.requests]
-    acceptance = PointAcceptance.model_validate(served_cells.acceptance(3.0, "t5_1_6", cycles))
-    found = cost_served.count_arrivals(point.model_copy(update={"requests": rows, "acceptance": acceptance}))
+    acceptance = Acceptance.model_validate(served_cells.acceptance(3.0, "t5_1_6", cycles))
+    found = cycle_times.count_arrivals(point.model_copy(update={"requests": rows, "acceptance": acceptance}))
     assert found.counted_passes is None
     assert found.per_step == pytest.approx(sum(request.prompts for request in requests) / cycles, rel=0.2)
     assert found.passes == pytest.approx(sum(request.passes for request in requests) / cycles, rel=0.2)
@@ -143,8 +143,8 @@ def test_arrivals_are_estimated_where_an_engine_counts_all_requests_together() -
 def test_plain_steps_of_answers_of_one_length_predict_arrivals_all_the_same() -> None:
     """Bug: requests of 19 steps each were counted to end together, which those with drafts don't."""
     point = make_point(8, [20] * REQUESTS, one_token, 1e-3, PREFILLS["alike"])
-    assert cost_served.count_arrivals(point).per_step == 0
-    (step,) = cost_served.build_plain_steps([point])
+    assert cycle_times.count_arrivals(point).per_step == 0
+    (step,) = cycle_times.build_plain_steps([point])
     assert step.arrivals.counted_passes is None
     assert step.arrivals.per_step == pytest.approx(7 * (REQUESTS - 8) / REQUESTS / 19)
 
@@ -152,15 +152,9 @@ def test_plain_steps_of_answers_of_one_length_predict_arrivals_all_the_same() ->
 def test_one_request_at_a_time_and_one_wave_are_not_interrupted() -> None:
     for at_once in (1, REQUESTS, 2 * REQUESTS):
         point = make_point(at_once, [20] * REQUESTS, one_token, 1e-3, PREFILLS["alike"])
-        counted = cost_served.count_arrivals(point)
-        estimated = cost_served.estimate_arrivals(point, cost_served.count_plain_steps)
+        counted = cycle_times.count_arrivals(point)
+        estimated = cycle_times.estimate_arrivals(point, cycle_times.count_plain_steps)
         assert counted.per_step == counted.passes == estimated.per_step == estimated.passes == 0
-
-
-def test_a_step_has_one_pass_at_most() -> None:
-    assert PromptArrivals(per_step=50.0, followed=0.5).passes == pytest.approx(0.5)
-    assert PromptArrivals(per_step=1e-3, followed=0.5).passes == pytest.approx(1e-3, rel=2e-3)
-    assert PromptArrivals(per_step=0.25, followed=0.5).stretch(2.0) == PromptArrivals(per_step=0.5, followed=0.5)
 
 
 @pytest.fixture(scope="module", params=PREFILLS)
@@ -181,7 +175,7 @@ def cycles(prefill: tuple[float, float], lengths: DrawLengths) -> list[CycleTime
 def make_cycles(prefill: tuple[float, float], lengths: DrawLengths) -> list[CycleTime]:
     """Return the cycles of a grid whose engine accepts alike for all, at two lengths."""
     return [
-        cost_served.build_cycle_time(
+        cycle_times.build_cycle_time(
             TreeShape.parse(name),
             make_point(
                 batch, lengths(length), accept_alike, costs.seconds(TreeShape.parse(name), batch, TRUTH), prefill
@@ -218,14 +212,6 @@ def test_a_live_load_is_predicted_at_another_tau(
     assert all(abs(found) < 0.05 for found in off.values()), off
 
 
-def test_by_the_cost_of_prompts_alone_a_chain_is_promised_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 2 had that term alone: the short answers' many prompts a pass made each of them cheap."""
-    monkeypatch.setattr(cost_fit, "ARRIVAL_TERMS", (("prompt",),))
-    fit = cost_fit.fit_cost_model(make_cycles(PREFILLS["launches"], draw_lengths))
-    tree = TreeShape.parse("t3_1_4")
-    assert max(compare_with_live(fit, tree, batch, 5.0, PREFILLS["launches"], draw_lengths) for batch in AT_ONCE) > 0.15
-
-
 def compare_with_live(
     fit: CostModel, tree: TreeShape, batch: int, tau: float, prefill: tuple[float, float], lengths: DrawLengths
 ) -> float:
@@ -234,7 +220,7 @@ def compare_with_live(
     plain = make_point(batch, lengths(TOKENS), one_token, costs.PLAIN_S, plain_prefill)
     live = make_point(batch, lengths(TOKENS), accept_by_chance(tau), costs.seconds(tree, batch, TRUTH), prefill)
     measured = sum(r.decoding_s for r in plain.requests) / sum(r.decoding_s for r in live.requests)
-    (step,) = cost_served.build_plain_steps([plain])
+    (step,) = cycle_times.build_plain_steps([plain])
     tokens, cycles = sum(r.output_tokens - 1 for r in live.requests), sum(r.cycles or 0 for r in live.requests)
     replayed = replayed_tree(tree.name, tokens / cycles, tau - 0.1, tau + 0.1)
     return prediction.predict_speedup(replayed, fit, step).speedup / measured - 1

@@ -26,11 +26,6 @@ def test_buckets_come_back_as_they_were(here: None) -> None:
     assert replay_records.read_tree_statistics("e003") == buckets
 
 
-def test_no_tree_looked_into_is_no_row(here: None) -> None:
-    TreeBucket.write_csv(replay_records.locate_tree_statistics("e003"), [])
-    assert replay_records.read_tree_statistics("e003") == []
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

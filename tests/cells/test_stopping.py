@@ -25,17 +25,6 @@ def test_a_fixed_number_is_neither_more_nor_less(half_width: float | None, capsy
     assert capsys.readouterr().out == ""
 
 
-def test_progress_is_told_where_the_number_is_not_fixed(capsys: pytest.CaptureFixture[str]) -> None:
-    rule = RepeatRule(fewest=3, most=8, half_width=0.05)
-    rule.judge(1, None)
-    rule.judge(2, 0.123)
-    rule.judge(2, 0.123, prints=False)
-    assert capsys.readouterr().out.splitlines() == [
-        "repeat 1 of at most 8: no interval yet, wanted ±5.0%",
-        "repeat 2 of at most 8: speedup known to ±12.3%, wanted ±5.0%",
-    ]
-
-
 def test_a_loads_half_width_is_that_of_its_repeats_speedups() -> None:
     speedups = [1.5, 1.6, 1.4]
     ends = interval.compute_mean_interval(speedups)

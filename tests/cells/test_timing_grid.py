@@ -19,16 +19,6 @@ def grid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return timing_grid.write_timing_grid(costs.made_up())
 
 
-def test_it_comes_back_whole(grid_file: Path) -> None:
-    assert grid_file == Path("results/cost/torch-e000.json")
-    assert timing_grid.read_timing_grid("e000", MODEL) == costs.made_up()
-
-
-def test_a_missing_one_says_what_to_run() -> None:
-    with pytest.raises(ValueError, match=r"torch-theirs\.json not found; run: dvc repro time_trees@theirs"):
-        timing_grid.read_timing_grid("theirs", MODEL)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -53,11 +43,3 @@ def test_what_is_no_cost_is_refused(grid_file: Path) -> None:
     grid_file.write_text("[1]")
     with pytest.raises(ValueError, match=r"expected a JSON dict.*run: dvc repro -f -s time_trees@e000"):
         timing_grid.read_timing_grid("e000", MODEL)
-
-
-def test_machines_differ_in_what_moves_a_clock() -> None:
-    other = costs.HARDWARE | {"cpu": "Another CPU", "python": "3.13.0", "gpu": "NVIDIA H200"}
-    assert timing_grid.list_hardware_differences(costs.HARDWARE, costs.HARDWARE | {"python": "3.13.0"}) == []
-    assert timing_grid.list_hardware_differences(costs.HARDWARE, other) == [
-        "cpu (Made-up CPU, 2 cores against Another CPU)", "gpu (None against NVIDIA H200)",
-    ]  # fmt: skip

@@ -81,11 +81,6 @@ def test_another_schema_is_neither_written_nor_read(tmp_path: Path, change: pl.E
         conversations.read_table(path, SAMPLED_SCHEMA, "sample_target")
 
 
-def test_a_missing_table_names_its_stage(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train\.parquet not found; run: dvc repro fix_data$"):
-        conversations.read_table(tmp_path / "train.parquet", FIXED_SCHEMA, "fix_data")
-
-
 @pytest.mark.parametrize("left", [0, 60, -1], ids=["nothing", "the beginning", "a byte short"])
 def test_a_truncated_table_names_its_stage(tmp_path: Path, left: int) -> None:
     path = tmp_path / "train.parquet"
@@ -93,17 +88,6 @@ def test_a_truncated_table_names_its_stage(tmp_path: Path, left: int) -> None:
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"train\.parquet is not readable Parquet .*; run: dvc repro -f -s fix_data$"):
         conversations.read_table(path, FIXED_SCHEMA, "fix_data")
-
-
-def test_streaming_writes_the_same_table_deterministically(tmp_path: Path) -> None:
-    rows = pl.DataFrame(FIXED_ROWS * 20_000, schema=FIXED_SCHEMA)
-    for name in ("a", "b"):
-        conversations.stream_table(tmp_path / f"{name}.parquet", rows.lazy(), FIXED_SCHEMA)
-    assert conversations.read_table(tmp_path / "a.parquet", FIXED_SCHEMA, "fix_data").equals(rows)
-    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-    with pytest.raises(AssertionError, match="is not"):
-        conversations.stream_table(tmp_path / "c.parquet", rows.lazy().drop("tools"), FIXED_SCHEMA)
-    assert not (tmp_path / "c.parquet").exists()
 
 
 def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
@@ -124,20 +108,3 @@ def test_a_folder_is_its_shards_in_order(tmp_path: Path) -> None:
         left.unlink()
     with pytest.raises(ValueError, match=r"part-00000\.parquet not found among 0 shards"):
         conversations.read_table(tmp_path, SAMPLED_SCHEMA, "sample_target")
-
-
-def test_batches_are_the_whole_file(tmp_path: Path) -> None:
-    rows = pl.DataFrame(FIXED_ROWS * 12_000, schema=FIXED_SCHEMA)
-    conversations.stream_table(tmp_path / "a.parquet", rows.lazy(), FIXED_SCHEMA)
-    parts = list(conversations.read_batches(tmp_path / "a.parquet", FIXED_SCHEMA, "fix_data"))
-    assert [len(part) for part in parts] == [conversations.ROW_GROUP_SIZE, 24_000 - conversations.ROW_GROUP_SIZE]
-    assert pl.concat(parts).equals(rows)
-    assert conversations.count_with_images(tmp_path / "a.parquet", "fix_data") == 12_000
-    with pytest.raises(ValueError, match=r"b\.parquet not found; run: dvc repro fix_data$"):
-        conversations.count_with_images(tmp_path / "b.parquet", "fix_data")
-
-
-def test_a_table_without_rows_has_no_images(tmp_path: Path) -> None:
-    conversations.write_table(tmp_path / "a.parquet", pl.DataFrame([], schema=FIXED_SCHEMA), FIXED_SCHEMA)
-    assert conversations.count_with_images(tmp_path / "a.parquet", "fix_data") == 0
-    assert list(conversations.read_batches(tmp_path / "a.parquet", FIXED_SCHEMA, "fix_data")) == []

@@ -40,14 +40,6 @@ def test_what_csv_writes_is_read(
     assert rows_of(tmp_path / name) == wanted
 
 
-def test_columns_are_named_and_others_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("sep=;\nid;Frage;Antwort;answer\n7;a, b;c;x\n\n8;d;e;y\n")
-    assert rows_of(tmp_path / "a.csv", NAMED) == [
-        {"id": "7", "prompt": "a, b", "answer": "c"},
-        {"id": "8", "prompt": "d", "answer": "e"},
-    ]
-
-
 @pytest.mark.parametrize(
     ("data", "columns", "message"),
     [
@@ -71,17 +63,6 @@ def test_a_broken_file_is_one_message(tmp_path: Path, data: str, columns: dict[s
     (tmp_path / "a.csv").write_bytes(data.encode("latin-1"))
     with pytest.raises(ValueError, match=message):
         rows_of(tmp_path / "a.csv", columns)
-
-
-def test_lines_with_named_keys_may_lack_the_optional_ones(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"Frage": "a", "Antwort": "b", "S": "s"}\n{"Frage": "c"}\n{"Antwort": "e"}\n')
-    chunk = next(readers.read_all_chunks(path, None, {}, lambda file: NAMED | {"system": "S"}))
-    rows = readers.parse_chunk(chunk)
-    assert next(rows)[1] == {"prompt": "a", "answer": "b", "system": "s"}
-    assert next(rows)[1] == {"prompt": "c"}  # a question alone
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: expected the keys Frage \(for prompt\).* found Antwort"):
-        next(rows)
 
 
 @pytest.mark.parametrize("columns", [None, {"messages": "messages"}])

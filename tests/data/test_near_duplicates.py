@@ -41,17 +41,6 @@ def test_the_estimate_is_jaccard_in_any_script(name: str) -> None:
     assert abs(np.mean(errors)) < 0.02 and np.std(errors) < 0.06
 
 
-def test_a_signature_does_not_depend_on_the_batch() -> None:
-    rng = random.Random(4)
-    texts = [text(rng, "abcde ", rng.choice([1, 2, 4, 5, 6, 300])) for _ in range(400)] + [
-        text(rng, "ab", 200_000),
-        "x",
-    ]
-    together = near_duplicates.compute_signatures(texts)
-    assert np.array_equal(together, np.concatenate([near_duplicates.compute_signatures([t]) for t in texts]))
-    assert near_duplicates.compute_signatures([]).shape == (0, near_duplicates.MINHASH_SLOTS)
-
-
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9, 1.0])
 def test_bands_find_pairs_above_the_threshold_and_none_below(threshold: float) -> None:
     number, width = near_duplicates.choose_bands(threshold)
@@ -88,8 +77,3 @@ def test_groups_are_connected_components() -> None:
                 reached |= new
                 edge += new
             assert label[row] == min(reached)
-
-
-def test_a_long_chain_is_one_group() -> None:
-    chain = np.stack([np.arange(4999), np.arange(1, 5000)], 1)
-    assert (near_duplicates.group_duplicates(5000, chain) == 0).all()

@@ -1,7 +1,6 @@
 """`aerie preview data` says of each row what fix_data then does with it."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -50,26 +49,6 @@ def test_each_row_becomes_what_the_stage_makes_of_it(home: Path) -> None:
     assert kept == made and len({split for split, _, _ in made.values()}) == 2
     dropped = [(row.source, row.number, row.verdict) for row in shown if not row.split]
     assert dropped == [("b.jsonl", 1, "dropped:unknown_format")]
-
-
-def test_the_page_shows_the_first_rows_of_each_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    preview.main("2")
-    text = capsys.readouterr().out
-    assert re.search(
-        r"a\.csv\n  row 0: prompt_answer, clean, to \w+\n      user: q0\n      assistant: yes\n  row 1", text
-    )
-    assert "repaired:blank_question, to" in text and "1 image(s)" in text and "assistant: A ⏎ square." in text
-    assert "  row 1: unknown, dropped:unknown_format\n      found: id, text: " in text and "docs/data.md" in text
-    assert "6 rows read, the first 2 of each file: 4 clean, 1 dropped:unknown_format, 1 repaired:blank_question" in text
-
-
-def test_another_path_and_no_row_that_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("z.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(SystemExit) as ended:
-        preview.main("5", "z.jsonl")
-    assert ended.value.code == 1 and "1 rows read" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"^none\.csv does not exist; give a file or a folder"):
-        preview.main("5", "none.csv")
 
 
 CUT_TABLE = "place: Oslo\nunit: C\ndays[1]{date,low,high,rain,sky}:\n  2026-01-09,0"

@@ -4,15 +4,12 @@ import bz2
 import gzip
 import json
 import lzma
-import pickle
-import random
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import psutil
 import pyarrow as pa
 import pytest
@@ -61,29 +58,6 @@ def test_a_file_gives_its_rows(tmp_path: Path, name: str, data: bytes, packed: s
     assert rows_of(path) == [(path.name, n, row) for n, row in enumerate(ROWS)]
 
 
-def test_parquet_gives_its_rows_chunk_by_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "CHUNK_ROWS", 8)
-    pl.DataFrame(ROWS).write_parquet(tmp_path / "a.parquet", row_group_size=20)
-    assert rows_of(tmp_path / "a.parquet") == [("a.parquet", n, row) for n, row in enumerate(ROWS)]
-    assert len(list(readers.read_all_chunks(tmp_path / "a.parquet", None, {}))) > 2
-
-
-@pytest.mark.parametrize("packed", PACKERS)
-def test_lines_in_many_chunks_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str) -> None:
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 300)
-    monkeypatch.setattr(readers, "CHUNK_ROWS", 4)
-    path = tmp_path / ("a.jsonl" + packed)
-    path.write_bytes(PACKERS[packed](LINES.rstrip(b"\n")))  # and no line end after the last row
-    assert len(list(readers.read_all_chunks(path, None, {}))) > 5
-    assert [(index, row) for _, index, row in rows_of(path)] == list(enumerate(ROWS))
-
-
-@pytest.mark.parametrize(("name", "data"), [("a.jsonl", LINES), ("a.json", LINES), ("a.json", ARRAY)])
-def test_a_byte_order_mark_is_no_json(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + data)
-    assert [row for _, _, row in rows_of(tmp_path / name)] == ROWS
-
-
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: str) -> None:
     """Bug: a .json was read and parsed whole; 1 GiB took 6 GiB of memory."""
@@ -102,20 +76,6 @@ def test_an_array_on_one_line_is_never_whole_in_memory(tmp_path: Path, packed: s
     finally:
         tracemalloc.stop()
     assert chunks == 20_000 and peak < 32 << 20 and most - before < 64 << 20
-
-
-def test_chunks_of_large_rows_are_short(tmp_path: Path) -> None:
-    """4,096 rows with an image each would take gigabytes.
-
-    Bug: a slice of a row group was pickled with the whole group: 8,000 images took 131 s and 2.1 GiB.
-    """
-    rng = random.Random(1)
-    rows = [{"prompt": "<image>", "answer": "b", "image": {"bytes": rng.randbytes(100_000), "path": None}}] * 200
-    pl.DataFrame(rows).write_parquet(tmp_path / "a.parquet", compression="uncompressed")
-    chunks = list(readers.read_all_chunks(tmp_path / "a.parquet", None, {}))
-    sizes = [len(chunk.rows) for chunk in chunks]
-    assert sum(sizes) == 200 and max(sizes) <= readers.CHUNK_BYTES // 100_000
-    assert max(len(pickle.dumps(chunk)) for chunk in chunks) < readers.CHUNK_BYTES * 1.1  # and not the row group
 
 
 def test_a_folder_is_its_files_by_name_the_given_one_first(tmp_path: Path) -> None:
@@ -202,33 +162,6 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
         rows_of(pin(path, dataset=str(folder), split="nowhere"))
 
 
-def test_a_branch_is_resolved_to_its_commit_and_a_commit_taken_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-    import huggingface_hub
-
-    requested: list[Any] = []
-
-    class Api:
-        def dataset_info(self, name: str, revision: str | None) -> Any:
-            requested.append((name, revision))
-            return type("Info", (), {"sha": COMMIT})
-
-    def load(name: str, config: str | None, split: str, revision: str, streaming: bool) -> Any:
-        requested.append((name, config, split, revision, streaming))
-        return datasets.Dataset.from_list(ROWS)
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    path, hub_records = tmp_path / "talk.hub.yaml", {}
-    for revision in ("main", COMMIT):
-        assert len(list(readers.read_all_chunks(pin(path, revision=revision, name="big"), None, hub_records))) == 1
-        assert hub_records["talk.hub.yaml"].commit == COMMIT
-    loaded = ("someone/talk", "big", "train", COMMIT, True)
-    assert requested == [("someone/talk", "main"), loaded, loaded]
-
-
 def test_a_dataset_is_streamed_with_its_columns_and_first_rows(tmp_path: Path, offline_cache: Path) -> None:
     """Bug: a dataset was downloaded whole into the cache, and its columns could not be named."""
     folder = tmp_path / "talk"
@@ -255,19 +188,6 @@ def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.IterableDataset.from_generator(rows))
     with pytest.raises(ValueError, match=r"to be had from the Hub after row 4096 \(ConnectionError: line cut\)"):
         rows_of(pin(tmp_path / "talk.hub.yaml", revision=COMMIT))
-
-
-def test_a_missing_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise ConnectionError("no network\nand more")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(
-        ValueError, match=r"neither a folder here nor to be had from the Hub \(ConnectionError: no network\)"
-    ):
-        rows_of(pin(tmp_path / "talk.hub.yaml"))
 
 
 @pytest.mark.parametrize(

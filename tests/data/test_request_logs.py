@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.data import chat_formats, column_names, readers, request_logs
+from stages.data import chat_formats, readers, request_logs
 from stages.data.row_images import DroppedRowError
 
 ASK = {"role": "user", "content": "Name a river."}
@@ -72,14 +72,6 @@ def test_a_question_without_an_answer_is_kept(row: dict[str, Any]) -> None:
     assert read(row) == [ASK]
 
 
-def test_the_rest_of_a_question_is_asked_or_refused() -> None:
-    """Bug: Dolly's `context` was left out, and Alpaca's `input` where it was no text: the question could not be answered."""
-    assert read({"instruction": "Who?", "context": "Ann did.", "response": "Ann."})[0]["content"] == "Who?\n\nAnn did."
-    with pytest.raises(DroppedRowError, match="not_text") as dropped:
-        read({"instruction": "Add up.", "input": [1, 2], "output": "3"})
-    assert "input, beside instruction, is a list" in str(dropped.value.found)
-
-
 def test_unread_keys_of_rows_and_turns_are_named() -> None:
     row = {
         "messages": [ASK | {"name": "Bob", "weight": 1}, ANSWER | {"weight": 0}, ASK],
@@ -100,45 +92,6 @@ def test_an_answer_that_is_not_to_be_learned_is_marked(flag: dict[str, Any], tra
     assert found == (None if trained else [True, False, True, True])
     with pytest.raises(DroppedRowError, match="unknown_weight"):
         chat_formats.parse_conversation({"messages": [ASK, ANSWER | {"weight": 0.5}]}, "messages", None)
-
-
-def test_a_result_that_names_no_call_is_dropped() -> None:
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": "{}"}}],
-    }
-    for name, keeps in (("c1", True), ("c2", False)):
-        row = {"messages": [ASK, call, {"role": "tool", "tool_call_id": name, "content": ""}, ANSWER]}
-        if keeps:
-            assert (
-                chat_formats.parse_conversation(row, "messages", None).messages[2]["content"] == ""
-            )  # an empty result is one
-        else:
-            with pytest.raises(DroppedRowError, match="unknown_tool_call"):
-                chat_formats.parse_conversation(row, "messages", None)
-
-
-def test_a_call_in_openais_older_form_is_a_call() -> None:
-    turns = [ASK, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}]
-    row = {"messages": [*turns, {"role": "function", "name": "f", "content": "wet"}, ANSWER]}
-    found = chat_formats.parse_conversation(row, "messages", None)
-    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
-    assert found.tool_calls and '"name": "f"' in str(found.tool_calls[1])
-
-
-def test_an_empty_system_message_is_kept() -> None:
-    """Bug: the row was dropped as empty_turn, though an empty system message is not none: templates have a default."""
-    assert read({"messages": [{"role": "system", "content": ""}, ASK, ANSWER]})[0] == {"role": "system", "content": ""}
-
-
-def test_columns_take_nested_paths() -> None:
-    row = {"request": {"messages": [ASK]}, "response": json.dumps(CHOICES), "a.b": "plain"}
-    columns = {"messages": "request.messages", "answer": "response.choices.0.message", "id": "a.b"}
-    named = column_names.select_columns(row, columns, "logs.jsonl, line 1")
-    assert read(named) == [ASK, ANSWER] and named["id"] == "plain"
-    with pytest.raises(ValueError, match=r"request\.turns .*\(for messages\)"):
-        column_names.select_columns(row, {"messages": "request.turns"}, "logs.jsonl, line 1")
 
 
 def test_a_batchs_output_is_joined_with_its_input(tmp_path: Path) -> None:

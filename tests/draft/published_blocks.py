@@ -81,14 +81,6 @@ def deepspec(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     return layer_config(draft) | format_keys, weights(draft)
 
 
-def deepspec_dflash(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
-    """DeepSpec's own "DFlash": DSpark without a head, in DSpark's form."""
-    config, tensors = deepspec(draft, num_layers)
-    del config["markov_head_type"], config["confidence_head_with_markov"]
-    bare = {name: tensor for name, tensor in tensors.items() if "_head." not in name}
-    return config | {"enable_confidence_head": False, "markov_rank": 0}, bare
-
-
 def specforge_dspark(draft: BlockDraft, num_layers: int) -> tuple[Config, Tensors]:
     """Its heads' keys are under dflash_config alone."""
     config, tensors = deepspec(draft, num_layers)

@@ -1,7 +1,6 @@
 """Block drafts on disk: names, shapes and keys that engines load, and what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,10 @@ from stages.draft.block_checkpoint import (
     read_block_draft,
     write_block_draft,
 )
-from stages.draft.block_config import BlockDraftConfig
 from stages.draft.block_draft import BlockDraft
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 
 every_method = pytest.mark.parametrize("method", METHOD_OPTIONS)
-# DSpark for Qwen3-8B, as DeepSpec, SGLang and vLLM have it (research of 2026-11, section 7).
-QWEN3_8B = BlockDraftConfig(
-    hidden_size=4096, intermediate_size=12288, num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, method="dspark", block_size=7,
-    rope={"rope_theta": 1000000, "rope_type": "default"}, mask_token_id=151669, feature_layers=(2, 10, 18, 26, 34),
-    markov_rank=256, confidence_head=True,
-)  # fmt: skip
 PUBLISHED = """
 {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
  "num_hidden_layers": 5,
@@ -47,38 +38,6 @@ PUBLISHED = """
 def make(method: str) -> tuple[BlockDraft, dict[str, Any], dict[str, torch.Tensor]]:
     draft = random_block_draft(1, dtype=torch.float32, **METHOD_OPTIONS[method])[0]
     return draft, build_block_config(draft.config, 8), dict(draft.state_dict())
-
-
-def test_the_config_is_the_one_that_engines_load() -> None:
-    config = build_block_config(QWEN3_8B, 36, "bfloat16")
-    assert config.pop("rope_parameters") == {"rope_theta": 1000000, "rope_type": "default"}  # transformers 5
-    assert config == json.loads(PUBLISHED)
-
-
-def test_sizes_are_those_of_qwen3_8b() -> None:
-    shapes = list_block_tensor_shapes(QWEN3_8B)
-    size = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-    of_layer = [n for name, n in size.items() if name.startswith("layers.0.")]
-    assert (len(of_layer), sum(of_layer)) == (11, 192_946_432)
-    assert size["fc.weight"] == 83_886_080
-    assert size["markov_head.markov_w1.weight"] + size["markov_head.markov_w2.weight"] == 77_791_232
-    assert size["confidence_head.proj.weight"] + size["confidence_head.proj.bias"] == 4353
-    assert len(shapes) == 3 + 5 * 11 + 2 + 2
-
-
-def test_what_dflash2_adds_at_qwen3_8b() -> None:
-    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-    plain = replace(QWEN3_8B, method="dflash", block_size=16, markov_rank=0, confidence_head=False)
-    config = build_block_config(replace(plain, method="dflash2", **sizes), 36)
-    assert config["architectures"] == ["DFlash2DraftModel"]
-    assert config["dflash_config"] == {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], **sizes}
-    shapes = list_block_tensor_shapes(parse_block_config(config))
-    added_sizes = {
-        name: torch.Size(shape).numel() for name, shape in shapes.items() if name not in list_block_tensor_shapes(plain)
-    }
-    convolutions = {name: size for name, size in added_sizes.items() if "_conv." in name}
-    assert len(convolutions) == 5 * 2 * 2 and sum(convolutions.values()) == 5 * 2 * (2 * 2 * 4096 + 1024 * 4096)
-    assert sum(added_sizes.values()) - sum(convolutions.values()) == 77_791_232 + 256 * 4096
 
 
 @every_method
@@ -140,9 +99,3 @@ def test_a_config_of_another_model_is_refused(
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match="is no block draft"):
         read_block_draft(tmp_path, "train_draft")
-
-
-def test_rope_on_several_axes_is_refused() -> None:
-    rope = {"rope_theta": 5e6, "rope_type": "default", "mrope_section": [24, 20, 20]}
-    with pytest.raises(ValueError, match=r"mrope_section is \[24, 20, 20\], expected RoPE on one axis"):
-        replace(QWEN3_8B, rope=rope).check()

@@ -94,24 +94,6 @@ def test_the_block_mask_equals_a_mask_by_hand() -> None:
     assert mask.int().tolist() == [first] * 3 + [second] * 3
 
 
-@every_method
-def test_a_new_draft_leaves_no_weight_uninitialised(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch fills memory that nothing has written with NaN, so that none of it can pass for a weight."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        draft = BlockDraft(replace(CONFIG, **METHOD_OPTIONS[method]))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert [name for name, weight in draft.state_dict().items() if not weight.isfinite().all()] == []
-
-
-def test_frequencies_stay_in_float32() -> None:
-    draft = random_block_draft(1)[0]
-    expected = draft.inverse_frequency.clone()
-    assert torch.equal(draft.to(torch.bfloat16).inverse_frequency, expected)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,7 +9,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stages.draft import eagle3 as d
 from stages.draft import rotary
-from tests.draft.slow_draft import CONFIG, random_draft
 
 LLAMA3 = {
     "rope_theta": 500000.0,
@@ -36,21 +35,6 @@ def test_frequencies_are_transformers_own(rope: dict) -> None:
     assert torch.allclose(rotary.compute_inverse_frequency(rope, 128), expected, rtol=1e-6)
 
 
-def test_a_rope_type_we_do_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
-        rotary.compute_inverse_frequency({"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}, 8)
-
-
-def test_a_cast_to_bfloat16_leaves_the_angles_alone() -> None:
-    """SpecForge rebuilt its table from frequencies rounded to bfloat16: errors up to 2."""
-    exact, _, _ = random_draft(1)
-    cast = random_draft(1)[0].to(torch.bfloat16)
-    positions = torch.tensor([[0, 1, 500, 4000]])
-    for a, b in zip(exact.compute_rope(positions), cast.compute_rope(positions), strict=True):
-        assert b.dtype == torch.bfloat16
-        assert (a - b.float()).abs().max() < 2**-8  # the rounding of the cosine itself, not of its angle
-
-
 def test_attention_is_a_softmax_over_the_prefix_and_the_own_ancestors() -> None:
     generator = torch.Generator().manual_seed(0)
     heads, groups, width = 4, 2, 8
@@ -67,12 +51,6 @@ def test_attention_is_a_softmax_over_the_prefix_and_the_own_ancestors() -> None:
             scores = [math.exp((q[0, i, a] @ key).item() / math.sqrt(width)) for key in keys]
             expected = sum(s * value for s, value in zip(scores, values, strict=True)) / sum(scores)
             assert torch.allclose(out[0, i, a], expected, atol=1e-5)
-
-
-def test_draft_ids_become_target_ids_by_offset() -> None:
-    draft, _, _ = random_draft(2)
-    ids = draft.to_target(torch.arange(CONFIG.draft_vocab_size))
-    assert torch.equal(ids, draft.t2d.nonzero().flatten())
 
 
 def test_hunyuans_angles_are_its_targets() -> None:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor
 
-from stages.draft import published_block_formats, published_eagle3_formats, published_files
+from stages.draft import published_block_formats, published_files
 from stages.draft.block_checkpoint import parse_block_config
 from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.draft.published_files import PublishedDraft
@@ -122,63 +122,6 @@ def test_an_imported_draft_drafts_what_the_original_does(tmp_path: Path, method:
     assert parse_block_config(found.config) == replace(truth.config, rope=found.config["rope_parameters"])
     assert found.options == {"method": method, "block_size": truth.config.block_size}
     check_same_drafts(truth, (tables[0], tables[1]), config, found)
-
-
-def test_a_confidence_head_without_the_markov_embedding(tmp_path: Path) -> None:
-    truth, *tables = original("dspark_plain")
-    config, tensors = published_blocks.specforge_dspark(truth, LAYERS)
-    found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
-    check_same_drafts(truth, (tables[0], tables[1]), config, found)
-
-
-def test_deepspecs_own_dflash_is_dspark_with_a_markov_head_of_zero(tmp_path: Path) -> None:
-    """Its architecture is DSpark's: read as DFlash it would be one slot off."""
-    truth, *tables = original("dspark")
-    config, tensors = published_blocks.deepspec_dflash(truth, LAYERS)
-    truth.markov_head = truth.confidence_head = None
-    found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
-    assert found.config["architectures"] == ["Qwen3DSparkModel"] and found.config["markov_rank"] == 1
-    assert ["markov_rank is 0" in note for note in found.notes] == [True]
-    check_same_drafts(truth, (tables[0], tables[1]), config, found)
-
-
-def test_copies_of_the_targets_tables_are_dropped(tmp_path: Path) -> None:
-    truth, embedding, head = original("dspark")
-    config, tensors = published_blocks.deepspec(truth, LAYERS)
-    same_tables = publish(
-        tmp_path / "same", config, tensors | {"embed_tokens.weight": embedding, "lm_head.weight": head}
-    )
-    assert read(same_tables, (embedding, head)).notes == [] and set(
-        read(same_tables, (embedding, head)).tensors
-    ) == set(tensors)
-    other_tables = {"embed_tokens.weight": embedding + 1, "lm_head.weight": head + 1}
-    found = read(publish(tmp_path / "other", config, tensors | other_tables), (embedding, head))
-    assert set(found.tensors) == set(tensors)
-    assert found.notes == [
-        "embed_tokens differs from the target's embedding; left out, as in SGLang; vLLM would take it",
-        "lm_head differs from the target's head; left out, as in SGLang; vLLM would take it",
-    ]
-    half = {name: tensor.bfloat16() for name, tensor in (tensors | {"lm_head.weight": head}).items()}
-    found = read(publish(tmp_path / "half", config, half), (embedding, head))
-    assert (
-        found.notes == [] and found.config["dtype"] == "bfloat16" and found.tensors["fc.weight"].dtype == torch.bfloat16
-    )
-
-
-def test_maps_of_the_whole_vocabulary_are_dropped(tmp_path: Path) -> None:
-    truth, *tables = original("dflash")
-    config, tensors = published_blocks.speculators(truth, LAYERS)
-    maps = {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
-    found = read(publish(tmp_path, config, tensors | maps), (tables[0], tables[1]))
-    assert set(found.tensors) == set(tensors)
-
-
-def test_rope_and_a_theta_of_ones_own(tmp_path: Path) -> None:
-    truth, *tables = original("dflash")
-    config, tensors = published_blocks.z_lab(truth, LAYERS)
-    scaled = config | {"rope_scaling": {"type": "linear", "factor": 4.0}}
-    found = read(publish(tmp_path, scaled, tensors), (tables[0], tables[1]), rope_theta=7.0)
-    assert found.config["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 7.0}
 
 
 NOTES: dict[str, tuple[str, Form, Config, str]] = {
@@ -375,15 +318,6 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, which runs code"):
         read(folder, (tables[0], tables[1]))
-
-
-def test_an_initial_checkpoint_is_no_block_draft(tmp_path: Path) -> None:
-    """init_draft.from: the reader of EAGLE-3 drafts says what this is, not that it has too many layers."""
-    truth, *_ = original("dspark")
-    folder = publish(tmp_path, *published_blocks.deepspec(truth, LAYERS))
-    message = r"architectures is \['Qwen3DSparkModel'\], a block draft, expected an EAGLE-3 draft: .* import_draft.checkpoints"
-    with pytest.raises(ValueError, match=message):
-        published_eagle3_formats.read_published_draft(folder, TARGET, lambda: (HIDDEN, HIDDEN))
 
 
 @pytest.mark.parametrize("mask", [21, 22])

@@ -20,11 +20,9 @@ from tests.draft.eagle3_exports import (
     CHOSEN,
     EMBEDDING,
     HEAD,
-    LAYERS,
     LLAMA3,
     ROPE,
     TARGET,
-    D,
     H,
     V,
     every_option,
@@ -144,14 +142,6 @@ def test_rope_is_read_in_both_spellings(tmp_path: Path, rope: dict[str, Any], re
     assert found.config["rope_parameters"] == rope and found.config["rope_theta"] == rope["rope_theta"]
 
 
-def test_rope_with_the_older_word_for_its_type(tmp_path: Path) -> None:
-    config, tensors = export_own_draft(tmp_path)
-    del config["rope_parameters"]
-    config["rope_scaling"] = {"type": "linear", "factor": 4.0}
-    found = read(publish(tmp_path / "theirs", config, tensors)).config["rope_parameters"]
-    assert found == {"rope_type": "linear", "factor": 4.0, "rope_theta": 500_000.0}
-
-
 def test_a_whole_vocabulary_needs_no_map_and_shares_the_targets_head(tmp_path: Path) -> None:
     config, tensors = export_own_draft(tmp_path)
     bare = {n: t for n, t in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")}
@@ -166,25 +156,6 @@ def test_a_map_is_made_of_t2d_where_that_is_all_there_is(tmp_path: Path) -> None
     config, tensors = export_own_draft(tmp_path)
     found = read(publish(tmp_path / "theirs", config, {n: t for n, t in tensors.items() if n != "d2t"}))
     assert torch.equal(found.tensors["d2t"], tensors["d2t"])
-
-
-def test_tokens_in_any_order_are_put_in_ascending_order_with_their_rows_of_the_head(tmp_path: Path) -> None:
-    config, tensors = export_own_draft(tmp_path)
-    turn = torch.tensor([4, 0, 3, 1, 2])
-    shuffled = {"d2t": torch.tensor(CHOSEN)[turn] - torch.arange(D), "lm_head.weight": tensors["lm_head.weight"][turn]}
-    found = read(publish(tmp_path / "theirs", config, tensors | shuffled))
-    assert all(torch.equal(found.tensors[n], tensors[n]) for n in ("d2t", "t2d", "lm_head.weight"))
-
-
-def test_half_precision_stays_and_a_mixture_becomes_the_wider(tmp_path: Path) -> None:
-    config, tensors = export_own_draft(tmp_path)
-    floats = {n: t.bfloat16() for n, t in tensors.items() if t.is_floating_point()}
-    found = read(publish(tmp_path / "half", config, tensors | floats))
-    assert found.config["dtype"] == "bfloat16" and found.tensors["fc.weight"].dtype == torch.bfloat16
-    mixed = tensors | floats | {"norm.weight": tensors["norm.weight"]}
-    found = read(publish(tmp_path / "mixed", config, mixed))
-    assert found.config["dtype"] == "float32"
-    assert {t.dtype for n, t in found.tensors.items() if n not in ("d2t", "t2d")} == {torch.float32}
 
 
 NOTES = {
@@ -202,13 +173,6 @@ def test_a_value_not_used_as_written_gives_a_note(
     config, tensors = export_own_draft(tmp_path)
     (found,) = read(publish(tmp_path / "theirs", config | changes, tensors | added_tensors), name=name).notes
     assert note in found
-
-
-def test_a_theta_of_ones_own(tmp_path: Path) -> None:
-    config, tensors = export_own_draft(tmp_path)
-    found = read(publish(tmp_path / "theirs", config, tensors), name="AngelSlim/x", rope_theta=10_000.0)
-    assert found.config["rope_theta"] == found.config["rope_parameters"]["rope_theta"] == 10_000.0
-    assert found.notes == []
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], Any], str]] = {
@@ -271,14 +235,6 @@ def test_what_we_can_not_run_is_refused(
         read(publish(tmp_path / "theirs", config | changes, tensors))
 
 
-def test_layers_that_the_target_was_extracted_with_are_taken(tmp_path: Path) -> None:
-    config, tensors = export_own_draft(tmp_path, layers=[1, 17, 32])
-    found = read(publish(tmp_path / "theirs", config, tensors), target=replace(TARGET, feature_layers=[1, 17, 32]))
-    assert found.config == config
-    with pytest.raises(ValueError, match=r"hidden states here are those of \[2, 18, 33\]"):
-        read(tmp_path / "theirs")
-
-
 @pytest.mark.parametrize(
     ("num_layers", "default", "stored"),
     [(3, "2, 1, 0", [0, 1, 2]), (4, "2, 2, 1", [1, 2, 3]), (5, "2, 2, 2", [1, 2, 4]), (6, "2, 3, 3", [1, 3, 5])],
@@ -296,15 +252,6 @@ def test_a_draft_without_a_list_for_a_target_of_few_blocks_is_refused(
     (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": stored}))
     found = read(folder, target=small_target)
     assert eagle3_checkpoint.read_feature_layers(found.config, num_layers) == stored, "as the message advises"
-
-
-@pytest.mark.parametrize("layers", [[2, 18, 33], [1, 17, 32], [10, 18, 34]])
-def test_layers_among_those_extracted_are_taken_as_the_draft_lists_them(tmp_path: Path, layers: list[int]) -> None:
-    """The target stores those of several families; config.json keeps the draft's own three, or the engines' default."""
-    config, tensors = export_own_draft(tmp_path, layers=layers)
-    union = replace(TARGET, feature_layers=[1, 2, 10, 17, 18, 26, 32, 33, 34])
-    found = read(publish(tmp_path / "theirs", config, tensors), target=union)
-    assert found.config == config and eagle3_checkpoint.read_feature_layers(found.config, LAYERS) == layers
 
 
 def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -329,11 +276,3 @@ def test_a_cut_file_is_named(tmp_path: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:-9])
     with pytest.raises(ValueError, match=rf"{folder / name} .*(broken|not valid JSON)"):
         read(folder)
-
-
-def test_a_draft_that_is_neither_a_folder_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(
-        ValueError, match=r"no/such-folder/draft is no folder here, and Hugging Face gave no such draft"
-    ):
-        published_files.fetch_draft("no/such-folder/draft", None)

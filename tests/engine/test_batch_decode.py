@@ -1,8 +1,6 @@
 """Prompts decoded together say what each says alone, by transformers' own search and by the engine for one prompt."""
 
-import gc
 import random
-import weakref
 from typing import Any
 
 import pytest
@@ -10,11 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import slot_pool, target_runner
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
-from stages.engine.kv_cache import KVCache
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.params.tree_shape import TreeShape
@@ -126,21 +122,6 @@ def test_together_as_alone(engine: Engine, model: PreTrainedModel, tree: TreeSha
     assert tree is None or sum(step.num_accepted for some in one for step in some) > 5
 
 
-def test_a_slot_is_taken_again_when_its_answer_ends(engine: Engine, model: PreTrainedModel) -> None:
-    """In order; three are under way as long as any wait, and never more."""
-    for tree in (None, TreeShape(3, 3, 8)):
-        left = [len(search_greedily(model, ask)) for ask in make_requests()]
-        started_numbers: list[int] = []
-        for updates in engine.decode_batch(make_requests(), 3, tree):
-            started_numbers += [number for number, step in updates if step is None]
-            under_way = [number for number in started_numbers if left[number]]
-            assert len(under_way) <= 3 and (len(started_numbers) == 9 or under_way)
-            for number, step in updates:
-                left[number] -= len(step.tokens) if step else 0
-        assert started_numbers == list(range(9)) and not any(left)
-    assert not engine.slots.idle[-1].active_mask.any()
-
-
 def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedModel) -> None:
     """Each of another seed; in turns with greedy ones, whose recorded passes are others."""
     for temperature, top_p, top_k in [(0.7, 0.9, 5), (6.0, 1.0, None)]:
@@ -167,16 +148,6 @@ def test_every_token_in_turn_as_the_end(engine: Engine, model: PreTrainedModel) 
         expected = [search_greedily(model, ask, end) for ask in make_requests()]
         for tree in (None, TreeShape(5, 4, 16)):
             assert join_answers(steps(engine.decode_batch(make_requests(), 4, tree), 9)) == expected
-
-
-@pytest.mark.parametrize(
-    "options", [{"sliding_window": 6}, {"fc_norm": True, "norm_output": True, "qk_norm": True}], ids=str
-)
-def test_every_option_of_a_draft(execution: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
-    engine = build_engine(model, [END], [1, 2, 3], draft(**options))
-    assert steps(engine.decode_batch(make_requests(6), 4, TreeShape(5, 3, 12)), 6) == [
-        decode_alone(engine, ask, TreeShape(5, 3, 12)) for ask in make_requests(6)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -241,79 +212,6 @@ def test_what_cannot_be_decoded_is_told_before_the_first_token(
     assert next(engine.decode_batch(make_requests(), 3, TreeShape(3, 3, 8))) == [(0, None), (1, None), (2, None)]
 
 
-def test_room_is_kept_for_as_many_again(engine: Engine) -> None:
-    kept = []
-    for slots, tree in ((3, TreeShape(5, 4, 16)), (3, None), (2, None)):
-        list(engine.decode_batch(make_requests(), slots, tree))
-        kept.append(engine.slots.idle[-1])
-    assert kept[0] is kept[1] is not kept[2]
-    engine.slots.reserve_length(300)
-    list(engine.decode_plain([1, 2, 3], 4))
-    assert engine.slots.idle[-1].capacity >= 300  # so that the longest prompt finds it
-
-
-def test_room_goes_before_more_is_taken(model: PreTrainedModel) -> None:
-    """Not when Python next looks for circles: twice the room would be needed meanwhile."""
-    engine = build_engine(model, [END], [1, 2, 3], draft())
-    gc.collect()
-    gc.disable()
-    try:
-        for decode in (
-            lambda slots: engine.decode_batch(make_requests(), slots, TreeShape(5, 4, 16)),
-            lambda _: engine.decode_plain([1, 2], 4),
-        ):
-            list(decode(2))
-            held = engine.slots.idle[-1].target_cache
-            tensors = [weakref.ref(tensor) for tensor in held.tensors.values()]
-            engine.slots.idle, held = [], None
-            assert all(tensor() is None for tensor in tensors)
-    finally:
-        gc.enable()
-
-
-def test_a_pass_is_recorded_once_for_a_tree_and_a_temperature(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
-    engine = build_engine(model, [END], [1, 2, 3], draft())
-    wide, narrow = TreeShape(5, 4, 16), TreeShape(3, 3, 8)
-    for tree in (wide, None, wide, narrow):
-        list(engine.decode_batch(make_requests(), 3, tree))
-    methods = engine.get_tree_method(wide), None, engine.get_tree_method(narrow)
-    expected = {(method, None, False) for method in methods}
-    assert set(engine.slots.idle[-1].graphs.recorded) == expected
-
-
-def test_slots_write_and_move_rows_as_stores_of_their_own() -> None:
-    """Against a store for each."""
-    cpu, draws = torch.device("cpu"), torch.Generator().manual_seed(0)
-    shapes = [((2, 4, cpu), (2, 4, cpu)), ((1, 4, cpu), (1, 8, cpu))]
-    slots, apart = (
-        KVCache(shapes, 10, torch.float32, torch.device("cpu"), num_slots=3),
-        [KVCache(shapes, 10, torch.float32, torch.device("cpu")) for _ in range(3)],
-    )
-    starts = torch.arange(3)[:, None] * 10
-    for seen in (6, 10):
-        slot_indices = torch.stack([torch.randperm(seen, generator=draws)[:4] for _ in range(3)])  # [B, M]
-        cache = slots.bind(starts + slot_indices, seen)
-        single_caches = [store.bind(row, seen) for store, row in zip(apart, slot_indices, strict=True)]
-        for number, both in enumerate(shapes):
-            new = [torch.randn(3, g, 4, e, generator=draws) for g, e, _ in both]
-            found = cache.layers[number].update(*new)
-            for slot in range(3):
-                expected = single_caches[slot].layers[number].update(*(x[slot : slot + 1] for x in new))
-                assert all(torch.equal(a[slot : slot + 1], b) for a, b in zip(found, expected, strict=True))
-        target_rows = torch.stack([torch.randperm(10, generator=draws)[:4] for _ in range(3)])
-        slots.move_rows((starts + slot_indices).flatten(), (starts + target_rows).flatten())
-        for store, source, to in zip(apart, slot_indices, target_rows, strict=True):
-            store.move_rows(source, to)
-        for slot, store in enumerate(apart):
-            one = slots.view_slot(slot, writes_tail=False)
-            assert all(torch.equal(one.tensors[shape], store.tensors[shape]) for shape in store.tensors)
-    assert slots.nbytes == sum(store.nbytes for store in apart)
-
-
 def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Head by head, each with the keys of its group; what it doesn't know goes transformers' own way.
 
@@ -333,20 +231,3 @@ def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPa
     target_runner._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
     target_runner._attend_by_key_group(None, q, k, v, mask.repeat(1, 6, 1, 1), scaling=0.3)  # a mask for each head
     assert given == [{"scaling": 0.3, "softcap": 30.0}, {"scaling": 0.3}]
-
-
-def test_passes_leave_the_attention_as_it_was(engine: Engine) -> None:
-    before = engine.decoder.config._attn_implementation
-    updates = engine.decode_batch(make_requests(3), 2, TreeShape(3, 3, 8))
-    next(updates)
-    updates.close()
-    list(engine.decode_batch(make_requests(3), 2, TreeShape(3, 3, 8)))
-    assert engine.decoder.config._attn_implementation == before == "sdpa"
-
-
-def test_a_draft_is_not_needed_to_decode_plainly(execution: str, model: PreTrainedModel) -> None:
-    engine = build_engine(model, [END], [])
-    assert join_answers(steps(engine.decode_batch(make_requests(), 4, None), 9)) == [
-        search_greedily(model, ask) for ask in make_requests()
-    ]
-    assert isinstance(draft(), Eagle3Draft)

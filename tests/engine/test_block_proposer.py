@@ -14,7 +14,6 @@ from stages.draft.block_draft import BlockDraft
 from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
-from stages.engine.memory_estimate import estimate_memory
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.families.block.decoding import BlockProposer
@@ -25,8 +24,6 @@ from stages.families.block.exact_replay import (
     replay_block_trees,
     replay_chains,
 )
-from stages.families.block.expansion import expand_block
-from stages.families.block.kernels import FusedBlockExpansion
 from stages.params.tree_shape import TreeShape
 from tests import engines
 from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
@@ -227,18 +224,6 @@ def test_sampled_answers_are_those_of_plain_decoding(execution: str, method: str
     assert sum(step.num_accepted for answers in found[1:] for of_one in answers for step in of_one) > 5
 
 
-def test_slots_are_reused_from_prompt_to_prompt() -> None:
-    """Nothing of an earlier, longer prompt is seen: answers do not depend on what the slot held."""
-    engine, tree = build_engine(draft("trained", "dflash")), TREES[2]
-    short, long = DecodeRequest([3], ROOM), DecodeRequest([1, 2, 3, 4] * 20, ROOM)
-    first = decode(engine, short, tree)
-    decode(engine, long, tree)
-    with torch.inference_mode():
-        engine.slots.idle[0].draft_keys[:] = 50.0
-        engine.slots.idle[0].draft_values[:] = -50.0
-    assert decode(engine, short, tree) == first
-
-
 class NotedOperators(TorchDispatchMode):
     """Notes the names of all operators that are called."""
 
@@ -273,66 +258,9 @@ def test_a_captured_proposal_reads_nothing_on_the_host(
     assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
 
 
-def test_a_tree_deeper_than_the_block_is_refused() -> None:
-    engine = build_engine(draft("random", "dspark"))
-    with pytest.raises(ValueError, match="t6_1_7: num_steps is 6, expected at most 5, the drafts of a block"):
-        engine.get_tree_method(TreeShape(6, 1, 7))
-    with pytest.raises(ValueError, match="topk is 13, expected at most 12"):
-        engine.get_tree_method(TreeShape(2, 13, 20))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_size": 13}, "target of 13 tokens and width 64; this target has 12 and 64"),
-        ({"hidden_size": 32}, "target of 12 tokens and width 32; this target has 12 and 64"),
-        ({"feature_layers": (1, 2, 4)}, r"reads feature layers \[1, 2, 4\] of the target, expected .* ids below 4"),
-    ],
-)
-def test_a_draft_of_another_target_is_refused(options: dict[str, Any], message: str) -> None:
-    made = make("dflash", **options)
-    with pytest.raises(ValueError, match=message):
-        engines.build_engine(target(), [END], list(made.config.feature_layers), made)
-
-
 def test_a_multimodal_target_is_refused(tmp_path: Path) -> None:
     model = load(tmp_path, "qwen3 vl")
     vocab_size, hidden_size = model.get_input_embeddings().weight.shape
     made = make("dflash", vocab_size=vocab_size, hidden_size=hidden_size)
     with pytest.raises(ValueError, match=r"a block draft \(dflash\) and the target multimodal, expected a text target"):
         engines.build_engine(model, [END], list(FEATURES), made)
-
-
-def test_captured_features_are_those_of_the_draft() -> None:
-    with pytest.raises(ValueError, match=r"reads feature layers \[1, 2, 3\] .* found \[1, 2\]"):
-        engines.build_engine(target(), [END], [1, 2], draft("random", "dflash"))
-
-
-def test_state_and_memory_count_every_layer() -> None:
-    made, tree = draft("random", "dflash"), TREES[1]
-    engine, c = build_engine(made), made.config
-    decode(engine, DecodeRequest([1, 2], 4), tree)
-    slots = engine.slots.idle[0]
-    cached = 2 * slots.capacity * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
-    features = (tree.num_steps + 1) * len(FEATURES) * c.hidden_size * 4
-    proposer = slots.proposers[engine.get_tree_method(tree)]
-    assert proposer.count_state_bytes(slots) == cached + features
-    plain = engines.build_engine(target(), [END], [])
-    estimate = estimate_memory(engine, 20, 1, tree)
-    assert estimate.cache - plain.slots.count_cache_bytes(estimate.cache_tokens) == cached
-    assert estimate.draft > 0
-
-
-@every_method
-@pytest.mark.parametrize("scoring", ["sglang", "eagle"])
-@pytest.mark.parametrize("topk", [2, 5])
-def test_a_block_is_expanded_as_in_replay(method: str, scoring: str, topk: int) -> None:
-    """By the engine's kernels, blocks of several prompts at once."""
-    block, prompts = make(method), 3
-    generator = torch.Generator().manual_seed(topk)
-    states = torch.randn(prompts, NUM_DRAFTS, 64, generator=generator)
-    logits, anchors = torch.randn(prompts, NUM_DRAFTS, VOCAB, generator=generator), torch.tensor([5, 0, 7])
-    found = FusedBlockExpansion(block, anchors.device).expand(logits, states, anchors, topk, scoring)
-    expected = expand_block(logits, states, anchors, block, topk, scoring)
-    torch.testing.assert_close(found.scores, expected.scores)
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from stages import benchmark, prepare_prompts, time_trees
-from stages.cells import served_records, timing_grid, torch_records
+from stages.cells import timing_grid
+from stages.cells.cell import UNSUPPORTED, Cell
+from stages.cells.table import TableLine
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
 from stages.params import schema
@@ -18,6 +20,7 @@ from tests.conftest import edit_params
 from tests.draft.slow_block_draft import METHOD_OPTIONS, SEGMENT_KEYS, random_block_draft
 from tests.talking import TREES, WORKLOADS
 from tests.test_time_trees import GRID
+from tests.torch_cells import read_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,20 +76,10 @@ def test_a_cell_of_a_block_checkpoint(project: Path, method: str) -> None:
     prepare_prompts.main("eval")
     for tree in TREES:
         benchmark.main("eval", "block", tree)
-        found = torch_records.read_torch_cell("eval", "block", tree)
-        assert found.metrics.identical_share == 1.0 and found.num_steps == 3 and len(found.prompts) == 5
-        assert sum(found.histogram) > 5 and len(found.histogram) == 4
-
-
-def test_a_cell_of_several_prompts_at_once(project: Path) -> None:
-    write_draft("dspark")
-    name_checkpoint(project, "dspark", workloads={**WORKLOADS, "eval": {**WORKLOADS["eval"], "concurrency": 2}})
-    prepare_prompts.main("eval")
-    benchmark.main("eval", "block", "t3_2_6")
-    found = served_records.read_served_cell("eval", "block", "t3_2_6", served_records.TORCH_ENGINE)
-    (point,), (plain,) = found.model_dump()["points"], found.model_dump()["baseline_points"]
-    answers, expected = ([(row["id"], row["answer"]) for row in load["requests"]] for load in (point, plain))
-    assert answers == expected and len(answers) == 5
+        line = read_line("eval", "block", tree)
+        assert line.row.identical_share == 1.0 and line.row.num_steps == 3 and line.row.requests == 5
+        histogram = line.point.acceptance.histogram
+        assert sum(histogram) > 5 and len(histogram) == 4
 
 
 def sample_drafts(project: Path, method: str, temperature: float = 0.8, **more: Any) -> None:
@@ -96,8 +89,8 @@ def sample_drafts(project: Path, method: str, temperature: float = 0.8, **more: 
     prepare_prompts.main("eval")
 
 
-def read_answers(cell: torch_records.TorchCell) -> list[tuple[int, int, int]]:
-    return [(row.output_tokens, row.cycles, row.accepted) for row in cell.prompts]
+def read_answers(line: TableLine) -> list[tuple[int, int | None, int | None]]:
+    return [(row.output_tokens, row.cycles, row.accepted) for row in line.point.requests]
 
 
 @two_methods
@@ -108,24 +101,12 @@ def test_a_cell_of_sampled_drafts_says_so_and_at_temperature_0_is_greedy(project
         sample_drafts(project, method, temperature)
         edit_params(project, {"benchmark": {"draft_sampling": draft_sampling}})
         benchmark.main("eval", "block", "t3_1_4")
-        found[temperature, draft_sampling] = torch_records.read_torch_cell("eval", "block", "t3_1_4")
-    assert [cell.draft_sampling for cell in found.values()] == ["sampled", "greedy", "greedy", "greedy"]
+        found[temperature, draft_sampling] = read_line("eval", "block", "t3_1_4")
+    assert [line.row.draft_sampling for line in found.values()] == ["sampled", "greedy", "greedy", "greedy"]
     assert read_answers(found[0.0, "sampled"]) == read_answers(found[0.0, "greedy"])
     assert read_answers(found[0.8, "sampled"]) != read_answers(found[0.8, "greedy"])
     sampled = found[0.8, "sampled"]
-    assert sampled.metrics.identical_share is None and sum(row.accepted for row in sampled.prompts) > 0
-    path = torch_records.locate_torch_cell("eval", "block", "t3_1_4")
-    older = {key: value for key, value in json.loads(path.read_text()).items() if key != "draft_sampling"}
-    path.write_text(json.dumps(older))
-    assert torch_records.read_torch_cell("eval", "block", "t3_1_4").draft_sampling == "greedy"
-
-
-def test_a_load_of_sampled_drafts_says_so(project: Path) -> None:
-    write_draft("dspark")
-    sample_drafts(project, "dspark", concurrency=2)
-    benchmark.main("eval", "block", "t3_1_4")
-    found = served_records.read_served_cell("eval", "block", "t3_1_4", served_records.TORCH_ENGINE)
-    assert found.draft_sampling == "sampled" and found.points[0].acceptance.cycles > 0
+    assert sampled.row.identical_share is None and sum(row.accepted for row in sampled.point.requests) > 0
 
 
 @pytest.mark.parametrize(
@@ -158,12 +139,11 @@ def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
     name_checkpoint(project, "dflash")  # whose block_size says 4: a checkpoint written before params.yaml was edited
     prepare_prompts.main("eval")
     benchmark.main("eval", "block", "t3_1_4")
-    cell = served_records.read_served_cell("eval", "block", "t3_1_4", served_records.TORCH_ENGINE)
-    assert (cell.status, cell.points, cell.gpus) == (served_records.UNSUPPORTED, [], [])
+    cell = Cell.read("torch", "eval", "block", "t3_1_4")
+    assert (cell.status, cell.points, cell.gpus) == (UNSUPPORTED, [], [])
     assert cell.reason == "it is deeper than the 2 drafts of a block"
-    assert served_records.is_unsupported_torch_cell("eval", "block", "t3_1_4")
     benchmark.main("eval", "block", "t2_1_3")  # the draft's other trees run
-    assert torch_records.read_torch_cell("eval", "block", "t2_1_3").metrics.tau >= 1
+    assert read_line("eval", "block", "t2_1_3").row.tau >= 1
 
 
 @two_methods
@@ -182,34 +162,6 @@ def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
         (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
     ]
     assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())
-
-
-def test_the_chain_that_engines_serve_is_always_timed() -> None:
-    """A grid whose num_steps pass over the length of the block would leave its chain without a prediction."""
-    grid = schema.load_params().time_trees.model_copy(update={"num_steps": [1, 3, 6, 10], "topk": [2, 1]})
-    names = [tree.name for tree in grid.list_trees(7)]
-    assert "t7_1_8" in names and len(names) == len(set(names))
-    assert set(names) - {"t7_1_8"} == {tree.name for tree in grid.list_trees() if tree.num_steps <= 7}
-    assert [tree.topk for tree in grid.list_trees(7)] == sorted(tree.topk for tree in grid.list_trees(7))
-
-
-def test_a_grid_with_too_few_trees_for_a_fit(project: Path) -> None:
-    write_draft("dflash")
-    name_checkpoint(project, "dflash")
-    message = r"6 trees of num_steps \[1, 3, 6\].* the 3 drafts of a block of block, expected at least 8, for a fit"
-    with pytest.raises(ValueError, match=message):
-        time_trees.main("block")
-    edit_params(project, {"time_trees": {"checkpoints": ["block"]}})
-    with pytest.raises(ValueError, match=message):
-        schema.load_params()
-
-
-def test_a_block_draft_of_another_target(project: Path) -> None:
-    write_draft("dflash", hidden_size=8)
-    name_checkpoint(project, "dflash")
-    prepare_prompts.main("eval")
-    with pytest.raises(ValueError, match=r"the block draft is for a target of .* and width 8; this target has"):
-        benchmark.main("eval", "block", "t3_1_4")
 
 
 @pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from stages.engine import device_placement
 from stages.engine.decode_state import DecodeRequest
@@ -36,17 +35,6 @@ def test_blocks_are_dealt_in_order_and_evenly(rest: int, blocks: list[int], coun
     assert device_placement.assign_blocks(rest, blocks, count) == expected
 
 
-def test_no_card_holds_more_than_its_share_and_a_block() -> None:
-    for count in (1, 2, 3, 8):
-        for rest in (0, 30, 200):
-            sizes = [7 + (n * 5) % 11 for n in range(40)]
-            owners = device_placement.assign_blocks(rest, sizes, count)
-            held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(count)]
-            held[0] += rest
-            assert owners == sorted(owners) and max(owners) < count
-            assert max(held) <= max(rest, (rest + sum(sizes)) / count) + max(sizes)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     save_random_model(tmp_path, "qwen3", False)
@@ -71,34 +59,6 @@ def test_weights_above_the_limit_are_told_with_the_numbers(model: Any) -> None:
     ):
         device_placement.place_model(model, ["cpu"], max_memory_gib=0.99 * size)
     device_placement.place_model(model, ["cpu"], max_memory_gib=1.01 * size)
-
-
-def test_what_a_block_is_given_follows_it_and_a_mask_does_so_once() -> None:
-    """The meta device stands in for a second card: it takes tensors, and holds nothing."""
-
-    class Block(nn.Module):
-        def __init__(self, device: str):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3, device=device))
-            self.given: list[Any] = []
-
-        def forward(self, x: Tensor, mask: Tensor | None = None, turns: Any = None, cache: Any = None) -> Tensor:
-            self.given.append((x, mask, turns, cache))
-            return x * self.weight
-
-    home, first, second = Block("cpu"), Block("meta"), Block("meta")
-    device_placement.hook_input_transfers([home, first, second])
-    mask, turns, cache = torch.ones(3), (torch.ones(3), torch.zeros(3)), object()
-    x = torch.ones(3)
-    for block in (home, first, second):
-        x = block(x, mask=mask, turns=turns, cache=cache)
-    assert home.given[0][1] is mask and home.given[0][2][1] is turns[1]
-    for block in (first, second):
-        assert {t.device.type for t in (block.given[0][0], block.given[0][1], *block.given[0][2])} == {"meta"}
-        assert block.given[0][3] is cache
-    assert first.given[0][1] is second.given[0][1] and first.given[0][2][0] is second.given[0][2][0]
-    first(torch.ones(3), mask=torch.zeros(3), turns=turns, cache=cache)  # another pass has another mask
-    assert first.given[1][1] is not first.given[0][1] and first.given[1][2][0] is first.given[0][2][0]
 
 
 def test_memory_is_said_as_it_is_taken() -> None:

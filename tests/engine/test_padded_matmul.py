@@ -39,10 +39,3 @@ def test_rows_are_filled_only_where_that_is_twice_as_fast_and_each_shape_is_time
     assert padded_matmul.choose_padded(draw(8, 24), w) and padded_matmul.choose_padded(draw(8, 24), w)
     assert not padded_matmul.choose_padded(draw(17, 24), w)
     assert not timed
-
-
-def test_no_other_product_is_timed(timed: list[float]) -> None:
-    """On a CPU none is, and `timed` has nothing to give."""
-    for x in (draw(8, 24), draw(8, 24).bfloat16(), draw(1, 24), draw(40, 24)):
-        w = draw(50, 24).to(x.dtype)
-        assert torch.equal(padded_matmul.linear(x, w), F.linear(x, w))

@@ -15,7 +15,6 @@ from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling, slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
-from stages.engine.memory_estimate import estimate_memory
 from stages.engine.sampling import SamplingParams
 from stages.families.block.decoding import BlockProposer
 from stages.params.tree_shape import TreeShape
@@ -76,15 +75,6 @@ def test_the_rule_keeps_the_targets_distribution_exactly() -> None:
         exact = (p / q).clamp(max=1).double()
         committed = q * exact + (q * (1 - exact)).sum() * residual / residual.sum()
         torch.testing.assert_close(committed, p.double(), atol=1e-6, rtol=0)
-
-
-def test_a_draft_of_no_probability_is_never_accepted_and_equal_distributions_always() -> None:
-    p, q = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    first, last = torch.zeros(1, dtype=torch.float64), torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert not sampling.accept_drafts(p, q, torch.tensor([0]), first).any()
-    assert sampling.accept_drafts(p, q, torch.tensor([1]), last).all()
-    assert sampling.accept_drafts(q, q, torch.tensor([1]), last).all()
-    assert torch.equal(sampling.compute_residual(q, q), q), "nothing remains: a rejection by rounding still has a token"
 
 
 # The engine against a slow cycle
@@ -189,21 +179,6 @@ def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_i
     assert plain[0] == plain[1]
 
 
-def test_greedy_and_sampled_drafts_of_one_engine_do_not_mix() -> None:
-    """Methods are kept by temperature, and so are captured passes: each call gives what a fresh engine gives."""
-    engine = make_engine.__wrapped__("dspark")
-    hows = [
-        make_sampling("hot", 1),
-        SamplingParams(*HOW["hot"], 1),
-        make_sampling("cool", 1),
-        None,
-        make_sampling("hot", 1),
-    ]
-    found = [decode(engine, how) for how in hows]
-    assert found == [decode(make_engine.__wrapped__("dspark"), how) for how in hows]
-    assert found[0] == found[4] and found[0] != found[1] and found[0] != found[2]
-
-
 @every_method
 def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Neither drafting nor verification: a CUDA graph can't wait for values."""
@@ -281,19 +256,3 @@ def test_trees_and_eagle3_have_no_sampled_drafts() -> None:
     with pytest.raises(ValueError, match=r"drafts are to be sampled .* the draft is EAGLE-3's, expected a block"):
         decode(engine, how)
     assert decode(engine, SamplingParams(*HOW["hot"], 1))
-
-
-def test_greedy_and_sampled_drafts_are_not_decoded_together() -> None:
-    requests = [
-        DecodeRequest(PROMPT, 5, None, how) for how in (make_sampling("hot", 1), SamplingParams(*HOW["hot"], 2))
-    ]
-    with pytest.raises(
-        ValueError, match="share temperature, top-p, top-k and how drafts are sampled; decode others apart"
-    ):
-        decode_together(make_engine("dflash"), requests, CHAIN)
-
-
-def test_memory_counts_the_distributions() -> None:
-    engine = make_engine("dflash")
-    greedy, drawn = (estimate_memory(engine, 20, 64, CHAIN, True, samples) for samples in (False, True))
-    assert drawn.activations > greedy.activations and drawn.cache == greedy.cache

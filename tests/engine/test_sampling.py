@@ -19,17 +19,15 @@ from transformers.generation import logits_process
 
 from stages.cells import interval
 from stages.draft.eagle3 import Eagle3Draft
-from stages.engine import decode, sampling
+from stages.engine import sampling
 from stages.engine.decode import Engine
 from stages.engine.decode_state import CacheSlots, DecodeRequest, DecodeStep, PrefillOutput
 from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
-from stages.target import generation
 from stages.target.hooks import capture_residual_streams
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees import accept_length
-from stages.trees.draft_tree import DraftTree
 from tests.draft.slow_draft import CONFIG, scatter, small_target
 from tests.engines import build_engine
 
@@ -82,50 +80,6 @@ def test_probabilities_are_transformers(temperature: float, top_p: float, top_k:
     assert ours.dtype == torch.float32 and torch.all(ours.sum(-1) - 1 < 1e-5)
 
 
-def test_of_equals_the_smaller_ids_are_kept_and_top_k_parts_none() -> None:
-    logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])
-    assert compute_probabilities(logits, 1.0, top_k=2)[0].nonzero().flatten().tolist() == [1, 2, 3]
-    assert compute_probabilities(logits, 1.0, top_p=0.5)[0].nonzero().flatten().tolist() == [1, 2]
-    assert compute_probabilities(torch.zeros(1, 4), 1.0, top_p=0.01).tolist() == [[1.0, 0.0, 0.0, 0.0]]
-
-
-@pytest.mark.parametrize("how", ["hot", "cool", "top_p"])
-def test_the_sampling_stage_draws_from_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """sample_target leaves it to transformers: so what replay's trajectories were drawn from is what decoding draws from."""
-    temperature, top_p, _ = HOW[how]
-    drawn: list[Tensor] = []
-    real = torch.multinomial
-    monkeypatch.setattr(
-        torch, "multinomial", lambda probabilities, *a, **k: drawn.append(probabilities) or real(probabilities, *a, **k)
-    )
-    [(ids, _)] = generation.generate_answers(engine.model, [PROMPT], 5, temperature, top_p, [V + 1], 0, 3)
-    logits = engine.model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
-    torch.testing.assert_close(torch.cat(drawn), compute_probabilities(logits, temperature, top_p))
-
-
-def test_even_numbers_draw_each_token_as_often_as_it_is_likely() -> None:
-    probabilities = torch.tensor([0.0, 0.125, 0.5, 0.0, 0.375, 0.0])
-    numbers = (torch.arange(800, dtype=torch.float64) + 0.5) / 800
-    tokens = sampling.draw_tokens(probabilities.expand(800, -1), numbers)
-    assert tokens.bincount(minlength=6).tolist() == [0, 100, 400, 0, 300, 0]
-    ends = torch.tensor([0.0, 0.125, 1 - 2**-53], dtype=torch.float64)
-    assert sampling.draw_tokens(probabilities.expand(3, -1), ends).tolist() == [1, 2, 4]
-
-
-def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
-    """Bug to be: summed in float32, the last of 150,000 tokens would be reached by no number, or by too many."""
-    probabilities = torch.full((1, 150_000), 1 / 150_000)
-    for token in (0, 77_777, 149_999):
-        number = (token + torch.tensor([0.02, 0.98], dtype=torch.float64)) / 150_000
-        assert sampling.draw_tokens(probabilities.expand(2, -1), number).tolist() == [token, token]
-
-
-def test_numbers_are_the_seeds_and_more_of_them_begin_with_fewer() -> None:
-    few, many, others = sampling.draw_uniforms(7, 5), sampling.draw_uniforms(7, 64), sampling.draw_uniforms(8, 64)
-    assert torch.equal(few, many[:5]) and not torch.equal(many, others)
-    assert torch.all((many >= 0) & (many < 1))
-
-
 # What is said
 
 
@@ -172,20 +126,6 @@ def test_every_tree_says_what_plain_decoding_says_from_the_same_seed(engine: Eng
         assert join_tokens(steps) == join_tokens(engine.decode_plain(PROMPT, 30, sampling=drawn))
         accepted += sum(step.num_accepted for step in steps)
     assert accepted > 5, "nothing is accepted, so nothing is tested"
-
-
-def test_a_seed_says_the_same_again_and_another_something_else(engine: Engine) -> None:
-    answers = [
-        join_tokens(
-            engine.decode_speculative(PROMPT, 30, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, s))
-        )
-        for s in (4, 4, 5)
-    ]
-    assert answers[0] == answers[1] != answers[2]
-    shorter = join_tokens(
-        engine.decode_speculative(PROMPT, 11, TreeShape(3, 2, 6), sampling=SamplingParams(1.0, 1.0, None, 4))
-    )
-    assert shorter == answers[0][:11]
 
 
 # Lossless in distribution: over many seeds, answers have the target's own probabilities
@@ -296,22 +236,6 @@ CHOOSE = sampling.TokenSampler.sample
 def test_a_spoiled_verification_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoiled) -> None:
     monkeypatch.setattr(sampling.TokenSampler, "sample", spoiled)
     assert is_rejected(engine, HOW["cool"], (2, 2, 7), RUNS)
-
-
-def test_drawing_every_token_by_one_number_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each alone has the right probability, only together they haven't."""
-    monkeypatch.setattr(decode, "draw_uniforms", lambda seed, count: sampling.draw_uniforms(seed, 1).expand(count))
-    assert is_rejected(engine, HOW["cool"], (2, 2, 7), RUNS)
-
-
-def test_taking_every_first_guess_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_guess(tree: DraftTree, choices: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """It is said, whatever the target drew, and its successor after it."""
-        choices[:, 0] = tree.tokens[:, 0]
-        return torch.tensor([[0, 1, 0]]).expand(len(choices), -1), torch.full((len(choices),), 2)
-
-    monkeypatch.setattr(decode.draft_tree, "find_accepted_path", first_guess)
-    assert is_rejected(engine, HOW["hot"], (2, 2, 7), RUNS)
 
 
 # Replay above temperature 0

@@ -13,11 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stages.draft.eagle3_config import DraftConfig
 from stages.engine import slot_pool
 from stages.engine.decode import Engine
-from stages.engine.proposer import DraftingMethod, Proposer
 from stages.engine.sampling import SamplingParams
 from stages.engine.target_runner import TargetRunner
 from stages.families.eagle import EagleDraft, EagleMethod
-from stages.families.host_proposer import HostProposer
 from stages.families.lookahead import LookaheadMethod
 from stages.families.medusa import MedusaDraft, MedusaMethod
 from stages.families.ngram import PromptLookupMethod
@@ -322,40 +320,3 @@ def test_best_first_finds_the_tree_of_the_greatest_expected_length(seed: int) ->
 
 
 # --- what can't belong together is refused before the first token ---------------------------------------------------
-
-
-def test_heads_of_another_target_are_refused_with_the_numbers(model: Any) -> None:
-    heads = random_heads(model.lm_head.weight)
-    with pytest.raises(ValueError, match=rf"for a target of {VOCAB} tokens and width {H}; this target has 13 and 64"):
-        MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), H, 13)
-    with pytest.raises(ValueError, match=rf"this target has {VOCAB} and 32; train heads"):
-        MedusaMethod(heads, StaticTree.from_paths(PATHS, CPU), 32, VOCAB)
-
-
-def test_a_tree_deeper_than_there_are_heads_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="the tree is 3 deep, expected at most 2"):
-        MedusaMethod(random_heads(model.lm_head.weight, 2), StaticTree.from_paths(PATHS, CPU), H, VOCAB)
-
-
-def test_an_eagle_of_another_target_is_refused_with_the_numbers(model: Any) -> None:
-    table = model.model.embed_tokens.weight
-    for eagle in (random_eagle(table, vocab=13), random_eagle(table, hidden=32)):
-        with pytest.raises(
-            ValueError, match=r"is for a target of 1\d tokens and width (32|64); this target has 12 and 64"
-        ):
-            EagleMethod(eagle, table, TreeShape(3, 2, 6), "eagle")
-
-
-@pytest.mark.parametrize(
-    ("base", "given", "lacks"),
-    [
-        (DraftingMethod, (), "build_proposer"),
-        (Proposer, ("start", "propose"), "count_state_bytes"),
-        (HostProposer, (), "build_guess_tree"),
-    ],
-)
-def test_a_method_without_a_part_is_refused_when_it_is_made(base: type, given: tuple[str, ...], lacks: str) -> None:
-    """Its first answer would otherwise raise NotImplementedError, after the target was loaded."""
-    half = type("Half", (base,), {name: lambda self: None for name in given})
-    with pytest.raises(TypeError, match=f"abstract method.*{lacks}"):
-        half()

@@ -9,8 +9,7 @@ import polars as pl
 import pytest
 
 from stages import fix_data
-from stages.data import preview, readers
-from stages.params.schema import load_params
+from stages.data import readers
 from tests.fix_data.raw_rows import outcome, pairs, row, set_lines, write_raw
 
 
@@ -55,58 +54,6 @@ def test_one_process_or_several_and_chunks_of_any_size_make_the_same_bytes(
         outcomes.append((fix_data.TRAIN_FILE.read_bytes(), fix_data.EVAL_FILE.read_bytes(), timeless))
     assert all(other == outcomes[0] for other in outcomes[1:])
     assert not fix_data.WAITING_FOLDER.exists()
-
-
-def test_a_spreadsheet_gives_the_rows_of_the_jsonl_with_the_same_columns(home: Path) -> None:
-    rows = pairs(60)
-    write_raw(rows)
-    set_lines()
-    wanted = outcome()
-    table = pl.DataFrame([{"id": r["id"], "Frage": r["prompt"], "Antwort": r["answer"]} for r in rows])
-    for path, write in (("data/a.csv", table.write_csv), ("data/a.parquet", table.write_parquet)):
-        write(path)
-        set_lines(raw=path, columns='{"prompt":"Frage","answer":"Antwort"}')
-        found = outcome()
-        for one, other in zip(wanted[:2], found[:2], strict=True):
-            assert one.drop("source").equals(other.drop("source"))
-        set_lines(columns="null")
-    assert found[2]["formats"] == {"prompt_answer": 60}
-
-
-def test_each_file_may_have_columns_of_its_own(home: Path) -> None:
-    """Bug: one map was for every file, so two files with other columns could not be read together."""
-    rows = pairs(60)
-    folder = Path("data/two")
-    (folder / "more").mkdir(parents=True)
-    table = pl.DataFrame([{"id": r["id"], "Frage": r["prompt"], "Antwort": r["answer"]} for r in rows[:20]])
-    table.write_csv(folder / "a.csv")
-    table = pl.DataFrame([{"id": r["id"], "q": r["prompt"], "a": r["answer"]} for r in rows[20:40]])
-    table.write_csv(folder / "more/b.csv")
-    (folder / "c.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[40:]))
-    set_lines(
-        raw=str(folder), columns='{"a.csv":{"prompt":"Frage","answer":"Antwort"},"more/*":{"prompt":"q","answer":"a"}}'
-    )
-    train, evaluation, report = outcome()
-    assert report["rows_out"] == 60 and report["formats"] == {"prompt_answer": 60}
-    found = {r["id"]: [m["content"] for m in r["messages"]] for r in pl.concat([train, evaluation]).to_dicts()}
-    assert found == {r["id"]: [r["prompt"], r["answer"]] for r in rows}
-    (folder / "a.csv").rename(folder / "z.csv")
-    with pytest.raises(ValueError, match=r"fix_data\.columns names a\.csv .*, expected the path of a file"):
-        fix_data.main()
-    assert sum(bool(row.split) for row in preview.preview_rows(load_params().fix_data, 9, "data/two/more/b.csv")) == 9
-
-
-def test_a_history_in_a_cell_is_read_as_json(home: Path) -> None:
-    """Bug: the text was taken for a list of its characters, and every row with a history was dropped, of `[]` too."""
-    rows = pairs(60)
-    earlier = ['[["Hello","Hello, how can I help?"]]', "[]", None]
-    table = pl.DataFrame([{**r, "history": earlier[n % 3]} for n, r in enumerate(rows)])
-    table.write_csv("data/a.csv")
-    set_lines(raw="data/a.csv")
-    train, held_out, report = outcome()
-    assert report["clean"] == 60
-    lengths = [len(messages) for frame in (train, held_out) for messages in frame["messages"].to_list()]
-    assert sorted(lengths) == [2] * 40 + [4] * 20
 
 
 def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

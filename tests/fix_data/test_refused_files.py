@@ -21,7 +21,6 @@ from tests.fix_data.raw_rows import (
     outcome,
     questions,
     row,
-    set_lines,
     set_params,
     write_raw,
 )
@@ -43,38 +42,6 @@ def test_a_line_that_is_no_conversation_stops_the_stage(home: Path, line: str, f
         fix_data.main()
     assert str(RAW) in str(error.value) and f"found {found}" in str(error.value) and "fix" in str(error.value)
     assert not fix_data.TRAIN_FILE.exists() and not fix_data.REPORT.exists()
-
-
-def test_all_broken_lines_are_named_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a file with several broken lines stopped the stage once for each of them, with two "line"s in the message."""
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 2_000)  # the second and third are in later chunks
-    cut = json.dumps(row("Cut?", TABLE))[:-3]
-    write_raw([*questions(4), cut, *questions(30), "[1]", "7", *questions(3)])
-    with pytest.raises(ValueError, match="line 5: expected one JSON object per line") as error:
-        fix_data.main()
-    message = str(error.value)
-    assert (
-        re.search(r"found '\{.*…' \(Expecting ',' delimiter at character \d+\); ", message)
-        and message.count("line ") == 1
-    )
-    assert "3 of 40 lines are broken: 5, 36, 37; fix them, or write a copy without: sed '5d;36d;37d' " in message
-    command = message.rpartition("without: ")[2].removesuffix(", and put that in its place")
-    subprocess.run(command, shell=True, check=True)
-    Path(f"{RAW}.whole").replace(RAW)
-    assert outcome()[2]["rows_in"] == 37
-
-
-def test_blank_lines_are_no_rows(home: Path) -> None:
-    """Bug: a blank last line, as many files have, was a broken one."""
-    write_raw([*questions(20), " ", *questions(20), "", ""])
-    assert outcome()[2]["rows_in"] == 40
-
-
-def test_one_broken_line_is_enough(home: Path) -> None:
-    write_raw([*questions(4), '{"a": 1,}'])
-    with pytest.raises(ValueError, match=r"line 5: .* at character \d+\); fix that line, or write a copy") as error:
-        fix_data.main()
-    assert "lines are broken" not in str(error.value)
 
 
 def test_a_broken_schema_stops_the_stage_before_any_work(home: Path) -> None:
@@ -108,52 +75,6 @@ def test_a_file_in_latin1_is_to_be_converted_and_loses_no_row(home: Path, first:
     assert outcome()[2]["rows_in"] == 40
 
 
-def test_a_damaged_line_of_a_file_in_utf8_is_not_to_be_converted(home: Path) -> None:
-    """A conversion from Latin-1 would damage the lines that are whole."""
-    whole = json.dumps(row("Café?", TABLE), ensure_ascii=False).encode()
-    RAW.write_bytes(whole + b"\n" + whole.replace(b"\xc3", b"") + b"\n")
-    with pytest.raises(ValueError, match=r"line 2: .*; fix that line, or write a copy without: sed '2d' "):
-        fix_data.main()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("z.csv", "prompt,answer\nCafé?,ja\n"), ("z.json", '[{"prompt": "Café?", "answer": "ja"}]')]
-)
-def test_tables_and_arrays_in_latin1_are_to_be_converted(home: Path, name: str, text: str) -> None:
-    """Bug: of an array the advice was to fix it, or to write it as JSONL."""
-    set_params(raw=name, answers="text")
-    Path(name).write_bytes(text.encode("latin1"))
-    with pytest.raises(ValueError, match=rf"convert the file: iconv -f cp1252 -t utf-8 {name} > {name}\.utf8, and put"):
-        fix_data.main()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("z.csv", "prompt,answer\nCafé?,schön\n"), ("z.json", '[{"prompt": "Café?", "answer": "schön"}]')],
-)
-def test_a_damaged_table_or_array_in_utf8_is_not_to_be_converted(home: Path, name: str, text: str) -> None:
-    """Bug: a conversion from Latin-1 was advised, which would have spoilt every character beyond ASCII without a word."""
-    set_params(raw=name, answers="text")
-    Path(name).write_bytes(text.encode().replace("é".encode(), b"\xe9"))
-    with pytest.raises(
-        ValueError, match=r"; fix it at that byte, since its other characters are UTF-8, or give"
-    ) as error:
-        fix_data.main()
-    assert "iconv" not in str(error.value)
-    Path(name).write_bytes(b"\xff\xfe" + text.encode("utf-16-le"))
-    with pytest.raises(ValueError, match="save it as UTF-8") as error:
-        fix_data.main()
-    assert "iconv" not in str(error.value)
-
-
-def test_lines_that_are_broken_otherwise_are_named_too(home: Path) -> None:
-    """Bug: of a file in Latin-1 only the lines that are no UTF-8 were named."""
-    whole = json.dumps(row("Café?", TABLE), ensure_ascii=False).encode("latin1")
-    RAW.write_bytes(whole + b"\n[1]\n" + json.dumps(row("Tea?", TABLE)).encode() + b"\n")
-    with pytest.raises(ValueError, match=r"1 of 3 lines are no UTF-8: 1; 1 of 3 lines are broken: 2; convert"):
-        fix_data.main()
-
-
 def test_a_missing_raw_file_is_named_with_its_key(home: Path) -> None:
     RAW.unlink()
     with pytest.raises(ValueError, match=f"fix_data.raw is {RAW}, which does not exist"):
@@ -174,31 +95,6 @@ def test_a_file_without_one_usable_row_says_why(home: Path, rows: list[Any], mes
     """Bug: whatever the most rows were dropped for, the advice was on TOON answers."""
     write_raw(rows)
     with pytest.raises(ValueError, match=f"found none .*{message}"):
-        fix_data.main()
-
-
-def test_an_error_in_another_process_is_the_same_message(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 2_000)
-    write_raw([*questions(40), "no json", *questions(40)])
-    with pytest.raises(ValueError, match="line 41: expected one JSON object per line, found 'no json'"):
-        fix_data.main()
-    assert not fix_data.WAITING_FOLDER.exists() and not fix_data.TRAIN_FILE.exists()
-
-
-def test_rows_of_no_known_format_say_which_formats_there_are(home: Path) -> None:
-    write_raw([{"Frage": "a", "Antwort": "b"}] * 3)
-    with pytest.raises(
-        ValueError, match=r"row 0: .*Frage.* sharegpt: a list 'conversations'; .* fix_data.columns, as"
-    ) as e:
-        fix_data.main()
-    assert "toon" not in str(e.value).lower().replace("weather_toon.jsonl", "")
-
-
-def test_a_datasets_id_as_raw_says_how_it_is_read(home: Path) -> None:
-    set_lines(raw="HuggingFaceH4/ultrachat_200k")
-    with pytest.raises(
-        ValueError, match=r"for the dataset HuggingFaceH4/ultrachat_200k of the Hub write a file NAME\.hub\.yaml"
-    ):
         fix_data.main()
 
 

@@ -33,16 +33,6 @@ def test_no_prompt_is_in_both_splits(home: Path) -> None:
     assert report["rows_out"] == 400 and not prompts(train) & prompts(evaluation)
 
 
-def test_adding_rows_moves_none_to_the_other_split(home: Path) -> None:
-    rows = questions(300)
-    write_raw(rows[100:200])
-    train, evaluation, _ = outcome()
-    write_raw([rows[0], *rows[250:], *reversed(rows[100:200]), *rows[200:250]])
-    later_train, later_evaluation, _ = outcome()
-    assert set(train["id"]) <= set(later_train["id"]) and set(evaluation["id"]) <= set(later_evaluation["id"])
-    assert later_evaluation.height > evaluation.height > 0
-
-
 def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
     """The hash is repeated here, since changing it would move the rows of every user."""
     write_raw(questions(100))
@@ -112,20 +102,6 @@ def test_near_duplicates_across_the_hash_split(home: Path, policy: str) -> None:
     assert set(evaluation["id"]) >= {r["id"] for r in rows if side[r["id"]] == "eval"}
 
 
-def test_the_first_rows_of_the_raw_file_for_evaluation(home: Path) -> None:
-    """The first rows are eval; the others are training rows, without those that open like an eval row."""
-    rows = pairs(120)
-    write_raw(
-        [*rows, {**rows[3], "id": "same"}, {**rows[4], "id": "asks the same", "answer": "Other."}, altered(rows[5])]
-    )
-    set_lines(eval_file="weather_toon.jsonl", eval_rows="30", near_duplicate_threshold="0.8")
-    train, evaluation, report = outcome()
-    assert evaluation["id"].to_list() == [r["id"] for r in rows[:30]]
-    assert train["id"].to_list() == [r["id"] for r in rows[30:]]
-    assert report["overlap"] == {"policy": "remove", "exact": 3, "near": 0}
-    assert report["dropped_reasons"] == {"in_eval": 3}
-
-
 @pytest.mark.parametrize("policy", ["remove", "keep"])
 def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Path, policy: str) -> None:
     folder = Path("data/both")
@@ -146,12 +122,3 @@ def test_a_given_eval_file_wins_over_training_rows_that_come_before_it(home: Pat
     else:
         assert report["overlap"]["exact"] == 10 and train.height >= 60
     assert set(evaluation["source"]) == {"z_test.jsonl"}
-
-
-def test_an_eval_file_that_leaves_a_split_empty(home: Path) -> None:
-    write_raw(pairs(20))
-    set_lines(eval_file="weather_toon.jsonl")
-    with pytest.raises(
-        ValueError, match=r"eval_file weather_toon.jsonl \(eval_rows None\) leaves the train split of 20"
-    ):
-        fix_data.main()

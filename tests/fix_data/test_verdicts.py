@@ -71,33 +71,6 @@ def test_verdict_of_a_row(home: Path, raw: dict[str, Any], verdict: str) -> None
         assert kept.height == 0 and report["dropped_reasons"] == {verdict: 1}
 
 
-def test_where_turns_have_other_roles_the_message_says_what_was_found_and_expected(home: Path) -> None:
-    """Bug: users whose turns have the roles of their own export were advised to change the schema of tables."""
-    unknown = [{"messages": [{"role": "customer", "content": f"{n}?"}]} for n in range(30)]
-    write_raw(unknown)
-    message = r"row 0: the role of turn 1 is a text, 'customer', expected under the key role \(or from\) one of system, developer"
-    with pytest.raises(ValueError, match=rf"found none \(unknown_role 30\); first .*{message}"):
-        fix_data.main()
-    write_raw([*unknown, *questions(25)])
-    with pytest.raises(ValueError, match=rf"30 of 55 rows .*:\n  unknown_role 30, first .*{message}"):
-        fix_data.main()
-
-
-def test_a_blank_question_and_an_opening_greeting_are_cut_off_and_counted(home: Path) -> None:
-    """Bug: a conversation that begins with a greeting, as half of some chat exports do, was dropped whole as wrong_turns."""
-    blank, greeted = row(ASK, TABLE, "\n"), {"conversations": [SAY_HELLO, *row(ASK, TABLE)["conversations"][1:]]}
-    write_raw([*questions(30), blank, greeted])
-    train, evaluation, report = outcome()
-    found = dict(pl.concat([train, evaluation]).select("source_row", "messages").iter_rows())
-    turns = [{"role": "user", "content": ASK}, {"role": "assistant", "content": TABLE}]
-    assert found[30] == [{"role": "system", "content": "Weather desk."}, *turns] and found[31] == turns
-    assert report["rules"] == {"blank_question": 1, "opening_answer": 1} and report["dropped"] == 0
-    assert report["examples"]["blank_question"] == {"origin": f"{RAW.name}, row 30", "before": "\n", "after": ""}
-    set_params(dangling_turns="drop")
-    train, evaluation, report = outcome()
-    assert report["dropped_reasons"] == {"empty_turn": 1, "wrong_turns": 1} and report["rules"] == {}
-
-
 def test_duplicates_are_found_after_repair(home: Path) -> None:
     write_raw([*questions(30), *questions(30)[:2], row(ASK, TABLE), row(ASK, f"```\n{TABLE}\n```"), row(ASK, CUT)])
     _, _, report = outcome()
@@ -112,48 +85,6 @@ def test_ids_are_unique_and_never_missing(home: Path) -> None:
     train, evaluation, _ = outcome()
     names = dict(pl.concat([train, evaluation]).select("source_row", "id").iter_rows())
     assert [names[n] for n in range(2, 9)] == ["q2", "q2@3", "line-4", "7", "line-6", "line-7", "q8"]
-
-
-def test_keep_and_text_leave_the_surroundings(home: Path) -> None:
-    fenced = f"Here:\n```toon\n{TABLE}\n```"
-    write_raw([*questions(30), row(ASK, fenced), row("Say more.", CUT)])
-    for changes, verdicts in (
-        ({"surrounding_text": "keep"}, {30: "clean"}),  # the cut table is dropped
-        ({"answers": "text"}, {30: "clean", 31: "clean"}),  # no TOON work at all
-    ):
-        set_params(**changes)
-        train, evaluation, _ = outcome()
-        kept = pl.concat([train, evaluation]).filter(pl.col("source_row") >= 30).sort("source_row")
-        assert dict(kept.select("source_row", "verdict").iter_rows()) == verdicts
-        assert kept["messages"].to_list()[0][-1]["content"] == fenced
-
-
-def test_messages_format(home: Path) -> None:
-    turns = [{"role": "user", "content": "Forecast {} for Oslo, 1 day."}, {"role": "assistant", "content": TABLE}]
-    write_raw([{"messages": [{**turns[0], "content": turns[0]["content"].format(n)}, turns[1]]} for n in range(40)])
-    set_params(format="messages")
-    train, evaluation, report = outcome()
-    assert report["clean"] == 40
-    assert pl.concat([train, evaluation]).sort("source_row")["messages"].to_list()[39][0] == {
-        "role": "user",
-        "content": "Forecast 39 for Oslo, 1 day.",
-    }
-
-
-def test_tables_of_any_schema(home: Path) -> None:
-    """Bug: tables of other schemas than the weather's were all dropped."""
-    users = "users[2]{id,name}:\n  1,Ada\n  2,Bo"
-    damaged = f"Here you go:\n```\n{users.replace('  ', chr(9)).replace('[2]', '[3]')}\n```"
-    rows = [row(f"Two users, list {n}", damaged if n % 2 else users) for n in range(40)]
-    write_raw(rows)
-    with pytest.raises(ValueError, match=r"not of the schema data/tables/weather\.yaml, set fix_data\.tables to null"):
-        fix_data.main()
-    set_params(tables="null")
-    train, evaluation, report = outcome()
-    assert (report["clean"], report["repaired"], report["dropped"]) == (20, 20, 0)
-    assert set(report["rules"]) == {"fence", "prose", "indent", "count"}
-    answers = {messages[-1]["content"] for messages in pl.concat([train, evaluation])["messages"].to_list()}
-    assert answers == {users} and {one["origin"] for one in report["examples"].values()} == {f"{RAW.name}, row 1"}
 
 
 def test_json_answers_and_a_schema_of_ones_own(home: Path) -> None:
@@ -192,21 +123,6 @@ def test_a_row_that_is_nested_too_deep_is_dropped_by_that_reason(home: Path, kin
     assert report["dropped_first"] == {reason: "weather_toon.jsonl, row 30"}
 
 
-@pytest.mark.parametrize("levels", [900, 100_000])
-def test_an_answer_that_is_nested_too_deep_is_no_table(home: Path, levels: int) -> None:
-    """Bug: such JSON was parsed to convert it to a table."""
-    write_raw([*questions(30), row("Forecast for Oslo, 1 day.", nested(levels)), row("And?", "[" * levels)])
-    set_params(max_chars="9000000")
-    assert outcome()[2]["dropped_reasons"] == {"not_toon": 2}
-
-
-def test_unknown_keys_may_be_nested(home: Path) -> None:
-    """Unknown keys are ignored, and a dropped row with one can be shown."""
-    write_raw([*questions(30), json.dumps(row(" ", "a"))[:-1] + f', "meta": {nested(900)}}}'])
-    set_params(answers="text")
-    assert outcome()[2]["dropped_reasons"] == {"empty_turn": 1}
-
-
 def test_too_many_dropped_rows_stop_the_stage_with_reasons(home: Path) -> None:
     """Other tools drop half the data with a line in a log, and train the draft on the rest."""
     write_raw([*questions(30), *[row(f"{n} {ASK}", CUT) for n in range(9)], *[{"text": "once"}] * 11])
@@ -223,14 +139,6 @@ def test_too_many_dropped_rows_stop_the_stage_with_reasons(home: Path) -> None:
     for passes in ("0.4", "null"):
         set_params(max_dropped_share=passes)
         assert outcome()[0].height == train.height
-
-
-def test_length_filters(home: Path) -> None:
-    write_raw([*pairs(40, length=100), *pairs(5, 2, length=900), *pairs(5, 3, length=2)])
-    set_lines(min_chars="100", max_chars="500")
-    _, _, report = outcome()
-    assert report["dropped_reasons"] == {"too_long": 5, "too_short": 5}
-    assert report["dropped_first"]["too_long"] == "weather_toon.jsonl, row 40"
 
 
 @pytest.mark.parametrize(("limits", "advice"), [({"max_chars": "2"}, "raise fix_data.max_chars"),

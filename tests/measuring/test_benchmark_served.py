@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
-from stages.cells import served_records
+from stages.cells.cell import Cell, locate_cell
 from stages.measuring import requests as served_requests
 from stages.measuring import server_setup
 from stages.params.benchmark_sections import Workload
@@ -33,12 +33,14 @@ from tests.conftest import edit_params, has_ended
 from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
 from tests.serving.engine_double import FORK_VARIABLE
 
+ENGINE = "sglang"  # or vllm: cells of both have one name
+
 
 @pytest.mark.parametrize("tree", ["t5_1_6", "t8_2_16"])
 def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
     """To the draft: replay counted every accepted draft of the same prompts from hidden states, without any server."""
     benchmark_served.main("eval", "e003", tree)
-    (found,) = served_records.read_served_cell("eval", "e003", tree)["points"]
+    (found,) = Cell.read(ENGINE, "eval", "e003", tree)["points"]
     expected = read_replayed_tree(tree)
     acceptance = found["acceptance"]
     assert (acceptance["cycles"], acceptance["accepted"]) == (int(expected["cycles"]), int(expected["accepted"]))
@@ -55,8 +57,8 @@ def test_a_baseline_cell_has_the_same_answers_without_a_draft(project: Path) -> 
     benchmark_served.main("eval")
     benchmark_served.main("eval", "e003", "t5_1_6")
     plain, drafted = (
-        served_records.read_served_cell("eval", None, None),
-        served_records.read_served_cell("eval", "e003", "t5_1_6"),
+        Cell.read(ENGINE, "eval"),
+        Cell.read(ENGINE, "eval", "e003", "t5_1_6"),
     )
     assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
     answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
@@ -84,7 +86,7 @@ def test_a_sweep_is_one_server_and_a_point_for_each_pair(
     edit_params(project, {"benchmark": {"workloads": {"eval": sweep}, "torch_workloads": []}})
     edit_server(project, base_urls={"e003-t5_1_6": running_url}, command=["/nowhere"], model="artifacts/target")
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     assert [(p["max_new_tokens"], p["concurrency"]) for p in found["points"]] == [(5, 1), (5, 3), (20, 1), (20, 3)]
     for point in found["points"]:
         prompts = 2 if point["concurrency"] == 1 else 6
@@ -102,7 +104,7 @@ def test_a_later_turn_is_asked_after_the_engines_own_answer(project: Path, runni
     edit_server(project, base_urls={"e003-t5_1_6": running_url}, model="artifacts/target")
     prepare_prompts.main("talk")
     benchmark_served.main("talk", "e003", "t5_1_6")
-    (point,) = served_records.read_served_cell("talk", "e003", "t5_1_6")["points"]
+    (point,) = Cell.read(ENGINE, "talk", "e003", "t5_1_6")["points"]
     turns = [r["turn"] for r in point["requests"]]
     assert turns == [0, 0, 0, 1, 1, 1] and point["loads"][0].requests == 6
     rows, _ = workload_prompts.read_prompts("talk")
@@ -129,7 +131,7 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(
         },
     )
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     (point,) = found["points"]
     acceptance, expected = point["acceptance"], read_replayed_tree("t5_1_6")
     assert ("--per-request-spec-decode-metrics" in found["server"]["command"]) == (version == "0.33.0")
@@ -168,7 +170,7 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     edit_server(project, command=["/nowhere"])
     edit_params(project, {"benchmark_served": {"engine": engine}})
     benchmark_served.main("eval", "e003", tree)
-    found = served_records.read_served_cell("eval", "e003", tree)
+    found = Cell.read(ENGINE, "eval", "e003", tree)
     assert found["status"] == "unsupported" and problem in found["reason"] and found["points"] == []
     assert found.draft_sampling == "greedy"
 
@@ -194,7 +196,7 @@ def test_settings_that_would_measure_something_else_are_refused(
     edit_params(project, {"benchmark": {"workloads": {"eval": {**LOAD, **workload}}, "torch_workloads": []}})
     with pytest.raises(ValueError, match=message):
         benchmark_served.main("eval", "e003", "t5_1_6")
-    assert not served_records.locate_served_cell("eval", "e003", "t5_1_6").exists()
+    assert not locate_cell(ENGINE, "eval", "e003", "t5_1_6").exists()
 
 
 def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
@@ -211,7 +213,7 @@ def test_a_draft_that_holds_too_few_positions_is_named(project: Path) -> None:
 def test_a_running_server_is_used_and_must_run_this_tree(project: Path, running_url: str) -> None:
     edit_server(project, base_urls={"e003-t5_1_6": running_url}, model="artifacts/target", command=["/nowhere"])
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
     assert found["points"][0]["acceptance"]["tau"] == pytest.approx(read_replayed_tree("t5_1_6")["tau"])
     assert found["server"]["command"] == [] and "isn't known" in found["hardware"]["server"]
     edit_server(project, base_urls={"e003-t8_2_16": running_url}, model="artifacts/target", command=["/nowhere"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stages import benchmark_served
-from stages.cells import served_points, served_records
+from stages.cells.cell import Cell
 from stages.measuring import measured_loads, server_setup
 from stages.params.benchmark_sections import Workload
 from stages.serving import engine_flags, gpu_memory, measured_server, measurement_lock, server
@@ -31,7 +31,7 @@ def test_repeats_take_turns_with_the_baseline(project: Path, capfd: pytest.Captu
         },
     )
     benchmark_served.main("eval", "e003", "t5_1_6")
-    found = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    found = Cell.read("sglang", "eval", "e003", "t5_1_6")
     assert len(found["points"][0]["loads"]) == len(found["baseline_points"][0]["loads"]) == 2
     output_lines = capfd.readouterr().out.splitlines()
     started = [line.split(";")[0].rpartition(" ")[2] for line in output_lines if line.startswith("starting")]
@@ -79,7 +79,7 @@ def test_servers_that_are_up_together_start_at_once_where_their_caches_have_a_si
         "e003-t5_1_6.log",
     }
     assert events == (["start"] * 2 + ["await_start"] * 2 if starts_together else ["start", "await_start"] * 2)
-    cell = served_records.read_served_cell("eval", "e003", "t5_1_6")
+    cell = Cell.read("sglang", "eval", "e003", "t5_1_6")
     assert len(cell.points[0].loads) == len(cell.baseline_points[0].loads) == 2
 
 
@@ -92,19 +92,6 @@ def test_two_servers_start_at_once_on_a_gpu_of_which_a_little_is_used() -> None:
     measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 0.02, 140.4)])
     with pytest.raises(ValueError, match=r"another process holds 90\.0 GiB"):
         measured_server._check_memory(plan, servers, [gpu_memory.GpuMemory("H200", 90.0, 140.4)])
-
-
-def test_servers_that_load_at_once_are_not_counted_against_each_other() -> None:
-    """Bug: SGLang refuses to start if less than 1 - share of the free memory is left, also where other servers took it."""
-
-    def find_share(**keys: Any) -> str:
-        flags = dataclasses.replace(make_setup(), device="cuda", **keys).build_flags()
-        return flags[flags.index("--mem-fraction-static") + 1]
-
-    # Seven servers of 13.5 GiB on 140: the last of them to look finds 45 GiB.
-    assert 140 * (1 - float(find_share(mem_fraction=0.12, max_total_tokens=50_000))) < 45
-    assert find_share(mem_fraction=0.12, max_total_tokens=None) == "0.12"  # or the first would take all for its cache
-    assert find_share(mem_fraction=0.85, max_total_tokens=50_000) == "0.85"
 
 
 def test_two_servers_that_do_not_fit_are_started_for_each_turn(
@@ -139,7 +126,7 @@ def test_the_weights_of_servers_that_start_together_are_no_more_than_the_targets
     found = []
     for server_plan in (plan, shared_plan):
         server = MeasuredServer("baseline", info=info, weight_files_gib=server_plan.limit_reported_weights())
-        found.append(served_points.describe_memory(server, []).weights)
+        found.append(server.get_reported_memory().weights)
     assert found == [0.01, 0.002]
 
 
@@ -157,7 +144,7 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
     def measure(work: Any, opened: measured_loads.OpenedServer, load: Any, repeat: int) -> None:
         order.append((opened.server.config_name, load, repeat))
 
-    monkeypatch.setattr(served_points, "measure_widest_half", lambda measured, baseline: next(halves))
+    monkeypatch.setattr(benchmark_served, "_measure_widest_half", lambda measured, baseline: next(halves))
     opened = contextlib.contextmanager(
         lambda plan, servers, owner: iter([[measured_loads.OpenedServer(server, "", print) for server in servers]])
     )
@@ -196,8 +183,8 @@ def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> No
 
     even, uneven = [0.02, 0.02, 0.02], [0.01, 0.02, 0.03]
     halves = [
-        served_points.measure_widest_half(server("drafts", *loads), server("baseline", *[even] * len(loads)))
+        benchmark_served._measure_widest_half(server("drafts", *loads), server("baseline", *[even] * len(loads)))
         for loads in ([even], [even, uneven])
     ]
     assert halves[0] is not None and halves[1] is not None and halves[0] < 0.1 < halves[1]
-    assert served_points.measure_widest_half(server("drafts", [0.01]), server("baseline", [0.02])) is None
+    assert benchmark_served._measure_widest_half(server("drafts", [0.01]), server("baseline", [0.02])) is None

@@ -204,12 +204,6 @@ def test_a_cell_is_never_measured_on_a_server_that_simulates(load: Path, monkeyp
         simulated_acceptance.check_real({}, ["vllm", "--speculative-config.rejection-sample-method", "synthetic"])
 
 
-def test_a_folder_may_be_called_synthetic() -> None:
-    """Bug: a target in a folder of that name was taken for a server that simulates, so none of its cells was measured."""
-    standard = json.dumps({"rejection_sample_method": "standard"})
-    simulated_acceptance.check_real({}, ["vllm", "serve", "/data/synthetic", "--speculative-config", standard])
-
-
 def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
     load: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,26 +261,6 @@ def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pyte
     assert not times_path.exists(), "times of a server that simulates nothing are not kept"
 
 
-@pytest.mark.parametrize(
-    ("cycles", "accepted", "num_answers", "fits"),
-    [
-        (100, 200, 1, True),  # 3.0
-        (100, 258, 1, True),  # 3.58, within 20%
-        (100, 265, 1, False),  # 3.65
-        (100, 125, 1, False),  # 2.25, or 2.27 uncut
-        (49, 0, 1, True),  # too few
-        (60, 60, 20, True),  # 2.0, or up to 2.67 uncut
-        (60, 0, 3, False),
-    ],
-)
-def test_cut_cycles_are_allowed_for(cycles: int, accepted: int, num_answers: int, fits: bool) -> None:
-    try:
-        simulated_acceptance.check_simulated("e003-t5_1_6", 3.0, cycles, accepted, num_answers)
-        assert fits
-    except ValueError:
-        assert not fits
-
-
 def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rehearsal of benchmarks/serving_costs.py: cells and costs are both of the double, and of one workload."""
     live = {**EVAL, "num_prompts": 3, "warmup": 0, "max_new_tokens": 10, "concurrency": [1, 2], "repeats": 2}
@@ -319,12 +293,6 @@ def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.Cap
 
 def tau_of(tree: str) -> float:
     return float(read_replayed_tree(tree)["tau"])
-
-
-def test_a_tree_that_the_engine_cannot_run_is_named_before_any_server_starts(load: Path) -> None:
-    edit_params(load, {"serving_costs": {"trees": [*TREES, "t8_2_8"]}})
-    with pytest.raises(ValueError, match=r"serving_costs.trees: t8_2_8: .*; take it out of the list"):
-        serving_costs.main("load")
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,6 @@ def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> N
     assert "e009 " not in line
 
 
-def test_a_tree_of_no_block_draft_is_refused() -> None:
-    name_cells(([*BLOCKS], ["t8_2_16", "t3_1_4"]))
-    (line,) = list_problems()
-    assert "benchmark.trees: t8_2_16 can't run with any of benchmark.checkpoints, which take dflash num_steps" in line
-
-
 def test_a_served_tree_that_no_engine_runs_with_a_block_draft_is_told_before_the_run() -> None:
     """Bug: the cell's own log said it, after a run that started a server for its baseline."""
     fine: tuple[list[str], list[str]] = (["e009"], ["t3_1_4"])
@@ -93,15 +87,6 @@ def test_a_served_tree_that_no_engine_runs_with_a_block_draft_is_told_before_the
     assert "which take dflash t7_1_8 alone; add one, or take the checkpoint out" in line
     name_cells(fine, (["dflash"], ["t3_2_6"]), workloads=[])  # nothing is served
     assert left_out("benchmark_served") == set()
-
-
-def test_a_served_tree_of_eagle3_that_an_engine_lacks_is_left_out() -> None:
-    """Published tables have such rows, so a list may name them beside others."""
-    name_cells((["e009"], ["t3_1_4"]), (["e009"], ["t8_2_8", "t8_2_16"]))
-    assert left_out("benchmark_served") == {("e009", "t8_2_8")}
-    name_cells((["e009"], ["t3_1_4"]), (["e009"], ["t8_2_16"]), engine="vllm")
-    (line,) = list_problems()
-    assert "of which none runs with e009; expected one for each" in line and "take e009 chains;" in line
 
 
 @pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])

@@ -62,40 +62,12 @@ def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, sta
     assert line.startswith(start), line
 
 
-def test_a_checkpoint_is_offered_neither_itself_nor_what_starts_from_it() -> None:
-    """Bug: `from: firsts` of `first` was answered with "did you mean first?", and taken so it was a cycle."""
-    segments = (
-        "first: {from: firsts, epochs: 6}\n    firsta: {from: first, epochs: 1}\n    firstb: {from: firsta, epochs: 1}"
-    )
-    edit_params_text((SECOND, segments))
-    assert (
-        list_problems()[0] == "train_draft: checkpoints.first.from is 'firsts', expected one of e000, e003; correct it"
-    )
-    edit_params_text((SECOND, segments.replace("from: first,", "from: fisrt,").replace("from: firsts", "from: e000")))
-    assert (
-        "firsta.from is 'fisrt' (did you mean first?), expected one of e000, e003, first; correct" in list_problems()[0]
-    )
-
-
-def test_checkpoints_may_branch_and_stand_in_any_order() -> None:
-    edit_params_text(
-        (SECOND, "e012: {from: e009, epochs: 3}\n    e009: {from: e003, epochs: 6}\n    other: {from: e003, epochs: 1}")
-    )
-    assert list(schema.load_params().train_draft.checkpoints) == ["e003", "e012", "e009", "other"]
-
-
 BLOCKS = """e009: {from: e003, epochs: 6}
     flash: {from: e000, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 64}
     more: {from: flash, epochs: 2, method: dflash, layers: 2, block_size: 8, anchors: 32, decay: 3.0}
     spark: {from: e000, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}
     spark2: {from: spark, epochs: 2, method: dspark, layers: 1, block_size: 7, anchors: 64, markov_rank: 32}"""
 MORE, SPARK2 = BLOCKS.split("\n")[2].strip(), BLOCKS.split("\n")[4].strip()
-
-
-def test_segments_of_a_block_draft_may_differ_in_what_is_learned() -> None:
-    edit_params_text((SECOND, BLOCKS))
-    found = schema.load_params().train_draft.checkpoints
-    assert [found[n].method for n in ("more", "spark2")] == ["dflash", "dspark"]
 
 
 @pytest.mark.parametrize(
@@ -121,18 +93,6 @@ def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
     edit_params_text(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
     (line,) = list_problems()
     assert line.startswith("init_draft: qk_norm is true and sliding_window is 64, expected one of the two")
-
-
-def test_a_published_draft_may_be_replayed_and_measured() -> None:
-    imported = f"  checkpoints: {{theirs: {PUBLISHED}}}"
-    edit_params_text(("import_draft|  checkpoints: {}", imported), ("[e003, e009]", "[theirs]"), (MEASURED, "[theirs]"))
-    p = schema.load_params()
-    assert p.get_making_stage("theirs") == "import_draft@theirs" and p.get_making_stage("e003") == "train_draft@e003"
-
-
-def test_the_reachable_min_tau_is_accepted() -> None:
-    edit_params_text(("min_tau: 6.0", "min_tau: 8"))
-    assert schema.load_params().check_overfit.min_tau == 8
 
 
 def test_drafts_of_one_chain_have_the_same_shapes() -> None:

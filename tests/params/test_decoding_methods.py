@@ -2,7 +2,6 @@
 
 import pytest
 
-from stages.params import schema
 from tests.params.params_edits import MEASURED, SECOND, edit_params_text, list_problems
 
 RIVALS = """e009: {from: e003, epochs: 6}
@@ -17,22 +16,6 @@ def with_families(rivals: str = RIVALS, trees: str = "[t5_2_8, s4_9, n3_1_8]", c
         (SECOND, rivals), (IMPORTED, "checkpoints: {lookup: {model: builtin/ngram}}"), (MEASURED, checkpoints),
         ("benchmark|trees: [t8_1_9, t5_1_6, t5_2_8, t8_2_16, t8_3_16, t5_4_16, t10_2_32, t10_3_32]", f"trees: {trees}"),
     )  # fmt: skip
-
-
-def test_every_family_can_be_named() -> None:
-    with_families()
-    found = schema.load_params()
-    assert {name: draft.name for name, draft in found.drafts.items()} == {
-        "e000": "eagle3", "e003": "eagle3", "e009": "eagle3", "ours": "eagle", "heads": "medusa", "lookup": "ngram",
-    }  # fmt: skip
-    left_out = {(left.checkpoint, left.tree) for left in found.list_left_out_trees()}
-    run = {(name, tree) for name in ("e009", "ours", "heads", "lookup") for tree in found.benchmark.trees} - left_out
-    assert run == {("e009", "t5_2_8"), ("ours", "t5_2_8"), ("ours", "s4_9"), ("heads", "s4_9"), ("lookup", "n3_1_8")}
-
-
-def test_a_segment_may_say_that_it_is_eagle_3s() -> None:
-    edit_params_text((SECOND, "e009: {from: e003, epochs: 6, method: eagle3}"))
-    assert schema.load_params().train_draft.checkpoints["e009"].method == "eagle3"
 
 
 BAD_RIVALS = [

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from stages.params import schema
-from stages.params.schema import parse_yaml
 from tests.conftest import ROOT
 from tests.params.params_edits import LEAVES, NUMBERS, READ, REAL, edit_params_text, read_refusal
 
@@ -20,11 +19,6 @@ def test_the_committed_file_loads_as_it_is_written() -> None:
         assert segment.pop("method") == "eagle3"
     assert whole == READ
     assert len(LEAVES) > 60 and len(NUMBERS) > 35
-
-
-def test_parameters_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        schema.load_params().target.num_threads = 3  # type: ignore[misc]
 
 
 def test_loading_costs_no_torch() -> None:
@@ -82,38 +76,8 @@ def test_invalid_yaml_is_one_line_that_says_where(content: bytes, says: str) -> 
     assert message.endswith("; correct it") and "\n" not in message
 
 
-@pytest.mark.parametrize(("text", "found"), [("", "None"), ("hello", "'hello'"), ("- 1", r"\[1\]")])
-def test_a_file_that_is_no_mapping_is_told_the_sections(text: str, found: str) -> None:
-    Path("params.yaml").write_text(text)
-    assert re.fullmatch(
-        rf"params\.yaml: expected the sections target, prepare_target, .*, report, schedule; found {found}",
-        read_refusal(),
-    )
-
-
 def test_a_missing_file_says_where_to_run() -> None:
     Path("params.yaml").unlink()
     assert read_refusal() == "params.yaml not found; run from the project's root, the folder of dvc.yaml"
     Path("params.yaml").mkdir()
     assert "not found" in read_refusal()
-
-
-PAGES = [*sorted((ROOT / "docs").glob("*.yaml")), *sorted((ROOT / "docs").glob("*.md"))]
-URL_EXAMPLE = re.compile(r"[\[{][^\[\]{}`]*https?://[^\[\]{}`]*[\]}]")
-
-
-def test_the_examples_of_urls_can_be_written_into_params_yaml() -> None:
-    """Bug: URLs stood in brackets without quotes, where the parser of params.yaml takes a colon for a key's."""
-    found = [text for page in PAGES for text in URL_EXAMPLE.findall(page.read_text(encoding="utf-8"))]
-    assert len(found) >= 7
-    for text in found:
-        parse_yaml(f"base_urls: {text}")
-
-
-def test_a_url_in_brackets_without_quotes_is_told_to_be_quoted() -> None:
-    edit_params_text(("base_urls: []", "base_urls: [http://gpu1:8000]"))
-    where = line_of("    base_urls: []")
-    assert read_refusal() == (
-        f"params.yaml is not valid YAML: line {where}: found unexpected ':'; put text with a colon in quotes, as "
-        '["http://gpu1:8000"]'
-    )

@@ -4,11 +4,9 @@ import random
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from stages.params import schema
-from stages.params.tree_shape import TreeShape, count_candidates
+from stages.params.tree_shape import TreeShape
 from tests.params.params_edits import edit_params_text, list_problems
 
 
@@ -60,11 +58,6 @@ def test_a_tree_that_can_not_be_is_told_what_to_write(tree: str, message: str) -
     assert re.match(message, line)
 
 
-def test_the_largest_tree_can_be_built() -> None:
-    edit_params_text(("t8_2_16,", "t8_2_31,"))
-    assert "t8_2_31" in schema.load_params().benchmark.trees
-
-
 def test_a_grid_without_one_tree_is_refused() -> None:
     """Bug: it was accepted, and replay_trees then wrote an empty table."""
     edit_params_text(
@@ -90,34 +83,6 @@ def expansion(steps: int, topk: int) -> list[tuple[int, ...]]:
         recorded += children
         frontier = sorted(children, key=lambda node: score[node])[-topk:]
     return recorded
-
-
-@pytest.mark.parametrize("steps", range(1, 9))
-@pytest.mark.parametrize("topk", range(1, 6))
-def test_candidates_are_the_nodes_an_expansion_records(steps: int, topk: int) -> None:
-    nodes = expansion(steps, topk)
-    assert count_candidates(steps, topk) == len(nodes) == len(set(nodes))
-
-
-@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10_000))
-def test_a_tree_that_can_be_built_comes_back_from_its_name(steps: int, topk: int, draw: int) -> None:
-    most = len(expansion(steps, topk)) + 1
-    tokens = most if topk == 1 else 2 + draw % (most - 1)
-    name = f"t{steps}_{topk}_{tokens}"
-    tree = TreeShape.parse(name)
-    assert (tree.num_steps, tree.topk, tree.num_draft_tokens, tree.name) == (steps, topk, tokens, name)
-    with pytest.raises(ValueError, match=f"t{steps}_{topk}_{most}$"):  # it says which is the largest
-        TreeShape.parse(f"t{steps}_{topk}_{most + 1}")
-
-
-@given(st.text(alphabet="t0123456789_٣ \n", max_size=12))
-def test_a_name_that_is_accepted_is_the_trees_own(name: str) -> None:
-    """One tree, one name: it is in the cell's path, in dvc.lock and in the report."""
-    try:
-        tree = TreeShape.parse(name)
-    except ValueError:
-        return
-    assert tree.name == name
 
 
 def test_the_replay_grid_is_every_tree_that_can_be_built() -> None:

@@ -46,18 +46,6 @@ def test_the_torch_engine_waits_for_no_arrivals() -> None:
     assert line.startswith("benchmark: torch_workloads: workload eval has request_rate 8.0 (expected inf)")
 
 
-@pytest.mark.parametrize(
-    ("changes", "alone"),
-    [
-        ({}, True), ({"concurrency": 2}, False), ({"concurrency": [1]}, False), ({"concurrency": None}, False),
-        ({"max_new_tokens": [10, 20]}, False), ({"ignore_eos": True}, False), ({**RANDOM, "concurrency": 1}, False),
-    ],
-)  # fmt: skip
-def test_one_prompt_at_a_time_has_cells_of_its_own(changes: dict[str, Any], alone: bool) -> None:
-    set_value(("benchmark", "workloads", "eval"), workload(**changes))
-    assert schema.load_params().benchmark.workloads["eval"].is_sequential == alone
-
-
 def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     two = ("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 2 ")
     edit_params_text(*two, ("device: cpu ", "device: cuda "))
@@ -70,14 +58,6 @@ def test_gpus_are_shared_out_among_whole_copies_of_the_target() -> None:
     edit_params_text(("num_gpus_total: 1 ", "num_gpus_total: 6 "), ("num_gpus_per_model: 1 ", "num_gpus_per_model: 4 "))
     (line,) = list_problems()
     assert line.startswith("benchmark: num_gpus_total is 6, expected a multiple of num_gpus_per_model, 4, the GPUs")
-
-
-def test_a_sweep_is_every_pair_of_length_and_concurrency() -> None:
-    changes = {"max_new_tokens": [10, 128], "concurrency": [1, 4], "request_rate": "inf"}
-    set_value(("benchmark", "workloads", "sweep"), workload(**changes))
-    found = schema.load_params().benchmark.workloads
-    assert found["sweep"].list_loads() == [(10, 1), (10, 4), (128, 1), (128, 4)]
-    assert found["eval"].list_loads() == [(200, 1)] and found["eval"].requests_per_second == float("inf")
 
 
 def test_prompts_may_be_a_number_for_each_concurrency() -> None:
@@ -150,11 +130,3 @@ def test_a_prompt_set_that_can_not_be_read(name: str, changes: dict[str, Any], s
     set_value(("prepare_prompts", "sets", name), {**FILE, **changes})
     (line,) = list_problems()
     assert line.startswith("prepare_prompts") and says in line
-
-
-def test_a_dataset_of_the_hub_has_a_configuration_a_split_and_a_commit() -> None:
-    hub = {"from": "openai/gsm8k", "name": "main", "split": "test", "revision": "a" * 40, "format": "gsm8k"}
-    set_value(("prepare_prompts", "sets", "gsm8k"), hub)
-    found = schema.load_params().prepare_prompts.sets
-    assert not found["gsm8k"].is_file and found["gsm8k"].can_be_graded
-    assert found["alpaca"].is_file and not found["alpaca"].can_be_graded

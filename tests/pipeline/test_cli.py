@@ -72,19 +72,6 @@ def test_make_help_lists_every_target_and_variable() -> None:
         assert re.search(rf"^  {name}=\S* +\S", shown, re.MULTILINE), name
 
 
-def test_python_m_pipeline_is_the_same_program() -> None:
-    both = [str(BIN / "aerie")], [sys.executable, "-m", "pipeline"]
-    if not (BIN / "aerie").exists():
-        pytest.skip("the console script is not installed here: pip install -e .")
-    shown = [subprocess.run([*way, "--help"], capture_output=True, text=True, cwd=ROOT) for way in both]
-    assert shown[0].stdout == shown[1].stdout and shown[0].returncode == shown[1].returncode == 0
-
-
-def test_python_m_pipeline_shows_the_help_of_aerie() -> None:
-    done = subprocess.run([sys.executable, "-m", "pipeline", "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and done.stdout.startswith("Usage: aerie ")
-
-
 @pytest.mark.parametrize(
     ("words", "module", "function", "given"),
     [
@@ -266,12 +253,6 @@ def test_ctrl_c_of_a_flow_in_a_terminal_is_one_line(
     assert capsys.readouterr().err == (
         "aerie: stopped; what has finished is kept, `python -m pipeline.flows` goes on with the rest\n"
     )
-
-
-def test_without_a_command_the_help_is_shown_and_the_status_is_1(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="aerie: expected a command, found none"):
-        cli.run_command_line([])
-    assert capsys.readouterr().out.startswith("Usage: aerie ")
 
 
 @pytest.mark.parametrize("words", [["start"], ["worker", "--limit", "0"], ["worker", "--limit", "many"], ["drop"]])

@@ -16,7 +16,6 @@ from pipeline import commands, doctor, dvc_graph, preflight, reproduce, target_c
 from pipeline.doctor import Finding
 from pipeline.reproduce import RunEstimate
 from stages.params import checks
-from stages.params.schema import load_params
 from tests.conftest import ROOT, edit_params
 
 Usage = namedtuple("Usage", "total used free")
@@ -88,52 +87,11 @@ def test_gpus_engines_and_remotes_are_named(home: Path, monkeypatch: pytest.Monk
     assert found["DVC remote"].found == f"ours ({home}/kept)"
 
 
-@pytest.mark.parametrize("stage", ["benchmark_served", "serving_costs"])
-def test_a_recipe_that_starts_an_engine_needs_it(stage: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the engine of serving_costs was not looked for, so such a run began without one."""
-    monkeypatch.setenv("PATH", str(home))
-    params = load_params()
-    assert list(preflight.check_engines(params)) == []
-    served = getattr(params, stage).model_copy(update={"workloads": ["eval"]})
-    (found,) = preflight.check_engines(params.model_copy(update={stage: served}))
-    assert found.ok is False and (found.subject, found.advice) == (
-        "benchmark_served.engine", "run: make serving-env ENGINE=sglang",
-    )  # fmt: skip
-
-
 def test_a_package_that_is_missing_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package-of-ours",))
     assert check()["no-such-package-of-ours"] == Finding(
         "no-such-package-of-ours", "not installed", False, "run: make run"
     )
-
-
-def test_a_disk_that_is_too_small_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 2**30))
-    disk = check()["disk"]
-    assert disk.ok is False and "1.00 GiB free here, a run writes about 3.00 GiB" in disk.found
-    assert "extract_hiddens.online" in disk.advice
-
-
-def test_a_target_of_unknown_shape_leaves_the_size_open(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(recipe: Path | None, file: Path) -> RunEstimate:
-        raise ValueError("recipes/targets/mine.json not found")
-
-    monkeypatch.setattr(reproduce, "estimate_params", refuse)
-    found = check()
-    assert found["disk"].ok is True and found["disk"].found == "100 GiB free here"
-    assert found["size of a run"].ok is None and "mine.json not found" in found["size of a run"].found
-
-
-def test_a_parameter_that_does_not_fit_the_target_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: `nothing is in the way of a run` stood below it."""
-
-    def refuse(recipe: Path | None, file: Path) -> RunEstimate:
-        raise ValueError("params.yaml: target.feature_layers is [1, 2, 4], expected increasing ids below 4")
-
-    monkeypatch.setattr(reproduce, "estimate_params", refuse)
-    found = check()["size of a run"]
-    assert found.ok is False and found.found.startswith("params.yaml: target.feature_layers")
 
 
 def test_missing_files_of_the_parameters_and_of_a_recipe_are_problems(
@@ -159,15 +117,6 @@ def test_parameters_that_are_not_valid_and_an_unknown_recipe_are_problems(home: 
     (home / "params.yaml").write_text(text.replace("fix_data:", "fix_date:"))
     found = check()
     assert found["params.yaml"].ok is False and "fix_date" in found["params.yaml"].found and found["disk"].ok
-
-
-@pytest.mark.usefixtures("in_process")
-def test_the_estimate_needs_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows then count as long as extract_hiddens.max_length lets them be."""
-    monkeypatch.chdir(ROOT)
-    with_recipe = reproduce.estimate_params(Path("recipes/weather-tiny.yaml"), Path("params.yaml"))
-    without = reproduce.estimate_params(None, Path("params.yaml"))
-    assert without.disk_bytes > with_recipe.disk_bytes > 0
 
 
 def make_target(folder: Path) -> None:

@@ -47,10 +47,6 @@ class StageThread:
         raise AssertionError(f"the stage never slept: {self.lines}")
 
 
-def test_stages_come_in_dependency_order_with_what_they_need(project):
-    assert list(dvc_graph.list_stages().items()) == [("first", []), ("middle", ["first"]), ("last", ["middle"])]
-
-
 def test_stages_made_from_lists_are_there_and_a_data_file_under_dvc_runs_too(project):
     (project.root / "params.yaml").write_text("trees: [t5_1_6, t5_2_8]\n")
     (project.root / "dvc.yaml").write_text(
@@ -80,11 +76,6 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
     assert (project.root / "first.csv").read_text() == before
 
 
-def test_a_stage_that_prints_another_outcome_does_not_change_the_outcome(project):
-    project.write_stage("first", """print("Stage 'first' didn't change, skipping")""")
-    assert dvc_graph.reproduce_stage("first", print) == Outcome.RAN
-
-
 def test_lines_arrive_while_the_stage_is_at_work(project):
     """The stage prints, then waits for the file that only the reader of that line makes."""
     waits = (
@@ -100,22 +91,6 @@ def test_lines_arrive_while_the_stage_is_at_work(project):
 
     assert dvc_graph.reproduce_stage("first", answer) == Outcome.RAN
     assert lines.index("ready") < lines.index("this is first")
-
-
-def test_the_log_has_no_blank_lines_and_not_what_dvc_advises_after_each_stage(project):
-    """Nine of fourteen lines of a stage's log were about git, autostage and `dvc push`."""
-    project.write_stage("first", "print('')")
-    (project.root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
-    subprocess.run(["git", "init", "-q"], check=True)
-    lines: list[str] = []
-    dvc_graph.reproduce_stage("first", lines.append)
-    assert lines == [
-        "Running stage 'first':",
-        "> python first.py",
-        "this is first",
-        "Generating lock file 'dvc.lock'",
-        "Updating lock file 'dvc.lock'",
-    ]
 
 
 def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
@@ -231,14 +206,6 @@ def test_a_truncated_lock_file_is_restored_from_git_or_removed_and_nothing_runs_
     lock.write_text(cut)
     assert "restored from the last commit" in str(dvc_graph.repair_lock())
     assert lock.read_text() == whole and dvc_graph.explain_stale() == {}
-
-
-def test_only_a_transient_failure_is_marked_so(project):
-    for words, transient in (("ReadTimeout: no answer", True), ("aerie: a wrong number", False)):
-        project.write_stage("first", f"sys.exit({words!r})")
-        with pytest.raises(processes.StageError) as failure:
-            dvc_graph.reproduce_stage("first", print)
-        assert failure.value.transient == transient
 
 
 def test_a_stopped_run_starts_nothing_more(project, monkeypatch):

@@ -66,7 +66,3 @@ def test_another_file_of_parameters_is_estimated_and_changes_nothing(home: Path)
 def test_wrong_words_are_one_line(home: Path, words: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         run_command_line(["estimate", *words])
-
-
-def test_the_gpus_offered_are_those_with_rates() -> None:
-    assert tuple(GPUS) == estimate.GPUS

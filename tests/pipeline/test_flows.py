@@ -214,26 +214,6 @@ def test_cancelling_in_the_pages_ends_the_stage(server: Server) -> None:
     assert "first" in server.project.locked()
 
 
-def test_the_deployments_are_those_of_prefect_yaml(server: Server) -> None:
-    found = {deployment["name"]: deployment for deployment in server.ask("deployments/filter", {})}
-    assert set(found) == {"build", "sweep", "reproduce", "nightly"}
-    assert [(s["schedule"]["cron"], s["active"]) for s in found["nightly"]["schedules"]] == [("0 3 * * *", False)]
-    form = json.dumps(found["sweep"]["parameter_openapi_schema"])
-    assert "as t8_2_16; a chain is t8_1_9" in form and '"enum": ["e003", "e009"]' in form and "null" not in form
-    assert server.ask("work_pools/filter", {}) == []  # one without a worker is red in the pages
-    assert found["reproduce"]["parameter_openapi_schema"]["properties"]["recipe"]["enum"] == ["ours"]
-
-
-def test_a_bad_tree_is_refused_before_anything_runs(server: Server) -> None:
-    """One that is no tree by the form, one that can't be built by the run's first second."""
-    with pytest.raises(urllib.error.HTTPError, match="409"):
-        server.run("sweep/sweep", cells={"trees": ["8_2_16"]})
-    run = server.run("sweep/sweep", cells={"trees": ["t8_1_16"]})
-    state = server.ended(run)
-    assert state["type"] == "FAILED" and "write t8_1_9" in state["message"]
-    assert server.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}}) == []
-
-
 def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(server: Server) -> None:
     root = server.project.root
     server.project.write_stage("middle")
@@ -294,20 +274,6 @@ def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(
     assert server.ended(run)["type"] == "COMPLETED"
     assert set(server.outcomes(run).values()) <= {"Unchanged", "Restored"}
     assert wait_for(lambda: [line for line in server.messages(run) if "dvc.lock was cut by a kill" in line])
-
-
-def test_a_refused_params_yaml_stops_the_run_before_any_stage(server: Server) -> None:
-    params = server.project.root / "params.yaml"
-    good = params.read_text()
-    params.write_text(good.replace("learning_rate:", "lerning_rate:", 1))
-    try:
-        run = server.run()
-        assert "unknown key" in server.ended(run)["message"]
-        assert server.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}}) == []
-        log = wait_for(lambda: [line for line in server.messages(run) if "unknown key" in line])
-        assert "Traceback" not in "".join(log)
-    finally:
-        params.write_text(good)
 
 
 def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(server: Server) -> None:

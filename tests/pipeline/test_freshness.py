@@ -7,13 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from pipeline import cli, dvc_graph, freshness, workspaces
-from pipeline.commands import NOTHING_STALE, describe_outdated, list_stale, run_graph
+from pipeline.commands import describe_outdated, list_stale, run_graph
 from tests.conftest import ROOT
 from tests.pipeline.conftest import Project, give_params, make_project, run_dvc_cli
 
@@ -95,12 +94,6 @@ def test_after_any_change_dvc_is_asked(fresh_project: Project, change: str) -> N
     assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and stale_by_dvc() == set()
 
 
-def test_a_change_without_effect_for_dvc_is_asked_about_once(fresh_project: Project) -> None:
-    os.utime("raw.csv")
-    assert freshness.read_fresh_stages() is None
-    assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages()
-
-
 def test_a_change_while_dvc_looks_is_seen_afterwards(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorded digest is that of the files before DVC was asked."""
     from dvc.repo import Repo
@@ -169,15 +162,6 @@ def test_stale_says_what_and_why_and_fails_where_something_is(fresh_project: Pro
     assert asked() == (1, "stale: first, middle, last (new)\n")
 
 
-def test_a_line_of_stale_shows_three_changes_and_the_number_of_others(
-    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new clone's first lines were 20,000 letters of files."""
-    changes = [f"{n}.py modified" for n in range(5)]
-    monkeypatch.setattr(dvc_graph, "ask_stale", lambda: {"last": changes})
-    assert [*islice(list_stale(), 1)] == ["stale: last (0.py modified; 1.py modified; 2.py modified; 2 more)"]
-
-
 READ_ONLY = "mount --bind . . && mount -o remount,ro,bind . && cd . && "
 FULL = (
     'mount -t tmpfs -o size=8m t "$0" && cp -r . "$0" && cd "$0" && export DVC_SITE_CACHE_DIR="$0/site" && '
@@ -227,25 +211,6 @@ def test_a_cache_of_hashes_that_is_read_only_is_one_line(
     lines = [line for line in output.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
     assert len(lines) == 1 and "DVC_SITE_CACHE_DIR names another folder" in lines[0], output
     assert words == ["doctor"] or output.splitlines() == lines
-
-
-def test_a_table_on_a_read_only_disk_is_printed_with_a_note(fresh_project: Project, tmp_path: Path) -> None:
-    """Bug: below the table stood an error, and the status was 1, since DVC could take no lock to say what is stale."""
-    edit_title()
-    (fresh_project.root / "results/report").mkdir(parents=True)
-    (fresh_project.root / "results/report/table.txt").write_text("a table\n")
-    status, output = run_limited(READ_ONLY, tmp_path, "table")
-    assert (status, output.splitlines()[0]) == (0, "a table"), output
-    assert re.match(
-        "note: it is not known whether this is of params.yaml as it is now: .*Read-only", output.splitlines()[1]
-    )
-
-
-def test_what_is_known_to_be_fresh_needs_no_memo(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: `aerie stale` ended where it could not write down what it had found."""
-    shutil.rmtree(".scratch")
-    Path(".scratch").touch()
-    assert list(list_stale()) == [NOTHING_STALE]
 
 
 @pytest.mark.parametrize(

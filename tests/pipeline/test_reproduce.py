@@ -1,8 +1,6 @@
 """`aerie reproduce`: the estimate before it, refusals, the stages it runs, and the table at its end."""
 
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from collections.abc import Collection
 from pathlib import Path
@@ -141,19 +139,6 @@ def test_a_disk_or_a_gpu_that_is_too_small_is_refused(
     assert dvc_runs == []
 
 
-@pytest.mark.usefixtures("in_process")
-def test_comparing_needs_no_gpu_and_leaves_params_alone(
-    home: Path, dvc_runs: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (home / "params.yaml").read_bytes()
-    run_command_line(["reproduce", "angelslim-hunyuan-7b", "--compare"])
-    assert (
-        "16 published numbers: 0 within, 0 outside, 0 consistent, 0 not comparable, 16 not run."
-        in capsys.readouterr().out
-    )
-    assert (home / "params.yaml").read_bytes() == before and dvc_runs == []
-
-
 @pytest.mark.parametrize(
     ("words", "printed"),
     [
@@ -188,8 +173,3 @@ def test_a_wrong_block_is_reported_like_params(home: Path, block: str, printed: 
         YAML(typ="safe").dump(whole, file)
     with pytest.raises(SystemExit, match=r"mine.yaml has 1 problem\(s\) to correct:\n  " + printed):
         run_command_line(["use", "mine.yaml"])
-
-
-def test_pipeline_itself_stays_light() -> None:
-    code = "import sys, pipeline.cli, pipeline.commands; sys.exit(bool({'torch', 'dvc', 'prefect'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

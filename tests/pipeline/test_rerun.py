@@ -44,16 +44,6 @@ def test_one_cell_is_measured_again_and_no_other_stage(measured: Path) -> None:
     assert list(dvc_graph.explain_stale()) == ["report"]
 
 
-def test_several_cells_are_measured_again_and_none_where_one_is_unknown(measured: Path) -> None:
-    before = {name: (measured / name).read_text() for name in (CELL, OTHER)}
-    with pytest.raises(ValueError, match="no cell 'eval-e003-t9_9_9'"):
-        list(rerun.rerun_cells(["eval-e003-t5_1_6", "eval-e003-t9_9_9"]))
-    assert {name: (measured / name).read_text() for name in (CELL, OTHER)} == before
-    lines = list(rerun.rerun_cells(["eval-e003-t5_1_6", "benchmark@t5_2_8", "benchmark@t5_1_6"]))
-    assert lines == ["benchmark@t5_1_6, benchmark@t5_2_8 were measured again; the table follows with: aerie run"]
-    assert all((measured / name).read_text() > before[name] for name in before)
-
-
 def test_a_cell_stays_where_it_could_not_be_measured_again(measured: Path) -> None:
     """DVC removes a stage's outputs before it runs it."""
     before = (measured / CELL).read_text()

@@ -13,7 +13,6 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +22,7 @@ from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
 from stages.params import schema
 from stages.telemetry import unfinished
-from tests.conftest import EVAL, has_ended
+from tests.conftest import has_ended
 from tests.pipeline.conftest import REPO, Project, give_params
 
 RUN = [sys.executable, "-m", "pipeline", "run"]
@@ -90,12 +89,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 def find_dvc(run: subprocess.Popen[str]) -> psutil.Process:
     (found,) = [one for one in psutil.Process(run.pid).children() if processes.DVC_MODULE in one.cmdline()]
     return found
-
-
-def test_make_run_starts_stages_by_this_command_alone() -> None:
-    """Bug: the Makefile called `dvc repro` itself, without the flow's guard, lock and healing."""
-    recipe = (REPO / "Makefile").read_text().partition("\nrun: ")[2].partition("\n\n")[0]
-    assert "-m pipeline run" in recipe and "dvc repro" not in recipe
 
 
 def test_all_stages_run_by_one_dvc_and_a_second_run_finds_nothing_stale(project: Project) -> None:
@@ -188,24 +181,6 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
 
 
-def test_a_verbose_run_interrupted_ends_its_stage_too(project: Project, started: list[subprocess.Popen[str]]) -> None:
-    project.write_sleeping_stage("first")
-    one = start(started, "--verbose")
-    stage = int(read_until(one, "asleep").split()[1])
-    one.send_signal(signal.SIGINT)
-    rest = one.stdout.read() if one.stdout else ""
-    assert one.wait(60) == 130 and "Traceback" not in rest and has_ended(stage, 0)
-    assert not locate_log("first").exists()
-
-
-def test_a_verbose_run_prints_no_advice_of_dvc(committed: Project) -> None:
-    """Bug: after each stage five lines of DVC's about git, and about an empty folder."""
-    committed.write_stage("middle", "print('new')")
-    done = run("--verbose")
-    assert done.returncode == 0 and "this is middle" in done.stdout and done.stderr == ""
-    assert not [word for word in ("git add", "dvc push", "autostage", "To track", "is empty") if word in done.stdout]
-
-
 def test_on_a_terminal_dvc_draws_no_bars(project: Project, finished_run: Project) -> None:
     """Bug: `aerie stale` on a terminal wrote DVC's "Collecting files and computing hashes in ..." 1,670 times."""
     (project.root / "raw.csv").write_text("changed")
@@ -288,70 +263,8 @@ def test_the_table_and_what_next_come_last(project: Project) -> None:
     assert again.stdout == "nothing is stale\n\ntau 2.5\n"
 
 
-@pytest.mark.parametrize("raw", ["data/raw/weather_toon.jsonl", "data/raw/mine"])
-@pytest.mark.parametrize("model", ["builtin/weather-tiny", "Qwen/Qwen3-8B"])
-def test_what_next_names_five_things_that_exist_and_suit(raw: str, model: str) -> None:
-    """Bug: who had brought data and target was told to bring them, and to overwrite params.yaml by an embedded recipe."""
-    _, *lines = commands.list_next_steps(raw, model)
-    named = [re.findall(r"docs/\w+\.md", line) for line in lines]
-    assert len(lines) == 5 and all(named) and all((REPO / name).is_file() for names in named for name in names)
-    text, embedded = "\n".join(lines), (raw in commands.EMBEDDED_DATA, model.startswith("builtin/"))
-    assert ("your data" in text, "your target" in text) == embedded and ("weather-tiny" in text) == all(embedded)
-    params = schema.load_params(REPO / "params.yaml").model_dump()
-    for section, key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b(?!\w*/)", text.replace(".md", "").replace(".yaml", "")):
-        assert key in params[section]
-
-
-def read_steps(**sections: Any) -> str:
-    """Return "What next" of the repository's parameters with some sections changed, and check that it names what exists."""
-    params = schema.load_params(REPO / "params.yaml").model_dump(by_alias=True)
-    for name, keys in sections.items():
-        params[name] |= keys
-    _, *lines = commands._choose_next_steps(schema.Params.model_validate(params))
-    text = "\n".join(lines)
-    named = re.findall(r"(?:docs|recipes)/[\w.-]+\.(?:md|yaml)", text)
-    assert named and all((REPO / name).is_file() for name in named)
-    used = set(re.findall(r"aerie use ([\w-]+)", text)) - {recipes.OWN}
-    assert all((REPO / f"recipes/{name}.yaml").is_file() for name in used)
-    return text
-
-
 BLOCKS = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64}
 SEGMENTS = {"e003": {"from": "e000", "epochs": 3}, "e009": {"from": "e003", "epochs": 6}}
-OWN_TARGET = {"model": "Qwen/Qwen3-8B"}
-
-
-def test_what_next_leads_to_block_drafts_and_from_them_to_a_server() -> None:
-    """Bug: nothing in it was about block drafts."""
-    blocks = {"checkpoints": SEGMENTS | {"b": BLOCKS}}
-    assert "aerie use weather-tiny-block," in read_steps()
-    tiny = read_steps(train_draft=blocks)
-    assert "aerie use weather-tiny-vl," in tiny and "block drafts   recipes/train-qwen3-8b-blocks-8gpu.yaml" in tiny
-    own = read_steps(train_draft=blocks, target=OWN_TARGET)
-    assert "block drafts   benchmark_served.trees: [t7_1_8]" in own and "weather-tiny" not in own
-    assert "block drafts" not in read_steps(target=OWN_TARGET)
-    served = {"workloads": ["eval"], "checkpoints": ["b"], "trees": ["t7_1_8"]}
-    assert "block drafts" not in read_steps(train_draft=blocks, target=OWN_TARGET, benchmark_served=served)
-
-
-def test_what_next_leads_to_served_cells_and_then_to_the_costs_of_that_server() -> None:
-    """Bug: who had served cells was told to serve the same ones."""
-    served, costs = {"workloads": ["eval"]}, {"workloads": ["load"]}
-    load = {"workloads": {"eval": EVAL, "load": {**EVAL, "concurrency": [1, 8], "repeats": 3}}}
-    steps = [
-        read_steps(target=OWN_TARGET),
-        read_steps(target=OWN_TARGET, benchmark_served=served),
-        read_steps(target=OWN_TARGET, benchmark=load, benchmark_served=served, serving_costs=costs),
-        read_steps(benchmark_served=served),
-    ]
-    mentions = [("benchmark_served.workloads" in text, "serving_costs.workloads" in text) for text in steps]
-    assert mentions == [(True, False), (False, True), (False, False), (False, False)]
-
-
-def test_what_next_knows_the_data_of_the_repository() -> None:
-    tracked = {path.relative_to(REPO).as_posix() for path in (REPO / "data/raw").glob("weather_*.jsonl")}
-    assert set(commands.EMBEDDED_DATA) == tracked
-    assert (REPO / "recipes/weather-tiny-vl.yaml").is_file() and "\nui:" in (REPO / "Makefile").read_text()
 
 
 def test_with_nothing_to_do_neither_dvc_nor_pydantic_is_imported(project: Project, finished_run: Project) -> None:

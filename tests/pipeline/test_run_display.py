@@ -122,14 +122,6 @@ def test_a_verbose_run_draws_a_bar_over_itself_and_writes_its_end_into_a_file(
     assert capsys.readouterr().out == printed
 
 
-def test_a_line_says_what_the_stage_printed_last(capsys: pytest.CaptureFixture[str]) -> None:
-    show(
-        "Running stage 'fix_data':\n> python -m stages.fix_data\nreading\nread: 100%|##| 2/2 [00:01]\n"
-        "fix_data: 3 rows = 3 clean\nwarning: few rows\nUpdating lock file 'dvc.lock'\n"
-    )
-    assert capsys.readouterr().out.splitlines()[-1].endswith(" s   3 rows = 3 clean")
-
-
 def test_a_failure_shows_the_stages_own_error_and_nothing_of_dvcs(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: an error of one line came with four of DVC's."""
     end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
@@ -150,10 +142,6 @@ def test_a_failure_without_an_own_error_shows_the_end_of_the_log_and_where_it_is
     assert printed.err.splitlines()[-2:] == ["  MemoryError", f"  {end.rstrip()}"]
 
 
-def test_a_dvc_that_is_killed_has_failed_with_its_stage() -> None:
-    assert show(FAILED.format(""), -9).failed == ["fix_data"]
-
-
 def test_with_keep_going_the_failed_stage_is_named_and_the_last_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     end = (
         "WARNING: failed to run: python -m stages.fix_data, exited with 1\n"
@@ -166,11 +154,6 @@ def test_with_keep_going_the_failed_stage_is_named_and_the_last_one_is_not(capsy
     assert (
         re.search(r"^train_draft@e003 +\d\.\d s$", printed.out, re.MULTILINE) and printed.err == "  data/raw is empty\n"
     )
-
-
-def test_what_dvc_says_before_any_stage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    show("ERROR: unexpected error - disk I/O\n", 255)
-    assert capsys.readouterr().out == "ERROR: unexpected error - disk I/O\n"
 
 
 def test_a_log_that_can_not_be_written_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,15 +85,6 @@ def test_an_exclusive_stage_runs_alone(tmp_path: Path) -> None:
     assert watch.events.index("timed1 begins") > max(watch.events.index(f"other{n} ends") for n in (1, 2))
 
 
-def test_remote_stages_take_no_resources_of_this_machine(tmp_path: Path) -> None:
-    """All at once with a timed one here, though there is one slot; five wait for each other."""
-    away = frozenset(f"cell{n}" for n in range(4))
-    watch = StageRecorder({*away, "cell-here"}, together=5)
-    wants = {**dict.fromkeys(away, ALONE), "cell-here": ALONE}
-    watch.run({name: [] for name in wants}, wants, ResourcePool(1, [], tmp_path), away)
-    assert watch.gpus["cell0"] is None and len(watch.events) == 10
-
-
 def test_no_gpu_is_given_twice_and_a_stage_sees_its_own(tmp_path: Path) -> None:
     watch = StageRecorder({"cell1", "cell2", "whole", "none"}, together=2)
     wants = {"cell1": GPU, "cell2": GPU, "whole": ALL, "none": ANY}
@@ -136,12 +127,6 @@ def test_stages_below_a_failed_one_get_no_reasons_and_the_others_run(tmp_path: P
     watch = StageRecorder({"a", "b", "c"}, fails=frozenset("ac"))  # c: as Prefect says of a stage that is not ready
     watch.run({"a": [], "b": [], "c": ["a"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
     assert "b ends" in watch.events and "c begins" not in watch.events
-
-
-def test_stages_below_an_unchanged_one_are_not_explained_again(tmp_path: Path) -> None:
-    watch = StageRecorder({"b"})
-    watch.run({"a": [], "b": ["a"], "c": ["b"]}, dict.fromkeys("abc", ANY), ResourcePool(1, [], tmp_path))
-    assert watch.asked == [["c"]] and watch.events == ["b begins", "b ends"]
 
 
 # With a real DVC

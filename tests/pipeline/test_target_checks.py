@@ -211,19 +211,3 @@ def test_a_target_that_is_not_here_is_not_looked_at(home: Path, monkeypatch: pyt
         target_checks.check_target_config(
             params.model_copy(update={"target": params.target.model_copy(update={"model": model})})
         )
-
-
-@pytest.mark.parametrize(
-    "broken", ["{", '{"model_type": "of tomorrow"}', '{"model_type": "llama", "hidden_size": "wide"}']
-)
-def test_a_config_that_cannot_be_read_is_left_to_prepare_target(home: Path, broken: str) -> None:
-    (home / "mine").mkdir()
-    (home / "mine/config.json").write_text(broken)
-    edit_params(home, {"target": {"model": "mine"}})
-    target_checks.check_target_config(schema.load_params())
-
-
-def test_a_target_that_can_be_used_passes(home: Path) -> None:
-    LlamaConfig(**MISTRAL).save_pretrained(home / "mine")
-    edit_params(home, {"target": {"model": "mine"}})
-    target_checks.check_target_config(schema.load_params())

@@ -38,11 +38,6 @@ def test_a_new_workspace_has_the_files_here_and_no_stale_stage(in_git, monkeypat
     assert (made / "middle.csv").stat().st_size and not (made / ".dvc/cache").exists()
 
 
-def test_a_file_deleted_here_is_missing_in_the_workspace(in_git) -> None:
-    (in_git.root / "first.py").unlink()
-    assert not (workspaces.make_workspace("one") / "first.py").exists()
-
-
 def test_a_workspace_that_could_not_be_created_is_removed(in_git) -> None:
     (in_git.root / "dvc.lock").write_text("schema: [")
     with pytest.raises(ValueError, match="checkout"):

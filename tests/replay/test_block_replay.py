@@ -13,13 +13,10 @@ from stages.families.block.exact_replay import (
     ReplayPack,
     compute_anchor_states,
     compute_histogram,
-    replay_block_answers,
     replay_block_trees,
     replay_chains,
-    trace_block_cycles,
 )
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import ReplayBatch
 from tests.draft.slow_block_draft import METHOD_OPTIONS, greedy_block, logits_after, random_block_draft
 from tests.draft.slow_draft import small_target
 
@@ -180,23 +177,3 @@ def test_trees_equal_enumerated_ones(
                 )  # fmt: skip
             assert (int(found.cycles[row, g]), int(found.accepted[row, g])) == (cycles, total), tree.name
             offset += count
-
-
-@every_method
-def test_answers_of_one_token_have_no_cycle(method: str) -> None:
-    case = case_of(method, 6)
-    rows = [row[: len(prompt) + 1] for row, prompt in zip(case.rows[:2], PROMPTS, strict=False)]
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    features = torch.zeros(*ids.shape, case.draft.fc.in_features, dtype=torch.float64)
-    inputs = case.draft, case.embedding, case.head, ReplayBatch(ids, features, lengths - 1, lengths)
-    tree = TreeShape(3, 2, 6)
-    found = replay_block_answers(*inputs, [tree, TreeShape(4, 1, 5)], traced=[0])
-    assert found.accepted.tolist() == found.cycles.tolist() == [[0, 0], [0, 0]] and found.cycle_starts is not None
-    assert len(trace_block_cycles(*inputs, found.cycle_starts[0], tree).row) == 0
-
-
-def test_a_tree_deeper_than_the_block_is_refused() -> None:
-    case = case_of("dflash", 6)
-    with pytest.raises(ValueError, match="t5_1_6: num_steps is 5, expected at most 4"):
-        replay_block_trees(case.draft, case.head, case.states, case.answer_positions, [TreeShape(5, 1, 6)])

@@ -1,13 +1,12 @@
 """Replay's counts against Python's integers, which never overflow, on both sides of each border of a narrow integer type."""
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.params.tree_shape import TreeShape, count_candidates
 from stages.replay import oracle_bounds
-from stages.replay.replay import PositionTables, walk_cycles
+from stages.replay.replay import PositionTables
 from stages.trees.draft_tree import Candidates, get_step_range
 
 POSITION_COUNTS = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
@@ -22,13 +21,6 @@ def count_fewest_cycles(reach: list[int]) -> tuple[int, int]:
         ways = [(ahead[-1 - step], step) for step in range(min(max_accepted, len(ahead) - 1) + 1)]
         ahead.append(min((cycles + 1, accepted - step) for (cycles, accepted), step in ways))
     return ahead[-1][0], -ahead[-1][1]
-
-
-def walk_slowly(accepted: list[int]) -> tuple[int, int]:
-    position = cycles = total = 0
-    while position < len(accepted):
-        total, cycles, position = total + accepted[position], cycles + 1, position + accepted[position] + 1
-    return cycles, total
 
 
 def clip_at_end(reach: list[int]) -> list[int]:
@@ -51,17 +43,6 @@ def test_the_oracle_counts_every_cycle_of_a_long_answer(num_positions: int, patt
     accepted, cycles = oracle_bounds.find_fewest_cycles(reach, torch.tensor([len(row) for row in rows]), 2)
     found = list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True))
     assert found == [count_fewest_cycles(row) for row in rows]
-
-
-@settings(max_examples=9, deadline=None)
-@given(st.sampled_from(POSITION_COUNTS), st.lists(st.integers(0, 3), min_size=1, max_size=5))
-def test_a_walk_counts_every_cycle_of_a_long_answer(num_positions: int, pattern: list[int]) -> None:
-    accepted = clip_at_end((pattern * num_positions)[:num_positions])
-    table = torch.tensor([[*accepted, 0]], dtype=torch.int8)
-    found = walk_cycles(table, torch.full_like(table, 127), torch.tensor([num_positions]), 3)
-    cycles, total = walk_slowly(accepted)
-    assert (found.cycles.item(), found.accepted.item(), found.summed_tree_depth.item()) == (cycles, total, 127 * cycles)
-    assert found.cycles_reaching_depth[0, 0].sum().item() == total
 
 
 def chain(steps: int) -> Candidates:
@@ -118,15 +99,3 @@ def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
         ]
         assert found[index] == node_counts
     assert found[-1][-1] == count
-
-
-@pytest.mark.parametrize(
-    ("largest", "dtype"),
-    [
-        (0, torch.int8), (127, torch.int8), (128, torch.int16), (255, torch.int16), (32_767, torch.int16),
-        (32_768, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64),
-    ],
-)  # fmt: skip
-def test_the_narrowest_integer_type_holds_the_largest_value(largest: int, dtype: torch.dtype) -> None:
-    assert oracle_bounds.choose_integer_type(largest) == dtype
-    assert torch.tensor(largest, dtype=dtype).item() == largest

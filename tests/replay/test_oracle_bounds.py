@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,11 +101,3 @@ def test_threshold_trees_hold_the_candidates_that_reach_the_threshold(kind: str,
             on_path = [scores[n] for n in [1, child][: step + 1]]
             assert accepted[q, step, 0].item() == sum(score >= threshold for score in on_path)
     assert nodes[-1, -1].item() == len(scores) and nodes[0, -1].item() == 0
-
-
-def test_between_two_thresholds_tau_is_in_proportion() -> None:
-    """Ten cycles each: trees of 1, 3 and 9 nodes with the root, tau 1, 2 and 4; at 4 nodes a sixth of the way from 3 to 9."""
-    found = np.array([[0, 10, 30], [10, 10, 10], [0, 20, 80]])
-    assert [oracle_bounds.interpolate_adaptive_tau(found, m) for m in (2, 3, 4, 9)] == pytest.approx(
-        [1.5, 2, 2 + 2 / 6, 4]
-    )

@@ -7,20 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
 from stages.replay.replay import (
-    MISSING_RANK,
     ReplayBatch,
-    find_step_leaders,
-    rank_candidates,
     replay_answers,
-    walk_cycles,
 )
 from stages.trees.draft_tree import TREE_SCORINGS
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_candidates
@@ -180,46 +174,3 @@ def test_no_tree_beats_the_oracle() -> None:
         assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, full_tree])
     assert torch.equal(found.adaptive.summed_tree_depth[:, everything], 14 * found.cycles[:, full_tree])
     assert found.adaptive.accepted[:, nothing].sum() == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
-def test_ranks_are_indices_into_the_sorted_candidates(steps: int, topk: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    count = topk + (steps - 1) * topk * topk
-    scores = torch.randint(0, 4, (2, count), generator=generator) / 4  # ties
-    numbers = torch.randint(-2, count, (2, 3), generator=generator)
-    found = rank_candidates(scores, numbers, steps, topk)
-    for n in range(2):
-        for d, number in enumerate(numbers[n].tolist()):
-            for step in range(steps):
-                candidates = range(topk + step * topk * topk)
-                if number < 0:
-                    assert found[n, d, step] == MISSING_RANK
-                    continue
-                own_key = -scores[n, number].item(), number
-                assert found[n, d, step] == sum((-scores[n, i].item(), i) < own_key for i in candidates)
-    best = find_step_leaders(scores, steps, topk).tolist()
-    levels = [range(topk + (s - 1) * topk * topk if s else 0, topk + s * topk * topk) for s in range(steps)]
-    assert best == [
-        [min(indices, key=lambda i, n=n: (-scores[n, i].item(), i)) for indices in levels] for n in range(2)
-    ]
-
-
-def test_walk_steps_over_the_bonus_token() -> None:
-    """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends: 3 drafts in 3 cycles."""
-    accepted, deep = torch.tensor([[2, 3, 3, 0, 1, 3, 3]]), torch.tensor([[3, 3, 3, 2, 1, 3, 3]])
-    found = walk_cycles(accepted, deep, torch.tensor([6]), 3)
-    assert (found.accepted.item(), found.cycles.item(), found.summed_tree_depth.item()) == (3, 3, 6)
-    assert found.cycles_reaching_depth.tolist() == [
-        [[2, 1, 0]]
-    ]  # two of the cycles accepted one draft or more, one of them two
-
-
-def test_an_answer_of_one_token_has_no_cycle() -> None:
-    """The only token comes from prefill; nothing is drafted."""
-    draft, embedding, _ = random_draft(3)
-    ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
-    answers = ReplayBatch(ids, features, torch.tensor([4]), torch.tensor([5]))
-    accepted, cycles = replay_answers(draft, embedding, answers, [TreeShape(3, 2, 5)])[:2]
-    assert (accepted.item(), cycles.item()) == (0, 0)

@@ -263,29 +263,3 @@ def test_a_wrong_replay_differs_from_live_runs(method: str, spoiled: str, monkey
 
 
 # Borders
-
-
-def test_a_token_that_rounding_puts_outside_top_p_has_its_probability_before() -> None:
-    last, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
-    inside, outside = (
-        sampled_drafts.compute_target_probabilities(last, head, torch.tensor([token]), 1.0, 0.5) for token in (0, 2)
-    )
-    assert inside.tolist() == [1.0] and outside.item() == pytest.approx(math.exp(1) / (math.exp(5) + 1 + math.exp(1)))
-
-
-@every_method
-def test_answers_of_one_token_have_no_cycle(method: str) -> None:
-    pair = pair_of(method, 3, 2)
-    found = pair.replay(pair.read_positions([[1, 0], [2, 1]], 1), *SAMPLING)
-    assert found.cycles.tolist() == found.accepted.tolist() == [[0, 0], [0, 0]]
-    mixed = pair.replay(pair.read_positions([[1, 0], [2, 1, 0, 2]], 1), *SAMPLING)
-    assert mixed.cycles[0].tolist() == [0, 0] and (mixed.cycles[1] >= 1).all()
-
-
-def test_the_batch_size_changes_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, rows = pair_of("dspark", 7, 3), live("dspark", 1).rows[:5]
-    positions = pair.read_positions(rows, 4)
-    expected = pair.replay(positions, *SAMPLING)
-    monkeypatch.setitem(sampled_drafts.MAX_INTERMEDIATE_ELEMENTS, "cpu", 60)
-    for first, second in zip(expected, pair.replay(positions, *SAMPLING), strict=True):
-        torch.testing.assert_close(first, second)

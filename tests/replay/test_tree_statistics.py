@@ -9,7 +9,7 @@ import torch
 
 from stages.params.tree_shape import TreeShape
 from stages.replay import tree_statistics
-from stages.replay.replay import mark_cycle_starts, replay_answers
+from stages.replay.replay import replay_answers
 from stages.replay.tree_statistics import TOKEN_CLASSES, TreeCycles, TreeStatistics, trace_cycles
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 from tests.replay.test_replay import make_answers, pad_answers
@@ -100,13 +100,6 @@ def test_the_cycles_of_a_long_row_are_grown_in_parts(options: str, monkeypatch: 
         assert torch.allclose(a, b, rtol=1e-5) if a.is_floating_point() else torch.equal(a, b), name
 
 
-def test_cycle_starts_are_the_positions_of_the_walk() -> None:
-    """Two accepted, bonus, none accepted, bonus, one accepted and the answer ends; an answer of one token has no cycle."""
-    accepted = torch.tensor([[2, 9, 9, 0, 1, 9, 9], [5, 9, 9, 9, 9, 9, 9]])
-    found = mark_cycle_starts(accepted, torch.tensor([6, 0]))
-    assert found.int().tolist() == [[[1, 0, 0, 1, 1, 0], [0] * 6], [[1, 0, 0, 0, 0, 0], [0] * 6]]
-
-
 def two_cycles() -> TreeCycles:
     """Cycles of a chain of two drafts on the answer 0 1 2 3 4: one accepted at position 0, two (and the end) at position 2."""
     return TreeCycles(
@@ -155,19 +148,6 @@ def test_a_tally_adds_up_by_hand() -> None:
     assert found["token", "structure"] == (0, None, None, 1)
 
 
-def test_buckets_come_in_their_order() -> None:
-    order = list(list_tallies())
-    assert [grouping for grouping, _ in order] == sorted(
-        (grouping for grouping, _ in order), key=tree_statistics.GROUPING_ORDER.index
-    )
-    assert [b for grouping, b in order if grouping == "path_probability"] == ["0.2-0.3", "0.5-0.6", "0.9-1"]
-    assert tree_statistics.LENGTH_EDGES[:9] == (0, 8, 12, 16, 24, 32, 48, 64, 96)
-    assert (
-        list(tree_statistics.LENGTH_EDGES) == sorted(tree_statistics.LENGTH_EDGES)
-        and tree_statistics.LENGTH_EDGES[-1] > 2_000_000
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("12", "digits"), (" -3", "digits"), ("\n  ", "structure"), ("]{", "structure"), ("", "structure"), ("€", "structure"),
@@ -186,14 +166,3 @@ def test_kinds_of_tokens_are_those_of_their_texts() -> None:
 
     found = tree_statistics.classify_tokens(Spelling(), [3, 2, 0, 3])
     assert [TOKEN_CLASSES[i] for i in found.tolist()] == ["structure", "structure", "digits", "letters"]
-
-
-def test_an_answer_without_cycles_has_no_statistics() -> None:
-    draft, embedding, _ = random_draft(3)
-    ids, features = torch.randint(0, 20, (1, 5)), torch.randn(1, 5, 3 * CONFIG.hidden_size)
-    rows = [(ids[0].tolist(), features[0], 4, 5)]
-    cycles = trace_rows(draft, embedding, rows, TreeShape(3, 2, 5), "sglang")
-    assert len(cycles.row) == 0 and cycles.accepted_nodes.shape == (0, 4)
-    tally = TreeStatistics()
-    tally.add(cycles, ["q1"], ids, torch.tensor([4]), torch.tensor([5]), torch.zeros(20, dtype=torch.int64))
-    assert list(tally.list_buckets()) == []

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from stages.cells import replay_records, timing_grid, torch_records
+from stages.cells import replay_records, timing_grid
 from stages.cells.replay_records import ReplayedTree
 from stages.draft import block_checkpoint
 from stages.params import schema
@@ -60,6 +60,4 @@ def measure_block_trees(p: schema.Params) -> None:
     for workload in p.benchmark.torch_workloads:
         for tree, speedup in MEASURED.items():
             ends = speedup - 0.2, speedup + 0.2
-            torch_records.write_torch_cell(
-                timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).model_dump()
-            )
+            timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).write()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from stages import report
-from stages.cells import replay_records, served_records, timing_grid, torch_records
+from stages.cells import replay_records, timing_grid
+from stages.cells.cell import Cell
 from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
@@ -23,7 +24,7 @@ from tests import costs, made_once
 from tests.conftest import EVAL, ROOT, edit_params
 from tests.served_cells import made_up as served_cell
 from tests.served_cells import point
-from tests.torch_cells import ENDED
+from tests.torch_cells import timed_cell
 
 Row = dict[str, Any]
 SPENT = [
@@ -55,14 +56,12 @@ def made_up_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Par
 
 def make_up_results(p: schema.Params) -> None:
     """Cells, replays and stage reports that could be true: accept lengths fall off with depth, epochs help or hurt."""
-    rng = random.Random(4)
+    cells_rng, rng = random.Random(4), random.Random(1)
     skill = {name: 0.80 - 0.03 * i for i, name in enumerate(p.train_draft.checkpoints)}
     for workload in p.benchmark.torch_workloads:
         for checkpoint in p.benchmark.checkpoints:
             for name in p.benchmark.trees:
-                torch_records.write_torch_cell(
-                    _made_up_cell(rng, workload, checkpoint, TreeShape.parse(name), skill[checkpoint])
-                )
+                _make_up_cell(cells_rng, workload, checkpoint, TreeShape.parse(name), skill[checkpoint]).write()
     for checkpoint, segment in p.train_draft.checkpoints.items():
         lines = [",".join(ReplayedTree.list_keys())]
         for tree in p.replay_trees.list_trees():
@@ -141,54 +140,27 @@ def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
     ]
 
 
-def _made_up_cell(rng: random.Random, workload: str, checkpoint: str, tree: TreeShape, skill: float) -> Row:
+def _make_up_cell(rng: random.Random, workload: str, checkpoint: str, tree: TreeShape, skill: float) -> Cell:
     tau = _tau(skill, tree) + rng.uniform(-0.1, 0.1)
     speedup = tau / (1.18 + 0.06 * tree.num_steps + 0.01 * tree.num_draft_tokens)
-    latency, prompts = rng.uniform(0.55, 0.65), 12
-    metrics = {
-        "tau": tau, "tau_low": tau - rng.uniform(0.1, 0.3), "tau_high": tau + rng.uniform(0.1, 0.3),
-        "accept_rate": (tau - 1) / tree.num_steps, "node_accept_rate": (tau - 1) / (tree.num_draft_tokens - 1),
-        "prefill_latency_s": 0.021 + rng.random() / 1000, "e2e_latency_s": latency / speedup,
-        "output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup, "speedup_low": speedup * 0.95,
-        "speedup_high": speedup * 1.04, "identical_share": 1.0,
-    }  # fmt: skip
-    prompt = dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
-        "finish_reason": "stop",
-        "baseline_prefill_latency_s": 0.021,
-        "baseline_e2e_latency_s": latency,
-        "baseline_output_tokens": 120,
-        "output_tokens": 120,
-        "process_s": latency / speedup,
-        "baseline_process_s": latency,
-        "prefill_latency_s": 0.021,
-        "e2e_latency_s": latency / speedup,
-    }
     shares = [math.exp(-(((i - tau + 1) / (0.3 * tree.num_steps)) ** 2)) for i in range(tree.num_steps + 1)]
-    return {
-        **ENDED,
-        "workload": workload,
-        "checkpoint": checkpoint,
-        "tree": tree.name,
-        "num_steps": tree.num_steps,
-        "topk": tree.topk,
-        "num_draft_tokens": tree.num_draft_tokens,
-        "engine": "torch",
-        "definitions": torch_records.DEFINITIONS,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": None,
-        "metrics": metrics,
-        "histogram": [round(360 * s / sum(shares)) for s in shares],
-        "prompts": [prompt | {"id": f"row{i}.0"} for i in range(prompts)],
-        "hardware": {"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
-        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
-        "seconds": 3.4,
-        "seed": 0,
-        "gpus": [],
-        "joules": None,
-        "repeats": [{"output_tok_s": 210 * speedup, "baseline_output_tok_s": 210.0, "speedup": speedup}],
-        "quality": None,
-    }
+    return timed_cell(
+        tree.name,
+        speedup,
+        speedup * 0.95,
+        speedup * 1.04,
+        workload=workload,
+        checkpoint=checkpoint,
+        prefill_s=0.021 + rng.random() / 1000,
+        step_s=0.0048,
+        tau=tau,
+        prompts=12,
+        tokens=121,
+        cycles=0,  # so that no prediction is compared
+        histogram=[round(360 * s / sum(shares)) for s in shares],
+        hardware={"cpu": "Made-up CPU, 2 cores", "system": "Linux", "python": "3.11.9"},
+        versions={"torch": "2.13.0", "transformers": "5.23.0"},
+    )
 
 
 def _tau(skill: float, tree: TreeShape) -> float:
@@ -261,10 +233,14 @@ def replayed(tree: str, checkpoint: str = "e009") -> float:
 
 def make_up_served(workload: str, off: float = 1.0, **keys: Any) -> None:
     """A baseline and a chain whose tau is `off` times the replayed, each of three repeats; the other tree can't run."""
-    served_records.write_served_cell(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
+    write_cell(served_cell(workload, points=[point(200, 64, 0.02, repeats=3, accuracy=0.5)]))
     drafted = point(200, 64, 0.01, off * replayed("t5_1_6"), repeats=3, accuracy=0.5, warnings=["<b>hot</b>"])
-    served_records.write_served_cell(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
-    served_records.write_served_cell(served_cell(workload, "e009", "t8_2_16"))
+    write_cell(served_cell(workload, "e009", "t5_1_6", [drafted]) | keys)
+    write_cell(served_cell(workload, "e009", "t8_2_16"))
+
+
+def write_cell(made: Row) -> Path:
+    return Cell.model_validate(made).write()
 
 
 def words(page: str) -> str:

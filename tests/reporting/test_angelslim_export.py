@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from stages.cells.served_records import ServedCell
+from stages.cells.cell import Cell
 from stages.published.comparison import MEASURES
 from stages.reporting import angelslim_export
 from tests.served_cells import made_up, point
@@ -30,16 +30,14 @@ def test_a_cell_gives_a_file_for_each_way_and_an_analysis(tmp_path: Path, analys
     cell = timed_cell("t8_2_16", 1.5)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/old.jsonl").touch()
-    angelslim_export.write_answer_files(
-        tmp_path / "out", "qwen", angelslim_export.list_answer_sets([cell], []), analysis
-    )
+    angelslim_export.write_answer_files(tmp_path / "out", "qwen", angelslim_export.list_answer_sets([cell]), analysis)
     stem = "qwen-eval-e009-t8_2_16"
     names = {f"{stem}-temperature-{cell.temperature}-{kind}.jsonl" for kind in ("eagle", "baseline")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | (
         {f"{stem}-analysis.json"} if analysis else set()
     )
     eagle, baseline = (read(tmp_path / "out" / name) for name in sorted(names, reverse=True))
-    assert [line["question_id"] for line in eagle] == list(dict.fromkeys(row.id for row in cell.prompts))
+    assert [line["question_id"] for line in eagle] == list(dict.fromkeys(row.id for row in cell.points[0].requests))
     assert {line["model_id"] for line in [*eagle, *baseline]} == {"qwen"} and "idxs" not in baseline[0]["choices"][0]
     if analysis:
         found = json.loads((tmp_path / "out" / f"{stem}-analysis.json").read_text())
@@ -56,7 +54,7 @@ def test_a_sweep_has_files_for_each_load_and_a_way_that_was_not_measured_has_non
         made_up("load", "e009", "t5_1_6", loads, engine="torch", baseline_points=[]),
         made_up("load", None, None, [point(64, 4, 0.02)]),
     ]
-    sets = angelslim_export.list_answer_sets([], [ServedCell.model_validate(cell) for cell in cells])
+    sets = angelslim_export.list_answer_sets([Cell.model_validate(cell) for cell in cells])
     angelslim_export.write_answer_files(tmp_path / "out", "m", sets, True)
     names = {path.name for path in (tmp_path / "out").glob("*.jsonl")}
     assert names == {

@@ -1,6 +1,5 @@
 """Families side by side: a page of made-up replays of EAGLE-3 and of a block draft, and what is offered for launch."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -12,37 +11,17 @@ from stages.cells import prediction, replay_records
 from stages.cells.prediction import PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
-from stages.params.families import BLOCKS, DFLASH, TORCH_ONLY, DraftKind
+from stages.params.families import DFLASH, TORCH_ONLY, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
-from stages.serving import engine_flags
 from tests.reporting.made_up_block_draft import CHAIN, NAME, add_block_draft, add_timing, measure_block_trees
 from tests.reporting.made_up_results import made_up_project, words
 from tests.served_cells import replayed_tree
-
-TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> schema.Params:
     return add_block_draft(made_up_project(tmp_path, monkeypatch))
-
-
-@pytest.mark.parametrize("name", ["eagle3", *BLOCKS])
-def test_the_engines_of_a_tree_are_those_that_do_not_refuse_it(name: str) -> None:
-    """Bug: EAGLE-3's t8_2_8, which SGLang refuses and vLLM too, was offered as SGLang's."""
-    method = BLOCKS.get(name)
-    architecture = method.architecture if method else "LlamaForCausalLMEagle3"
-    config = {"architectures": [architecture], "block_size": 4, "model_type": "llama"}
-    family = DraftKind(method, method.count_drafts(4)) if method else DraftKind()
-    shapes = [TreeShape(*shape) for shape in itertools.product((1, 3, 4, 8), (1, 2, 4), (4, 8, 9, 16))]
-    chains = [TreeShape(steps, 1, steps + 1) for steps in range(1, 9)]
-    for tree in [*(tree for tree in shapes if tree.topk > 1), *chains]:
-        running = [
-            title for engine, title in TITLES.items() if not engine_flags.explain_unsupported(engine, tree, config)
-        ]
-        assert family.list_engines(tree) == (", ".join(running) or TORCH_ONLY), tree
-        assert family.is_served(tree) == bool(running)
 
 
 def test_the_tree_of_each_kind_is_the_fastest_one_where_speedups_are_predicted() -> None:
@@ -126,40 +105,6 @@ def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
     assert f"no serving engine runs this tree with this draft: t3_2_8 with {NAME}, measured 2.20x" in words(page)
 
 
-def test_predictions_are_of_every_timed_checkpoint_and_marked_where_no_engine_runs_the_tree(
-    project: schema.Params,
-) -> None:
-    """Bug: the table had the best checkpoint's trees alone, without a mark, and costs did not name their draft."""
-    add_timing()
-    report.main()
-    page = report.PAGE_FILE.read_text()
-    assert page.count("The fastest predicted trees, torch engine, concurrency 1") == 2  # of a box and of its table
-    rows = read_table(page, "The fastest predicted trees")
-    assert {row[1] for row in rows} == {"e003", "e009", NAME} and len(rows) == 10
-    own = [row for row in PredictedSpeedup.read_table() if row.concurrency == 1 and row.checkpoint == NAME]
-    assert float(rows[0][4].rstrip("×")) == pytest.approx(max(row.speedup for row in own), abs=0.005)
-    for tree, checkpoint, *_ in rows:
-        shape = TreeShape.parse(f"t{tree.split()[0]}")
-        assert ("torch engine only" in tree) == (checkpoint == NAME and shape != CHAIN)
-    assert sum("torch engine only" in row[0] for row in rows) >= 5
-    text = words(page)
-    assert "torch engine with the draft of e000, 36 points" in text
-    assert f"torch engine with the draft of {NAME} (DSpark), 36 points" in text
-
-
-def test_measured_trees_beside_their_predictions_are_marked_where_no_engine_runs_them(project: schema.Params) -> None:
-    """Bug: this table alone named trees that no serving engine runs without the mark."""
-    add_timing()
-    measure_block_trees(project)
-    report.main()
-    page = report.PAGE_FILE.read_text()
-    compared = page[page.index("<h3>Predicted against measured</h3>") :]
-    rows = re.split("<tr[ >]", compared[: compared.index("</table>")])
-    trees = [words(row[row.index("<th") :].split("</th>")[0]) for row in rows if 'scope="row"' in row]
-    marks = {tree.split()[0]: "torch engine only" in tree for tree in trees}
-    assert marks == {"5_1_6": False, "3_2_8": True}
-
-
 def test_a_tree_of_eagle3_that_no_engine_runs_has_its_own_reason() -> None:
     """Bug: one sentence for all said that neither engine runs the tree, not which ones they run."""
     chain, narrow = TreeShape(8, 1, 9), TreeShape(8, 2, 8)
@@ -192,9 +137,3 @@ def test_replays_that_share_no_tree_are_shown_without_a_duel(project: schema.Par
     ReplayedTree.write_csv(replay_records.locate_replay(NAME), far)
     report.main()
     assert "Families side by side" in report.PAGE_FILE.read_text()
-
-
-def test_a_page_of_eagle3_alone_has_no_part_on_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_up_project(tmp_path, monkeypatch)
-    report.main()
-    assert "Families side by side" not in report.PAGE_FILE.read_text()

@@ -8,21 +8,24 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.cells import replay_records, torch_records
+from stages.cells import replay_records
+from stages.cells.cell import CELLS_FOLDER, Cell, locate_cell
 from stages.cells.replay_records import ReplayedTree
+from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.reporting.benchmark_table import BenchmarkRow
 from tests.reporting.made_up_results import _lines
 
 
 def test_a_speedup_is_emphasised_only_where_its_interval_lies_above_1(half_measured: schema.Params) -> None:
     """Bug: the highest speedup of a table was coloured, also where it was below 1 or its interval held 1."""
     for tree, low in (("t8_2_16", 0.97), ("t5_1_6", 1.0), ("t10_2_32", None)):
-        found = torch_records.read_torch_cell("eval", "e009", tree).model_dump()
-        ends = {"speedup_low": low, "speedup_high": low and found["metrics"]["speedup_high"]}
-        torch_records.write_torch_cell(found | {"metrics": found["metrics"] | ends})
+        found = Cell.read("torch", "eval", "e009", tree)
+        speeds = found.points[0].in_turns
+        assert speeds
+        speeds.speedup_low, speeds.speedup_high = low, low and speeds.speedup_high
+        found.write()
     report.main()
-    rows = _lines(BenchmarkRow.TABLE)
+    rows = _lines(ResultRow.TABLE)
     faster = [row for row in rows if float(row["speedup_low"] or 0) > 1]
     others = {(row["checkpoint"], row["tree"]) for row in rows if row not in faster}
     assert faster and others == {("e009", tree) for tree in ("t8_2_16", "t5_1_6", "t10_2_32")}
@@ -34,10 +37,9 @@ def test_a_speedup_is_emphasised_only_where_its_interval_lies_above_1(half_measu
 def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = torch_records.locate_torch_cell("eval", "e009", "t8_2_16")
+    path = locate_cell("torch", "eval", "e009", "t8_2_16")
     found = json.loads(path.read_text())
-    for row in found["prompts"]:
-        row |= {"process_s": row["process_s"] / 2, "baseline_process_s": row["baseline_process_s"] / 2}
+    found["points"][0]["process_share"] = 0.5
     path.write_text(json.dumps(found))
     report.main()
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
@@ -55,9 +57,9 @@ def test_speedups_that_are_not_clear_of_1_are_no_headline_and_no_colour(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bug: on a busy machine 1.74x was printed in bold colour under a headline, with an interval from 0.72 to 3.53."""
-    for path in torch_records.CELLS_FOLDER.glob("*.json"):
+    for path in CELLS_FOLDER.glob("*.json"):
         found = json.loads(path.read_text())
-        found["metrics"] |= {"speedup": 1.74, "speedup_low": 0.72, "speedup_high": 3.53}
+        found["points"][0]["in_turns"] = {"speedup": 1.74, "speedup_low": 0.72, "speedup_high": 3.53}
         path.write_text(json.dumps(found))
     report.main()
     metrics, page = json.loads(report.METRICS_FILE.read_text()), report.PAGE_FILE.read_text()
@@ -71,9 +73,10 @@ def test_speedups_that_are_not_clear_of_1_are_no_headline_and_no_colour(
 def test_a_draft_that_accepts_nothing_has_a_warning_and_no_badge(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in torch_records.CELLS_FOLDER.glob("*.json"):
+    for path in CELLS_FOLDER.glob("*.json"):
         found = json.loads(path.read_text())
-        found["metrics"] |= {"tau": 1.0, "speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
+        found["points"][0]["in_turns"] = {"speedup": 0.5, "speedup_low": 0.4, "speedup_high": 0.6}
+        found["points"][0]["acceptance"]["tau"] = 1.0
         path.write_text(json.dumps(found))
     for name in made_up.replay_trees.checkpoints:
         trees = [tree.model_copy(update={"tau": 1.0, "tau_low": 1.0}) for tree in replay_records.read_replay(name)]
@@ -99,7 +102,7 @@ def test_the_best_checkpoint_is_the_one_with_the_highest_mean_replayed_tau(made_
     assert metrics["best_checkpoint"] == max(means, key=means.__getitem__)
     for name, found in metrics["checkpoints"].items():
         assert found["mean_replay_tau"] == pytest.approx(means[name])
-        mine = [row for row in _lines(BenchmarkRow.TABLE) if row["checkpoint"] == name]
+        mine = [row for row in _lines(ResultRow.TABLE) if row["checkpoint"] == name]
         assert found["best_by_tau"]["tau"] == max(float(row["tau"]) for row in mine)
         assert found["best_by_speedup"]["speedup"] == max(float(row["speedup"]) for row in mine)
         assert found["best_by_speedup"]["speedup_low"] > 1

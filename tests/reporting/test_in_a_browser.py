@@ -17,11 +17,10 @@ import pytest
 from stages import report
 from stages.cells import replay_records
 from stages.cells.replay_records import ReplayedTree
+from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.reporting.benchmark_table import BenchmarkRow
 from tests.chromium import CHROMIUM, launch_chromium
 from tests.conftest import EVAL, ROOT
-from tests.reporting.made_up_block_draft import add_block_draft, add_timing, measure_block_trees
 from tests.reporting.made_up_results import made_up_inside, made_up_project, make_up_served, serve
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: nothing to lay the page out with")
@@ -44,17 +43,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         make_up_served("code", off=0.7)
         report.main()
         yield report.PAGE_FILE.resolve()
-
-
-@pytest.fixture(scope="module")
-def block_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of a measured block draft, most of whose trees no serving engine runs; we stand where we stood before."""
-    with pytest.MonkeyPatch.context() as patch:
-        p = add_block_draft(made_up_project(tmp_path_factory.mktemp("blocks"), patch))
-        add_timing()
-        measure_block_trees(p)
-        report.main()
-        return report.PAGE_FILE.resolve()
 
 
 @pytest.fixture(scope="module")
@@ -96,34 +84,6 @@ def test_the_page_is_no_wider_than_its_window(open_page: Open, width: int) -> No
     assert page.evaluate(measure) == width
     page.evaluate("() => { document.querySelector('main').style.minWidth = '3000px'; }")  # that the measure finds one
     assert page.evaluate(measure) > width
-
-
-def test_no_table_is_cut_off_on_a_laptop(open_page: Open) -> None:
-    """Bug: at 1280 px the last heads of the table of percentiles lay beyond its edge."""
-    page = open_page(1280)
-    page.evaluate(OPEN_ALL)
-    assert page.locator("[aria-label^='Latencies: ']").count() >= 2 and page.evaluate(CUT_OFF) == []
-    page.add_style_tag(content=".wrapped th { white-space: nowrap !important; }")  # that the measure finds one
-    assert page.evaluate(CUT_OFF) != []
-
-
-CUT_OFF = """() => [...document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth)
-    .map((box) => box.getAttribute('aria-label'))"""
-
-
-def test_the_mark_of_a_tree_cuts_nothing_off(browser: Any, block_file: Path) -> None:
-    """Bug: "torch engine only" pushed the speedup out of a phone's view, and the last column out of the box at 1280 px."""
-    for width in (390, 1024, 1280):
-        page = browser.new_page(viewport={"width": width, "height": 800})
-        page.goto(block_file.as_uri())
-        page.evaluate(OPEN_ALL)
-        assert page.locator(".results .tag:visible").count() and page.locator("th .tag:visible").count() > 20
-        # On a phone tables of many columns scroll; the main one shows three.
-        looked_at = "Results of " if width == 390 else ""
-        assert [name for name in page.evaluate(CUT_OFF) if name.startswith(looked_at)] == [], f"at {width} px"
-        page.add_style_tag(content=":is(th, .tag) { white-space: nowrap !important; padding: 0 3rem !important; }")
-        assert any(name.startswith("Results of ") for name in page.evaluate(CUT_OFF)), f"at {width} px"
-        page.close()
 
 
 def test_a_wide_screen_shows_picture_and_table_at_once_and_the_rest_is_folded(open_page: Open) -> None:
@@ -190,14 +150,6 @@ def test_print_opens_what_is_folded_on_few_pages(open_page: Open) -> None:
     assert pages <= 8
     smallest = "() => Math.min(...[...document.querySelectorAll('main *')].map((e) => parseFloat(getComputedStyle(e).fontSize)))"
     assert page.evaluate(smallest) >= 8  # px of 1/96 inch: 6 pt
-
-
-def test_without_its_script_print_opens_what_is_folded_and_no_control_is_shown(open_page: Open) -> None:
-    page = open_page(1024, java_script_enabled=False)
-    assert not page.locator("button, input").count()
-    assert not page.get_by_role("heading", name="What is trained on").is_visible()
-    page.emulate_media(media="print")
-    assert page.locator("#training figure svg").first.is_visible()
 
 
 # Who can read it
@@ -270,17 +222,6 @@ def test_a_link_opens_the_part_that_it_leads_to(open_page: Open) -> None:
     assert all(page.locator(target).count() == 1 for target in targets)
 
 
-def test_a_closed_part_opens_again_by_a_link_that_was_followed_before(open_page: Open) -> None:
-    """Bug that a listener to hashchange alone would have: the same link twice changes no hash."""
-    page = open_page(1920, "#training")
-    page.evaluate("() => { document.querySelector('#training').open = false; }")
-    page.evaluate(
-        "() => document.querySelector('main').insertAdjacentHTML('afterbegin', '<a href=\"#training\">there</a>')"
-    )
-    page.get_by_text("there", exact=True).click()
-    assert page.locator("#training").evaluate("(part) => part.open")
-
-
 def test_the_main_table_sorts_and_plain_decoding_stays_below(open_page: Open) -> None:
     page = open_page(1920)
     table = page.locator(".results").first
@@ -340,7 +281,7 @@ def test_every_table_is_downloaded_as_csv(open_page: Open) -> None:
     caption = page.locator(".results caption").first.inner_text().strip()
     name, rows = download(page, caption)
     assert name == re.sub(r"[^a-z0-9_]+", "-", caption.lower()) + ".csv"
-    cells = {row.tree: row for row in BenchmarkRow.read_table() if row.checkpoint in caption}
+    cells = {row.tree: row for row in ResultRow.read_table() if str(row.checkpoint) in caption}
     assert len(rows) == len(cells) + 1 and rows[-1]["tree"] == "plain decoding"
     for row in rows[:-1]:
         cell = cells["t" + row["tree"].split()[0]]

@@ -75,20 +75,3 @@ def test_what_is_installed_decides_whether_anything_is_told() -> None:
         "serving-env/sglang/lib/python3.12/site-packages/sglang-0.5.24.dist-info"
     )
     assert describe_older_engines(launch) == []
-
-
-def test_a_runner_up_that_is_not_faster_and_none_at_all() -> None:
-    slow, alone = choose(guess("t5_4_16", 0.9, 0.8)), choose()
-    lines = describe_older_engines(slow)
-    assert lines[0].endswith("5_4_16 of e009, predicted 0.90x (0.80-1.00): leave speculation off") and len(lines) == 2
-    assert describe_older_engines(alone)[0].endswith("at concurrency 1: no other draft is predicted")
-    Path("serving-env/sglang-0.5.23.txt").unlink()
-    assert describe_older_engines(alone)[-1] == "to launch the first, get sglang 0.5.23 or later"
-    any_version = prediction.choose_launches([guess("t5_4_16", 1.6, 1.5)], describe_launch)
-    assert describe_older_engines(any_version) == [] and any_version[0].runner_up is None
-
-
-def test_a_runner_up_without_an_interval_is_not_told_as_slower() -> None:
-    """Bug: the advice was to leave speculation off where the predicted speedup had no interval."""
-    lines = describe_older_engines(choose(guess("t5_4_16", 1.6, None, high=None)))
-    assert "predicted 1.60x (no interval): it can't be told whether to speculate" in lines[0]

@@ -4,8 +4,8 @@ from matplotlib.figure import Figure
 
 from stages.cells.prediction import PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
+from stages.cells.table import ResultRow
 from stages.reporting import overview
-from stages.reporting.benchmark_table import BenchmarkRow
 from stages.reporting.overview import TreeLine
 from stages.reporting.plots import PlotPoint
 
@@ -21,11 +21,9 @@ def guess(tokens: int, speedup: float, steps: int = 5) -> PredictedSpeedup:
     )
 
 
-def row(name: str, tokens: int, speedup: float, source: str = "measured") -> BenchmarkRow:
+def row(name: str, tokens: int, speedup: float, source: str = "measured") -> ResultRow:
     ends = {"speedup_low": speedup - 0.1, "speedup_high": speedup + 0.1}
-    return BenchmarkRow.model_construct(
-        tree=name, topk=2, num_draft_tokens=tokens, speedup=speedup, source=source, **ends
-    )
+    return ResultRow.model_construct(tree=name, topk=2, num_draft_tokens=tokens, speedup=speedup, source=source, **ends)
 
 
 def names(plot_points: list[PlotPoint]) -> dict[str, tuple[float, float]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.cells import torch_records
-from stages.cells.torch_records import Cell
+from stages.cells import table
+from stages.cells.cell import Cell
+from stages.cells.table import ResultRow
 from stages.params import schema
 from stages.reporting import latencies, provenance
-from stages.reporting.benchmark_table import BenchmarkRow
 from stages.telemetry import stage_log
 from tests.conftest import EVAL
 from tests.reporting.made_up_results import TREES, make_up_served, make_up_spent, serve, words
@@ -43,13 +43,6 @@ def test_sums_are_those_by_hand() -> None:
     assert provenance.summarise_stage_runs(stages, cells[:3]).all.joules == 3900.0
 
 
-@pytest.mark.parametrize(
-    ("joules", "text"), [(None, "–"), (7500.0, "2.08 Wh"), (3.6e6, "1 kWh"), (7.1e6, "1.97 kWh"), (0.0, "0 Wh")]
-)
-def test_energy_in_words(joules: float | None, text: str) -> None:
-    assert provenance.format_energy(joules) == text
-
-
 def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it(made_up: schema.Params) -> None:
     report.main()
     assert "no commit: this is no git repository" in report.PAGE_FILE.read_text()
@@ -64,8 +57,8 @@ def test_the_page_names_its_commit_what_differs_from_it_and_the_tables_beside_it
     report.main()
     text = words(report.PAGE_FILE.read_text())
     assert f"written atcommit {head}, with changes in params.yaml (dvc.lock" in text
-    for table in (BenchmarkRow.TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
-        assert f"{table}{hashlib.sha256(table.read_bytes()).hexdigest()}" in text
+    for file in (ResultRow.TABLE, report.REPLAY_TABLE, report.METRICS_FILE):
+        assert f"{file}{hashlib.sha256(file.read_bytes()).hexdigest()}" in text
     assert f"draft e003{'ab' * 32}" in text
 
 
@@ -80,56 +73,37 @@ def test_what_a_stage_took_is_shown_where_it_ran_here(made_up: schema.Params) ->
     assert "train_draft@e003 1 1 h 30 min" not in re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE_FILE.read_text())
 
 
+def summarise(*cells: Cell) -> latencies.LatencyGroup:
+    (group,) = latencies.summarise_latencies(table.join_lines(cells, {}, []))
+    return group
+
+
 def test_percentiles_are_those_of_the_answers(made_up: schema.Params) -> None:
-    (group,) = latencies.summarise_torch_cells(
-        [torch_records.read_torch_cell("eval", "e003", tree) for tree in made_up.benchmark.trees]
-    )
+    group = summarise(*(Cell.read("torch", "eval", "e003", tree) for tree in made_up.benchmark.trees))
     assert [row.tree for row in group.rows][-1] == "plain decoding" and len(group.plots) == 3
     spread = [0.1 * (n + 1) for n in range(12)]
-    found = torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    for prompt, seconds in zip(found.prompts, spread, strict=True):
-        prompt.e2e_latency_s, prompt.prefill_latency_s, prompt.output_tokens = seconds, seconds / 10, 11
-    (group,) = latencies.summarise_torch_cells([found])
+    found = Cell.read("torch", "eval", "e003", "t8_2_16")
+    for request, seconds in zip(found.points[0].requests, spread, strict=True):
+        request.e2e_s, request.ttft_s, request.tpot_s = seconds, seconds / 10, None
+    row = summarise(found).rows[0]
     hundredths = statistics.quantiles(spread, n=100, method="inclusive")
     by_hand = [hundredths[share - 1] for share in latencies.PERCENTILES]
-    row = group.rows[0]
-    assert row.answers == 12
-    assert row.percentiles["e2e"] == pytest.approx(by_hand)
-    assert row.percentiles["ttft"] == pytest.approx([100 * value for value in by_hand])
-    assert row.percentiles["tpot"] == pytest.approx(
-        [90 * value for value in by_hand]
-    )  # nine tenths of it over ten tokens
-
-
-def test_answers_of_one_token_have_no_time_a_token(made_up: schema.Params) -> None:
-    found = torch_records.read_torch_cell("eval", "e003", "t8_2_16")
-    for prompt in found.prompts:
-        prompt.output_tokens = prompt.baseline_output_tokens = 1
-    (group,) = latencies.summarise_torch_cells([found])
-    assert set(group.plots) == {"e2e", "ttft"} and group.rows[0].percentiles["tpot"] is None
+    assert row.answers == 12 and row.percentiles["tpot_s"] is None  # as of answers of one token
+    assert row.percentiles["e2e_s"] == pytest.approx(by_hand)
+    assert row.percentiles["ttft_s"] == pytest.approx([100 * value for value in by_hand])
 
 
 def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up: schema.Params) -> None:
-    from stages.cells import replay_records, served_records, served_table
-
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
-    broken = served_records.read_served_cell("code", "e009", TREES[0])
-    broken.points[0].requests[0].failed = "timeout"
-    served_records.write_served_cell(broken.model_dump())
-    cells = served_table.read_served_cells(["code"], ["e009"], TREES)
-    lines = served_table.join_lines(cells, {"e009": replay_records.read_replay("e009")}, set())
-    (group,) = latencies.summarise_served_lines(lines)
-    requests = broken.points[0].requests
+    cells = [Cell.read("sglang", "code"), Cell.read("sglang", "code", "e009", TREES[0])]
+    requests = cells[1].points[0].requests
+    requests[0].failed = "timeout"
+    group = summarise(*cells)
     assert group.about == "code, checkpoint e009, sglang, 200 tokens, concurrency 64"
     assert [(row.tree, row.answers) for row in group.rows] == [
         ("5_1_6 (5_1_5)", len(requests) - 1),
         ("plain decoding", len(requests)),
     ]
-    values = [1000 * request.ttft_s for request in requests[1:]]
-    assert (group.rows[0].percentiles["ttft"] or [])[1] == pytest.approx(statistics.median(values))
-
-
-def test_the_page_links_the_audit_of_what_others_published(made_up: schema.Params) -> None:
-    report.main()
-    assert '<a href="../../docs/published.md">' in report.PAGE_FILE.read_text()
+    values = [1000 * (request.ttft_s or 0.0) for request in requests[1:]]
+    assert (group.rows[0].percentiles["ttft_s"] or [])[1] == pytest.approx(statistics.median(values))

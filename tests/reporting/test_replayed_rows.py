@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from stages import report
-from stages.cells import replay_records, timing_grid
+from stages.cells import replay_records
 from stages.cells.prediction import PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
+from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
-from stages.reporting.benchmark_table import BenchmarkRow
-from tests import costs
 from tests.conftest import EVAL, edit_params
 from tests.reporting.made_up_results import Row, _lines, make_up_spent, replayed, words
 
@@ -32,7 +30,7 @@ def test_rows_and_predictions_above_temperature_0_are_of_the_drafts_that_cells_h
     changes = {"draft_sampling": draft_sampling, "workloads": {"eval": workload}}
     p = half_measured.model_copy(update={"benchmark": half_measured.benchmark.model_copy(update=changes)})
     report.write_report(p)
-    (row,) = (r for r in BenchmarkRow.read_table() if r.checkpoint == "e003")
+    (row,) = (r for r in ResultRow.read_table() if r.checkpoint == "e003")
     (guess,) = (r for r in PredictedSpeedup.read_table() if (r.checkpoint, r.engine) == ("e003", "torch"))
     for found in (row, guess):
         assert (found.tau, found.draft_sampling) == (pytest.approx(cold[0].tau - less), draft_sampling)
@@ -43,7 +41,7 @@ def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
     half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
-    rows = _lines(BenchmarkRow.TABLE)
+    rows = _lines(ResultRow.TABLE)
     trees = half_measured.benchmark.trees
     assert [(r["checkpoint"], r["tree"], r["source"]) for r in rows] == [
         *(("e009", tree, "measured") for tree in trees),
@@ -62,7 +60,7 @@ def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
         assert [row[name] for name in ("speedup", "speedup_low", "speedup_high")] == [
             guess[name] for name in ("speedup", "low", "high")
         ]
-        timed = "prefill_latency_s", "e2e_latency_s", "output_tok_s", "identical_share"
+        timed = "ttft_mean_s", "e2e_mean_s", "output_throughput", "identical_share"
         assert {row[name] for name in timed} == {""} and row["engine"] == "torch"
     found = json.loads(report.METRICS_FILE.read_text())
     assert found["cells"] == len(trees) and "best_by_tau" not in found["checkpoints"]["e003"]
@@ -80,28 +78,6 @@ def test_a_checkpoint_without_cells_has_replayed_tau_and_predicted_speedup(
     text = words(report.PAGE_FILE.read_text())
     assert "replayed · eval, not measured: tau of the whole eval split, predicted speedup" in text
     assert text.count("A table tagged “replayed” has no cells") == 1
-
-
-def test_a_replayed_tree_outside_the_timing_grid_has_no_speedup(
-    half_measured: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timed = [point for point in costs.grid() if point["num_steps"] <= 6]
-    timing_grid.write_timing_grid(costs.made_up(model=half_measured.target.model, points=timed))
-    report.main()
-    rows = {row["tree"]: row for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"}
-    assert {tree for tree, row in rows.items() if not row["speedup"]} == {
-        tree for tree in half_measured.benchmark.trees if TreeShape.parse(tree).num_steps > 6
-    }
-    assert re.search(r"^10_3_32 \* .* ± 0.10 +– +–$", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_a_tree_that_was_not_replayed_has_no_line(half_measured: schema.Params) -> None:
-    edit_params(Path(), {"replay_trees": {"topk": [1, 2]}})
-    few = [tree for tree in replay_records.read_replay("e003") if tree.topk <= 2]
-    ReplayedTree.write_csv(replay_records.locate_replay("e003"), few)
-    report.main()
-    rows = [row["tree"] for row in _lines(BenchmarkRow.TABLE) if row["source"] == "replayed"]
-    assert rows == [tree for tree in half_measured.benchmark.trees if TreeShape.parse(tree).topk <= 2]
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,26 @@ from typing import Any
 
 import pytest
 
-from stages.cells import served_table
-from stages.cells.served_records import ServedCell
-from stages.cells.served_table import ServedRow
-from stages.reporting import served, served_sweeps
+from stages.cells import table
+from stages.cells.cell import Cell
+from stages.cells.table import ResultRow
+from stages.reporting import served, served_sweeps, tables
 from tests.served_cells import Row, join, made_up, point
 
 
-def rows_of(*cells: Row) -> list[ServedRow]:
+def rows_of(*cells: Row) -> list[ResultRow]:
     return [line.row for line in join(cells)]
 
 
-def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[ServedRow]:
+def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[ResultRow]:
     """Lines of a sweep, joined, with just these speedups: (tokens, concurrency) -> speedup."""
     return [
-        ServedRow(
+        ResultRow(
             **{
                 "workload": "sweep",
                 "checkpoint": "e009",
                 "tree": tree,
-                "decoding": served_table.SPECULATIVE,
+                "decoding": table.SPECULATIVE,
                 "status": "ran",
             }
             | {
@@ -38,6 +38,10 @@ def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5
         )
         for (tokens, cap), speedup in speedups.items()
     ]
+
+
+def format_rows(rows: list[ResultRow]) -> list[str]:
+    return [line for group in tables.group_loads(rows) for line in tables._format_load_group(group, rows)]
 
 
 def test_a_sweeps_break_evens_come_from_its_points() -> None:
@@ -84,34 +88,14 @@ def test_the_best_tree_at_each_load_stands_first() -> None:
     assert [sweep.name for sweep in (best, *each)] == ["the best tree at each load", "5_1_6 (5_1_5)", "8_2_16"]
 
 
-def test_one_load_or_a_request_rate_is_no_sweep() -> None:
-    assert served_sweeps.build_sweeps(with_speedups({(64, 1): 2.0})) == []
-    assert served_sweeps.build_sweeps(with_speedups({(64, 1): 1.0, (64, 4): 1.0}, request_rate=8.0)) == []
-    assert served_sweeps.build_sweeps(with_speedups({(64, 1): 1.0}) + with_speedups({(64, 4): None})) == []
-    assert len(served_sweeps.build_sweeps(with_speedups({(64, 1): 1.0, (64, 4): 1.0}, request_rate=None))) == 1
-
-
 def test_the_best_plain_decoding_is_always_in_the_table() -> None:
     slow, fast = point(64, 4, 0.02), point(64, 4, 0.015)
     cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)], baseline_points=[fast])
-    (group,) = served.group_tables(rows_of(made_up("eval", points=[slow]), cell, made_up("eval", "e009", "t8_2_16")))
-    assert [served.describe_decoding(row) for row in group.rows] == ["5_1_6 (5_1_5)", "plain decoding", "8_2_16"]
+    (group,) = tables.group_loads(rows_of(made_up("eval", points=[slow]), cell, made_up("eval", "e009", "t8_2_16")))
+    assert [tables.describe_decoding(row) for row in group.rows] == ["5_1_6 (5_1_5)", "plain decoding", "8_2_16"]
     assert group.rows[1]["output_throughput"] == fast["loads"][0]["output_throughput"]
-    (alone,) = served.group_tables(rows_of(made_up("eval", points=[slow])))
+    (alone,) = tables.group_loads(rows_of(made_up("eval", points=[slow])))
     assert (alone.title, len(alone.rows)) == ("eval", 1)
-
-
-def test_loads_stand_in_order_with_their_trees_and_plain_decoding() -> None:
-    loads = [(64, 4), (16, 8), (16, None), (16, 1)]
-    baseline = made_up("eval", points=[point(*load, 0.02) for load in loads])
-    cells = [
-        made_up("eval", "e009", tree, [point(*load, 0.01, tau=2.9) for load in loads]) for tree in ("t8_2_16", "t5_1_6")
-    ]
-    (group,) = served.group_tables(rows_of(baseline, *cells))
-    assert [row.load.shorten() for row in group.rows] == [
-        load for load in ("16 x 1", "16 x 8", "16 x no limit", "64 x 4") for _ in range(3)
-    ]
-    assert [served.describe_decoding(row) for row in group.rows[:3]] == ["8_2_16", "5_1_6 (5_1_5)", "plain decoding"]
 
 
 def test_the_terminal_says_what_is_off_apart_or_lost() -> None:
@@ -120,7 +104,7 @@ def test_the_terminal_says_what_is_off_apart_or_lost() -> None:
     rows += with_speedups(
         {(64, 4): None}, tree="t8_3_16", status="unsupported", remark="unsupported: topk", replay_tau=4.2
     )
-    lines = served.format_served_table(rows)
+    lines = format_rows(rows)
     off, lost, apart, cannot = [line for line in lines if line.startswith("!")]
     assert (
         off.startswith("! 5_1_6 (5_1_5), 64 x 4: tau 2.10 is 0.70 of the replayed 3.00.")
@@ -134,30 +118,23 @@ def test_a_tau_that_few_prompts_may_explain_is_off_and_says_so() -> None:
     far = {"replay_agrees": "no", "replay_ratio": 0.7, "replay_tau": 3.0, "tau": 2.1, "tau_low": 1.5}
     (sure,) = with_speedups({(64, 4): 1.5}, tau_high=2.9, **far)
     (few,) = with_speedups({(64, 4): 1.5}, tau_high=3.1, **far)
-    assert "so few prompts" not in served.explain_tau_gap(sure) and served.explain_tau_gap(few).endswith(
+    assert "so few prompts" not in tables.explain_tau_gap(sure) and tables.explain_tau_gap(few).endswith(
         "so few prompts may explain it; ask more."
     )
 
 
-def test_a_long_sweep_is_left_to_the_table_on_disk() -> None:
-    rows = with_speedups({(tokens, cap): 4 / cap**0.75 for tokens in range(10, 20) for cap in (1, 4, 16, 64, 128)})
-    lines = served.format_served_table(rows)
-    assert "50 lines: results/served.csv" in lines
-    assert "5_1_6 (5_1_5): answers of 10 tokens: faster up to a concurrency of 7.5, slower beyond" in lines
-
-
 def test_memory_sums_what_is_known() -> None:
     cells = [
-        ServedCell(**made_up("eval", points=[point(64, 4, 0.02)])),
-        ServedCell(**made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])),
+        Cell(**made_up("eval", points=[point(64, 4, 0.02)])),
+        Cell(**made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])),
     ]
-    plain, drafted = served.tabulate_memory(cells)["eval"]
+    plain, drafted = served._tabulate_memory(cells)["eval"]
     assert (plain.tree, plain.memory_sum) == (None, pytest.approx(3.2 + 101.9))
     assert (drafted.memory_sum, drafted.memory.gpu_used) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
     cells[1].memory.draft = cells[1].memory.gpu_before = None
-    (unknown,) = served.tabulate_memory(cells)["eval"][1:]
+    (unknown,) = served._tabulate_memory(cells)["eval"][1:]
     assert (unknown.memory_sum, unknown.memory.gpu_used) == (None, None)
-    assert served.tabulate_memory([ServedCell(**made_up("eval", "e009", "t8_2_16"))]) == {}
+    assert served._tabulate_memory([Cell(**made_up("eval", "e009", "t8_2_16"))]) == {}
 
 
 def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
@@ -165,28 +142,8 @@ def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
     lost["loads"][0] |= {"failed": {"timeout": 2}}
     lost["loads"][1] |= {"failed": {"timeout": 1, "cut": 1}}
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
-    found = served.list_warnings(join([baseline, made_up("eval", "e009", "t5_1_6", [lost])]))
+    found = served._list_warnings(join([baseline, made_up("eval", "e009", "t5_1_6", [lost])]))
     assert [text for _, text in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
-
-
-def test_the_engines_figures_stand_beside_ours() -> None:
-    baseline = made_up("eval", points=[point(64, 4, 0.02)])
-    (line,) = served.list_counted_lines(
-        join([baseline, made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])])
-    )
-    said = "spec_accept_length 2.97, avg_spec_accept_length 2.91"
-    assert line.point.acceptance.tau == 2.9 and served.format_figures(line.point.acceptance.engine) == said
-
-
-def test_quality_and_commands() -> None:
-    baseline = made_up("eval", points=[point(64, 4, 0.02, accuracy=0.5)])
-    cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9, accuracy=0.25)])
-    cell["server"]["command"] = []
-    lines, cells = join([baseline, cell]), [ServedCell(**baseline), ServedCell(**cell)]
-    _, graded = served.build_served_page(cells, lines).graded
-    quality = graded.point.quality
-    assert (quality.correct, quality.accuracy, graded.row.baseline_accuracy) == (2, 0.25, 0.5)
-    assert [command for _, command in served.list_server_commands(cells)] == ["python3 -m sglang.launch_server", None]
 
 
 def test_a_missing_interval_is_told_with_its_reason() -> None:
@@ -194,7 +151,7 @@ def test_a_missing_interval_is_told_with_its_reason() -> None:
 
     def intervals(speedups: Any, **columns: Any) -> tuple[str, str]:
         (row,) = with_speedups(speedups, **columns)
-        texts = served.format_columns(row)
+        texts = tables.format_columns(row)
         return texts["tau_low"], texts["speedup_low"]
 
     assert intervals({(64, 4): 1.5}, tau=2.5) == ("one prompt", "one repeat")

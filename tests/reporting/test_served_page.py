@@ -1,18 +1,15 @@
 """Served cells on the page and in the tables: beside plain decoding, replays and loads of the torch engine."""
 
-import csv
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from stages import report
-from stages.cells import served_records, torch_records
-from stages.cells.served_table import ServedRow
+from stages.cells.cell import CELLS_FOLDER, locate_cell
+from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.reporting.benchmark_table import BenchmarkRow
 from tests.conftest import EVAL
 from tests.reporting.made_up_results import (
     ELSEWHERE,
@@ -25,16 +22,20 @@ from tests.reporting.made_up_results import (
     replayed,
     serve,
     words,
+    write_cell,
 )
 from tests.served_cells import FINGERPRINT, point, sweep
 from tests.served_cells import made_up as served_cell
+
+
+def served_lines() -> list[Row]:
+    return [row for row in _lines(ResultRow.TABLE) if row["in_turns"] == "False"]
 
 
 def test_without_served_workloads_nothing_of_them_is_shown(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.main()
-    assert ServedRow.TABLE.read_text() == ",".join(ServedRow.list_keys()) + "\n"
     assert "served" not in json.loads(report.METRICS_FILE.read_text()) and "served by" not in capsys.readouterr().out
     for heading in (">Served</h2>", "When not to speculate", "Servers and their flags", "highest speedup served"):
         assert heading not in report.PAGE_FILE.read_text()
@@ -46,7 +47,7 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
     make_up_served("code")
     report.main()
-    chain, baseline_row, other = sorted(_lines(ServedRow.TABLE), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
+    chain, baseline_row, other = sorted(served_lines(), key=lambda r: (r["tree"] != "t5_1_6", r["tree"]))
     assert (baseline_row["decoding"], other["status"]) == ("plain", "unsupported")
     assert chain["replay_agrees"] == "yes" and float(chain["speedup_low"]) < float(chain["speedup"])
     page = report.PAGE_FILE.read_text()
@@ -102,26 +103,22 @@ def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up
 
 def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:
     serve({"sweep": {**EVAL, "max_new_tokens": [16, 64], "concurrency": [1, 16, 64], "repeats": 2}})
-    served_records.write_served_cell(
-        served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2))
-    )
+    write_cell(served_cell("sweep", points=sweep([16, 64], [1, 16, 64], lambda tokens, cap: 0.02, repeats=2)))
     pace = {1: 0.01, 16: 0.0135, 64: 0.04}
     for tree, gain in zip(TREES, (1.0, 1.2), strict=True):
         points = sweep([16, 64], [1, 16, 64], lambda tokens, cap, gain=gain: pace[cap] / gain, repeats=2, tau=2.9)
-        served_records.write_served_cell(served_cell("sweep", "e009", tree, points))
+        write_cell(served_cell("sweep", "e009", tree, points))
     report.main()
     page = report.PAGE_FILE.read_text()
     said = words(page)
-    assert (
-        page.count(PICTURE) == PLOTS + 3 + 1 + 3
-    )  # of each tree and of the best of both; predicted against measured; latencies
+    assert page.count(PICTURE) == PLOTS + 3 + 3  # of each tree and of the best of both; latencies
     assert "Slower than plain decoding at 2 of 6 loads (tokens × concurrency): 16 x 64, 64 x 64." in said
     at = re.search(
         r"5_1_6 \(5_1_5\) · sweep.*?Answers of 64 tokens: faster up to a concurrency of ([\d.]+), slower beyond", said
     )
     rows = {
         r["concurrency"]: float(r["speedup"])
-        for r in _lines(ServedRow.TABLE)
+        for r in served_lines()
         if (r["tree"], r["max_new_tokens"]) == ("t5_1_6", "64")
     }
     by_hand = 16 * 4 ** ((rows["16"] - 1) / (rows["16"] - rows["64"]))
@@ -136,10 +133,10 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     serve(
         {"code": {**EVAL, "concurrency": [8, 64], "repeats": 1}}, torch_workloads=["eval", "code"], checkpoints=["e009"]
     )
-    served_records.write_served_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
+    write_cell(served_cell("code", points=[point(200, 8, 0.02), point(200, 64, 0.02)]))
     for tree in ("t5_1_6", "t8_2_16"):
         tau = replayed(tree)
-        served_records.write_served_cell(
+        write_cell(
             served_cell("code", "e009", tree, [point(200, 8, 0.01, tau, tree), point(200, 64, 0.015, tau, tree)])
         )
     p = schema.load_params()
@@ -148,13 +145,13 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
         ours = [point(200, 8, 0.01, tau, tree), point(200, 64, 0.03, tau, tree)]
         plain = [point(200, 8, 0.02), point(200, 64, 0.02)]
         found = served_cell("code", "e009", tree, ours, engine="torch", baseline_points=plain, fingerprint={})
-        assert served_records.write_served_cell(found) == torch_records.locate_torch_cell("code", "e009", tree)
+        assert write_cell(found) == locate_cell("torch", "code", "e009", tree)
     report.main()
     printed = capsys.readouterr().out
     assert (
         "code, checkpoint e009, served by sglang" in printed and "code, checkpoint e009, by the torch engine" in printed
     )
-    rows = [row for row in ServedRow.read_table() if row["decoding"] == "speculative" and row["workload"] == "code"]
+    rows = [row for row in ResultRow.read_table() if not row.is_plain and row.workload == "code"]
     speedups = {(row["engine"], row["tree"], row["concurrency"]): row["speedup"] for row in rows}
     assert len(speedups) == 2 * 2 + 2 * len(p.benchmark.trees)
     assert speedups["torch", "t8_2_16", 8.0] > 1 > speedups["torch", "t8_2_16", 64.0]
@@ -163,21 +160,16 @@ def test_the_torch_engines_loads_stand_beside_served_ones(
     page = words(report.PAGE_FILE.read_text())
     assert "8_2_16 · code, checkpoint e009, torch" in page and "8_2_16 · code, checkpoint e009, sglang" in page
     assert "Slower than plain decoding at 1 of 2 loads" in page and "Faster than plain decoding at all 2 loads" in page
-    assert {row["workload"] for row in csv.DictReader(BenchmarkRow.TABLE.open())} == {"eval"}
-    costs_of = {
-        row["engine"] for row in json.loads(Path("results/launch.json").read_text())["costs"] if row["workload"]
-    }
-    assert "torch" not in costs_of  # loads of the torch engine say nothing of a server's cycles
 
 
 def test_without_torch_cells_the_report_shows_what_was_served(
     made_up: schema.Params, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(torch_records.CELLS_FOLDER)
+    shutil.rmtree(CELLS_FOLDER)
     serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}}, torch_workloads=[])
     make_up_served("code")
     report.main()
-    assert _lines(BenchmarkRow.TABLE) == []
+    assert {row["workload"] for row in _lines(ResultRow.TABLE)} == {"code"}
     printed = capsys.readouterr().out
     assert printed.startswith("Launch t5_1_6 with e009: ") and "(sglang, code, 200 tokens)" in printed.splitlines()[0]
     assert "\n\ncode, checkpoint e009, served by sglang\ntree" in printed

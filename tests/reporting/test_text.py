@@ -17,9 +17,3 @@ from stages.reporting import text
 )
 def test_the_spread_of_a_value(value: float, low: float | None, high: float | None, shown: str) -> None:
     assert text.format_spread(value, low, high, text.ONE_PROMPT) == shown
-
-
-@pytest.mark.parametrize(("gib", "shown"), [(0.002, "2.05 MiB"), (139.8, "140 GiB"), (0.0, "0 B"), (None, "–")])
-def test_memory_of_a_small_target_is_shown(gib: float | None, shown: str) -> None:
-    """Bug: the table of memory had 0.00 GiB for the weights and the draft of a small target."""
-    assert text.format_gib(gib) == shown

@@ -2,8 +2,9 @@
 
 import pytest
 
-from stages.cells.served_table import ServedTableLine
-from stages.cells.torch_records import StoppingRecord, TorchCell
+from stages.cells import table
+from stages.cells.cell import Cell, StoppingRecord
+from stages.cells.table import TableLine
 from stages.reporting.timing_noise import find_timing_remarks
 from tests import costs
 from tests.served_cells import join, point
@@ -13,8 +14,8 @@ from tests.torch_cells import timed_cell
 TREES = ("t5_1_6", "t5_2_8", "t8_2_16", "t10_2_32")
 
 
-def say(*cells: TorchCell, lines: list[ServedTableLine] | None = None) -> list[str]:
-    return list(map(str, find_timing_remarks(list(cells), lines or [])))
+def say(*cells: Cell, lines: list[TableLine] | None = None) -> list[str]:
+    return list(map(str, find_timing_remarks([*table.join_lines(cells, {}, []), *(lines or [])])))
 
 
 def test_nothing_is_said_of_an_even_machine() -> None:
@@ -27,11 +28,6 @@ def test_plain_decoding_far_from_the_neighbours_is_told_with_the_command() -> No
     (remark,) = say(timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *cells)
     assert remark.startswith("t5_1_6 with e009 (eval): plain decoding, 273 tokens/s, is 32% below its neighbours' 404")
     assert remark.endswith("; again: aerie rerun benchmark@eval-e009-t5_1_6")
-
-
-def test_what_the_cells_own_interval_allows_is_no_remark() -> None:
-    cells = [timed_cell(tree) for tree in TREES[1:]]
-    assert say(timed_cell("t5_1_6", 1.74, 0.72, 3.53, step_s=1.4 * costs.PLAIN_S), *cells) == []
 
 
 def test_a_prefill_far_from_the_neighbours_is_told() -> None:
@@ -52,11 +48,6 @@ def test_a_process_that_did_not_have_the_cpu_is_told(share: float | None, is_rem
     ] == [True] * is_remarked
 
 
-def test_cells_of_another_machine_or_workload_are_no_neighbours() -> None:
-    other = timed_cell("t5_2_8", step_s=3 * costs.PLAIN_S).model_copy(update={"hardware": {"cpu": "another"}})
-    assert say(timed_cell("t5_1_6"), other, timed_cell("t8_2_16", workload="gsm8k")) == []
-
-
 def test_a_load_beside_a_busy_process_is_told_and_its_baseline_compared() -> None:
     cells = []
     for tree, plain_s in (("t5_1_6", 0.02), ("t5_2_8", 0.02), ("t8_2_16", 0.02), ("t8_1_9", 0.05)):
@@ -72,7 +63,7 @@ def test_a_load_beside_a_busy_process_is_told_and_its_baseline_compared() -> Non
 def test_a_budget_that_did_not_suffice_is_told() -> None:
     stopping = StoppingRecord(repeats=8, rule="most_repeats", half_width=0.123)
     cells = [timed_cell(tree) for tree in TREES]
-    cells[0] = cells[0].model_copy(update={"stopping": stopping})
-    cells[1] = cells[1].model_copy(update={"stopping": stopping.model_copy(update={"rule": "half_width"})})
+    cells[0].points[0].stopping = stopping
+    cells[1].points[0].stopping = stopping.model_copy(update={"rule": "half_width"})
     (remark,) = say(*cells)
     assert "t5_1_6 with e009 (eval): its 8 repeats, the most, were spent at ±12% of its speedup; again" in remark

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.reporting import trees
-from stages.reporting.plots import cycle_styles, draw_tau_by_tokens
 
 
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
@@ -120,17 +119,3 @@ def test_path_probabilities_are_drawn_against_the_share_accepted() -> None:
         ),
     ]
     assert lines(trees.draw_calibration, inside) == {"8_2_16": [(pytest.approx(0.15), pytest.approx(0.3))]}
-
-
-def test_tokens_at_chosen_steps_keep_each_topks_colour() -> None:
-    some = [tree(2, 1, 3, 1.5), tree(5, 1, 6, 2.0), tree(5, 2, 8, 2.5), tree(8, 2, 8, 2.75), tree(5, 2, 16, 2.6)]
-    assert lines(draw_tau_by_tokens, some) == {"topk 1": [(3, 1.5), (6, 2.0)], "topk 2": [(8, 2.75), (16, 2.6)]}
-    assert lines(draw_tau_by_tokens, some, 8) == {"topk 2": [(8, 2.75)]}
-    axes = Figure().subplots()
-    draw_tau_by_tokens(axes, some, 8)
-    assert axes.lines[0].get_color() == list(itertools.islice(cycle_styles(), 2))[1]["color"]
-
-
-def test_as_many_series_as_a_large_grid_has_are_told_apart() -> None:
-    looks = [tuple(style.values()) for style in itertools.islice(cycle_styles(), 16)]
-    assert len(set(looks)) == 16

@@ -1,14 +1,14 @@
 """The verdict of made-up results: what it advises, and that no number whose interval holds 1 is advised."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from stages.cells import table
+from stages.cells.cell import Cell
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
-from stages.cells.served_table import ServedRow
-from stages.cells.torch_records import TorchCell
+from stages.cells.table import ResultRow
 from stages.params.families import DSPARK, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
@@ -31,19 +31,19 @@ def advise(row: PredictedSpeedup, engine: str = "sglang") -> LaunchAdvice:
     return LaunchAdvice.model_validate(row.model_dump() | more)
 
 
-def serve(concurrency: int, speedup: float, low: float | None, high: float | None, **changes: Any) -> ServedRow:
+def serve(concurrency: int, speedup: float, low: float | None, high: float | None, **changes: Any) -> ResultRow:
     values: dict[str, Any] = {
         "workload": "code", "checkpoint": "e009", "tree": "t8_3_16", "engine": "sglang", "temperature": 0.0,
         "decoding": "speculative", "status": "ran", "max_new_tokens": 200, "concurrency": concurrency, "tau": 3.0,
         "speedup": speedup, "speedup_low": low, "speedup_high": high,
     }  # fmt: skip
-    return ServedRow.model_validate(values | changes)
+    return ResultRow.model_validate(values | changes)
 
 
 def give(
     predicted: list[PredictedSpeedup] | None = None,
-    cells: list[TorchCell] | None = None,
-    served: list[ServedRow] | None = None,
+    cells: list[Cell] | None = None,
+    served: list[ResultRow] | None = None,
     remarks: list[TimingRemark] | None = None,
     launch: list[LaunchAdvice] | None = None,
     families: Families | None = None,
@@ -51,7 +51,8 @@ def give(
 ) -> Verdict:
     rows = predicted or []
     launch = [advise(row) for row in rows if row.engine != "torch"] if launch is None else launch
-    given = launch, rows, cells or [], served or [], remarks or []
+    measured = [line.row for line in table.join_lines(cells or [], {}, [])]
+    given = launch, rows, [*measured, *(served or [])], remarks or []
     return verdict.build_verdict(*given, ["eval"], replays or {}, families or {})
 
 
@@ -78,21 +79,6 @@ def test_what_is_measured_decides_and_a_faster_prediction_is_named_as_what_to_me
     )
 
 
-def test_the_prediction_of_a_measured_tree_stands_beside_it() -> None:
-    cells = [timed_cell("t6_4_32", 1.6, 1.2, 1.7), timed_cell("t8_3_16", 1.5, 1.3, 1.8)]
-    assert give([predict(1.7, 1.2, 2.1)], cells).headline.endswith("; predicted 1.70x (1.20 to 2.10)")
-    cells[0] = timed_cell("t6_4_32", 1.0, 0.8, 1.3)
-    assert give([predict(1.6, 1.2, 2.1)], cells).headline == (
-        "Launch t8_3_16 with e009: measured 1.50x (1.30 to 1.80) at concurrency 1; t6_4_32 with e009 was predicted 1.60x "
-        "(1.20 to 2.10)"
-    )
-
-
-def test_what_was_not_measured_says_so() -> None:
-    found = give([predict(1.6, 1.2, 2.1)])
-    assert found.kind == "launch" and found.headline.endswith(f"; not measured here: {MEASURE}")
-
-
 def test_a_measurement_of_another_checkpoint_disputes_no_prediction() -> None:
     """Bug: a draft of one epoch, measured as slow, was set against the prediction for one of 200 that was not measured."""
     slow = timed_cell("t8_3_16", 0.6, 0.5, 0.7, checkpoint="e002")
@@ -102,11 +88,6 @@ def test_a_measurement_of_another_checkpoint_disputes_no_prediction() -> None:
     )
     found = give([predict(1.6, 1.2, 2.1)], [slow, timed_cell("t5_1_6", 0.8, 0.7, 0.9)])
     assert found.kind == "plain" and "the best measured, t5_1_6 with e009, is 0.80x" in found.headline
-
-
-def test_measurements_without_predictions() -> None:
-    cells = [timed_cell("t8_3_16", 1.5, 1.3, 1.8, checkpoint="e003"), timed_cell("t5_1_6", 1.2, 1.1, 1.3)]
-    assert give(cells=cells).headline == "Launch t8_3_16 with e003: measured 1.50x (1.30 to 1.80) at concurrency 1"
 
 
 @pytest.mark.parametrize(("speedup", "low", "high"), [(0.83, 0.7, 0.95), (0.98, 0.8, 1.2)])
@@ -176,11 +157,6 @@ def test_a_best_below_1_that_can_not_be_told_is_no_advice_against(
     assert found.kind == kind and found.headline.startswith("Do not speculate") == (kind == "plain")
 
 
-def test_nothing_timed() -> None:
-    found = give()
-    assert found.kind == "unknown" and found.list_lines() == [verdict.NOTHING_TIMED]
-
-
 def test_workloads_of_one_advice_are_named() -> None:
     """Bug: two workloads of the torch engine were told as "at concurrency 1 and 1"."""
     cells = [
@@ -230,12 +206,6 @@ def test_predictions_hold_for_replayed_prompts_only() -> None:
     ]
 
 
-def test_a_tree_that_a_server_cannot_run_gives_way_to_one_that_it_can() -> None:
-    own = {"engine": "vllm", "workload": "code", "max_new_tokens": 200}
-    fast, chain = predict(1.6, 1.2, 2.1, **own), predict(1.3, 1.1, 1.5, topk=1, num_draft_tokens=7, **own)
-    assert give([fast, chain], launch=[advise(chain, "vllm")]).headline.startswith("Launch t6_1_7 with e009")
-
-
 def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless() -> None:
     """Bug: "Do not speculate" of a draft of which 17% of the first drafts were right; it needed training."""
     row = replayed_chain(0.17)
@@ -246,14 +216,6 @@ def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless
     assert give(cells=lost, replays={"e009": [replayed_chain(0.62)]}).headline.startswith("Do not speculate")
     fast = [timed_cell("t3_1_4", 1.7, 1.6, 1.8)]
     assert give(cells=fast, replays={"e009": [row]}).headline.startswith("Launch")
-
-
-def test_many_loads_are_counted() -> None:
-    rows = [serve(n, 1.5 if n % 2 else 0.5, 1.4 if n % 2 else 0.4, 1.6 if n % 2 else 0.6) for n in range(1, 13)]
-    lines = give(served=rows).list_lines()
-    assert len(lines) == verdict.MAX_LINES + 1 and lines[-1].startswith(
-        "6 more groups of loads are in results/served.csv"
-    )
 
 
 def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
@@ -281,11 +243,6 @@ def test_many_cells_with_doubtful_timings_are_one_line_in_the_terminal() -> None
     assert twice.list_lines()[1].startswith("! a cell has 2 doubtful timings") and twice.list_lines()[1].endswith(
         cells[0]
     )
-
-
-def test_many_warnings_are_counted_in_the_terminal() -> None:
-    lines = replace(give(), warnings=tuple(f"warning {n}" for n in range(9))).list_lines()
-    assert len(lines) == 1 + verdict.MAX_WARNINGS + 1 and lines[-1] == "! and 4 more, on the page"
 
 
 def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> None:
@@ -366,13 +323,13 @@ def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     assert found.details[0].startswith("Left out above, since no serving engine runs this tree")
 
 
-def refuse(tree: str | None, reason: str, **changes: Any) -> ServedRow:
+def refuse(tree: str | None, reason: str, **changes: Any) -> ResultRow:
     """Return the row of a cell of status unsupported."""
     values: dict[str, Any] = {
         "workload": "code", "checkpoint": tree and "e009", "tree": tree, "engine": "vllm", "temperature": 0.0,
         "decoding": "speculative" if tree else "plain", "status": "unsupported", "remark": f"unsupported: {reason}",
     }  # fmt: skip
-    return ServedRow.model_validate(values | changes)
+    return ResultRow.model_validate(values | changes)
 
 
 def test_trees_of_unsupported_cells_are_said_to_be_left_out() -> None:
@@ -392,9 +349,3 @@ def test_trees_of_unsupported_cells_are_said_to_be_left_out() -> None:
         "Left out: t8_2_16 on vllm, t8_3_16 on vllm, t8_4_16 on vllm, t8_5_16 on vllm and 2 more; the tables say why",
     )
     assert give(served=rows[1:]).headline == verdict.NOTHING_TIMED
-
-
-def test_the_chain_of_the_whole_block_is_advised() -> None:
-    cells = [timed_cell("t7_1_8", 1.9, 1.7, 2.1, checkpoint="b003"), timed_cell("t6_4_32", 1.2, 1.1, 1.3)]
-    found = give(cells=cells, families=BLOCKS)
-    assert found.headline.startswith("Launch t7_1_8 with b003: measured 1.90x")

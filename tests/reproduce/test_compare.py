@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from pipeline import recipes
-from stages.cells import served_records, torch_records
+from stages.cells.cell import UNSUPPORTED, Cell, locate_cell
 from stages.params import schema
 from stages.params.recipe import Recipe
 from stages.published import comparison
 from stages.published import tables as published
 from stages.reproduce import compare, estimate
 from stages.runtime import atomic
-from tests.torch_cells import ENDED
+from tests.torch_cells import timed_cell
 
 pytestmark = pytest.mark.usefixtures("home")
 RUN = {"top_p": 1.0, "top_k": None, "seconds": 1.0, "seed": 0, "gpus": [], "joules": None}
@@ -28,23 +28,25 @@ def recipe_of(name: str) -> Recipe:
     return about
 
 
-def torch_cell(workload: str, tree: str = "t6_10_60", **changes: Any) -> None:
+def torch_cell(
+    workload: str, tree: str = "t6_10_60", checkpoint: str = "theirs", tau: float = 3.7, spread: float = 0.1
+) -> None:
     """Two questions, one of two turns: 4 and 3 tokens a cycle; twice and three times as fast as plain decoding."""
-    rows = [
-        dict.fromkeys(torch_records.PROMPT_COLUMNS, 0) | {
-            "id": name, "cycles": cycles, "accepted": accepted, "output_tokens": 10 * cycles,
-            "e2e_latency_s": 0.1 * cycles / speed, "baseline_output_tokens": 10 * cycles,
-            "baseline_e2e_latency_s": 0.1 * cycles, "finish_reason": "stop",
-        }
-        for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
-    ]  # fmt: skip
-    found = RUN | {
-        "workload": workload, "checkpoint": "theirs", "tree": tree, "num_steps": 6, "topk": 10, "num_draft_tokens": 60,
-        "engine": "torch", "temperature": 0.0, "histogram": [], "repeats": [], "quality": None,
-        "metrics": dict.fromkeys(torch_records.METRICS, 1.0) | {"tau": 3.7, "tau_low": 3.6, "tau_high": 3.8}, "prompts": rows,
-        "hardware": H20, "versions": {"torch": "2.13.0"}, "definitions": torch_records.DEFINITIONS, **ENDED,
-    }  # fmt: skip
-    torch_records.write_torch_cell(found | changes)
+    made = timed_cell(
+        tree, workload=workload, checkpoint=checkpoint, tau=tau, hardware=H20, versions={"torch": "2.13.0"}
+    )
+    point, plain = made.points[0], made.baseline_points[0]
+    for kind in (point, plain):
+        kind.requests = [
+            kind.requests[0].model_copy(
+                update={"id": name, "cycles": cycles, "accepted": accepted, "output_tokens": 10 * cycles,
+                        "e2e_s": 0.1 * cycles / (speed if kind is point else 1.0)}
+            )
+            for name, cycles, accepted, speed in (("a", 6, 22, 2.0), ("a", 4, 8, 2.0), ("b", 20, 40, 3.0))
+        ]  # fmt: skip
+    assert point.acceptance
+    point.acceptance.tau_low, point.acceptance.tau_high = tau - spread, tau + spread
+    made.write()
 
 
 def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: float, **changes: Any) -> None:
@@ -72,26 +74,21 @@ def served_cell(workload: str, checkpoint: str | None, tree: str | None, rate: f
         "requests": [],
     }
     found = RUN | {
-        "topk": 1,
         "reason": None,
         "server": {"command": [], "info": {}},
         "workload": workload,
         "checkpoint": checkpoint,
         "tree": tree,
-        "num_steps": 2,
-        "num_draft_tokens": 3,
         "engine": "vllm",
         "temperature": 0.0,
-        "status": served_records.RAN,
+        "status": "ran",
         "points": [point],
         "baseline_points": [],
-        "memory": dict.fromkeys(served_records.ServerMemory.list_keys()),
         "hardware": H20,
         "versions": {"vllm": "0.11.2"},
-        "definitions": torch_records.DEFINITIONS,
         "fingerprint": {"version": "f"},
     }
-    served_records.write_served_cell(found | changes)
+    Cell.model_validate(found | changes).write()
 
 
 def sides_of(name: str) -> tuple[list[comparison.PublishedComparison], Counter[str]]:
@@ -147,7 +144,7 @@ def test_an_accept_length_is_compared_by_the_definition_it_was_printed_with() ->
 def test_the_tolerance_is_the_sum_of_rounding_interval_and_declared_share(tau: float, verdict: str) -> None:
     """2.00 is printed: 0.005 by rounding, 0.02 by our interval, 5% declared are 0.1 of it: 0.125."""
     served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
-    path = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
+    path = locate_cell("vllm", "gsm8k_1024", "theirs", "t2_1_3")
     found = atomic.read_json(path, "a test")
     found["points"][0]["acceptance"] |= {"tau": tau, "tau_low": tau - 0.02, "tau_high": tau + 0.02}
     atomic.write_json(path, found)
@@ -182,7 +179,7 @@ def test_another_draft_bars_what_it_does_and_not_plain_decoding() -> None:
     machine = {"gpu": "NVIDIA H100 80GB HBM3"}
     like = {"engine": "sglang", "hardware": machine, "versions": {"sglang": "0.4.5"}}
     served_cell("code_gen", None, None, 1400.0, **like)
-    served_cell("code_gen", "theirs", "t5_8_32", 2800.0, num_steps=5, **like)
+    served_cell("code_gen", "theirs", "t5_8_32", 2800.0, **like)
     recipe = recipe_of("qwen3-coder-30b-a3b").model_copy(update={"substitutes": {"draft": "another stands in for it"}})
     sides, left_out = compare.match_published_numbers(
         recipe, "Qwen/Qwen3-Coder-30B-A3B-Instruct", published.read_publications()
@@ -241,7 +238,7 @@ def test_a_baseline_of_another_fingerprint_is_no_baseline() -> None:
 def test_a_baseline_measured_in_turns_with_the_cell_is_its_own() -> None:
     served_cell("code_gen", None, None, 9999.0, engine="sglang")
     served_cell("code_gen", "other", "t5_8_32", 1000.0, engine="sglang")
-    slow = served_records.read_served_cell("code_gen", "other", "t5_8_32").model_dump()["points"]
+    slow = Cell.read("sglang", "code_gen", "other", "t5_8_32").points
     served_cell("code_gen", "theirs", "t5_8_32", 2800.0, engine="sglang", baseline_points=slow)
     sides, _ = sides_of("qwen3-coder-30b-a3b")
     assert side(sides, "speedup", label="Code Gen").own == comparison.MeasuredNumber(
@@ -255,7 +252,7 @@ def test_what_an_engine_can_not_run_says_so() -> None:
         "e010",
         "t8_2_8",
         1.0,
-        status=served_records.UNSUPPORTED,
+        status=UNSUPPORTED,
         reason="num_draft_tokens below num_steps + 1",
         points=[],
     )
@@ -264,15 +261,6 @@ def test_what_an_engine_can_not_run_says_so() -> None:
     assert (
         found.verdict == "not comparable" and found.obstacles[-1] == "unsupported: num_draft_tokens below num_steps + 1"
     )
-
-
-def test_a_tree_that_the_draft_can_not_grow_says_so() -> None:
-    """A cell of the torch engine without a number has the form of loads."""
-    cannot = {"status": served_records.UNSUPPORTED, "reason": "deeper than a block", "points": []}
-    served_cell("mt_bench", "theirs", "t6_10_60", 1.0, engine="torch", **cannot)
-    sides, _ = sides_of("angelslim-qwen3-8b")
-    tau = side(sides, "tau", dataset="MT-bench", temperature=0.0, engine="AngelSlim, PyTorch")
-    assert tau.verdict == "not comparable" and tau.obstacles[-1] == "unsupported: deeper than a block"
 
 
 def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,18 +278,6 @@ def test_the_page_and_the_csv_say_the_same(capsys: pytest.CaptureFixture[str]) -
     assert "| AngelSlim's, for the target | MT-bench | 0.0 | t6_10_60 | tau (tokens) | 3.65 | 3.5 | 0.9589 |" in page
     assert "Status of the recipe: validated only. Pins: vllm 0.11.2." in page and "GPU-hours of an H200" in page
     assert "5% of tau, 10% of speedup" in page
-
-
-def test_percent_is_compared_as_a_share_and_shown_as_percent() -> None:
-    served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang")
-    sides, _ = sides_of("qwen3-vl-2b-weather")
-    found = side(sides, "accept_rate", label="10_3_32")
-    assert (found.published_value, found.ratio) == pytest.approx((0.31, 0.5 / 0.31))
-    assert (
-        compare._build_csv_row(found)["ours"] == pytest.approx(50.0)
-        and compare._build_csv_row(found)["published"] == 31
-    )
-    assert [obstacle.split(":")[0] for obstacle in found.obstacles] == ["another target", "another data"]
 
 
 def test_a_publication_that_is_none_is_named() -> None:
@@ -324,7 +300,7 @@ def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
 
 def served_acceptance(**changes: Any) -> None:
     """Change what the cell of gsm8k_1024 says of accepted drafts."""
-    path = served_records.locate_served_cell("gsm8k_1024", "theirs", "t2_1_3")
+    path = locate_cell("vllm", "gsm8k_1024", "theirs", "t2_1_3")
     found = atomic.read_json(path, "a test")
     found["points"][0]["acceptance"] |= changes
     atomic.write_json(path, found)
@@ -348,8 +324,8 @@ def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(
 
 def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> None:
     """Bug: it was divided by num_steps; accepted / nodes has num_draft_tokens - 1 nodes a cycle."""
-    served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang", num_steps=10, num_draft_tokens=32)
-    found = served_records.read_served_cell("eval", "e010", "t10_3_32")
+    served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang")
+    found = Cell.read("sglang", "eval", "e010", "t10_3_32")
     spreads = {name: comparison.measure_cell(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
     assert {name: number.spread for name, number in spreads.items()} == pytest.approx(
         {"tau": 0.02, "accept_rate": 0.02 / 10, "node_accept_rate": 0.02 / 31}
@@ -359,17 +335,10 @@ def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> N
 def test_rates_of_a_torch_cell_have_the_interval_of_its_tau() -> None:
     """Bug: they had none, though tau's was there, so their tolerance was too small."""
     torch_cell("mt_bench")
-    found = torch_records.read_torch_cell("mt_bench", "theirs", "t6_10_60")
+    found = Cell.read("torch", "mt_bench", "theirs", "t6_10_60")
     for name, over in (("accept_rate", 6), ("node_accept_rate", 59)):
-        assert comparison.measure_cell(name, found, None) == comparison.MeasuredNumber(1.0, pytest.approx(0.1 / over))
-
-
-def test_few_repeats_are_judged_by_students_t_and_one_by_none() -> None:
-    """Bug: 1.96 standard errors of 3 repeats cover 81%, where Student's t takes 4.30; one repeat had a spread of 0."""
-    speeds = [100.0, 110.0, 120.0]
-    three = comparison._average_values(speeds)
-    assert three == comparison.MeasuredNumber(110.0, pytest.approx(4.3027 * 10 / 3**0.5, rel=1e-4))
-    assert comparison._average_values(speeds[:1]) == comparison.MeasuredNumber(100.0, None, "one repeat")
+        number = comparison.measure_cell(name, found, None)
+        assert number and number.spread == pytest.approx(0.1 / over)
 
 
 def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> list[comparison.PublishedComparison]:
@@ -381,10 +350,7 @@ def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> 
     }
     for tree, value in published_taus.items():
         tau = (change or {}).get(tree, 2 * value - 1)
-        figures = {"tau": tau, "tau_low": tau - spread, "tau_high": tau + spread, "accept_rate": (tau - 1) / 8}
-        steps, topk, tokens = map(int, tree[1:].split("_"))
-        torch_cell("eval", tree, checkpoint="e009", num_steps=steps, topk=topk, num_draft_tokens=tokens,
-                   metrics=dict.fromkeys(torch_records.METRICS, 1.0) | figures)  # fmt: skip
+        torch_cell("eval", tree, "e009", tau, spread)
     sides, _ = compare.match_published_numbers(
         recipe_of("weather-tiny-vl-trees"), "builtin/weather-tiny-vl", published.read_publications()
     )

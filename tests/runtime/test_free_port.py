@@ -32,12 +32,6 @@ def three_candidates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         yield [first, first + 1, first + 2]
 
 
-def test_it_is_free_and_was_not_found_before(three_candidates: list[int]) -> None:
-    found = [free_port.find_free_port() for _ in range(4)]
-    assert len(set(found)) == 4 and three_candidates[0] not in found
-    assert set(found) & set(three_candidates) <= set(three_candidates[1:])
-
-
 FINDS = """
 import sys
 from pathlib import Path

@@ -10,20 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.runtime.journal import Journal, make_journal_key
+from stages.runtime.journal import Journal
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_added_entries_are_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "deep/journal"
-    with Journal(path) as journal:
-        journal.add("b", {"text": "zwölf\n"})
-        journal.add("a", [1, None])
-        journal.add("b", "another answer to the same question stays out")
-    with Journal(path) as journal:
-        assert journal.done == {"b": {"text": "zwölf\n"}, "a": [1, None]}
-        assert journal.resumed == 2
 
 
 def test_a_cut_at_any_byte_loses_at_most_one_entry(tmp_path: Path) -> None:
@@ -48,11 +37,6 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         ValueError, match=r"journal line 2 is not a whole piece of work.*Remove it, it holds unfinished work"
     ):
         Journal(path)
-
-
-def test_the_key_is_of_the_content() -> None:
-    assert make_journal_key({"a": 1, "b": [2]}) == make_journal_key({"b": [2], "a": 1})
-    assert make_journal_key({"a": 1}) != make_journal_key({"a": 2})
 
 
 def test_killed_writers_lose_no_finished_entry(tmp_path: Path) -> None:

@@ -84,40 +84,6 @@ def test_a_kill_while_work_is_removed_leaves_none_to_go_on_with(monkeypatch: pyt
     assert not list(scratch.SCRATCH_FOLDER.glob("*sample_target*"))
 
 
-def test_remove_scratch_removes_the_work_of_this_stage_only_and_leftovers_of_killed_writers() -> None:
-    """Bug: a folder left by a killed writer, `.train_draft-e003-….PID.part`, stayed once a parameter was edited."""
-    work = scratch.locate_scratch("train_draft-e003", 1)
-    gone = [work, scratch.locate_scratch("train_draft-e003", 2), work.with_name(f".{work.name}.77.part")]
-    kept = [
-        scratch.locate_scratch("train_draft-e0030", 1),
-        scratch.locate_scratch("train_draft-e003-long", 1),  # bug: of two such stages the first to end removed both
-        scratch.locate_scratch("train_draft-e009", 1),
-        work.with_name(".mine"),
-    ]
-    for folder in [*gone, *kept]:
-        folder.mkdir(parents=True)
-        (folder / "file").write_text("x")
-    scratch.remove_scratch(work)
-    assert sorted(Path(".scratch").iterdir()) == sorted(kept)
-    scratch.remove_scratch(work)  # nothing to forget is no error
-
-
-def test_the_digest_of_a_folder_is_of_names_and_bytes(tmp_path: Path) -> None:
-    def digest(**files: str) -> str:
-        home = (
-            tmp_path / f"folder{len(list(tmp_path.iterdir()))}"
-        )  # another folder each time: its own name doesn't count
-        for name, text in files.items():
-            (home / name.replace("__", "/")).parent.mkdir(parents=True, exist_ok=True)
-            (home / name.replace("__", "/")).write_text(text)
-        return scratch.digest_folder(home)
-
-    same = digest(a="1", deep__b="2")
-    assert digest(deep__b="2", a="1") == same
-    others = [digest(a="2", deep__b="1"), digest(a="1", b="2"), digest(a="1"), digest(a="12", deep__b=""), digest()]
-    assert len({same, *others}) == 1 + len(others)
-
-
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -150,21 +116,6 @@ def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_end
     with scratch.lock_scratch(work):
         assert (Path(".scratch") / f"{work.name}.lock").exists()
     assert not list(Path(".scratch").iterdir())
-
-
-def test_of_several_ranks_the_first_holds_the_folder_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of torchrun share the folder: with a lock of its own each but one would be refused."""
-    work = scratch.locate_scratch("train_draft-e003", 1)
-    first = hold(work, RANK="0", WORLD_SIZE="2")
-    assert first.stdout and first.stdout.readline() == "held\n"
-    monkeypatch.setenv("RANK", "1")
-    with scratch.lock_scratch(work):
-        pass
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="is in use"), scratch.lock_scratch(work):
-        pass
-    first.kill()
-    first.wait()
 
 
 def test_a_folder_that_is_replaced_or_removed_stays_locked() -> None:

@@ -24,17 +24,10 @@ from tests.sampling.sampled_project import (
     read_result,
     report,
     run_stage,
-    run_with_random_kills,
     set_backend,
     start_stage,
 )
 from tests.serving.misbehaving_server import Fake, completion, echo
-
-
-@pytest.mark.long
-def test_killed_at_50_random_points_in_this_process(project: Path) -> None:
-    set_backend(project, "transformers", train_rows=60, eval_rows=10, shard_size=8, batch_size=3)
-    run_with_random_kills(project, 50, seed=5)
 
 
 def test_a_killed_run_asks_again_only_what_was_under_way(project: Path) -> None:

@@ -22,7 +22,7 @@ from tests.sampling.sampled_project import (
     set_backend,
     with_tools,
 )
-from tests.serving.misbehaving_server import Fake, completion, echo
+from tests.serving.misbehaving_server import Fake, completion
 
 
 def rendered(body: dict[str, Any], tokenizer: Any) -> list[int]:
@@ -57,19 +57,6 @@ def test_tools_calls_and_thoughts_reach_the_server_and_the_prompt(project: Path)
         sample_target.main()
     kept = [tokenizer.decode(ids) for ids in answers(project, "train")["answer_ids"]]
     assert kept == ['(I look up)<sky at="Oslo" b=[1, 2]><|im_end|>', "(so)it is blue<|im_end|>"]
-
-
-def test_rows_whose_tools_can_t_be_read_are_dropped(project: Path) -> None:
-    conversations_of(project, 6, 2)
-    table = pl.read_parquet("data/fixed/train.parquet")
-    bad = pl.Series("tools", ["a prose", *[None] * 5], dtype=pl.String)
-    table.with_columns(bad).write_parquet("data/fixed/train.parquet")
-    for backend in ("transformers", "keep", "server"):
-        with Fake(echo) as fake:
-            set_backend(project, backend, {"base_urls": [fake.url]}, train_rows=8, max_new_tokens=24)
-            sample_target.main()
-        assert report(project)["dropped"]["malformed_tools"] == 2
-        assert answers(project, "train").height == 6
 
 
 @pytest.mark.parametrize("backend", ["transformers", "keep"])
@@ -124,18 +111,6 @@ def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path
     found = report(project)
     assert found["token_ids"] == {"template": 6, "exact": 6}
     assert found["temperatures"] == {"the data": 6} and found["shards"] == {"train": 2, "eval": 1, "eval_t": 1}
-
-
-def test_keep_names_the_row_whose_mask_is_wrong(project: Path) -> None:
-    rows = pl.read_parquet("data/fixed/train.parquet").head(2).to_dicts()
-    schema = pl.read_parquet("data/fixed/train.parquet").schema
-    rows[1]["messages"][-1]["content"] = ""
-    pl.DataFrame(rows, schema=schema).write_parquet("data/fixed/train.parquet")
-    set_backend(project, "keep")
-    with pytest.raises(
-        ValueError, match=rf"row {rows[1]['id']}\.0 \(weather_toon\.jsonl, row \d+\): its mask is all zero"
-    ):
-        sample_target.main()
 
 
 @pytest.mark.parametrize("backend", ["transformers", "keep"])

@@ -1,6 +1,5 @@
 """Shards: rows set in any order make the same files; complete shards are published and found by a resumed run."""
 
-import json
 import random
 import shutil
 from dataclasses import dataclass
@@ -68,37 +67,6 @@ def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: 
             rows.journal(0)
         with pytest.raises(AssertionError, match="shard 1 lacks 2 rows"):
             rows.finish()
-
-
-def test_a_resumed_run_finds_published_shards_and_counts(tmp_path: Path) -> None:
-    with open_writer(tmp_path, 7, 3) as rows:
-        for position in range(3):
-            rows.set_row(position, IdRow(position) if position else None, {"dropped/empty": 1} if not position else {})
-        rows.journal(1).add("b", 2)
-        rows.set_row(4, IdRow(4), {"rows": 1})  # in memory only: its journal is what a kill leaves
-    left = tmp_path / "scratch/journals/00000.jsonl"
-    left.write_text('["a",1]\n')  # killed between publishing and deleting
-    with open_writer(tmp_path, 7, 3) as rows:
-        assert rows.published == {0} and rows.is_published(2) and not rows.is_published(3)
-        assert rows.counts == {"dropped/empty": 1}
-        assert rows.num_resumed == 3 + 1 and rows.journal(1).done == {"b": 2}
-        assert not left.exists()
-
-
-def test_a_shard_without_kept_rows_is_published_last(tmp_path: Path) -> None:
-    """Servers that refused all its requests may work later, and then the requests are sent again."""
-    with open_writer(tmp_path, 4, 2) as rows:
-        rows.set_row(0, None, {"dropped/refused": 1})
-        rows.set_row(1, None, {"dropped/refused": 1})
-        assert rows.published == set() and rows.oldest == 1
-    with open_writer(tmp_path, 4, 2) as rows:
-        assert rows.counts == {}
-        for position in range(4):
-            rows.set_row(position, None, {"dropped/refused": 1})
-        rows.finish()
-        rows.publish(tmp_path / "out")
-        assert json.loads((tmp_path / "scratch/counts/00001.json").read_text()) == {"dropped/refused": 2}
-    assert conversations.read_table(tmp_path / "out", SCHEMA, "sample_target").is_empty()
 
 
 def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

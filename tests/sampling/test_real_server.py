@@ -135,13 +135,6 @@ def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, An
     run_with_random_kills(project, 5, seed=1)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
-def test_killed_at_50_random_points_before_a_real_server(project: Path, real: dict[str, Any], seed: int) -> None:
-    set_backend(project, "server", real, train_rows=60, eval_rows=10, max_new_tokens=8, shard_size=7)
-    run_with_random_kills(project, 50, seed)
-
-
 def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str, Any]) -> None:
     """10% of all answers are errors, 5% reset in the middle, 2% never come."""
     set_backend(project, "server", real, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
@@ -204,11 +197,3 @@ def test_a_real_server_renders_tools_as_we_do(project: Path, real: dict[str, Any
         own[backend] = {row["id"]: row for row in answers(project, "train").to_dicts()}
     assert len(own["transformers"]) == 6
     assert own["server"] and all(row == own["transformers"][name] for name, row in own["server"].items())
-
-
-def test_a_server_that_leaves_thoughts_out_is_told(project: Path, real: dict[str, Any]) -> None:
-    """`transformers serve` takes no thoughts into a history; where the template shows them, that is another prompt."""
-    with_tools(thoughts=True)
-    set_backend(project, "server", real)
-    with pytest.raises(ValueError, match="this row has tools, calls or thoughts, which not every server renders"):
-        sample_target.main()

@@ -55,17 +55,6 @@ def test_one_request_for_each_answer_in_order(tmp_path: Path) -> None:
         assert [q.position for group in some for q in group] == list(range(min(most, 7)))
 
 
-def test_a_result_belongs_to_the_call_that_it_names(tmp_path: Path) -> None:
-    """Bug: results were matched with calls by position, so one that came first was the answer to another call."""
-    calls = json.dumps([{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("paris", "rome")])
-    named = [json.dumps({"tool_call_id": name, "name": "clock"}) for name in ("rome", "paris")]
-    ((request,),) = read_all(
-        tmp_path, [row("x", "uattu", tool_calls=[None, calls, *named, None], trained=[True, False] + [True] * 3)]
-    )
-    assert [m.get("tool_call_id") for m in request.messages] == [None, None, "rome", "paris", None]
-    assert request.messages[2]["name"] == "clock"
-
-
 def test_a_few_requests_are_from_every_file(tmp_path: Path) -> None:
     """Bug: train_rows and eval_rows took the first rows: with a folder of two files, all were of the first."""
     rows = rows_of("a.jsonl", 300) + rows_of("b.jsonl", 100)
@@ -80,12 +69,6 @@ def test_a_few_requests_are_from_every_file(tmp_path: Path) -> None:
     assert selection.sources["b.jsonl"].asked + selection.sources["b.jsonl"].not_asked == 100
 
 
-def test_the_selection_ignores_the_order_of_files(tmp_path: Path) -> None:
-    """Renaming a file, which changes the order of reading, changes no selected row."""
-    a, b = rows_of("a.jsonl", 200), rows_of("b.jsonl", 200)
-    assert names_of(read_all(tmp_path, a + b, 100)) == names_of(read_all(tmp_path, b[::-1] + a, 100))
-
-
 def test_more_data_replaces_few_rows_and_more_rows_none(tmp_path: Path) -> None:
     """A file with a tenth more rows replaces about a tenth of the selected ones."""
     rows = rows_of("a.jsonl", 400)
@@ -94,12 +77,6 @@ def test_more_data_replaces_few_rows_and_more_rows_none(tmp_path: Path) -> None:
     assert {name for name in after if name.startswith("a")} < before
     assert len(before & after) >= 80
     assert before < names_of(read_all(tmp_path, rows, 150))
-
-
-def test_all_are_selected_without_a_limit(tmp_path: Path) -> None:
-    rows = rows_of("a.jsonl", 5)
-    assert [group[0].id for group in read_all(tmp_path, rows)] == [f"a.jsonl-{n}.0" for n in range(5)]
-    assert read_all(tmp_path, [], 3) == []
 
 
 def test_calls_reasoning_and_tools(tmp_path: Path) -> None:
@@ -127,19 +104,6 @@ def test_calls_reasoning_and_tools(tmp_path: Path) -> None:
     sent = requests.convert_to_openai(messages, str)
     assert sent[1]["tool_calls"][0] == CALL
     assert sent[0] is messages[0] and messages[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
-
-
-def test_malformed_tools_are_reported(tmp_path: Path) -> None:
-    """fix_data does not check tools; a row with malformed tools is unusable, and no other row is lost."""
-    bad = ["no JSON", "[1]", '[{"function": 3}]', '{"a": {}}', '[{"name": 5}]']
-    rows = [row(str(n), "ua", tools=text) for n, text in enumerate(bad)]
-    rows += [
-        row(f"c{n}", "ua", tool_calls=[None, text])
-        for n, text in enumerate([*bad, '[{"name": "a", "arguments": "no"}]'])
-    ]
-    found = read_all(tmp_path, [*rows, row("fine", "ua")])
-    assert [group[0].unusable_reason for group in found] == ["malformed_tools"] * len(rows) + [None]
-    assert [group[0].position for group in found] == list(range(len(rows) + 1))
 
 
 @pytest.mark.parametrize("levels", [900, 100_000])

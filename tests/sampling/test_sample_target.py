@@ -6,14 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
-from stages.data import conversations
-from stages.sampling import parquet_shards, requests, sampled_split
 from stages.target import generation
 from tests.sampling.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -28,13 +25,6 @@ def test_another_template_in_the_server_stops_the_run(project: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"row \S+\.0 {FILE}: the server was prompted with 3 tokens, .* give \d+; let the server"
         ):
-            sample_target.main()
-
-
-def test_a_row_that_no_server_answers_is_named_with_its_file(project: Path) -> None:
-    with Fake(lambda b, n: 503) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url], "attempts": 1})
-        with pytest.raises(ValueError, match=rf"^sample_target: row \S+\.\d {FILE}: no answer in 1 attempts"):
             sample_target.main()
 
 
@@ -58,23 +48,6 @@ def test_a_refused_row_is_dropped_and_refusing_servers_stop_the_run(project: Pat
         set_backend(project, "server", {"base_urls": [fake.url]}, train_rows=20)
         with pytest.raises(ValueError, match="the servers refused the first 8 rows"):
             sample_target.main()
-
-
-def test_later_turns_are_asked_after_the_targets_own_answers(project: Path) -> None:
-    talk = [{"role": r, "content": f"{r} {i}"} for i, r in enumerate(["user", "assistant"] * 3)]
-    rows = pl.read_parquet("data/fixed/train.parquet").head(1).with_columns(pl.Series("messages", [talk]))
-    rows.write_parquet("data/fixed/train.parquet")
-    with Fake(lambda b, n: completion(f"own {len(b['messages'])}", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]}, history="target")
-        sample_target.main()
-    bodies = [b for b in fake.bodies if b["messages"][0]["content"] == "user 0"]  # of train; eval is asked meanwhile
-    histories = [[m["content"] for m in b["messages"]] for b in bodies]
-    assert histories == [
-        ["user 0"],
-        ["user 0", "own 1", "user 2"],
-        ["user 0", "own 1", "user 2", "own 3", "user 4"],
-    ]
-    assert len({b["seed"] for b in bodies}) == 3
 
 
 def test_servers_get_the_next_split_while_the_last_answers_of_one_are_awaited(project: Path) -> None:
@@ -127,27 +100,6 @@ def test_a_mixture_in_this_process(project: Path) -> None:
     assert all(a == b for a, b, heat in zip(*same, strict=True) if heat == 0.0)
     assert not all(a == b for a, b, heat in zip(*same, strict=True) if heat > 0)
     assert answers(project, "eval_t").is_empty()
-
-
-def test_a_second_eval_set_that_is_not_asked_for_is_in_no_report(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: `eval_t: 0 answers at temperature 0, ... questions not asked`, and the page had such a line for each file."""
-    set_backend(project, "transformers", temperature=0.0, train_rows=6, max_new_tokens=2)
-    sample_target.main()
-    assert "eval_t" not in capsys.readouterr().out
-    found = report(project)
-    assert [key for key, value in found.items() if isinstance(value, dict) and "eval_t" in value] == []
-    assert list(found["sources"]) == ["train", "eval"]
-    assert answers(project, "eval_t").is_empty()  # its file is there, for the stages that read it
-
-
-def test_conversations_with_images_are_refused(project: Path) -> None:
-    table = pl.read_parquet("data/fixed/train.parquet")
-    seen = pl.Series("images", [["sky.png"], [], *[None] * (len(table) - 2)], dtype=pl.List(pl.String))
-    table.with_columns(seen).write_parquet("data/fixed/train.parquet")
-    with pytest.raises(ValueError, match=r"1 conversations of data/fixed/train\.parquet have images, expected none"):
-        sample_target.main()
 
 
 @pytest.mark.parametrize("backend", ["transformers", "server"])
@@ -231,16 +183,3 @@ def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.Capt
     assert "with the data's own answers" in capsys.readouterr().out
     with pytest.raises(ValueError, match="expected no arguments or --preview N, found --preview"):
         sample_target.main("--preview")
-
-
-def test_the_first_dropped_row_is_that_of_the_data(tmp_path: Path) -> None:
-    """Bug: it was the first that a server's worker had dropped, another in each run."""
-    shards = parquet_shards.ParquetShardWriter(tmp_path, 2, 2, conversations.SAMPLED_SCHEMA)
-    selection = requests.RequestSelection(np.array([2]), {})
-    split = sampled_split.SampledSplit("train", tmp_path, None, selection, [], shards, concurrency=2)
-    for position in (1, 0):
-        row = requests.TargetRequest(position, f"q.{position}", [], position, None, "maps.jsonl", position, "ok")
-        split.drop_request(row, requests.UnusableRequestError("image_unreadable", "cut"))
-    assert split.describe_dropped() == [
-        "train: 2 rows dropped as image_unreadable, the first: row q.0 (maps.jsonl, row 0): cut"
-    ]

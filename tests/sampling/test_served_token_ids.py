@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from stages import sample_target
 from stages.target.chat_template import TemplateRefusalError
 from stages.target.prompt_encoder import PromptEncoder
-from tests.sampling.sampled_project import TEMPLATE, answers, conversations_of, report, set_backend
+from tests.sampling.sampled_project import answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion
 
 WRONG_COUNT = {"usage": {"completion_tokens": 99}}
@@ -100,18 +100,6 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
     assert answers(project, "train").height == 60 and not report(project)["dropped"]
 
 
-def test_a_server_with_the_right_template_goes_on_after_one_with_another(project: Path) -> None:
-    """Bug: the answers to wrong prompts were kept, so that the fixed server was never asked."""
-    with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3})) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]})
-        with pytest.raises(ValueError, match="prompted with 3 tokens"):
-            sample_target.main()
-    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]})
-        sample_target.main()
-    assert not report(project)["dropped"]
-
-
 def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) -> None:
     def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
         return completion("hi", body["model"], choice={"finish_reason": "length"})
@@ -123,22 +111,6 @@ def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) 
             match=r"in the train split, .*\(6 sampled, dropped: 6 truncated\); raise sample_target.max_new_tokens",
         ):
             sample_target.main()
-
-
-def test_the_prompts_ids_before_the_answers_are_told(
-    project: Path, tokenizer: Any, capsys: pytest.CaptureFixture
-) -> None:
-    tokenizer.chat_template = TEMPLATE
-    ids = spell(tokenizer, "place: Graz")
-
-    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
-        prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
-        return completion("place: Graz", choice={"token_ids": ids if number else [*prompt, *ids]})
-
-    with serve_as("vllm", reply) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url], "model": "tiny", "concurrency": 1}, max_new_tokens=500)
-        sample_target.main()
-    assert "the server returned the ids of the prompt before those of its answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["place: Graz!", "place :\nGraz \N{REPLACEMENT CHARACTER}"])
@@ -164,33 +136,6 @@ def test_a_tokenised_text_of_too_many_tokens_is_dropped_where_nothing_else_is_kn
     assert report(project)["dropped"] == {"token_ids_unknown": 1}
 
 
-def test_refusals_that_come_before_the_first_answer_do_not_stop_a_run_of_many_at_once(project: Path) -> None:
-    """Bug: eight rows that are too long, among requests of which no answer was there yet, stopped it."""
-    with Fake(lambda b, n: 400 if n < 10 else completion("hi", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 16}, train_rows=40)
-        sample_target.main()
-    assert report(project)["dropped"] == {"refused": 10}
-
-
-def test_turns_after_one_that_the_template_refuses_do_not_quote_the_datas_answer(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = PromptEncoder.encode_prompt
-
-    def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
-        if row.split()[0].endswith(".0"):  # its file follows
-            raise TemplateRefusalError("a greeting")
-        return encode(self, row, *rest)
-
-    conversations_of(project, 3, 3)
-    monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
-    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]}, history="target", train_rows=9)
-        with pytest.raises(ValueError, match="dropped: 6 earlier_turn_incomplete, 3 refused_by_template"):
-            sample_target.main()
-    assert not fake.bodies
-
-
 def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path) -> None:
     """Bug: every second answer was kept with its wrong count, and dropped again by each run after."""
 
@@ -207,14 +152,6 @@ def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path
         sample_target.main()
     found = report(project)
     assert not found["dropped"] and len(fake.bodies) == found["rows_in"] - 8  # what was usable is kept
-
-
-def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest.CaptureFixture) -> None:
-    """Bug: a server without `usage` and with another template was taken without a word."""
-    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]})
-        sample_target.main()
-    assert "warning: of 12 of 12 answers the servers returned neither token ids nor how many" in capsys.readouterr().out
 
 
 def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer: Any) -> None:

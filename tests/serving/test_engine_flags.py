@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +12,7 @@ import pytest
 
 from stages.params.families import FAMILIES
 from stages.params.tree_shape import TreeShape
-from stages.serving import engine_flags, engine_versions, spec_counters
+from stages.serving import engine_flags, engine_versions
 
 SETUP = engine_flags.ServerSetup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
@@ -49,26 +48,6 @@ def test_vllm_is_told_of_a_chain_in_json() -> None:
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
     (_, flags) = engine_flags.build_speculation_flags("vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6), {})
     assert json.loads(flags) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
-
-
-@pytest.mark.parametrize("version", ["0.5.10", "0.5.17", None])
-def test_an_idle_sglang_leaves_its_core_to_the_server_that_is_measured(version: str | None) -> None:
-    assert engine_flags.build_setup_command(SETUP, 30000, [], version).count("--sleep-on-idle") == 1
-    vllm = replace(SETUP, engine="vllm", more=())
-    assert "--sleep-on-idle" not in engine_flags.build_setup_command(vllm, 30000, [], version)
-
-
-def test_a_draft_window_is_sglangs_without_the_query() -> None:
-    flags = engine_flags.build_speculation_flags("sglang", DRAFT, {"sliding_window": 512})
-    assert flag(flags, "--speculative-draft-window-size") == "511"
-
-
-def test_the_engine_of_its_own_environment_goes_before_the_path(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = tmp_path / "serving-env/sglang/bin/sglang"
-    program.parent.mkdir(parents=True)
-    program.touch()
-    assert engine_flags.build_setup_command(SETUP, 1, [])[0] == str(program)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +201,6 @@ def test_the_recorded_server_info_of_sglang_is_read() -> None:
             engine_flags.check_server_info(info, draft, concurrency, 1600)
 
 
-def test_the_recorded_figures_of_a_request_are_read() -> None:
-    """Twelve tokens, none of them a draft: one from prefill, eleven from verify passes."""
-    meta = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())["generate"]["meta_info"]
-    found = spec_counters.count_request(meta, 12)
-    assert found is not None and (found.cycles, found.accepted, found.histogram) == (11, 0, [11])
-
-
 @pytest.mark.parametrize(
     ("version", "name"),
     [
@@ -242,13 +214,6 @@ def test_the_recorded_figures_of_a_request_are_read() -> None:
 def test_a_flag_has_the_name_that_its_version_knows(version: str | None, name: str) -> None:
     line = engine_flags.build_setup_command(SETUP, 1, [], version)
     assert [word for word in line if word.startswith("--cuda-graph-max-bs")] == [name] and flag(line, name) == "64"
-
-
-def test_vllm_reports_each_request_from_0_30_on_where_it_drafts() -> None:
-    assert engine_flags.build_acceptance_flags("vllm", None) == ["--per-request-spec-decode-metrics", "summary"]
-    assert engine_flags.build_acceptance_flags("vllm", "0.30.0") == engine_flags.build_acceptance_flags("vllm", None)
-    assert engine_flags.build_acceptance_flags("vllm", "0.26.0") == []
-    assert engine_flags.build_acceptance_flags("sglang", "0.5.23") == []
 
 
 def test_an_environment_says_its_engines_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +233,3 @@ def test_an_environment_says_its_engines_version(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(engine_versions, "VERSION_TIMEOUT_S", 0.01)
     (tmp_path / "vllm").write_text("#!/bin/sh\nexec sleep 5\n")
     assert engine_versions.find_version("vllm", str(tmp_path / "vllm")) is None
-
-
-def test_variables_of_an_engine_are_recorded_without_secrets() -> None:
-    environment = {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_API_KEY": "s", "HF_TOKEN": "s", "PATH": "p"}
-    assert engine_flags.list_engine_variables(environment) == {"SGLANG_X": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}

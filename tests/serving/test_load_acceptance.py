@@ -26,14 +26,6 @@ def test_sglangs_histogram_becomes_our_counts() -> None:
     assert not found.counting_errors and chat.records[0].counts is None  # in chat SGLang 0.5.17 is silent
 
 
-def test_sglangs_details_in_chat_are_read_where_it_says_them() -> None:
-    figures = {"spec_tokens_details": {"spec_correct_drafts_histogram": [1, 0, 1, 0, 1], "spec_verify_ct": 3}}
-    with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, meta=figures))) as fake:
-        found = run_load(fake.url, make_requests(1), engine="sglang")
-    assert fake.bodies[0]["return_spec_tokens_details"] is True
-    assert found.records[0].counts == (3, 6, True, [1, 0, 1, 0, 1])
-
-
 def test_figures_that_do_not_add_up_are_told_and_cost_no_answer() -> None:
     with add_sglang_pages(Fake(lambda *_: Streamed(SCHEDULE, meta={"spec_accept_histogram": [9, 9]}))) as fake:
         found = run_load(fake.url, make_requests(1, [1]), engine="sglang")
@@ -107,10 +99,3 @@ def test_vllm_tells_each_request_itself() -> None:
         found = run_load(fake.url, make_requests(3, [1]), warmup=make_requests(1, [1]), engine="vllm")
     assert [r.counts for r in found.records] == [(4, 4, True, [2, 0, 2, 0, 0, 0])] * 3
     assert found.counters is None and not found.counting_errors
-
-
-def test_counters_that_are_read_only_once_are_told() -> None:
-    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
-        fake.pages["/metrics"] = lambda: b"" if fake.bodies else counters(1, 1, [1])
-        found = run_load(fake.url, make_requests(1, [1]), engine="vllm")
-    assert found.counters is None and "not both times" in found.counting_errors[0]

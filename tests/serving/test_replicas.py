@@ -75,11 +75,6 @@ def test_each_group_of_gpus_has_a_server(
     assert all(server.line[-len(launch_args) :] == launch_args for server in planned if launch_args)
 
 
-def test_unused_gpus_are_told(four_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan("cuda", "--tp", "3")
-    assert "1 of 4 GPUs are not used: a server takes 3" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("launch_args", "message"),
     [
@@ -109,12 +104,3 @@ def test_a_server_that_cannot_start_stops_the_others(four_gpus: Path) -> None:
         planned.__enter__()
     assert not any(map(is_listening, planned.servers))
     assert [server.get_exit_status() is not None for server in planned.servers] == [True] * 4
-
-
-def test_a_closed_server_is_not_restarted(four_gpus: Path) -> None:
-    """A check in another thread may still run when the block ends."""
-    install(four_gpus)
-    with plan("cuda:0") as running:
-        pass
-    running.check_alive()
-    assert not any(map(is_listening, running.servers)) and running.restarted == 0

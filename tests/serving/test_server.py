@@ -80,16 +80,6 @@ needs_subreaper = pytest.mark.skipif(sys.platform != "linux", reason="only Linux
 
 
 @needs_subreaper
-def test_a_servers_daemon_is_gone_after_it(tmp_path: Path) -> None:
-    """A child that called setsid and forked twice outlived `Server.end`, with the GPU memory that it held."""
-    port = free_port.find_free_port()
-    with server.ServerProcess("vllm", line(DAEMONISES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
-        daemon = int(httpx.get(running.base_url, trust_env=False).text)
-        assert os.getsid(daemon) != os.getsid(0) and not has_ended(daemon, 0)
-    assert has_ended(daemon, 5)
-
-
-@needs_subreaper
 def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     """The next server would find the port or the GPU's memory taken."""
     port, log = free_port.find_free_port(), tmp_path / "log"
@@ -208,17 +198,6 @@ def test_every_command_stays_on_loopback_and_off_the_models_own_settings(engine:
     assert engine == "transformers" or defaults[engine] in words[words.index("--trust-remote-code") - 1]
 
 
-def test_sglang_servers_that_start_at_once_meet_on_ports_of_their_own() -> None:
-    """Bug: SGLang took the port of torch.distributed from the ephemeral range and bound it a minute later: EADDRINUSE."""
-    ports = []
-    for _ in range(20):
-        words = server.build_server_command(
-            "sglang", "/models/t", free_port.find_free_port(), "bfloat16", "cuda", False
-        )
-        ports += [int(words[words.index(flag) + 1]) for flag in ("--port", "--nccl-port")]
-    assert len(set(ports)) == 40 and max(ports) < free_port.read_first_ephemeral()
-
-
 # Says its threads, serves, and ends itself as often as its file has lines less than asked for.
 FALLS = """
 import http.server, os, sys
@@ -258,14 +237,3 @@ def test_a_server_that_crashes_is_restarted_a_limited_number_of_times(
             running.check_alive()
     assert "ended with status 7; starting it again (2 of 2), its log is " in capfd.readouterr().out
     assert log.read_text().count("threads 3\n") == 3  # the log of before stays
-
-
-def test_a_server_that_ends_before_it_is_ready_is_not_restarted(tmp_path: Path) -> None:
-    port, log = free_port.find_free_port(), tmp_path / "log"
-    broken = "import sys; print('no such flag'); sys.exit(2)"
-    with (
-        pytest.raises(ValueError, match=r"(?s)ended with status 2; its log, .*no such flag"),
-        server.ServerProcess("vllm", line(broken, port), port, log, 60, settle_s=0.5, restarts=3),
-    ):
-        pass
-    assert log.read_text().count("no such flag") == 1

@@ -40,27 +40,6 @@ def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
     assert found.clipped and found.histogram == figures["spec_correct_drafts_histogram"]
 
 
-def test_the_example_of_the_docs() -> None:
-    """14 tokens in 4 cycles: SGLang's own accept length is 3.5, of which the prefill's token is 0.25."""
-    figures = {"spec_accept_histogram": [1, 0, 0, 3], "spec_verify_ct": 4, "spec_accept_length": 3.5}
-    found = spec_counters.count_request(figures, 14)
-    assert found == (4, 9, True, [1, 0, 0, 3])
-    assert (found.accepted + found.cycles) / found.cycles == 3.25
-
-
-def test_a_cut_last_cycle_by_hand() -> None:
-    """One cycle accepts 5 of 5. The limit takes the prefill's token and 3 drafts: 2 drafts and the bonus are cut."""
-    found = spec_counters.count_request({"spec_accept_histogram": [0, 0, 0, 0, 0, 1]}, 4)
-    assert found == (1, 3, True, [0, 0, 0, 0, 0, 1])
-    found = spec_counters.count_request({"spec_accept_histogram": [0, 0, 0, 0, 0, 1]}, 6)  # the bonus alone is cut
-    assert found and found.accepted == 5
-
-
-def test_an_answer_without_speculation_has_no_counts() -> None:
-    assert spec_counters.count_request({"finish_reason": "stop"}, 20) is None
-    assert spec_counters.count_request({}, 1) == (0, 0, True, [])  # no cycle was needed
-
-
 @pytest.mark.parametrize(
     ("figures", "tokens"),
     [

@@ -58,21 +58,6 @@ def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
     assert stream.engine_meta["spec_verify_ct"] == 2
 
 
-def test_incremental_output_is_concatenated() -> None:
-    data = sse(native("a", [7], 1), native(" b", [8, 9], 3), native(" c", [2], 4, END))
-    stream = read(data, generate=True)
-    assert (stream.text, stream.ids, [n for _, n in stream.events]) == ("a b c", [7, 8, 9, 2], [1, 2, 1])
-
-
-def test_comments_carriage_returns_and_a_last_line_without_an_end() -> None:
-    data = b": ping\r\n\r\n" + CHAT.replace(b"\n", b"\r\n").replace(
-        b"data: [DONE]\r\n\r\n", b": ping\r\n\r\ndata: [DONE]"
-    )
-    assert read(data).output_tokens == 5
-    last = sse(native("a b", [7, 8], 2, END)).rstrip()
-    assert read(last, generate=True).events == [(99.0, 2)]
-
-
 def test_text_without_counts_is_an_event_a_piece() -> None:
     data = sse(chunk(""), chunk("a"), chunk("b c"), chunk("", 4, "length"))
     stream = read(data)

@@ -1,7 +1,5 @@
 """Masks through seven families' templates, against what a server would have been prompted with and have generated."""
 
-from typing import Any
-
 import pytest
 
 from stages.target import chat_template
@@ -93,25 +91,6 @@ def test_thinking_off_is_in_the_prompt() -> None:
         chat_template.encode_turns(tok, thought, eos, thinking=False)
 
 
-def test_images_are_in_the_prompt_only() -> None:
-    tok, eos = tokenizer("qwen3-vl")
-    parts: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "what is it?"}]
-    ((prompt_ids, answer_ids),) = chat_template.encode_turns(
-        tok, [{"role": "user", "content": parts}, {"role": "assistant", "content": "rain"}], eos
-    )
-    assert "<|image_pad|>" in tok.decode(prompt_ids)
-    assert tok.decode(answer_ids) == "rain<|im_end|>"
-
-
-def test_several_answers_in_a_row_are_told_apart() -> None:
-    tok, eos = tokenizer("qwen2.5")
-    talk = [*TALK[:3], {"role": "assistant", "content": "more"}]
-    assert [tok.decode(a) for _, a in chat_template.encode_turns(tok, talk, eos)] == [
-        "rain: 3\nsun: 0<|im_end|>",
-        "more<|im_end|>",
-    ]
-
-
 @every_family
 def test_text_with_a_token_of_the_template_is_refused(family: str) -> None:
     """An end token inside an answer would teach the draft to end there."""
@@ -144,9 +123,3 @@ def test_a_servers_text_becomes_the_ids_it_came_from(family: str) -> None:
     content = tok.decode(rows[-1][1][:-1])
     assert chat_template.encode_answer(tok, TALK[:-1], content, None, eos) == rows[-1][1][:-1]
     assert chat_template.find_end_token(tok, eos) == rows[-1][1][-1]
-
-
-def test_thoughts_that_a_server_took_out_are_put_back() -> None:
-    tok, eos = tokenizer("qwen3")
-    ids = chat_template.encode_answer(tok, TALK[:2], "rain", "hm", eos)
-    assert tok.decode(ids) == "<think>\nhm\n</think>\n\nrain"

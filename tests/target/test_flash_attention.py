@@ -49,15 +49,6 @@ def test_only_an_installed_kernel_on_a_hopper_is_activated(machine, major, insta
     assert machine.active == expected
 
 
-def test_it_is_activated_once_in_a_process(machine) -> None:
-    assert [feature_target.activate_flash_attention_3(CUDA) for _ in range(2)] == [True, True]
-    assert machine.active == ["FA3"]
-
-
-def test_a_cpu_has_no_flash_kernel() -> None:
-    assert not feature_target.activate_flash_attention_3(torch.device("cpu"))
-
-
 def test_a_kernel_that_computes_something_else_is_told_and_left_out(machine) -> None:
     """Bug: a FlashAttention 3 whose operator failed stayed active, so all rows were padded, at three quarters of the speed."""
     machine.kernels_differ = True

@@ -1,6 +1,5 @@
 """target.json comes back as it went; the target's two tables are found in every layout Hugging Face writes."""
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -29,17 +28,6 @@ def made_up(folder: Path, tied: bool = False) -> manifest.TargetManifest:
 # --- target.json ----------------------------------------------------------------------------------------------------
 
 
-def test_a_manifest_comes_back_as_it_went(tmp_path: Path) -> None:
-    made = replace(made_up(tmp_path), revision="0123abc")
-    manifest.write_manifest(tmp_path, made)
-    assert manifest.read_manifest(tmp_path) == made
-
-
-def test_a_missing_manifest_names_its_stage(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"target\.json not found; run: dvc repro prepare_target$"):
-        manifest.read_manifest(tmp_path)
-
-
 @pytest.mark.parametrize(
     "change", [lambda m: m.pop("rope"), lambda m: m.update(rope_theta=1.0)], ids=["key less", "key more"]
 )
@@ -51,13 +39,6 @@ def test_a_manifest_of_another_version_names_what_differs(tmp_path: Path, change
         ValueError, match=r"target\.json is of another version \(.*'rope(_theta)?'\); run: dvc repro prepare_target"
     ):
         manifest.read_manifest(tmp_path)
-
-
-def test_a_builtin_target_lies_beside_its_manifest_and_a_local_one_where_it_is(tmp_path: Path) -> None:
-    assert manifest.resolve_weights_folder(
-        replace(made_up(tmp_path), model="builtin/weather-tiny"), Path("artifacts/target")
-    ) == Path("artifacts/target")
-    assert manifest.resolve_weights_folder(made_up(tmp_path), Path("artifacts/target")) == tmp_path
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -88,21 +69,6 @@ def test_the_tables_are_those_transformers_computes_with(
     assert torch.equal(embedding, model.get_input_embeddings().weight.float())
     assert torch.equal(head, model.get_output_embeddings().weight.float())
     assert torch.equal(embedding, head) == tied
-
-
-def test_a_vision_towers_tables_are_not_taken(tmp_path: Path) -> None:
-    """A multimodal target nests its language model, and its vision tower may hold names that end alike."""
-    language, vision, head = torch.randn(V, H), torch.randn(3, H), torch.randn(V, H)
-    save_file(
-        {
-            "model.language_model.embed_tokens.weight": language,
-            "model.visual.embed_tokens.weight": vision,
-            "lm_head.weight": head,
-        },
-        tmp_path / "model.safetensors",
-    )
-    found = manifest.read_embedding_and_head(made_up(tmp_path))
-    assert torch.equal(found[0], language) and torch.equal(found[1], head)
 
 
 def test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken(tmp_path: Path) -> None:
@@ -154,19 +120,6 @@ def test_missing_and_broken_weights_are_named(tmp_path: Path) -> None:
 
 
 # --- digest ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_digest_is_of_the_names_and_bytes_that_match(tmp_path: Path) -> None:
-    """Computed by hand, since it is kept in target.json: a change would call every target a new one."""
-    (tmp_path / "tokenizer.json").write_bytes(b"T")
-    (tmp_path / "config.json").write_bytes(b"C")
-    (tmp_path / "model.safetensors").write_bytes(b"M")
-    by_hand = hashlib.sha256()
-    for name, content in ((b"config.json", b"C"), (b"tokenizer.json", b"T")):
-        by_hand.update(name + b"\0" + hashlib.sha256(content).digest())
-    assert manifest.digest_files(tmp_path, "*.json", "config.*") == by_hand.hexdigest()
-    (tmp_path / "config.json").rename(tmp_path / "config2.json")
-    assert manifest.digest_files(tmp_path, "*.json") != by_hand.hexdigest()
 
 
 def test_tables_lie_where_sums_are_always_rounded_alike(tmp_path: Path) -> None:
@@ -223,17 +176,3 @@ def test_a_single_other_byte_is_another_digest_though_the_sample_skips_it(tmp_pa
         file.write(b"x")
     after = manifest.digest_files(tmp_path, manifest.WEIGHTS), manifest.sample_weights(tmp_path)
     assert after[0] != before[0] and after[1] == before[1]
-
-
-@pytest.mark.parametrize("at", ["first", "a block", "last"])
-def test_the_sample_reads_blocks_of_all_of_a_large_file(tmp_path: Path, at: str) -> None:
-    path, size = tmp_path / "model.safetensors", 5 * manifest.SAMPLE_EVERY + 1000
-    with path.open("wb") as file:
-        file.truncate(size)
-    before = manifest.sample_weights(tmp_path)
-    with path.open("r+b") as file:
-        file.seek({"first": 0, "a block": 3 * manifest.SAMPLE_EVERY + 7, "last": size - 1}[at])
-        file.write(b"x")
-    assert manifest.sample_weights(tmp_path) != before
-    path.rename(tmp_path / "other.safetensors")
-    assert len({before, manifest.sample_weights(tmp_path)}) == 2

@@ -11,13 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig
 
 from stages import prepare_target
-from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import Eagle3Draft, MultimodalFeatures
 from stages.draft.eagle3_config import DraftConfig
 from stages.hidden_states import format
 from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
-from stages.target import config_facts, multimodal, packed_forward
+from stages.target import multimodal, packed_forward
 from stages.target.vision import ImagePatches
 from stages.training import ttt
 from tests.engines import build_engine
@@ -63,17 +62,6 @@ def test_documents_with_pictures_are_as_each_alone(tmp_path: Path, name: str, pa
     assert torch.equal(found["embeds"][~found["pictured"]], table[ids[~found["pictured"]]])
     pad = table[TOKEN]  # DESIGN 5.9: what a rival's draft saw of every picture
     assert (found["embeds"][found["pictured"]] - pad).norm(dim=-1).min() > 0.01
-
-
-@every_class
-def test_another_picture_is_another_document(tmp_path: Path, name: str) -> None:
-    """The pixels reach the features: otherwise everything here could pass with pictures that nobody looks at."""
-    model = load(tmp_path, name)
-    ids, shown = document(DOCUMENTS[0], 0)
-    assert shown is not None
-    other = ImagePatches(shown.pixel_values + 1, shown.image_grid_thw)
-    one, two = (forward(model, [(ids, pixels)])["features"] for pixels in (shown, other))
-    assert (one - two).norm(dim=-1)[-1] > 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3 vl", "qwen3 vl moe"])
@@ -141,29 +129,6 @@ def test_a_drafts_rotation_is_its_targets_own(tmp_path: Path, name: str) -> None
     assert draft.frequency_axes is not None and draft.frequency_axes.tolist() == LAYOUT[name]
     assert made.rope["mrope_interleaved"] == (LAYOUT[name] == INTERLEAVED)
     assert made.image_token_id == TOKEN
-
-
-def test_the_published_layouts() -> None:
-    """Qwen3-VL's [24, 20, 20], in turns to the end of the shorter two; Qwen2.5-VL's [16, 24, 24], one after the other."""
-    in_turns = config_facts.assign_frequency_axes({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, 128)
-    assert in_turns is not None and in_turns.tolist() == [0, 1, 2] * 20 + [0] * 4
-    chunked = config_facts.assign_frequency_axes({"mrope_section": [16, 24, 24]}, 128)
-    assert chunked is not None and chunked.tolist() == [0] * 16 + [1] * 24 + [2] * 24
-    assert config_facts.assign_frequency_axes({"rope_theta": 1.0}, 128) is None
-    with pytest.raises(ValueError, match="add up to 32, half of head_dim 64"):
-        config_facts.assign_frequency_axes({"mrope_section": [24, 20, 20]}, 64)
-
-
-def test_engines_are_told_the_layout(tmp_path: Path) -> None:
-    """SGLang and vLLM read mrope_section and mrope_interleaved from rope_scaling; without it they take plain positions."""
-    save_random_model(tmp_path, "qwen3 vl", False)
-    made = described(tmp_path)
-    config = eagle3_checkpoint.build_eagle3_config(
-        DraftConfig(*[1] * 9, rope=made.rope), made.feature_layers, made.num_layers, made.eos_token_ids
-    )
-    expected = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    assert config["rope_scaling"] == expected
-    assert config["rope_parameters"] == {**expected, "rope_theta": 10_000.0}
 
 
 # --- the draft ------------------------------------------------------------------------------------------------------
@@ -291,22 +256,6 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
         )  # a last cycle may stand on the answer's last token, where nothing is supervised
 
 
-def test_company_changes_nothing(run: Run) -> None:
-    """Rows with and without pictures in one pack, in any order: only added up."""
-    objective = ttt.TrainingObjective(STEPS)
-    losses = [
-        sum(
-            ttt.compute_loss(
-                run.draft, ttt.TrainingPack.from_rows(rows, STEPS, "aligned"), run.embedding, run.head, objective
-            ).loss_per_step
-            for rows in packs
-        )
-        for packs in ([run.rows], [run.rows[::-1]], [[r] for r in run.rows])
-    ]
-    for loss in losses[1:]:
-        torch.testing.assert_close(loss, losses[0])
-
-
 def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
     """With the pad token's embedding, or plain positions, it says something else: both matter in what is compared here."""
     one, objective = run.rows[2], ttt.TrainingObjective(STEPS)
@@ -320,11 +269,3 @@ def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
         ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss_per_step for p in (pack, blind, astray)
     )
     assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_positions).abs().max() > 1e-4
-
-
-def test_margin_is_the_gap_between_the_two_best_logits(run: Run) -> None:
-    for (ids, shown), answer in zip(run.prompts, run.answers, strict=True):
-        two = alone(run.model, torch.cat([ids, torch.tensor(answer[:3])]), shown)["logits"][-1].topk(2).values
-        assert run.plain.measure_margin(ids.tolist(), answer[:3], shown) == pytest.approx(
-            float(two[0] - two[1]), abs=1e-4
-        )

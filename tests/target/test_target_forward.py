@@ -188,18 +188,6 @@ def test_a_class_that_gives_its_window_to_the_mask_alone_is_padded() -> None:
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_a_class_with_a_mask_of_its_own_is_padded() -> None:
-    """Bug: Doge keeps the 2,048 keys of the largest weights, by a mask that packed documents left out. Documents of the 24 tokens
-    that are compared are shorter than that, so longer ones were packed and had wrong hidden states.
-    """
-    torch.manual_seed(0)
-    config = transformers.DogeConfig(**TEXT, keep_window_size=16)
-    model = transformers.DogeForCausalLM(config).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert not packed_forward.supports_packing(model)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen3 moe"])
 def test_blocks_are_compiled_once_for_all_lengths(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block compiled again for each layer or batch would soon meet the compiler's limit, and run uncompiled."""
@@ -296,35 +284,3 @@ def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
         ValueError, match=r"GPT2Config.* has no intermediate_size or moe_intermediate_size; such a model"
     ):
         config_facts.read_config_facts(transformers.GPT2Config())
-
-
-def test_a_key_that_differs_by_layer_is_read_of_the_first() -> None:
-    """Bug: Gemma 4, whose layers of full attention have wider heads, ended in a traceback of transformers."""
-    config = transformers.Gemma4TextConfig(
-        **TEXT,
-        head_dim=8,
-        global_head_dim=16,
-        layer_types=["sliding_attention", "full_attention"] * 3 + ["full_attention"],
-    )
-    facts = config_facts.read_config_facts(config)
-    assert (facts["head_dim"], facts["num_key_value_heads"], facts["num_layers"]) == (8, 2, LAYERS)
-
-
-@pytest.mark.parametrize("num_layers", range(3, 13))
-def test_every_target_of_three_layers_has_three_feature_layers(num_layers: int) -> None:
-    """Bug: a target of 4 layers was refused until its layers were named by hand."""
-    found = feature_layers.default_eagle3_feature_layers(num_layers)
-    assert sorted(set(found)) == found and len(found) == 3 and found[0] >= 0 and found[-1] < num_layers
-    if num_layers > 6:
-        assert found == [2, num_layers // 2, num_layers - 3]
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_target_of_fewer_layers_than_eagle3_reads_is_refused(tmp_path: Path, num_layers: int) -> None:
-    """Bug: the message named a list of feature layers, where target.feature_layers was null, and advised to set null."""
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
-    config = transformers.LlamaConfig(num_hidden_layers=num_layers, **shape)
-    with pytest.raises(
-        ValueError, match=rf"target\.model tiny has {num_layers} layers, expected 3 or more, .* more layers"
-    ):
-        prepare_target.describe_target("tiny", None, config, tmp_path, None)

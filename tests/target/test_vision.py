@@ -11,7 +11,6 @@ from PIL import Image, ImageFile
 from transformers import Qwen3Config
 from transformers.image_utils import load_image
 
-from stages.data import images
 from stages.target import chat_template, generation, loading, vision
 from tests.data.test_images import png_of
 from tests.target.multimodal_targets import KINDS, picture, save
@@ -105,24 +104,6 @@ def test_a_batch_with_pictures_is_answered_as_each_prompt_alone(kind: str, conve
     assert generation.generate_answers(model, prompts, 12, 0.0, 1.0, [eos], eos, 1, other) != found  # it looks at them
 
 
-def test_each_picture_is_decoded_once_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save("qwen3-vl", tmp_path / "target")
-    eyes, plain, opened = vision.CachedImageProcessor(tmp_path / "target", False), vision._open_image, []
-    monkeypatch.setattr(vision, "_open_image", lambda path: opened.append(path) or plain(path))
-    a, b, c = (picture(tmp_path / f"{n}.png", 64, 64, n) for n in range(3))
-    first = eyes.load_patches([a, b, a])
-    assert (
-        eyes.count_image_tokens([b, a]) == [4, 4]
-        and opened == [a, b]
-        and torch.equal(first.pixel_values[:16], first.pixel_values[32:])
-    )
-    monkeypatch.setattr(vision, "MAX_CACHED_BYTES", 2 * first.pixel_values[:16].nbytes)
-    eyes.load_patches([a]), eyes.load_patches([c]), eyes.load_patches([a])
-    assert opened == [a, b, c]  # b was the longest unused
-    assert eyes.count_image_tokens([b]) == [4] and opened == [a, b, c]
-    assert torch.equal(eyes.load_patches([b]).pixel_values, first.pixel_values[16:32]) and opened == [a, b, c, b]
-
-
 @pytest.mark.parametrize(
     ("name", "mode", "as_it_is"),
     [("p.png", "RGB", True), ("p.jpg", "RGB", True), ("p.webp", "RGB", True), ("p.png", "RGBA", False), ("p.gif", "P", False),
@@ -189,19 +170,6 @@ def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
             vision.UnreadableImageError, match=r"bomb\.png has .*, expected at most 67108864.* make the image smaller"
         ):
             look([str(tmp_path / "bomb.png")])
-
-
-def test_fix_data_drops_just_the_pictures_that_targets_refuse() -> None:
-    """drafting and formats don't import each other, so both hold the number."""
-    assert vision.MAX_PIXELS == images.MAX_PIXELS
-
-
-def test_a_template_that_shows_no_pictures_is_told() -> None:
-    assert vision.expand_image_tokens([1, 9, 2, 9], 9, [3, 1]) == [1, 9, 9, 9, 2, 9]
-    assert vision.collapse_image_tokens([1, 9, 9, 9, 2, 9], 9, [3, 1]) == [1, 9, 2, 9]
-    assert vision.collapse_image_tokens([9, 9, 9, 9, 2], 9, [3, 1]) == [9, 9, 2]  # one picture behind the other
-    with pytest.raises(ValueError, match="wrote 1 image tokens, expected 2, one for each image"):
-        vision.expand_image_tokens([1, 9, 2], 9, [3, 1])
 
 
 def test_targets_that_can_not_see_are_told(tmp_path: Path) -> None:

@@ -104,14 +104,6 @@ def test_a_fork_has_the_words_folder_environment_and_files_of_its_client(
     assert (done.stderr, done.returncode) == ("forked\n", 0)
 
 
-def test_a_fork_has_the_folder_of_temporary_files_of_its_client(project: Path, environment: dict[str, str]) -> None:
-    """Bug: it had the server's, so that locks in it were those of other stages."""
-    folder = project / "temporary"
-    folder.mkdir()
-    done = run(project, environment | {"TMPDIR": str(folder)}, "stages.temporary")
-    assert (done.stdout, done.returncode) == (f"{folder}\n", 0)
-
-
 def test_a_fork_runs_the_code_that_lies_there_now(project: Path, environment: dict[str, str]) -> None:
     run(project, environment, "stages.describe")
     (project / "stages/own.py").write_text("TEXT = 'edited'  # another size, or byte code of this second stays valid")
@@ -162,14 +154,6 @@ def test_several_stages_run_at_once(project: Path, environment: dict[str, str]) 
         assert client.wait(30) == 7
 
 
-def test_other_programs_start_as_ever(project: Path, environment: dict[str, str]) -> None:
-    code = "import stages, os; print(os.getpid(), 'AERIE_FORK_SERVER' in os.environ)"
-    client = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=project, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert client.communicate()[0] == f"{client.pid} False\n"
-
-
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
@@ -181,12 +165,6 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
     (project / "stages/spins.py").write_text("import os; print(os.environ.get('GOMP_SPINCOUNT'))")
     clean = {name: value for name, value in environment.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     assert run(project, clean | given, "stages.spins").stdout == f"{spins}\n"
-
-
-def test_a_run_of_few_stages_preloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(fork_server.ADDRESS_VARIABLE, raising=False)
-    with processes.preload_stages(processes.FEWEST_PRELOADED - 1):
-        assert fork_server.ADDRESS_VARIABLE not in os.environ
 
 
 def test_a_run_starts_a_server_that_has_torch_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

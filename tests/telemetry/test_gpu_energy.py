@@ -3,14 +3,11 @@
 import ctypes
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from stages.telemetry import gpu_energy, stage_log
 from stages.telemetry.gpu_energy import EnergyMeter
-from stages.telemetry.run_stage import run_stage
 
 # Three cards; the third has no counter, as slices of a card have none. Each look at one takes 1500 mJ more.
 NVML = """
@@ -70,38 +67,3 @@ def test_the_gpus_are_those_that_cuda_would_show(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert EnergyMeter(which).names() == names
-
-
-@pytest.mark.parametrize("missing", ["the driver", "the package"])
-def test_without_the_library_no_energy_is_recorded(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if missing == "the package":
-        monkeypatch.setattr(gpu_energy, "pynvml", None)
-    else:
-        pynvml = pytest.importorskip("pynvml")
-        monkeypatch.setattr(pynvml, "nvmlLib", None)
-        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        monkeypatch.setattr(pynvml, "CDLL", lambda name: ctypes.CDLL("libno-such-thing.so.1"))
-    meter = EnergyMeter(None)
-    assert (meter.names(), meter.joules()) == ([], None)
-
-
-def test_a_stages_run_is_logged_with_its_gpus(cards: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["/there/stages/replay_trees.py", "e003"])
-    words: list[str] = []
-    run_stage(words.append, lambda: [0])
-    assert words == ["e003"]
-    (run,) = stage_log.read_log()
-    assert (run.stage, run.gpus, run.joules) == ("replay_trees@e003", ["Card"], 1.5) and run.seconds >= 0
-
-
-def test_a_stage_that_fails_prints_one_line_and_logs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["/there/stages/sample_target.py"])
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(SystemExit, match="aerie: no"):
-        run_stage(fail)
-    assert not stage_log.LOG_FILE.exists()

@@ -111,14 +111,6 @@ def test_an_import_without_memory_is_one_line(error: Exception, line: str, capfd
     assert capfd.readouterr().err.startswith(line)
 
 
-def test_our_own_mistakes_keep_their_traceback(started: None) -> None:
-    def main(name: str) -> None:
-        raise KeyError("of ours")
-
-    with pytest.raises(KeyError):
-        run_stage.run_stage(main)
-
-
 def test_ctrl_c_says_where_the_stage_goes_on(started: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: a traceback through torch, and no word on what is kept."""
     assert fail(KeyboardInterrupt()) == 130
@@ -161,11 +153,6 @@ def test_a_rank_says_nothing_and_writes_no_note_but_the_first(
     monkeypatch.setenv("RANK", "1")
     assert fail(KeyboardInterrupt()) == 130 and capsys.readouterr().err == ""
     assert unfinished._stage is None
-
-
-def test_a_note_that_can_not_be_written_fails_nothing(started: None) -> None:
-    Path(".scratch").write_text("no folder")
-    run_stage.run_stage(lambda name: unfinished.note_progress("after epoch 5"))
 
 
 @pytest.mark.parametrize("wait_s", [0.05, 0.4, 1.2, 2.5])

@@ -12,7 +12,6 @@ from stages.families.block.loss import (
     BlockLossWeights,
     build_block_labels,
     compute_block_loss,
-    compute_draft_weights,
     sample_anchors,
 )
 from tests.draft.slow_block_draft import METHOD_OPTIONS, Document, block_losses, random_block_draft
@@ -32,27 +31,6 @@ def test_anchors_are_candidates_without_repeats() -> None:
     assert sample_anchors(SUPERVISED, DOCUMENTS, 99, torch.Generator().manual_seed(0)).tolist() == CANDIDATES
     same_seed = sample_anchors(SUPERVISED, DOCUMENTS, 4, torch.Generator().manual_seed(7)).tolist()
     assert same_seed == found[7]
-
-
-def test_labels_end_at_the_first_hole() -> None:
-    ids = torch.arange(16) + 100
-    labels = build_block_labels(ids, SUPERVISED, DOCUMENTS, torch.tensor(CANDIDATES), 3)
-    for row, a in enumerate(CANDIDATES):
-        expected = []
-        for t in range(a + 1, a + 4):
-            if t >= 16 or not SUPERVISED[t] or DOCUMENTS[t] != DOCUMENTS[a]:
-                break
-            expected.append(t + 100)
-        assert labels.tokens[row][labels.is_valid[row]].tolist() == expected
-        assert labels.is_valid[row].tolist() == [True] * len(expected) + [False] * (3 - len(expected))
-        assert labels.rows[row][: len(expected)].tolist() == [t - 101 for t in expected]
-        assert labels.previous[row][: len(expected)].tolist() == [t - 1 for t in expected]
-
-
-def test_weights_decay_by_draft() -> None:
-    weights = compute_draft_weights(torch.tensor([[True, True, False]]), 4.0)
-    torch.testing.assert_close(weights, torch.tensor([[1.0, 0.7788008, 0.0]]))
-    assert compute_draft_weights(torch.tensor([[True, True, False]]), None).tolist() == [[1, 1, 0]]
 
 
 CASES: dict[str, tuple[dict[str, Any], BlockLossWeights]] = {

@@ -39,12 +39,6 @@ def test_after_the_warm_up_the_rate_is_that_of_transformers(kind: Any, make: Any
     assert schedule.get_rate(120) == schedule.get_rate(500) == pytest.approx(0.0, abs=1e-18)
 
 
-def test_a_constant_rate_is_what_it_was() -> None:
-    constant = plan_schedule(LENGTHS, settings())
-    assert constant.total_steps is None
-    assert [constant.get_rate(step) for step in (0, 6, 7, 10_000)] == [0.01 * min(1.0, 1 / 7), 0.01, 0.01, 0.01]
-
-
 def test_the_horizon_is_counted_in_the_steps_of_its_epochs() -> None:
     for horizon in (9, 12):
         found = settings(schedule="cosine", horizon_epochs=horizon)

@@ -11,12 +11,6 @@ from stages.training import packs
 from stages.training.packs import EpochPlan, PackLoader
 
 PLANS: list[tuple[int, EpochPlan]] = [(4, [[[0, 1], [2]], [[3]]]), (5, [[[2], [3, 0]], [[1]]])]
-IN_TURN = [
-    ([(4, 0, [0, 1]), (4, 0, [2])], 3, False),
-    ([(4, 1, [3])], 1, True),
-    ([(5, 0, [2]), (5, 0, [3, 0])], 3, False),
-    ([(5, 1, [1])], 1, True),
-]
 
 
 class RowNumberLoader(PackLoader):
@@ -47,10 +41,6 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
     monkeypatch.setattr(RowNumberLoader, "built", threading.Semaphore(0))
     unused: Any = None
     return RowNumberLoader(unused, unused, RankContext(0, 1, request.param), unused)
-
-
-def test_steps_of_several_epochs_come_in_the_order_of_their_plans(loader: RowNumberLoader) -> None:
-    assert [(step.packs, step.num_rows, step.ends_epoch) for step in loader.load_steps(PLANS)] == IN_TURN
 
 
 @pytest.mark.parametrize("loader", ["cuda"], indirect=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from stages.training import attention_mask, chunked_loss, compile_on_cuda, ttt
-from stages.training.packed_rows import PackIndex
 from stages.training.ttt import TrainingObjective, TrainingPack
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
 
@@ -56,10 +55,6 @@ def test_the_supervision_mask_follows_the_span_of_the_answer() -> None:
     assert list_learned_tokens(mask, 4, "aligned") == [[4, 5, 6], [5, 6], [6], []]
     # The papers' gate: late at the start, and two past the end.
     assert list_learned_tokens(mask, 2, "eagle") == [[5, 6, 7, 8], [5, 6, 7, 8]]
-
-
-def test_two_spans_never_teach_across_the_gap() -> None:
-    assert list_learned_tokens([0, 1, 1, 0, 1, 1, 1], 3, "aligned") == [[2, 5, 6], [6], []]
 
 
 @pytest.mark.parametrize(
@@ -153,24 +148,6 @@ def test_a_batch_of_several_packs_is_one_mean() -> None:
     assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total_loss.item(), rel=1e-5)
 
 
-def test_a_pack_without_supervision_costs_nothing_and_breaks_nothing() -> None:
-    weights = random_draft(7)
-    weights[0].requires_grad_(True)
-    pack, result = run([make_row(8, 6, [])], weights)
-    assert means(pack, result) == [0.0] * STEPS
-    result.total_loss.backward()
-
-
-def test_a_chain_is_accepted_up_to_its_first_miss() -> None:
-    pack = TrainingPack.from_rows([make_row(1, 12, [(2, 12)])], 3, "aligned")
-    hits = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 1, 1, 1, 0, 0]]).bool()
-    order = pack.query_tokens.argsort()
-    by_query = torch.zeros_like(hits)
-    by_query[:, order] = hits  # written above in row order
-    accepted = ttt.count_chain_accepted(ttt.LossOutput(torch.zeros(()), torch.zeros(3), by_query), pack)
-    assert accepted.tolist() == [3, 1, 0, 2, 3, 3, 3, 2, 1]
-
-
 def test_training_makes_the_loss_fall() -> None:
     draft, embedding, head = random_draft(9, scale=0.1)
     draft.requires_grad_(True)
@@ -228,34 +205,3 @@ def test_each_function_is_compiled_once_whatever_the_pack(monkeypatch: pytest.Mo
         compute_gradients(replace(pack, batch_tokens=60 if index else 90), weights)  # the second is oversized
         found.append(compiled["unique_graphs"] - graphs_before)
     assert found == [6, 6, 6, 6]
-
-
-def test_packs_that_are_not_full_have_the_size_of_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: an epoch's last packs had sizes of their own, and FlexAttention was compiled again for each of them."""
-    monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
-    monkeypatch.setattr(attention_mask, "_compile_static", lambda function: function)
-    objective = TrainingObjective(STEPS, batch_tokens=300)
-    sizes = []
-    for length in (300, 10, 200, 390):
-        pack = objective.build_pack([make_row(1, length, [(2, 9)])], PackIndex(0, 0, 0), pinned=False)
-        keys = torch.randn(length, 2, 4)
-        sizes.append(attention_mask._FlexPackAttention.build(pack, keys, keys, None).keys.shape[2])
-    assert sizes == [384, 384, 384, 512]
-
-
-def test_attention_of_the_first_step_is_no_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the compiler guards a view with its base, which later steps' attention has none of: finish_layer compiled again."""
-
-    def run(query: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
-        return query, query.new_zeros(query.shape[:3])
-
-    monkeypatch.setattr(attention_mask, "run_flex_attention", run)
-    attention = attention_mask._FlexPackAttention(lambda step: None, *torch.randn(2, 1, 2, 256, 4))
-    query = torch.randn(150, 6, 4)
-    attended = attention.attend(query, [], [])
-    assert torch.equal(attended, query) and attended._base is None
-
-
-def test_options_of_the_compiler_are_known_to_it() -> None:
-    """Bug: a pack of fewer positions than twice the hidden size was compiled again, on each rank at another step."""
-    assert set(compile_on_cuda.INDUCTOR_OPTIONS) <= set(torch._inductor.list_options())

@@ -141,33 +141,6 @@ def test_the_target_accepts_its_own_path_as_far_as_it_is_in_the_tree(shape, choi
     assert not path[0, len(walked) + 1 :].any()
 
 
-def test_ancestors_are_as_drawn_in_the_module() -> None:
-    drawing = """
-        1 . . . .
-        1 1 . . .
-        1 . 1 . .
-        1 1 . 1 .
-        1 . 1 . 1"""
-    expected = [[mark == "1" for mark in line.split()] for line in drawing.strip().splitlines()]
-    assert draft_tree.build_ancestor_mask(torch.tensor([[0, 0, 0, 1, 2]]))[0].tolist() == expected
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 16, 17, 21])
-def test_in_a_chain_of_any_length_each_sees_all_before_it(count: int) -> None:
-    parents = torch.tensor([[max(0, node - 1) for node in range(count)]])
-    assert torch.equal(draft_tree.build_ancestor_mask(parents)[0], torch.ones(count, count).tril().bool())
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 9), (2, 3, 11)])
-def test_best_breaks_ties_by_index(shape: tuple[int, ...]) -> None:
-    scores = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(0)).float() / 2
-    values, indices = draft_tree.select_topk(scores, 4)
-    flat = scores.reshape(-1, shape[-1]).tolist()
-    expected = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i))[:4] for row in flat]
-    assert indices.reshape(-1, 4).tolist() == expected
-    assert values.reshape(-1, 4).tolist() == [[row[i] for i in e] for row, e in zip(flat, expected, strict=True)]
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(draft_tree.SMALL_ROW - 2, 2 * draft_tree.SMALL_ROW),
@@ -192,12 +165,6 @@ def test_products_stay_ordered_when_they_underflow() -> None:
     """Products of tiny probabilities reach denormals and zero; their bits still order as their values do."""
     scores = torch.tensor([[math.ldexp(1, -149), 0.0, math.ldexp(1, -126), 1.0, 0.0]])
     assert draft_tree.select_topk(scores, 5)[1].tolist() == [[3, 2, 0, 1, 4]]
-
-
-def test_logarithms_order_as_their_values_do() -> None:
-    """Sums of logarithms are negative: their bits order the other way round; -inf comes last, and both zeros are one."""
-    scores = torch.tensor([[-1.5, 0.0, -torch.inf, -1e-40, -0.0, -200.0, -1.5]])
-    assert draft_tree.select_topk(scores, 7)[1].tolist() == [[1, 4, 3, 0, 6, 5, 2]]
 
 
 def test_logarithms_tell_apart_what_products_cannot() -> None:
@@ -258,10 +225,3 @@ def test_a_tree_deeper_than_the_drafts_window_is_refused() -> None:
             refused()
     replay_answers(*rows, [TreeShape(4, 1, 5)])
     assert len(list(engine.decode_speculative([1, 2], 5, TreeShape(4, 1, 5)))) > 1
-
-
-def test_the_largest_trees_are_built() -> None:
-    for steps, topk in ((1, 1), (3, 1), (1, 4), (2, 2), (4, 3)):
-        most = TreeShape(steps, topk, 2).num_candidates
-        assert most == topk + (steps - 1) * topk**2
-        draft_tree.check_tree(TreeShape(steps, topk, most + 1), 11)

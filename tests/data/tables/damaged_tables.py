@@ -399,14 +399,6 @@ DAMAGES: dict[str, Damage] = {
 }  # fmt: skip
 
 
-def is_still_valid(text: str) -> bool:
-    """Return whether a text decodes as it is: then nobody can see that it was damaged."""
-    try:
-        return toon_format.loads(text) == toons.loads(text)
-    except ValueError:
-        return False
-
-
 def iterate_cases(seed: int, count: int) -> Iterator[tuple[str, str, Any, DamagedText]]:
     """Yield (schema, damage, truth, damaged text), each damage as often, of schemas drawn from those that it applies to."""
     rng = random.Random(seed)

@@ -1,15 +1,11 @@
 """The schema of structured answers: every mistake in the file is one clear line, and each rule of it does something."""
 
-import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import toon_format
 from ruamel.yaml import YAML
 
-from stages.data.tables import json_answers, toon
+from stages.data.tables import toon
 from stages.data.tables.schema_check import JudgedAnswer
 from stages.data.tables.table_schema import TableFile, load_table_file
 
@@ -66,11 +62,6 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
     assert str(error.value).startswith(str(path)) and "pydantic" not in str(error.value)
 
 
-def test_a_missing_file_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"weathr\.yaml, which does not exist \(did you mean .*weather\.yaml\?\)"):
-        load_table_file(ROOT / "data/tables/weathr.yaml")
-
-
 SENSORS = schema("""
 units: {degF: {to: degC, scale: 5/9, offset: -160/9}, kPa: {to: Pa, scale: 1000}}
 keys:
@@ -123,23 +114,3 @@ def test_each_rule_does_something(text: str, fixed: str | None, verdict: str) ->
     assert result == JudgedAnswer(text if fixed is None else fixed, verdict)
     if fixed is not None:
         assert judge(fixed, SENSORS, question) == JudgedAnswer(fixed, "clean")
-
-
-def test_the_same_rules_hold_for_json() -> None:
-    text = '{\n "location": "north",\n "readings": [{"id": "1", "temp_f": 68.9}, {"id": 2, "temp_f": 69.8}]\n}'
-    result = json_answers.repair_json(text, "strip", SENSORS, "")
-    assert result.verdict == "repaired:unit,cast,columns"
-    document: Any = toon_format.loads(GOOD)
-    assert re.search(r'\n "site": "north"', result.text)  # its indentation stays
-    assert json.loads(result.text) == document
-    bad = text.replace("68.9", "400")
-    assert json_answers.repair_json(bad, "strip", SENSORS, "") == JudgedAnswer(bad, "dropped:wrong_value")
-
-
-def test_conversion_is_exact() -> None:
-    """212 degrees Fahrenheit are 100 degrees Celsius, not 99.99999999999999."""
-    tables = schema(
-        "units: {F: {to: C, scale: 5/9, offset: -160/9}}\nkeys: {t: {type: number, unit: C, names: {f: F}}, n: {type: any}}"
-    )
-    assert judge("f: 212\nn: 1", tables).text == "t: 100\nn: 1"
-    assert judge("f: 32\nn: 1", tables).text == "t: 0\nn: 1"

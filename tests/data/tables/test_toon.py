@@ -6,7 +6,6 @@ The truth is the forecast itself (`dataclasses.asdict`), never a decoder's readi
 
 import dataclasses
 import datetime as dt
-import json
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -150,15 +149,6 @@ def test_malformation_table(text: str, verdict: str) -> None:
         assert decode_with_both(result.text) == build_document(FORECAST)
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_json_is_encoded_again(indent: int | None) -> None:
-    text = json.dumps(build_document(FORECAST), indent=indent)
-    assert judge(f"```json\n{text}\n```", 3, "strip") == JudgedAnswer(TEXT, "repaired:fence,json")
-    assert judge(f"```json\n{text}\n```", 3, "keep") == JudgedAnswer(f"```toon\n{TEXT}\n```", "repaired:json")
-    twice = text.replace('"unit": "C"', '"unit": "F", "unit": "C"')  # json.loads would take the last and say nothing
-    assert judge(twice, 3, "strip").verdict.startswith("dropped")
-
-
 @pytest.mark.parametrize("text", [TEXT.replace("[3]", count) for count in ("[2]", "[4]", "[N]", "")])
 def test_a_wrong_count_is_not_corrected_where_the_horizon_is_unknown_or_disagrees(text: str) -> None:
     assert judge(text, None, "strip").verdict == "dropped:count_unsure"
@@ -172,28 +162,6 @@ def test_keep_repairs_the_table_and_keeps_its_surroundings() -> None:
     assert judge(tabs, 3, "keep") == JudgedAnswer(around.format(TEXT), "repaired:indent")
     cut = around.format(TEXT.removesuffix(",sunny"))
     assert judge(cut, 3, "keep") == JudgedAnswer(cut, "dropped:row_width")
-
-
-def test_another_table_is_another_schema() -> None:
-    """The logic does not depend on weather: a first column of text, no dates, no order, other keys."""
-    stock = TableFile.model_validate(
-        {
-            "keys": {
-                "shop": {"type": "text"},
-                "week": {"type": "integer", "minimum": 1, "maximum": 53},
-                "items": {
-                    "type": "table",
-                    "columns": {"name": {"type": "text"}, "left": {"type": "integer", "minimum": 0}},
-                },
-            }
-        }
-    )
-    text = "shop: North\nweek: 7\nitems[2]{name,left}:\n  nail,300\n  screw,20"
-    assert judge(text, None, "strip", stock) == JudgedAnswer(text, "clean")
-    broken = "```\n" + text.replace("[2]", "[#9]").replace("  ", "\t") + "\n```"
-    assert judge(broken, 2, "strip", stock) == JudgedAnswer(text, "repaired:fence,old_dialect,indent,count")
-    assert judge(text.replace("week: 7", "week: 54"), 2, "strip", stock).verdict == "dropped:wrong_value"
-    assert judge(text, 2, "strip").verdict == "dropped:no_table"
 
 
 # --- every truncation, every corruption ------------------------------------------------------------------------------
@@ -280,13 +248,6 @@ def test_a_repair_is_the_same_forecast_or_a_drop(**case: Any) -> None:
     check_never_another_forecast(**case)
 
 
-@pytest.mark.long
-@settings(max_examples=10_000, deadline=None)
-@cases
-def test_a_repair_is_the_same_forecast_or_a_drop_long(**case: Any) -> None:
-    check_never_another_forecast(**case)
-
-
 @pytest.mark.parametrize("name", sorted(damaged_exports.SURROUNDING_CORRUPTIONS | damaged_exports.SPELLING_CORRUPTIONS))
 def test_corruptions_that_keep_the_data_are_repaired(name: str) -> None:
     """Without this, a repair that drops everything would satisfy the property above."""
@@ -334,21 +295,6 @@ def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
             assert find_asked_rows(ROWS, question["content"]) == rows, question
 
 
-@pytest.mark.parametrize(
-    ("question", "horizon"),
-    [
-        ("Weather for the next 5 days?", 5),
-        ("1 day in Oslo", 1),
-        ("5 days, I want 5 days!", 5),
-        ("What is the weather in Oslo?", None),
-        ("It rained for 3 days; what of the next 4 days?", None),
-        ("Room 3 daystar", None),
-    ],
-)
-def test_horizon_of_other_questions(question: str, horizon: int | None) -> None:
-    assert find_asked_rows(ROWS, question) == horizon
-
-
 def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
     rng = random.Random(1)
     for _ in range(200):
@@ -358,11 +304,3 @@ def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
             place, unit, weather._make_days(rng, place, unit, first, rng.randrange(1, 7))
         )
         assert weather.format_toon(forecast) == toon_format.dumps(build_document(forecast))
-
-
-def test_the_schema_knows_every_sky() -> None:
-    """The two lists of skies are written twice: stages.data does not import stages.toy."""
-    stream = weather.generate_conversations(4)
-    answers = [m["content"] for _ in range(1_000) for m in next(stream) if m["role"] == "assistant"]
-    seen = {row.rpartition(",")[2] for answer in answers for row in answer.split("\n")[3:]}
-    assert seen == set(SKIES)

@@ -76,13 +76,6 @@ def test_without_a_schema(text: str, fixed: str | None, verdict: str) -> None:
         assert toons.loads(fixed) == toon_format.loads(fixed)
 
 
-def test_keep_repairs_the_table_only() -> None:
-    text = f"Sure:\n```toon\n{USERS.replace('  ', chr(9))}\n```\nAnything else?"
-    fixed = f"Sure:\n```toon\n{USERS}\n```\nAnything else?"
-    assert toon.repair_toon(text, "keep") == JudgedAnswer(fixed, "repaired:indent")
-    assert toon.repair_toon(fixed, "keep") == JudgedAnswer(fixed, "clean")
-
-
 # --- damages ---------------------------------------------------------------------------------------------------------
 
 
@@ -111,23 +104,3 @@ def check_damages(seed: int, count: int) -> None:
 def test_damaged_tables_of_20_schemas() -> None:
     assert len(damaged_tables.SCHEMAS) == 20
     check_damages(seed=0, count=600)
-
-
-@pytest.mark.long
-def test_damaged_tables_of_20_schemas_long() -> None:
-    check_damages(seed=4, count=10_000)
-
-
-def test_a_wrong_repair_would_be_found() -> None:
-    """The comparison is strict: types, order and every value count, and only whole rows may be missing."""
-    truth = {"a": [{"x": 1, "y": "u"}, {"x": 2, "y": "v"}, {"x": 3, "y": "w"}], "b": True}
-    assert damaged_tables.equals(truth, {"a": [*truth["a"]], "b": True})
-    for other in (
-        {**truth, "b": 1},
-        {"b": True, "a": truth["a"]},
-        {**truth, "a": [{"x": 1, "y": "U"}, *truth["a"][1:]]},
-    ):
-        assert not damaged_tables.equals(other, truth) and not damaged_tables.is_part(other, truth)
-    assert damaged_tables.is_part({"a": [truth["a"][0], truth["a"][2]]}, truth)
-    assert not damaged_tables.is_part({"a": [truth["a"][2], truth["a"][0]]}, truth)
-    assert not damaged_tables.is_part({"a": [{"x": 1}]}, {"a": [{"x": 2, "y": "u"}]})

@@ -1,100 +1,31 @@
-"""The cost of a serving engine's cycles, derived from served cells.
+"""Times of a server's cycles and plain steps, from the requests of a load (serving_costs, and cells beside predictions).
 
 A request decodes from its first token to its last, so at one concurrency
 
-    cycle = sum of (e2e - ttft) over requests / sum of their cycles        of a cell with a draft
+    cycle = sum of (e2e - ttft) over requests / sum of their cycles        with a draft
     step  = sum of (e2e - ttft) over requests / sum of (tokens - 1)        of the same server without one
 
 Both include what the load adds: waiting for the batch, and while prompts of other requests are read. So a cost belongs to one
-workload and answer length, and its batch is the load's concurrency. Loads at a request rate are skipped, since their batch
-follows the arrivals.
+workload and answer length, and its batch is the load's concurrency.
 
 In a closed loop of N requests at once and R in all, R - N begin while N - 1 others decode, so an answer is interrupted by
 (N - 1)(R - N) / R prompts on average, whatever its length. Divided by its steps, they are the arrivals of a step. Those of a
-load that was timed, and the passes that read them, are counted from the cycles of each request (closed_loop.py).
+load that was timed, and the passes that read them, are counted from the cycles of each request.
 """
 
 import heapq
-import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from stages.cells import timing_grid
+from stages.cells.cell import LoadPoint, RequestRow
 from stages.cells.cost_model import PromptArrivals
 from stages.cells.interval import estimate_repeats
-from stages.cells.served_records import LoadPoint, RequestRow
-from stages.cells.served_table import SPECULATIVE, ServedTableLine
-from stages.cells.timing_grid import COST_DEFINITIONS, CycleTime, PlainStepTime, TimingGrid
+from stages.cells.timing_grid import CycleTime, PlainStepTime
 from stages.params.tree_shape import TreeShape
 
 CountSteps = Callable[[RequestRow], int | None]  # cycles or plain steps of a request; None if they are unknown
-
-
-def derive_costs(lines: Iterable[ServedTableLine]) -> tuple[list[TimingGrid], list[str]]:
-    """Return a timing grid of each workload, answer length, checkpoint and server, and why others have none.
-
-    Only lines that were compared with a baseline are used: they share engine, machine and prompts.
-    """
-    grids, reasons = [], []
-    for name, group in _group_lines(lines).items():
-        try:
-            grids.append(_build_cost(group))
-        except ValueError as error:
-            reasons.append(f"{name}: {error}")
-    return grids, reasons
-
-
-def _group_lines(lines: Iterable[ServedTableLine]) -> dict[str, list[ServedTableLine]]:
-    """Group speculative lines of closed loops by name and server configuration."""
-    found: dict[tuple[str, str], list[ServedTableLine]] = {}
-    for line in lines:
-        row = line.row
-        if row.decoding != SPECULATIVE or row.speedup is None or row.concurrency is None:
-            continue
-        if math.isinf(float(row.request_rate or "inf")):
-            name = f"{row.workload}, {row.checkpoint}, {row.max_new_tokens} tokens"
-            found.setdefault((name, json.dumps(line.cell.fingerprint, sort_keys=True)), []).append(line)
-    names = [name for name, _ in found]
-    return {
-        name if names.count(name) == 1 else f"{name}, servers {number}": group
-        for number, ((name, _), group) in enumerate(found.items(), 1)
-    }
-
-
-def _build_cost(lines: list[ServedTableLine]) -> TimingGrid:
-    from stages.cells import cost_fit
-
-    row, cell, grid = lines[0].row, lines[0].cell, _build_grid(lines)
-    requests = [r for line in lines if line.point for r in line.point.requests if not r.failed]
-    assert cell.checkpoint, "a speculative line has a checkpoint"
-    return TimingGrid(
-        definitions=COST_DEFINITIONS,
-        engine=cell.engine,
-        workload=cell.workload,
-        max_new_tokens=row.max_new_tokens,
-        checkpoint=cell.checkpoint,
-        draft=None,
-        target=cell.fingerprint.get("target"),
-        settings={
-            "temperature": cell.temperature,
-            "draft_sampling": cell.draft_sampling,
-            "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
-            "repeats": row.repeats,
-        },
-        plain=build_plain_steps(_list_baseline_points(lines)),
-        grid=grid,
-        fit=cost_fit.fit_cost_model(grid),
-        hardware=cell.hardware,
-        versions=cell.versions,
-        seconds=sum(c.seconds for c in {id(line.cell): line.cell for line in lines}.values()),
-    )
-
-
-def _build_grid(lines: list[ServedTableLine]) -> list[CycleTime]:
-    points = [(line.cell.shape, line.point) for line in lines if line.point and compute_cycle_seconds(line.point)]
-    return [build_cycle_time(tree, point) for tree, point in points]
 
 
 def build_cycle_time(tree: TreeShape, point: LoadPoint) -> CycleTime:
@@ -182,11 +113,6 @@ def count_plain_steps(request: RequestRow) -> int:
 
 def _average_arrivals(found: list[PromptArrivals]) -> PromptArrivals:
     return PromptArrivals(per_step=fmean(a.per_step for a in found), followed=fmean(a.followed for a in found))
-
-
-def _list_baseline_points(lines: list[ServedTableLine]) -> list[LoadPoint]:
-    """Return the points that the group was compared with, each once; cells share some."""
-    return list({id(line.baseline_point): line.baseline_point for line in lines if line.baseline_point}.values())
 
 
 def compute_cycle_seconds(point: LoadPoint) -> list[float]:

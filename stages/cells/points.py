@@ -1,23 +1,21 @@
-"""The points of a cell of loads (cells/served_records.py), from the records of its requests, for any engine.
+"""The points of a cell, from the records of its requests, for any engine.
 
 A point is one answer length at one concurrency. Its records are nested lists: of each repeat, of each turn, of each request.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from stages.cells import interval, metrics
-from stages.cells.served_records import LoadPoint, PointAcceptance, RequestRow
+from stages.cells.cell import Acceptance, LoadPoint, RequestRow
 from stages.grading import grade
 from stages.grading.grade_summary import GradeSummary
 from stages.params.tree_shape import Load
 from stages.serving import latency
 from stages.serving.latency import RequestRecord
-from stages.serving.spec_counters import AcceptanceCounts
 
 RepeatRecords = list[list[list[RequestRecord]]]  # repeat -> turn -> requests
 
@@ -46,17 +44,17 @@ def list_throughputs(repeats: RepeatRecords) -> list[float]:
 
 
 def grade_first_turns(
-    requests: Sequence[PointRequest],
+    repeats: RepeatRecords,
     references: Mapping[str, str],
     decode_text: Callable[[RequestRecord], str],
     allow_unsandboxed_code: bool,
 ) -> list[bool | None]:
-    """Return whether each answer is right; None for later turns and for failed requests."""
+    """Return whether each answer is right, in the order of `list_requests`; None for later turns and for failed requests."""
     return [
         None
         if turn or record.failure_reason
         else grade.grade_answer(references[record.question_id], decode_text(record), allow_unsandboxed_code)
-        for _, turn, record in requests
+        for _, turn, record in list_requests(repeats)
     ]
 
 
@@ -64,26 +62,29 @@ def build_point(
     load: Load,
     request_rate: float | str,
     repeats: RepeatRecords,
-    grades: list[bool | None],
-    references: Mapping[str, str],
-    acceptance: PointAcceptance | None,
+    acceptance: Acceptance | None,
     warnings: list[str],
+    grades: Sequence[bool | None] = (),
+    references: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> LoadPoint:
-    """Return a point. `request_rate` is in requests/s, or "inf"; `grades` has one entry for each of `list_requests`."""
+    """Return a point. `request_rate` is in requests/s, or "inf"; `grades` as `grade_first_turns` has them, none if not graded."""
     requests = list_requests(repeats)
+    marks = list(grades) or [None] * len(requests)
     return LoadPoint(
         max_new_tokens=load.max_new_tokens,
         concurrency=load.concurrency,
         request_rate=request_rate,
         loads=[latency.summarise_load(latency.join_turns(turns)) for turns in repeats],
         acceptance=acceptance,
-        quality=_summarise_quality(requests, grades, references),
-        requests=[make_request_row(request, correct) for request, correct in zip(requests, grades, strict=True)],
+        quality=_summarise_quality(requests, marks, references or {}),
+        requests=[_make_request_row(request, correct) for request, correct in zip(requests, marks, strict=True)],
         warnings=warnings,
+        **more,
     )
 
 
-def make_request_row(request: PointRequest, correct: bool | None) -> RequestRow:
+def _make_request_row(request: PointRequest, correct: bool | None) -> RequestRow:
     r = request.record
     answer, done = json.dumps(r.ids) if r.ids else r.text, not r.failure_reason
     return RequestRow(
@@ -102,7 +103,28 @@ def make_request_row(request: PointRequest, correct: bool | None) -> RequestRow:
         wait_s=r.sent - r.due,
         answer=hashlib.sha256(answer.encode()).hexdigest()[:16] if done else None,
         correct=correct,
+        process_s=r.process_s,
+        divergence_margin=r.divergence_margin,
     )
+
+
+def _summarise_quality(
+    requests: Sequence[PointRequest], marks: Sequence[bool | None], references: Mapping[str, str]
+) -> GradeSummary | None:
+    """Return None if no answer was graded."""
+    graded = [
+        (references[request.record.question_id], correct)
+        for request, correct in zip(requests, marks, strict=True)
+        if correct is not None
+    ]
+    return grade.summarise_grades([text for text, _ in graded], [correct for _, correct in graded]) if graded else None
+
+
+def pool_counts(records: Iterable[RequestRecord], prompt_set: str, num_steps: int, num_draft_tokens: int) -> Acceptance:
+    """Return the acceptance of a point whose engine counts each request; it has an interval."""
+    counted = [(record, record.counts) for record in records if record.counts]
+    names = [interval.get_cluster(prompt_set, record.question_id) for record, _ in counted]
+    return metrics.pool_acceptance([counts for _, counts in counted], names, num_steps, num_draft_tokens)
 
 
 def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
@@ -119,39 +141,4 @@ def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
 
 
 def _average_throughput(point: LoadPoint) -> float:
-    return float(np.mean([load.output_throughput for load in point.loads]))
-
-
-def _summarise_quality(
-    requests: Sequence[PointRequest], grades: list[bool | None], references: Mapping[str, str]
-) -> GradeSummary | None:
-    """Return None if no answer was graded."""
-    graded = [
-        (references[request.record.question_id], correct)
-        for request, correct in zip(requests, grades, strict=True)
-        if correct is not None
-    ]
-    return grade.summarise_grades([text for text, _ in graded], [correct for _, correct in graded]) if graded else None
-
-
-def pool_counts(
-    counts: list[AcceptanceCounts],
-    records: list[RequestRecord] | None,
-    prompt_set: str,
-    num_steps: int,
-    num_draft_tokens: int,
-    engine_figures: dict[str, Any],
-) -> PointAcceptance:
-    """Return a point's acceptance. `records` are those of `counts`; None: no interval."""
-    names = None
-    if records is not None:
-        names = [interval.get_cluster(prompt_set, r.question_id) for r in records]
-    pooled = metrics.pool_acceptance([c.accepted for c in counts], [c.cycles for c in counts], num_steps, names)
-    return PointAcceptance(
-        **dict(pooled.build_rates(num_draft_tokens)),
-        cycles=pooled.cycles,
-        accepted=pooled.accepted,
-        histogram=metrics.add_histograms([c.histogram for c in counts], num_steps),
-        clipped=all(c.clipped for c in counts),
-        engine=engine_figures,
-    )
+    return fmean(load.output_throughput for load in point.loads)

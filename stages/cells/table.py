@@ -1,24 +1,25 @@
-"""The table of served cells: each point joined with its baseline, and compared with the replay of its tree.
+"""The table of results, results/benchmark.csv: each point of a cell beside plain decoding, and beside the replay of its tree.
 
-A line is a point of a cell. A baseline's point is joined only if both have the same requests, engine and machine
-(`fingerprint`); otherwise the line names the differences and has no speedup.
+A line is a point of a cell, or a replayed tree without one. A baseline's point is joined only if both have the same requests,
+engine and machine (`fingerprint`); otherwise the line names the differences and has no speedup. Columns: docs/metrics.md.
 """
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from stages.cells import interval, replay_records, served_records
+from stages.cells import interval, replay_records
+from stages.cells.cell import RAN, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
+from stages.cells.prediction import PredictedSpeedup
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree
-from stages.cells.served_records import LoadPoint, ServedCell
-from stages.params.tree_shape import Load
+from stages.params.tree_shape import Load, TreeShape, parse_shape
 
 SPECULATIVE, PLAIN = "speculative", "plain"
+MEASURED, REPLAYED = "measured", "replayed"
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
 Number = float | None
 
@@ -28,10 +29,25 @@ def _latency(kind: str, figure: str, heading: tuple[str, str] | None = None) -> 
     return Column(heading, f"loads.{kind}.{figure}", decimals=1, factor=1000)
 
 
-class ServedRow(TableRow):
-    """A line of the table, of a LoadPoint; None for unknown values. Its columns are of the terminal and of the page too."""
+class ResultRow(TableRow):
+    """A line of the table; None for unknown values. Its columns are of the terminal and of the page too.
 
-    TABLE = Path("results/served.csv")
+    Where prompts are decoded one by one, in turns, the tables show other columns: IN_TURNS, of which the first four are those of
+    the EAGLE-3 table for Qwen3-VL (published/qwen3-vl-weather.yaml).
+    """
+
+    TABLE = Path("results/benchmark.csv")
+    IN_TURNS: ClassVar[dict[str, Column]] = {
+        "ttft_mean_s": Column(("prefill", "(s)"), decimals=3),
+        "accept_rate": Column(("accept rate", "(%)"), decimals=1, factor=100),
+        "e2e_mean_s": Column(("e2e", "(s)"), decimals=3),
+        "tau": Column(("tau", "(± 95%)"), ends=("tau_low", "tau_high"), is_spread=True),
+        "speedup": Column(("speedup", "(95% interval)"), suffix="x", ends=("speedup_low", "speedup_high")),
+        "identical_share": Column(("identical", "(%)"), decimals=0, factor=100),
+        "output_throughput": Column(("output", "tokens/s"), decimals=0, on_page_only=True),
+        "replay_tau": Column(("tau,", "replayed"), on_page_only=True),
+        "process_speedup": Column(("speedup,", "CPU time"), suffix="x", on_page_only=True),
+    }
 
     workload: str
     checkpoint: str | None = None
@@ -41,8 +57,10 @@ class ServedRow(TableRow):
     num_draft_tokens: int | None = None
     engine: str
     temperature: float
-    decoding: str  # speculative, or plain: with a checkpoint too where it was measured in turns with that cell
-    status: str
+    source: str = MEASURED  # or replayed, whose speedup is predicted
+    decoding: str = SPECULATIVE  # or plain: with a checkpoint too where it was measured in turns with that cell
+    status: str = RAN
+    in_turns: bool = False  # prompt by prompt, both ways of decoding in turns
     max_new_tokens: int | None = None
     concurrency: int | None = None
     request_rate: float | str | None = None
@@ -76,16 +94,38 @@ class ServedRow(TableRow):
     speedup: Annotated[Number, Column(("speedup", ""), suffix="x")] = None
     speedup_low: Annotated[Number, Column(("95%", "interval"), high="speedup_high")] = None
     speedup_high: Number = None
+    process_speedup: Number = None  # by CPU time; None on a GPU too
     identical_share: Annotated[Number, Column(("identical", "(%)"), "", 0, 100, on_page_only=True)] = None
     accuracy: Annotated[Number, Column(source="quality.accuracy")] = None
     baseline_accuracy: Number = None
     remark: str | None = None  # why there is no speedup, or no point
     draft_sampling: DraftSampling | None = None  # None of plain decoding
+    weights_bytes: int | None = None  # of the draft, in the torch engine
+    state_bytes: int | None = None  # that it keeps between cycles
+    draft_parameters: int | None = None
+
+    @classmethod
+    def list_view(cls, in_turns: bool, on_page: bool = False) -> dict[str, Column]:
+        """Return the columns that a table shows, by field."""
+        columns = cls.IN_TURNS if in_turns else cls.list_columns()
+        return {
+            name: column for name, column in columns.items() if column.heading and (on_page or not column.on_page_only)
+        }
 
     @property
     def load(self) -> Load:
         assert self.max_new_tokens is not None, "the line of a point has a load"
         return Load(self.max_new_tokens, self.concurrency)
+
+    @property
+    def shape(self) -> TreeShape:
+        assert self.tree, "plain decoding has no tree"
+        return parse_shape(self.tree)
+
+    @property
+    def stage(self) -> str:
+        """Return the stage of dvc.yaml that a measured line is of."""
+        return name_stage(self.engine, self.workload, self.checkpoint, self.tree)
 
     @property
     def rate(self) -> float | None:
@@ -99,47 +139,40 @@ class ServedRow(TableRow):
         return self.speedup_low is not None and self.speedup_low > 1
 
     @property
+    def is_replayed(self) -> bool:
+        return self.source == REPLAYED
+
+    @property
+    def is_plain(self) -> bool:
+        return self.decoding == PLAIN
+
+    @property
     def is_measured(self) -> bool:
-        return self.status == served_records.RAN
+        return self.status == RAN and not self.is_replayed
 
 
 @dataclass(frozen=True)
-class ServedTableLine:
+class TableLine:
     """A line of the table, with what it was made of."""
 
-    row: ServedRow
-    cell: ServedCell
+    row: ResultRow
+    cell: Cell
     point: LoadPoint | None  # None if the engine can't run the cell
     baseline_point: LoadPoint | None = None  # of the same load; None for plain lines
 
 
-def read_served_cells(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[ServedCell]:
-    """Return, for each workload, a baseline cell and a cell for each checkpoint and tree.
-
-    Raises ValueError as `Cell.read_cell`.
-    """
-    configs = [(None, None), *itertools.product(checkpoints, trees)]
-    return [served_records.read_served_cell(workload, *config) for workload in workloads for config in configs]
-
-
-def read_torch_loads(workloads: Iterable[str], checkpoints: Iterable[str], trees: Iterable[str]) -> list[ServedCell]:
-    """Return the torch engine's cells of loads, each with its own baseline. Raises ValueError as `Cell.read_cell`."""
-    names = itertools.product(workloads, checkpoints, trees)
-    return [served_records.read_served_cell(*cell, served_records.TORCH_ENGINE) for cell in names]
-
-
 def join_lines(
-    cells: Iterable[ServedCell], replayed: Mapping[str, list[ReplayedTree]], replayed_workloads: Collection[str]
-) -> list[ServedTableLine]:
+    cells: Iterable[Cell], replayed: Mapping[str, list[ReplayedTree]], replayed_workloads: Collection[str]
+) -> list[TableLine]:
     """Return the lines of all points.
 
     Args:
-        cells: as `read_served_cells` returns them.
+        cells: of a served workload the baseline first.
         replayed: trees by checkpoint.
         replayed_workloads: workloads whose prompts were replayed.
     """
-    found: list[ServedTableLine] = []
-    baselines: dict[str, ServedCell] = {}
+    found: list[TableLine] = []
+    baselines: dict[str, Cell] = {}
     for cell in cells:
         if cell.checkpoint is None:
             baselines[cell.workload] = cell
@@ -147,66 +180,80 @@ def join_lines(
         else:
             # A cell measured in alternation with its own baseline does not need the workload's.
             # The torch engine's never has another: with benchmark.mode eagle there is no baseline at all.
-            has_own_baseline = cell.baseline_points or cell.engine == served_records.TORCH_ENGINE
+            has_own_baseline = cell.baseline_points or cell.engine == TORCH_ENGINE
             baseline = cell if has_own_baseline else baselines[cell.workload]
             trees = replayed.get(cell.checkpoint, [])
             found += _build_speculative_lines(cell, baseline, trees, cell.workload in replayed_workloads)
-            found += _build_plain_lines(cell, cell.baseline_points)
+            found += _build_plain_lines(cell, [] if cell.in_turns else cell.baseline_points)
     return found
 
 
-def _build_plain_lines(cell: ServedCell, points: list[LoadPoint]) -> Iterator[ServedTableLine]:
-    if cell.checkpoint is None and cell.status == served_records.UNSUPPORTED:
-        yield ServedTableLine(_build_unsupported_row(cell, PLAIN), cell, None)
-    for point in points:
-        row = ServedRow(**_get_names(cell, PLAIN), **_summarise_loads(point))
-        yield ServedTableLine(row, cell, point)
+def _build_plain_lines(cell: Cell, baseline_points: list[LoadPoint]) -> Iterator[TableLine]:
+    if cell.checkpoint is None and cell.status == UNSUPPORTED:
+        yield TableLine(_build_unsupported_row(cell, PLAIN), cell, None)
+    for point in baseline_points:
+        yield TableLine(ResultRow(**_get_names(cell, PLAIN), **_summarise_loads(point)), cell, point)
 
 
 def _build_speculative_lines(
-    cell: ServedCell, baseline: ServedCell, trees: list[ReplayedTree], is_replayed: bool
-) -> Iterator[ServedTableLine]:
+    cell: Cell, baseline: Cell, trees: list[ReplayedTree], is_replayed: bool
+) -> Iterator[TableLine]:
     replay = replay_records.find_replayed_tau(trees, cell)
-    if cell.status == served_records.UNSUPPORTED:
-        yield ServedTableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
+    if cell.status == UNSUPPORTED:
+        yield TableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
         return
     # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut. With benchmark.mode baseline
     # there are no points.
     longest = max((point.max_new_tokens for point in cell.points), default=0)
+    is_greedy_replay = is_replayed and cell.temperature == 0 and not cell.in_turns
     for point in cell.points:
-        is_comparable = is_replayed and cell.temperature == 0 and point.max_new_tokens == longest
         baseline_points = cell.baseline_points if baseline is cell else baseline.points
         baseline_point = next((candidate for candidate in baseline_points if candidate.load == point.load), None)
-        row = ServedRow(
+        row = ResultRow(
             **_get_names(cell, SPECULATIVE),
             **_summarise_loads(point),
-            **_compare_with_replay(point, replay, is_comparable),
+            **_compare_with_replay(point, replay, is_greedy_replay and point.max_new_tokens == longest),
             **_compare_with_baseline(cell, point, baseline, baseline_point),
+            **(cell.draft.model_dump() if cell.draft else {}),
         )
-        yield ServedTableLine(row, cell, point, baseline_point)
+        yield TableLine(row, cell, point, baseline_point)
+
+
+def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSpeedup | None) -> ResultRow:
+    """Return the line of a tree without a cell; `predicted` is its speedup at the workload's temperature."""
+    copied = ("checkpoint", "num_steps", "topk", "num_draft_tokens", "temperature", "tau", "tau_low", "tau_high",
+              "accept_rate", "draft_sampling")  # fmt: skip
+    return ResultRow(
+        **tree.model_dump(include=set(copied)),
+        speedup=predicted.speedup if predicted else None,
+        speedup_low=predicted.low if predicted else None,
+        speedup_high=predicted.high if predicted else None,
+        workload=workload,
+        tree=tree.shape.name,
+        engine=TORCH_ENGINE,
+        source=REPLAYED,
+        in_turns=True,
+        replay_tau=tree.tau,
+    )
 
 
 # A line
 
 
-def _get_names(cell: ServedCell, decoding: str) -> dict[str, Any]:
-    names = (
-        "workload",
-        "checkpoint",
-        "tree",
-        "num_steps",
-        "topk",
-        "num_draft_tokens",
-        "engine",
-        "temperature",
-        "status",
-    )
+def _get_names(cell: Cell, decoding: str) -> dict[str, Any]:
+    names = ("workload", "checkpoint", "tree", "engine", "temperature", "status", "in_turns")
     drafts = cell.draft_sampling if decoding == SPECULATIVE else None
-    return {name: cell[name] for name in names} | {"decoding": decoding, "draft_sampling": drafts}
+    sizes = ("num_steps", "topk", "num_draft_tokens") if cell.tree else ()
+    return {
+        **{name: cell[name] for name in names},
+        **{name: getattr(cell.shape, name) for name in sizes},
+        "decoding": decoding,
+        "draft_sampling": drafts,
+    }
 
 
-def _build_unsupported_row(cell: ServedCell, decoding: str, replay: float | None = None) -> ServedRow:
-    return ServedRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"unsupported: {cell.reason}")
+def _build_unsupported_row(cell: Cell, decoding: str, replay: float | None = None) -> ResultRow:
+    return ResultRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"unsupported: {cell.reason}")
 
 
 def _summarise_loads(point: LoadPoint) -> dict[str, Any]:
@@ -216,7 +263,7 @@ def _summarise_loads(point: LoadPoint) -> dict[str, Any]:
         **{name: point[name] for name in ("max_new_tokens", "concurrency", "request_rate")},
         "repeats": len(loads),
         **{name: sum(getattr(load, name) for load in loads) for name in ("requests", "completed")},
-        **ServedRow.read_sources(point),
+        **ResultRow.read_sources(point),
     }
 
 
@@ -230,33 +277,48 @@ def _compare_with_replay(point: LoadPoint, replay: float | None, is_comparable: 
 
 
 def _compare_with_baseline(
-    cell: ServedCell, point: LoadPoint, baseline: ServedCell, baseline_point: LoadPoint | None
+    cell: Cell, point: LoadPoint, baseline: Cell, baseline_point: LoadPoint | None
 ) -> dict[str, Any]:
     """Return speedup, identical share and the baseline's accuracy, or why there are none."""
     if reason := _explain_no_speedup(cell, point, baseline, baseline_point):
         return {"remark": f"not compared: {reason}"}
     assert baseline_point is not None, "_explain_no_speedup returns a reason"
-    throughputs, baseline_throughputs = ([load.output_throughput for load in p.loads] for p in (point, baseline_point))
-    speedups = [a / b for a, b in zip(throughputs, baseline_throughputs, strict=True)]
-    low, high = interval.compute_mean_interval(speedups) or (None, None)
-    return {
-        "baseline_output_throughput": fmean(baseline_throughputs),
-        "speedup": fmean(speedups),
-        "speedup_low": low,
-        "speedup_high": high,
+    found = _compute_speedup(point, baseline_point)
+    return found | {
+        "baseline_output_throughput": fmean(load.output_throughput for load in baseline_point.loads),
+        "process_speedup": _compute_process_speedup(point, baseline_point),
         "baseline_accuracy": baseline_point.quality.accuracy if baseline_point.quality else None,
-        "identical_share": _compute_identical_share(point, baseline_point) if cell.temperature == 0 else None,
+        "identical_share": point.share_identical(baseline_point) if cell.temperature == 0 else None,
     }
 
 
-def _explain_no_speedup(
-    cell: ServedCell, point: LoadPoint, baseline: ServedCell, baseline_point: LoadPoint | None
-) -> str:
+def _compute_speedup(point: LoadPoint, baseline_point: LoadPoint) -> dict[str, Any]:
+    """Return the speedup with its interval: pooled over answers that were decoded in turns, else the mean over repeats."""
+    if point.in_turns:
+        return point.in_turns.model_dump()
+    throughputs, plain = ([load.output_throughput for load in p.loads] for p in (point, baseline_point))
+    speedups = [a / b for a, b in zip(throughputs, plain, strict=True)]
+    low, high = interval.compute_mean_interval(speedups) or (None, None)
+    return {"speedup": fmean(speedups), "speedup_low": low, "speedup_high": high}
+
+
+def _compute_process_speedup(point: LoadPoint, baseline_point: LoadPoint) -> float | None:
+    """Return tokens per second of CPU time over those of plain decoding; None where an answer has no CPU time."""
+    speeds = []
+    for requests in (point.requests, baseline_point.requests):
+        seconds = [row.process_s for row in requests if row.process_s]
+        if not seconds or len(seconds) < len(requests):
+            return None
+        speeds.append(sum(row.output_tokens for row in requests) / sum(seconds))
+    return speeds[0] / speeds[1]
+
+
+def _explain_no_speedup(cell: Cell, point: LoadPoint, baseline: Cell, baseline_point: LoadPoint | None) -> str:
     """Return why cell and baseline can't be compared, empty if they can. A cell's own baseline ran on the same server."""
     if baseline is cell and not cell.baseline_points:
         return "plain decoding was not measured (benchmark.mode: eagle)"
     if not cell.baseline_points:
-        if baseline.status == served_records.UNSUPPORTED:
+        if baseline.status == UNSUPPORTED:
             return f"the baseline is unsupported: {baseline.reason}"
         if differs := list(_list_differences(cell.fingerprint, baseline.fingerprint)):
             return f"the baseline differs in {'; '.join(differs)}"
@@ -277,13 +339,3 @@ def _list_differences(first: Any, second: Any, name: str = "") -> Iterator[str]:
             yield from _list_differences(first.get(key), second.get(key), f"{name}.{key}" if name else key)
     elif first != second:
         yield f"{name} ({first!s:.60} against {second!s:.60})"
-
-
-def _compute_identical_share(point: LoadPoint, baseline_point: LoadPoint) -> float | None:
-    """Return the share of identical answers among the requests answered by both."""
-    answers, baseline_answers = (
-        {(r.repeat, r.id, r.turn): r.answer for r in load_point.requests if not r.failed}
-        for load_point in (point, baseline_point)
-    )
-    matches = [answers[key] == baseline_answers[key] for key in answers.keys() & baseline_answers.keys()]
-    return fmean(matches) if matches else None

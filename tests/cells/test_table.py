@@ -1,15 +1,13 @@
 """Served cells joined with baselines and replays, against figures taken from the records by hand."""
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from stages.cells import interval, served_records, served_table, torch_records
-from stages.cells.served_table import ServedRow
-from stages.runtime import atomic
+from stages.cells import cell, interval, table
+from stages.cells.table import ResultRow
 from tests import served_cells
 from tests.served_cells import FINGERPRINT, Row, made_up, point, replayed_tree
 
@@ -23,7 +21,7 @@ REPLAYS = {
 }
 
 
-def join(*cells: Row, of_eval: bool = True) -> list[served_table.ServedTableLine]:
+def join(*cells: Row, of_eval: bool = True) -> list[table.TableLine]:
     return served_cells.join(cells, REPLAYS, {"eval"} if of_eval else ())
 
 
@@ -31,8 +29,8 @@ def make_speculative_cell(*points: Row, **keys: Any) -> Row:
     return made_up("eval", "e009", "t5_1_6", list(points), **keys)
 
 
-def get_speculative_row(lines: list[served_table.ServedTableLine]) -> served_table.ServedRow:
-    (row,) = (line.row for line in lines if line.row["decoding"] == served_table.SPECULATIVE)
+def get_speculative_row(lines: list[table.TableLine]) -> ResultRow:
+    (row,) = (line.row for line in lines if line.row["decoding"] == table.SPECULATIVE)
     return row
 
 
@@ -53,13 +51,6 @@ def test_speedup_is_output_throughput_over_the_baselines_repeat_by_repeat() -> N
     assert row["remark"] is None and (row["repeats"], row["requests"], row["completed"]) == (3, 24, 24)
 
 
-def test_one_repeat_has_a_speedup_and_no_interval() -> None:
-    row = get_speculative_row(
-        join(made_up("eval", points=[point(64, 4, 0.02)]), make_speculative_cell(point(64, 4, 0.01, tau=2.9)))
-    )
-    assert row["speedup"] > 1.5 and row["speedup_low"] is None and row["speedup_high"] is None
-
-
 def test_points_are_joined_by_answer_length_and_concurrency() -> None:
     baseline = made_up(
         "eval", points=[point(64, 1, 0.01), point(64, 4, 0.03), point(128, 4, 0.05), point(64, None, 0.09)]
@@ -67,7 +58,7 @@ def test_points_are_joined_by_answer_length_and_concurrency() -> None:
     cell_ = make_speculative_cell(
         point(128, 4, 0.01, tau=2.9), point(64, None, 0.01, tau=2.9), point(64, 1, 0.01, tau=2.9)
     )
-    rows = [line.row for line in join(baseline, cell_) if line.row["decoding"] == served_table.SPECULATIVE]
+    rows = [line.row for line in join(baseline, cell_) if line.row["decoding"] == table.SPECULATIVE]
     for row, other in zip(rows, [baseline["points"][i] for i in (2, 3, 0)], strict=True):
         assert row["baseline_output_throughput"] == other["loads"][0]["output_throughput"]
 
@@ -84,7 +75,7 @@ def test_points_are_joined_by_answer_length_and_concurrency() -> None:
         ({"points": [point(64, 8, 0.02)]}, {}, "not compared: the baseline has no load of 64 tokens at concurrency 4"),
         ({"points": [point(64, 4, 0.02, repeats=2)]}, {}, "not compared: the baseline has 2 repeats, this cell 1"),
         (
-            {"points": [], "status": served_records.UNSUPPORTED, "reason": "no GPU"},
+            {"points": [], "status": cell.UNSUPPORTED, "reason": "no GPU"},
             {},
             "not compared: the baseline is unsupported: no GPU",
         ),
@@ -132,7 +123,7 @@ def test_a_cell_measured_in_turns_is_held_against_its_own_baseline() -> None:
     row = get_speculative_row(lines)
     assert row["remark"] is None and 1.5 < row["speedup"] < 2.5
     assert row["baseline_output_throughput"] == fmean(load["output_throughput"] for load in own["loads"])
-    plain = [line.row for line in lines if line.row["decoding"] == served_table.PLAIN]
+    plain = [line.row for line in lines if line.row["decoding"] == table.PLAIN]
     assert [(r["checkpoint"], r["tree"]) for r in plain] == [(None, None), ("e009", "t5_1_6")]
     assert all(r["tau"] is None and r["speedup"] is None for r in plain)
 
@@ -209,7 +200,7 @@ def test_answers_cut_short_by_a_sweep_are_not_held_against_the_replay() -> None:
 def test_what_the_engine_cannot_run_is_a_line_with_its_reason_and_its_replayed_tau() -> None:
     lines = join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_2_16"))
     row = get_speculative_row(lines)
-    assert (row["status"], row["replay_tau"], row["tau"]) == (served_records.UNSUPPORTED, 4.0, None)
+    assert (row["status"], row["replay_tau"], row["tau"]) == (cell.UNSUPPORTED, 4.0, None)
     assert row["remark"] == "unsupported: topk above 1 isn't built there"
     assert (
         get_speculative_row(join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_3_16")))[
@@ -224,7 +215,7 @@ def test_figures_of_repeats_are_their_means() -> None:
     row = get_speculative_row(
         join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), make_speculative_cell(found))
     )
-    for name, column in ServedRow.list_columns().items():
+    for name, column in ResultRow.list_columns().items():
         part, *path = column.source.split(".")
         if part == "loads" and len(path) == 2:
             kind, figure = path
@@ -241,30 +232,7 @@ def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     points = [point(64, 4, 0.01, tau=2.9, repeats=2), point(64, None, 0.01, tau=2.8, repeats=2)]
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
     lines = join(baseline, make_speculative_cell(*points), made_up("eval", "e009", "t8_2_16"))
-    ServedRow.write_table(line.row for line in lines)
-    read = ServedRow.read_table()
+    ResultRow.write_table(line.row for line in lines)
+    read = ResultRow.read_table()
     assert read == [line.row for line in lines]
     assert read[0].rate is None
-
-
-def test_a_table_that_is_not_there_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"served\.csv not found; run: dvc repro report"):
-        ServedRow.read_table()
-
-
-def test_reads_a_baseline_and_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch_records.CELLS_FOLDER.mkdir(parents=True)
-    served_records.write_served_cell(made_up("eval", points=[point(64, 4, 0.02)]))
-    served_records.write_served_cell(made_up("eval", "e009", "t8_2_16"))
-    served_records.write_served_cell(make_speculative_cell(point(64, 4, 0.01, tau=2.9)))
-    found = served_table.read_served_cells(["eval"], ["e009"], ["t5_1_6", "t8_2_16"])
-    assert [(c.checkpoint, c.tree) for c in found] == [(None, None), ("e009", "t5_1_6"), ("e009", "t8_2_16")]
-    assert served_table.read_served_cells([], ["e009"], ["t5_1_6"]) == []
-    with pytest.raises(ValueError, match=r"dvc repro benchmark_served@eval-e009-t5_4_16"):
-        served_table.read_served_cells(["eval"], ["e009"], ["t5_4_16"])
-    path = served_records.locate_served_cell("eval", "e009", "t8_2_16")
-    atomic.write_json(path, json.loads(path.read_text()) | {"tree": "t5_1_6"})
-    with pytest.raises(ValueError, match=r"holds the cell eval-e009-t5_1_6; run: dvc repro -f -s benchmark_served@"):
-        served_table.read_served_cells(["eval"], ["e009"], ["t8_2_16"])

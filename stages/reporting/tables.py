@@ -1,0 +1,315 @@
+"""The tables of results, a workload on an engine with a checkpoint each: in the terminal, and what the page needs for its own.
+
+Where prompts were decoded one by one, trees that were replayed and not measured have a line too, with the tau of replay and the
+predicted speedup. Tables of loads have, load by load, trees and the fastest plain decoding. docs/metrics.md defines the columns.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from stages.cells.cell import TORCH_ENGINE, Cell
+from stages.cells.table import ResultRow, TableLine
+from stages.params.families import EAGLE3, DraftKind
+from stages.params.tree_shape import Load
+from stages.params.units import format_bytes
+from stages.reporting.families import Families
+from stages.reporting.served_sweeps import build_sweeps
+from stages.reporting.text import (
+    ONE_PROMPT,
+    ONE_REPEAT,
+    UNCOUNTED,
+    align_columns,
+    format_column,
+    format_number,
+    format_tree,
+    mark_times,
+)
+
+MAX_TABLE_LINES = 40  # a longer table is folded on the page, and left to the CSV by the terminal
+NO_INTERVAL = "no interval"  # of a prediction: docs/cost.md says when
+REPLAYED_MARK = " *"
+TORCH_ONLY_MARK = " +"
+DOUBTED_MARK, DOUBTED_NOTE = " !", "! doubtful timings, as the lines at the top say"
+REPLAYED_NOTE = (
+    "* not measured: tau replayed over the eval split (measured: over the workload's prompts), speedup predicted"
+)
+CHAIN_NOTE = "in brackets: a chain's older name, which leaves the root out of the number of draft tokens"
+
+
+@dataclass(frozen=True)
+class ResultGroup:
+    """One table."""
+
+    workload: str
+    engine: str
+    checkpoint: str | None  # None where only plain decoding was served
+    in_turns: bool  # prompt by prompt
+    rows: list[ResultRow]
+    cells: list[Cell] = field(default_factory=list)  # none if the trees were only replayed
+    loads: list[Load] = field(default_factory=list)  # of a table of loads
+    plain: dict[str, float] = field(
+        default_factory=dict
+    )  # prompt by prompt: fields of plain decoding, medians over cells
+
+    @property
+    def first(self) -> ResultRow:
+        return self.rows[0]
+
+    @property
+    def title(self) -> str:
+        return format_title(self.workload, self.checkpoint)
+
+    @property
+    def top_tau(self) -> float | None:
+        return max((row.tau for row in self.rows if row.tau is not None), default=None)
+
+    @property
+    def prompt_count(self) -> str:
+        """Return how many prompts were answered, and how often where that was more than once."""
+        points = [cell.points[0] for cell in self.cells]
+        prompts = len({row.id for point in points for row in point.requests})
+        repeats = sorted({len(point.loads) for point in points})
+        more = f", {' to '.join(map(str, dict.fromkeys((repeats[0], repeats[-1]))))} repeats" if repeats[-1] > 1 else ""
+        return f"{prompts} prompts{more}"
+
+    @property
+    def plain_columns(self) -> dict[str, str]:
+        """Return the texts of the columns that plain decoding has, prompt by prompt, by field."""
+        known = {"tau": 1.0, "speedup": 1.0, "process_speedup": 1.0} | self.plain
+        texts = {
+            name: format_number(known[name], column.decimals, column.factor) + column.suffix if name in known else ""
+            for name, column in ResultRow.list_view(in_turns=True, on_page=True).items()
+        }
+        return mark_times(texts)
+
+
+def format_title(workload: str, checkpoint: str | None) -> str:
+    return f"{workload}, checkpoint {checkpoint}" if checkpoint else workload
+
+
+def describe_decoding(row: ResultRow) -> str:
+    """Return the tree of a line, or "plain decoding"."""
+    return "plain decoding" if row.tree is None or row.is_plain else format_tree(row.tree)
+
+
+# Groups
+
+
+def group_in_turns(lines: Iterable[TableLine], replayed: Iterable[ResultRow] = ()) -> list[ResultGroup]:
+    """Return a table for each workload and checkpoint that was decoded prompt by prompt, or only replayed."""
+    members: dict[tuple[str, str | None], list[TableLine]] = {}
+    for line in lines:
+        if line.row.in_turns:
+            members.setdefault((line.row.workload, line.row.checkpoint), []).append(line)
+    found = [
+        ResultGroup(
+            *(workload, TORCH_ENGINE, checkpoint),
+            in_turns=True,
+            rows=[line.row for line in group],
+            cells=[line.cell for line in group],
+            plain=_average_plain(group),
+        )
+        for (workload, checkpoint), group in members.items()
+    ]
+    guessed: dict[tuple[str, str | None], list[ResultRow]] = {}
+    for row in replayed:
+        guessed.setdefault((row.workload, row.checkpoint), []).append(row)
+    return found + [
+        ResultGroup(workload, TORCH_ENGINE, checkpoint, in_turns=True, rows=rows)
+        for (workload, checkpoint), rows in guessed.items()
+    ]
+
+
+def _average_plain(lines: list[TableLine]) -> dict[str, float]:
+    """Return the medians of what the cells measured of plain decoding, which one disturbed cell does not move."""
+    measured = [ResultRow.read_sources(line.baseline_point) for line in lines if line.baseline_point]
+    names = ("ttft_mean_s", "e2e_mean_s", "output_throughput")
+    return {name: median(found[name] for found in measured) for name in names if measured}
+
+
+def group_loads(rows: list[ResultRow]) -> list[ResultGroup]:
+    """Return a table for each workload, engine and checkpoint that was measured in loads.
+
+    A table has, load by load, its trees and the fastest plain decoding; at its end what the engine can't run.
+    """
+    found, loaded = [], [row for row in rows if not row.in_turns]
+    for names in dict.fromkeys((row.workload, row.engine) for row in loaded):
+        members = [row for row in loaded if (row.workload, row.engine) == names]
+        checkpoints = dict.fromkeys(row.checkpoint for row in members if not row.is_plain)
+        found += [_build_load_group(*names, members, checkpoint) for checkpoint in checkpoints or [None]]
+    return found
+
+
+def _build_load_group(workload: str, engine: str, rows: list[ResultRow], checkpoint: str | None) -> ResultGroup:
+    plain = select_best_plain(rows)
+    trees = [row for row in rows if not row.is_plain and row.checkpoint == checkpoint]
+    measured = [row for row in trees if row.is_measured]
+    loads = sorted({row.load for row in measured} | set(plain), key=lambda load: load.sort_key)
+    lines: list[ResultRow] = []
+    for load in loads:
+        lines += [*(row for row in measured if row.load == load), *([plain[load]] if load in plain else [])]
+    lines += [row for row in trees if not row.is_measured]
+    lines += [row for row in rows if row.is_plain and not row.is_measured]
+    return ResultGroup(workload, engine, checkpoint, in_turns=False, rows=lines, loads=loads)
+
+
+def select_best_plain(rows: list[ResultRow]) -> dict[Load, ResultRow]:
+    """Return the fastest plain decoding of each load, measured by the baseline or in turns with a cell."""
+    best: dict[Load, ResultRow] = {}
+    for row in rows:
+        if row.is_plain and row.is_measured:
+            best[row.load] = max(best.get(row.load, row), row, key=lambda r: r.output_throughput or 0.0)
+    return best
+
+
+# The terminal
+
+
+def format_tables(
+    lines: list[TableLine],
+    replayed: list[ResultRow],
+    best_checkpoint: str | None,
+    families: Families,
+    doubted: Collection[str] = (),
+) -> list[str]:
+    """Return the terminal's lines, a table per group. `doubted` are stages whose times are odd."""
+    groups = group_in_turns(lines, replayed)
+    compares_memory = any(not draft.family.is_replayed for draft in families.values())
+    text = []
+    for group in groups:
+        family = families[str(group.checkpoint)]
+        mark = ", the best checkpoint by replayed tau" if group.checkpoint == best_checkpoint else ""
+        name = "" if family.family is EAGLE3 else f" ({family.title})"
+        name = f" ({_describe_draft(family, group.rows)})" if compares_memory else name
+        text += [f"{group.title}{name}{mark}", *_align_in_turns(group, family, doubted)]
+        if group.plain:
+            text.append(
+                f"plain decoding: {group.plain['output_throughput']:.1f} tokens/s, the median of the measured rows"
+            )
+        if any(row.stage in doubted for row in group.rows):
+            text.append(DOUBTED_NOTE)
+        if reason := family.explain_torch_only(row.shape for row in group.rows):
+            text.append(f"{TORCH_ONLY_MARK.strip()} {reason}")
+        text += [*([REPLAYED_NOTE] if not group.cells else []), ""]
+    if any(row.topk == 1 for group in groups for row in group.rows):
+        text[-1:] = [CHAIN_NOTE, ""]
+    rows = [line.row for line in lines]
+    for group in group_loads(rows):
+        text += [*_format_load_group(group, rows), ""]
+    return text
+
+
+def _describe_draft(draft: DraftKind, rows: list[ResultRow]) -> str:
+    """Return a draft's family, and the memory that it takes beside the target's where that was measured."""
+    sizes = [row for row in rows if row.weights_bytes is not None and row.state_bytes is not None]
+    if not sizes:
+        return draft.title
+    state = max(row.state_bytes or 0 for row in sizes)
+    return f"{draft.title}: weights {format_bytes(sizes[0].weights_bytes or 0)}, state {format_bytes(state)}"
+
+
+def _align_in_turns(group: ResultGroup, family: DraftKind, doubted: Collection[str]) -> list[str]:
+    texts = []
+    for row in group.rows:
+        marks = REPLAYED_MARK * row.is_replayed + DOUBTED_MARK * (not row.is_replayed and row.stage in doubted)
+        marks += TORCH_ONLY_MARK * (not family.is_served(row.shape))
+        texts.append((format_tree(str(row.tree)) + marks, *format_columns(row).values()))
+    return align_columns([*_list_heads([("tree", "")], in_turns=True), *texts])
+
+
+def _list_heads(first: list[tuple[str, str]], in_turns: bool) -> list[tuple[str, ...]]:
+    headings = [column.heading or ("", "") for column in ResultRow.list_view(in_turns).values()]
+    return list(zip(*first, *headings, strict=True))
+
+
+def _format_load_group(group: ResultGroup, rows: list[ResultRow]) -> list[str]:
+    is_torch = group.engine == TORCH_ENGINE
+    text = [f"{group.title}, {'by the torch engine' if is_torch else f'served by {group.engine}'}"]
+    measured = [row for row in group.rows if row.is_measured]
+    if 0 < len(measured) <= MAX_TABLE_LINES:
+        heads = _list_heads([("tree", ""), ("tokens", "x concurrency")], in_turns=False)
+        shown = [(describe_decoding(row), row.load.shorten(), *format_columns(row).values()) for row in measured]
+        text += align_columns([*heads, *shown])
+    elif measured:
+        text.append(f"{len(measured)} lines: {ResultRow.TABLE}")
+    members = [row for row in rows if (row.workload, row.engine) == (group.workload, group.engine)]
+    for sweep in build_sweeps(members):
+        if sweep.checkpoint == group.checkpoint:
+            text += [f"{sweep.name}: {sentence}" for sentence in sweep.by_length or sweep.by_cap]
+    for row in measured:
+        text += [f"! {describe_decoding(row)}, {row.load.shorten()}: {remark}" for remark in _list_remarks(row)]
+    return text + [
+        f"! {describe_decoding(row)}: {describe_unsupported(row)}" for row in group.rows if not row.is_measured
+    ]
+
+
+# Columns and remarks of a line
+
+
+def format_columns(row: ResultRow, on_page: bool = False) -> dict[str, str]:
+    """Return the texts of the columns that are shown, by field."""
+    shown = ResultRow.list_view(row.in_turns, on_page).items()
+    if row.in_turns:
+        missing = NO_INTERVAL if row.is_replayed else ONE_PROMPT
+        return {name: format_column(row, name, column, missing) for name, column in shown}
+    if row.is_plain:
+        row = row.model_copy(update={"speedup": 1.0})
+    reasons = {"tau_low": _explain_no_tau_interval(row)}
+    texts = {name: format_column(row, name, column, reasons.get(name, ONE_REPEAT)) for name, column in shown}
+    return texts | ({"speedup_low": ""} if row.is_plain else {})
+
+
+def _explain_no_tau_interval(row: ResultRow) -> str:
+    """Return why tau would have no interval: vLLM counts over all requests, which has one where each is counted."""
+    is_pooled = row.engine == "vllm" and (row.requests or 0) > (row.repeats or 1)
+    return UNCOUNTED if is_pooled else ONE_PROMPT
+
+
+def _list_remarks(row: ResultRow) -> list[str]:
+    requests = row.requests or 0
+    failed = requests - (row.completed or 0)
+    lost = f"{failed} of {requests} requests failed" if failed else ""
+    return list(filter(None, [row.remark, explain_tau_gap(row), lost]))
+
+
+def describe_unsupported(row: ResultRow) -> str:
+    replayed = "" if row.replay_tau is None else f"; replayed, its tau is {row.replay_tau:.2f}"
+    return f"{row.remark}{replayed}"
+
+
+def explain_tau_gap(row: ResultRow) -> str:
+    """Return why a served tau away from the replayed one matters; nothing where they agree or needn't."""
+    if row.replay_agrees != "no" or row.replay_tau is None:
+        return ""
+    few_prompts = " But its interval holds the replayed tau: so few prompts may explain it; ask more."
+    low, high = row.tau_low, row.tau_high
+    within_interval = low is not None and high is not None and low <= row.replay_tau <= high
+    return (
+        f"tau {row.tau:.2f} is {row.replay_ratio:.2f} of the replayed {row.replay_tau:.2f}. A replay accepts exactly "
+        "what this draft and tree accept on these prompts, so the engine drafts from something else than was trained: other "
+        "weights or some it skipped, other feature layers, positions, a chat template or a map of the vocabulary. Until that "
+        f"is found, this line says nothing of the draft.{few_prompts if within_interval else ''}"
+    )
+
+
+# results/metrics.json
+
+
+def summarise_loads(rows: list[ResultRow]) -> dict[str, Any]:
+    """Return what results/metrics.json has of loads; the best is one whose interval lies above 1, or null."""
+    loaded = [row for row in rows if not row.in_turns]
+    measured = [row for row in loaded if not row.is_plain and row.is_measured]
+    joined = [row for row in measured if row.speedup is not None]
+    best = max((row for row in joined if row.is_faster), key=lambda row: row.speedup or 0.0, default=None)
+    load = ("workload", "checkpoint", "tree", "max_new_tokens", "concurrency")
+    names = (*load, "tau", "speedup", "speedup_low", "speedup_high")
+    return {
+        "points": len(measured),
+        "plain_points": sum(row.is_plain and row.is_measured for row in loaded),
+        "unsupported": sum(not row.is_measured for row in loaded),
+        "not_compared": len(measured) - len(joined),
+        "off_replay": sum(row.replay_agrees == "no" for row in measured),
+        "best_by_speedup": best and {k: best[k] for k in names},
+    }
