@@ -9,7 +9,8 @@ from pipeline import recipes
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.units import format_bytes
-from stages.reproduce import estimate, target_size
+from stages.reproduce import estimate
+from stages.reproduce.target_size import format_count, read_target_size
 
 PAGE = Path("docs/recipes.md")
 HEAD = """# Recipes
@@ -74,13 +75,13 @@ the meta device. The draft's shape is inferred as `init_draft` does. **All hours
 | stage | rate | measured |
 |---|---|---|
 | `extract_hiddens` | 43.4% of 989 TFLOP/s, compiled 55.9%; at most 1.95 GB/s to the disk | [training](results/2026-11-21-h200-training.md) |
-| `train_draft` | 57% of 989 TFLOP/s, online 59.1% | the same |
+| `train_draft` | 57% of 989 TFLOP/s; online also the target's forward, as above | the same |
 | `train_draft`, block drafts | DFlash 54.0%, DFlash2 46.6%, DSpark 46.1% of 989 TFLOP/s, every pack full and every block whole | [block drafts](results/2026-11-25-h200-two-gpus.md) |
 | `benchmark` | weights and KV cache at 3.31 TB/s: 4.57 ms a step, 0.127 ms a layer, at Qwen3-8B's shape | [torch engine](results/2026-11-22-h200-one-engine.md) |
 | `sample_target`, transformers | 0.70 ms a layer and step, whatever the batch: that of EAGLE's engine, which runs transformers' modules | [the table of one prompt](results/2026-11-22-h200-engine.md) |
 | `sample_target`, servers; `benchmark_served` | weights and KV cache at 2.90 TB/s: 5.22 ms a step at that shape | [decoding](results/2026-11-20-h200-decoding.md) |
 
-Several GPUs use 97.5% (extraction) and 96% (training) of their time, as two do; four use
+Several GPUs use 96% of their time, as two do in training; four use
 [96.8% and 95.5%](results/2026-11-27-h200-four-gpus.md), more were not measured. `--gpu h100` scales
 decoding to an H100's 3.35 TB/s. Answers count at their length limit, and speculative decoding as plain. Mixtures of experts
 were not measured at size: a step is assumed to read the experts that all tokens in flight can meet. A stage without a time
@@ -98,12 +99,12 @@ def render_page() -> str:
         assert recipe, path
         with recipes.merge_recipe(path.stem) as (file, _):
             p = schema.load_params(file)
-        target, result = target_size.read_target_size(p), estimate.estimate_recipe(p, recipe)
+        target, result = read_target_size(p), estimate.estimate_run(p, recipe.train_rows, recipe.row_tokens)
         draft = sum(estimate.count_draft_parameters(estimate.init_draft.infer_config(p, target.manifest)).values())
         cells = (
             f"`{path.stem}`", ", ".join(dict.fromkeys(f"`{match.publication}`" for match in recipe.beside)) or "ours",
-            recipe.status.partition(",")[0], estimate.format_count(target.parameters), f"{target.kv_bytes(p.target.dtype):,} B",
-            estimate.format_count(draft), format_bytes(result.disk_bytes), format_bytes(result.download_bytes),
+            recipe.status.partition(",")[0], format_count(target.parameters), f"{target.kv_bytes(p.target.dtype):,} B",
+            format_count(draft), format_bytes(result.disk_bytes), format_bytes(result.download_bytes),
             f"{result.gpu_hours:.2g}" if result.gpu_hours else "none",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

@@ -85,8 +85,7 @@ def run(
 def stale() -> None:
     """List the stages that the next run executes, and why.
 
-    Exits with 1 if there are any. Checks params.yaml first, as a run does. Also warns of artifacts made with another release
-    of torch or transformers, which are not stale for that.
+    Exits with 1 if there are any. Checks params.yaml first, as a run does.
 
     Example: aerie stale after an edit of params.yaml, before aerie run.
     """

@@ -207,20 +207,19 @@ def describe_outdated() -> Iterator[str]:
 
 
 def list_stale() -> Iterator[str]:
-    """Check params.yaml, and yield a line for each group of stale stages, and warnings.
+    """Check params.yaml, and yield a line for each group of stale stages.
 
     Raises:
         ValueError: params.yaml is not valid, dvc.yaml cannot be read, or a run is at work here.
         SystemExit: with 1, after the last line, if any stage is stale.
     """
-    from pipeline import dvc_graph, versions
+    from pipeline import dvc_graph
     from stages.params.cell_trees import describe_left_out
 
     _check_no_run()
     if not _is_known_fresh():
         yield from describe_left_out(check_run_params().list_left_out_trees())
     reasons = _ask_stale()
-    yield from versions.list_warnings()
     yield from _describe_stale(reasons, dvc_graph.list_stages() if reasons else {})
     if reasons:
         sys.exit(1)

@@ -139,35 +139,15 @@ def _find_local_edits() -> dict[str, Any]:
 
 
 def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: str) -> None:
-    """Raise ValueError for local edits without which the recipe is valid, with both values of each.
-
-    Name the edits that each alone make the recipe invalid; where none does, those whose removal makes it valid; else all.
-    """
-
-    def explain(kept: dict[str, Any]) -> str | None:
-        return _explain_invalid(_merge_sections(base, [recipe, _nest_keys(kept)])[0])
-
-    problem = explain(edits) if edits else None
-    if problem is None or explain({}):
+    """Raise ValueError for local edits without which the recipe is valid."""
+    problem = edits and _explain_invalid(_merge_sections(base, [recipe, _nest_keys(edits)])[0])
+    if not problem or _explain_invalid(_merge_sections(base, [recipe])[0]):
         return
-    clashing = [path for path in edits if explain({path: edits[path]})]
-    clashing = clashing or [
-        path for path in edits if not explain({other: edits[other] for other in edits if other != path})
-    ]
-    values_with_recipe = _read_leaves(_merge_sections(base, [recipe])[0])
-    clashes = [_describe_clash(path, edits[path], values_with_recipe.get(path)) for path in clashing or edits]
-    keys = "this key" if len(clashes) == 1 else "these keys"
-    head = f"{label} can't be used with these local edits of {PARAMS_FILE}, which --keep keeps:"
-    advice = f"Change {keys} in {PARAMS_FILE}, or leave out --keep, which drops local edits (a copy of {PARAMS_FILE} is kept)"
-    raise ValueError("\n".join([head, *(f"  {line}" for line in clashes), problem, f"{advice}; nothing was changed"]))
-
-
-def _describe_clash(path: str, kept: Any, of_recipe: Any) -> str:
-    """Return a key with its two values; those of a mapping are shown whole where the names are the same."""
-    values = [_describe_value(kept), _describe_value(of_recipe)]
-    if values[0] == values[1]:
-        values = [str(kept), str(of_recipe)]
-    return f"{path}: {values[0]} (kept), {values[1]} (with the recipe)"
+    kept = "\n".join(f"  {path}: {_describe_value(value)}" for path, value in edits.items())
+    raise ValueError(
+        f"{label} can't be used with these local edits of {PARAMS_FILE}, which --keep keeps:\n{kept}\n{problem}\n"
+        f"Change them in {PARAMS_FILE}, or leave out --keep, which drops them (a copy is kept); nothing was changed"
+    )
 
 
 def _read_leaves(text: str) -> dict[str, Any]:

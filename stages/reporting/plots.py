@@ -9,13 +9,10 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stages.cells.replay_records import ReplayedTree
 from stages.cells.training_records import TrainingReport
-
-if TYPE_CHECKING:
-    from stages.reporting.labels import Box
 
 INK_COLOUR, FAINT_COLOUR = "#010101", "#020202"
 NAME_SIZE = 8  # pt
@@ -77,57 +74,39 @@ def render_svg(draw: DrawPlot, title: str, height: float = 3.3) -> Any:
 
 def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
     """Write the names of points beside them, with a line from each point to a name that found no room there."""
-    from matplotlib.transforms import Affine2D
-
-    from stages.reporting.labels import NamedPoint, place_labels
+    import textalloc
 
     figure, legend = axes.figure, axes.get_legend()
     figure.draw_without_rendering()  # the layout; names may not move it
     figure.set_layout_engine("none")
-    to_points = axes.transData + Affine2D().scale(72 / figure.dpi)
-    if legend:  # the position that it chose is a name's too
+    paths = [path.T for path in _list_paths(axes)]
+    if legend:  # the position that it chose is kept, and names stay out of its frame
         frame = legend.get_window_extent()
         legend.set_loc(tuple(axes.transAxes.inverted().transform((frame.x0, frame.y0))))
-    named = []
-    for point in points:
-        text = axes.text(0, 0, point.name, fontsize=NAME_SIZE)
-        size = text.get_window_extent()
-        text.remove()
-        x, y = to_points.transform((point.x, point.y))
-        named.append(NamedPoint(x, y, size.width * 72 / figure.dpi, NAME_SIZE))
-    lines = [[tuple(xy) for xy in to_points.transform(path)] for path in _list_paths(axes)]
-    occupied = [_to_box(legend.get_window_extent(), figure.dpi)] if legend else []
-    dots = [line[0] for line in lines if len(set(line)) == 1]
-    labels = place_labels(named, _to_box(axes.bbox, figure.dpi), occupied, lines, dots)
-    for point, label in zip(points, labels, strict=True):
-        if label is None:  # no room: the pointer still tells it
-            continue
-        x, y = to_points.transform((point.x, point.y))
-        offset = {"xy": (point.x, point.y), "textcoords": "offset points", "annotation_clip": False}
-        middle = (label.box.low + label.box.high) / 2
-        axes.annotate(
-            point.name, xytext=(label.box.left - x, middle - y), va="center_baseline", fontsize=NAME_SIZE, **offset
-        )
-        if label.leader:
-            arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": INK_COLOUR, "shrinkA": 0, "shrinkB": 3}
-            axes.annotate("", xytext=(label.leader[0] - x, label.leader[1] - y), arrowprops=arrow, **offset)
+        rows = [[(frame.x0, y), (frame.x1, y)] for y in range(int(frame.y0), int(frame.y1) + 1, NAME_SIZE)]
+        paths += [axes.transData.inverted().transform(row).T for row in rows]
+    textalloc.allocate(
+        axes,
+        [point.x for point in points],
+        [point.y for point in points],
+        [point.name or "" for point in points],
+        x_scatter=[path[0][0] for path in paths if path.shape[1] == 1],
+        y_scatter=[path[1][0] for path in paths if path.shape[1] == 1],
+        x_lines=[path[0] for path in paths if path.shape[1] > 1],
+        y_lines=[path[1] for path in paths if path.shape[1] > 1],
+        textsize=NAME_SIZE, textcolor=INK_COLOUR, linecolor=INK_COLOUR, linewidth=0.5, draw_all=False,
+        avoid_label_lines_overlap=True, avoid_crossing_label_lines=True,
+    )  # fmt: skip
 
 
 def _list_paths(axes: Any) -> Iterator[Any]:
-    """Yield the lines of the axes in its units, [N, 2] each: drawn lines, intervals, and marks as lines without length."""
+    """Yield the lines of the axes in its units, [N, 2] each: drawn lines, intervals, and marks as paths of one point."""
     for line in axes.lines:
         if line.get_linestyle() != "None":
             yield line.get_xydata()
-        yield from ([xy, xy] for xy in line.get_xydata() if line.get_marker() != "None")
+        yield from (xy[None] for xy in line.get_xydata() if line.get_marker() != "None")
     for collection in axes.collections:
         yield from collection.get_segments()
-
-
-def _to_box(bbox: Any, dpi: float) -> "Box":
-    from stages.reporting.labels import Box
-
-    left, low, right, high = (72 / dpi * end for end in bbox.extents)
-    return Box(left, low, right, high)
 
 
 def _render_points(points: Sequence[PlotPoint], axes: Any, svg: str, title: str) -> str:

@@ -14,11 +14,9 @@ from typing import Any
 from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell, locate_cell
 from stages.params import schema
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
-from stages.params.units import format_bytes
 from stages.published import agreement, comparison
 from stages.published import tables as published
 from stages.published.tables import MEAN_DATASET, UNKNOWN, PublishedRow
-from stages.reproduce import estimate
 from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 
@@ -36,7 +34,7 @@ def main(recipe_file: str, params_file: str) -> None:
     recipe, _ = schema.read_recipe(Path(recipe_file))
     assert recipe, recipe_file
     comparisons, left_out = match_published_numbers(recipe, p.target.model, published.read_publications())
-    text = build_page(name, recipe, comparisons, left_out, estimate.estimate_recipe(p, recipe))
+    text = build_page(name, recipe, comparisons, left_out)
     atomic.write_csv(REPRODUCE_FOLDER / f"{name}.csv", COMPARISON_COLUMNS, map(_build_csv_row, comparisons))
     atomic.write_text(REPRODUCE_FOLDER / f"{name}.md", text)
     print(text)
@@ -153,7 +151,6 @@ def build_page(
     recipe: Recipe,
     comparisons: list[comparison.PublishedComparison],
     left_out: Counter[str],
-    expected: estimate.RecipeEstimate,
 ) -> str:
     """Return results/reproduce/NAME.md."""
     verdicts = Counter(compared.verdict for compared in comparisons)
@@ -161,12 +158,10 @@ def build_page(
         f"{verdicts[word]} {word}" for word in ("within", "outside", "consistent", "not comparable", "not run")
     )
     pins = ", ".join(f"{package} {version}" for package, version in recipe.pins.items()) or "none"
-    disk, download = format_bytes(expected.disk_bytes), format_bytes(expected.download_bytes)
     shares = [f"{share:.0%} of {metric}" for metric, share in recipe.tolerance.items()]
     margin = ["half of the last decimal printed", "half of our 95% interval where there is one", *shares]
     remarks = [
         f"Status of the recipe: {recipe.status}. Pins: {pins}.",
-        f"Expected: {expected.gpu_hours:.2g} GPU-hours of an H200, {disk} here, {download} to download.",
         *(f"Another {what}: {text}." for what, text in recipe.substitutes.items()),
         *recipe.notes,
         f"{len(comparisons)} published numbers: {counts}. {left_out.total()} more of this target are left out, see below.",

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from stages import prepare_target
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
-from stages.params.units import format_bytes
 from stages.target import loading
 from stages.target.manifest import TargetManifest
 
@@ -93,46 +92,6 @@ def _count_parameters(config: PretrainedConfig) -> tuple[int, int, int, int, boo
 
 def get_itemsize(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
-
-
-@dataclass
-class StageEstimate:
-    """Time and disk of all stages of dvc.yaml with one name before the @. None where nothing is known."""
-
-    seconds: float | None = None
-    gpu_hours: float | None = None
-    disk_bytes: float = 0.0
-
-
-@dataclass
-class RecipeEstimate:
-    lines: list[str] = field(default_factory=list)
-    stages: dict[str, StageEstimate] = field(default_factory=dict)  # by the name in dvc.yaml before the @
-    disk_bytes: float = 0.0
-    download_bytes: float = 0.0
-    gpu_hours: float = 0.0
-    weight_bytes: float = 0.0  # of the target, in its dtype
-
-    def add_line(self, label: str, value: str, derivation: str) -> None:
-        self.lines.append(f"{label}: {value} ({derivation})")
-
-    def add_disk(self, stage: str, label: str, size: float, derivation: str) -> None:
-        self.disk_bytes += size
-        self._get_stage(stage).disk_bytes += size
-        self.add_line(label, format_bytes(size), derivation)
-
-    def add_hours(self, label: str, gpu_seconds: float, derivation: str, gpus: int = 1) -> None:
-        """Add GPU-seconds of a stage, or of a stage and a workload: `benchmark, eval`. Its `gpus` work at once."""
-        self.gpu_hours += gpu_seconds / 3600
-        stage = self._get_stage(label.partition(",")[0])
-        stage.seconds = (stage.seconds or 0) + gpu_seconds / gpus
-        stage.gpu_hours = (stage.gpu_hours or 0) + gpu_seconds / 3600
-        self.add_line(
-            label, f"{gpu_seconds / 3600:.2g} GPU-hours", derivation + (f", on {gpus} GPUs" if gpus > 1 else "")
-        )
-
-    def _get_stage(self, name: str) -> StageEstimate:
-        return self.stages.setdefault(name, StageEstimate())
 
 
 def format_count(parameters: int) -> str:

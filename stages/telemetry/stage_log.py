@@ -1,7 +1,7 @@
 """The log of stage runs, logs/stages.jsonl: a line per run that ended well.
 
 The log is neither a dependency nor an output of any stage, so seconds, joules and versions wake nothing. The report shows the
-last run of each stage; `aerie stale` compares the logged versions with the installed ones (pipeline/versions.py).
+last run of each stage.
 """
 
 import json

@@ -10,16 +10,15 @@ from pipeline import estimate, reproduce
 from pipeline.cli import run_command_line
 from stages.params import schema
 from stages.reproduce import estimate as arithmetic
-from stages.reproduce.measured_rates import GPUS
 from tests.conftest import ROOT
 
 
 def estimate_here(recipe: Path | None, file: Path, gpu: str) -> reproduce.RunEstimate:
     """In this process, which has imported torch: 5 s less each."""
     params = schema.load_params(file)
-    about = schema.read_recipe(recipe)[0] if recipe else arithmetic._describe_params(params)
-    assert about is not None
-    return reproduce.RunEstimate.model_validate(asdict(arithmetic.estimate_recipe(params, about, GPUS[gpu])))
+    about = schema.read_recipe(recipe)[0] if recipe else None
+    rows = (about.train_rows, about.row_tokens) if about else (None, arithmetic.read_row_tokens(params))
+    return reproduce.RunEstimate.model_validate(asdict(arithmetic.estimate_run(params, *rows, gpu)))
 
 
 @pytest.fixture
