@@ -1,25 +1,22 @@
 """The torch engine's cells of loads: what was asked and answered as one by one, clocks in order, ranks as one process."""
 
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 import torch
 
 from stages import benchmark, prepare_prompts
-from stages.cells import interval, points, table
+from stages.cells import table
 from stages.cells.cell import Cell, locate_cell
 from stages.data import conversations
 from stages.engine.target_runner import TargetRunner
-from stages.measuring import torch_context, torch_loads
+from stages.measuring import torch_loads
 from stages.prompts import workload_prompts
-from stages.serving import latency, spec_counters
 from tests.conftest import ROOT, edit_params
 from tests.talking import WORKLOADS
 
@@ -135,34 +132,6 @@ def test_sampled_answers_of_loads_equal_those_prompt_by_prompt(project: Path) ->
     assert len({r["answer"] for r in point["requests"]}) > 5
 
 
-def test_accepted_drafts_are_pooled_over_prompts_turns_and_repeats() -> None:
-    """Added up by hand; its interval is that of docs/metrics.md, over prompts."""
-    rng, entries = random.Random(6), []
-    for repeat in range(2):
-        for name in "abcde":
-            for turn in range(2):
-                histogram = [rng.randrange(9) for _ in range(4)]
-                counts = spec_counters.AcceptanceCounts(
-                    sum(histogram), sum(i * n for i, n in enumerate(histogram)), True, histogram
-                )
-                record = latency.RequestRecord(
-                    f"{name}#{turn}", 0, 0, 1, [(1, 1)], True, 3, 5, "stop", None, counts=counts
-                )
-                entries.append((repeat, turn, name, record))
-    repeats = [[[x[3] for x in entries if x[:2] == (repeat, turn)] for turn in range(2)] for repeat in range(2)]
-    records = [record for turns in repeats for load in turns for record in load]
-    found = points.pool_counts(records, "mt_bench", 3, 6)
-    accepted, cycles = (
-        np.array([sum(getattr(x[3].counts, key) for x in entries if x[2] == name) for name in "abcde"])
-        for key in ("accepted", "cycles")
-    )
-    assert found["tau"] == pytest.approx(1 + accepted.sum() / cycles.sum())
-    assert (found["tau_low"], found["tau_high"]) == interval.compute_tau_interval(accepted, cycles, 3)
-    assert found["histogram"] == [sum(x[3].counts.histogram[i] for x in entries) for i in range(4)]
-    assert found["accept_rate"] == pytest.approx(accepted.sum() / cycles.sum() / 3)
-    assert found["node_accept_rate"] == pytest.approx(accepted.sum() / (5 * cycles.sum()))
-
-
 def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
     """The seed's scenarios: end tokens ignored, lengths drawn for each prompt."""
     changes = {"prompts": "random", "input_tokens": 9, "length_range": 0.2, "ignore_eos": True, "num_prompts": 6}
@@ -174,15 +143,6 @@ def test_random_prompts_go_on_to_their_lengths(project: Path) -> None:
         assert [r["output_tokens"] for r in point["requests"]] == lengths
         assert [r["prompt_tokens"] for r in point["requests"]] == rows["prompt_ids"].list.len().to_list()
         assert {r["finish_reason"] for r in point["requests"]} == {"length"}
-
-
-def test_answers_are_graded_in_loads_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [json.loads(line) for line in (ROOT / "data/prompt_sets/gsm8k.jsonl").read_text().splitlines()[:3]]
-    answers = iter([rows[0]["answer"], "#### -1", rows[2]["answer"]] * 2)
-    monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(answers))
-    found = measured(project, "gsm8k", concurrency=2, grade=True)
-    for point in (found["points"][0], found["baseline_points"][0]):
-        assert point["quality"]["correct"] == 2 and [r["correct"] for r in point["requests"]] == [True, False, True]
 
 
 @pytest.mark.parametrize("concurrency", [pytest.param(1, marks=pytest.mark.long), 3])

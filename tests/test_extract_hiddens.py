@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from stages import extract_hiddens, prepare_target
 from stages.data import conversations
 from stages.hidden_states import reader
-from stages.params import schema
 from stages.target import manifest
 from stages.telemetry import fork_server
 from tests.conftest import ROOT, edit_params
@@ -233,18 +232,6 @@ def test_any_number_of_processes_makes_the_same_bytes(project: Path, undisturbed
     assert files(project) == undisturbed_files
 
 
-def test_ranks_of_another_launcher_make_the_same_bytes(project: Path, undisturbed_files: dict[str, bytes]) -> None:
-    """As torchrun or srun would start them, one late."""
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randrange(20_000, 40_000))}
-    first = start(project, RANK="0", LOCAL_RANK="0", **shared)
-    time.sleep(1)
-    second = start(project, RANK="1", LOCAL_RANK="1", **shared)
-    for process in (first, second):
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, output
-    assert files(project) == undisturbed_files
-
-
 def kill_after(project: Path, rng: random.Random, when: Callable[[], bool]) -> bool:
     """Whether it was killed, with all of its processes, a random moment after `when` came true."""
     process = start(project)
@@ -334,26 +321,6 @@ def test_specforges_records_are_imported(
     specforge(sampled_project, tmp_path / "given")
     run(project, **{"import": str(tmp_path / "given")})
     assert files(project) == undisturbed_files
-
-
-def test_what_is_imported_is_stored_as_asked(
-    project: Path, sampled_project: Path, undisturbed_files: dict[str, bytes], tmp_path: Path
-) -> None:
-    """float32 records to fp8 are what extraction in fp8 writes."""
-    run(project, dtype="fp8", **{"import": str(sampled_project / "data/hiddens")})
-    imported = files(project)
-    run(project, dtype="fp8", **{"import": None})
-    assert files(project) == imported
-
-
-def test_layers_that_a_newer_segment_reads_are_refused_before_the_work(project: Path) -> None:
-    """Bug: with a target that was there, check_overfit refused them, after extraction."""
-    block = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 4}
-    with chdir(project):
-        segments = schema.load_params().train_draft.model_dump(by_alias=True)["checkpoints"]
-    edit_params(project, {"train_draft": {"checkpoints": segments | {"b": block | {"feature_layers": [1, 3]}}}})
-    assert "train_draft.checkpoints.b.feature_layers is [1, 3], expected some of" in refused(project)
-    assert not (project / "data/hiddens").exists()
 
 
 def test_pickles_are_refused_with_the_way_out(

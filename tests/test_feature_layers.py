@@ -7,7 +7,7 @@ have the same target and answers, so that whatever EAGLE-3 makes of them must be
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import chdir, nullcontext
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages import check_overfit, extract_hiddens, init_draft, prepare_target, replay_trees, time_trees, train_draft
-from stages.cells import replay_records
 from stages.data import conversations
 from stages.draft import eagle3_checkpoint
 from stages.engine.decode import Engine
 from stages.hidden_states import format, reader
 from stages.params import checks, schema
-from stages.params.families import BlockSegment
 from stages.params.tree_shape import TreeShape
 from stages.target import chat_template, feature_layers, manifest
 from tests.conftest import ROOT, edit_params
@@ -184,21 +182,6 @@ def test_a_reader_of_three_layers_gets_what_a_folder_of_three_holds(
 # --- what EAGLE-3 makes of it ---------------------------------------------------------------------------------------
 
 
-def test_a_draft_of_other_layers_differs(projects: dict[str, Path], tmp_path: Path) -> None:
-    """The equality above is not that of a draft that ignores its features; config.json has the layers as engines count."""
-    project = copied(projects["union"], tmp_path / "project")
-    edit_params(project, {"init_draft": {"feature_layers": [3, 5, 7]}})
-    with chdir(project):
-        init_draft.main()
-        train_draft.main("e002")
-    draft = project / "drafts/e002/draft"
-    config = json.loads((draft / "config.json").read_text())
-    assert config["eagle_aux_hidden_state_layer_ids"] == [3, 5, 7]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
-    found, before = (load_file(p / "model.safetensors") for p in (draft, projects["union"] / "drafts/e002/draft"))
-    assert not torch.equal(found["fc.weight"], before["fc.weight"])
-
-
 def test_a_draft_that_starts_from_a_published_one_reads_its_layers(projects: dict[str, Path], tmp_path: Path) -> None:
     project = copied(projects["union"], tmp_path / "project")
     edit_params(project, {"init_draft": {"feature_layers": [3, 5, 7]}})
@@ -233,18 +216,6 @@ def test_online_training_of_a_union_is_that_of_its_own_layers(projects: dict[str
     stored = load_file(projects["own"] / "drafts/e002/draft/model.safetensors")
     for name, tensor in load_file(tmp_path / "union/drafts/e002/draft/model.safetensors").items():
         torch.testing.assert_close(tensor, stored[name], rtol=1e-3, atol=1e-4)
-
-
-def test_replay_of_a_union_is_that_of_its_own_layers(
-    projects: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_template, "load_tokenizer", lambda *_: None)
-    tables = []
-    for project in projects.values():
-        with chdir(project):
-            replay_trees.main("e002")
-            tables.append(replay_records.locate_replay("e002").read_bytes())
-    assert tables[0] == tables[1] and tables[0].count(b"\n") > 4
 
 
 def engines(projects: dict[str, Path]) -> Iterator[Engine]:
@@ -320,25 +291,6 @@ def test_a_draft_reads(
         config = init_draft.build_config_json(init_draft.infer_config(p, made), layers, made)
     assert eagle3_checkpoint.read_feature_layers(config, LAYERS) == expected
     assert ("eagle_config" in config) == (expected != EAGLE3)
-
-
-def test_layers_of_a_block_draft_that_are_not_stored_are_refused_before_anything_is_sampled(
-    sampled: Path, tmp_path: Path
-) -> None:
-    """Bug: check_overfit refused them, after sampling and extraction."""
-    project = copied(sampled, tmp_path / "project")
-    keys = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 4}
-    with chdir(project):
-        p = schema.load_params()
-        for layers, message in (
-            (None, None),
-            ([2, 4], None),
-            ([2, 3, 5], r"b\.feature_layers is \[2, 3, 5\].*add 3, 5 there"),
-        ):
-            segment = BlockSegment.model_validate(keys | {"feature_layers": layers})
-            train = p.train_draft.model_copy(update={"checkpoints": {"b": segment}})
-            with pytest.raises(ValueError, match=message) if message else nullcontext():
-                checks.check_feature_layers(p.model_copy(update={"train_draft": train}), EAGLE3, EAGLE3)
 
 
 def test_a_draft_whose_layers_are_no_longer_stored_is_refused_by_its_readers(

@@ -106,16 +106,6 @@ def test_an_imported_draft_is_decoded_and_timed(project: Path, method: str) -> N
     assert max(row["num_steps"] for row in timed) == draft.config.num_drafts
 
 
-def test_a_tree_deeper_than_an_imported_block(project: Path) -> None:  # noqa: F811
-    """params.yaml does not know the width of an imported block: the cell says it, before anything is decoded."""
-    import_published("dflash", published_blocks.z_lab)
-    edit_params(Path(), {"benchmark": {"checkpoints": ["theirs"], "trees": ["t5_1_6"], "torch_workloads": ["eval"]}})
-    benchmark.main("eval", "theirs", "t5_1_6")
-    cell = Cell.read("torch", "eval", "theirs", "t5_1_6")
-    assert (cell.status, cell.points) == (UNSUPPORTED, [])
-    assert cell.reason == "it is deeper than the 4 drafts of a block"
-
-
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_an_imported_draft_is_served_as_the_chain_of_its_block(project: Path, method: str) -> None:  # noqa: F811
     """Bug: benchmark_served read every draft as EAGLE-3's, and ended with "is no EAGLE-3 draft" for a block draft."""

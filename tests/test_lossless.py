@@ -1,7 +1,5 @@
 """Speculative decoding says what plain decoding says, token for token, in float32, for any draft; drawn from one seed, too."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from stages.draft import eagle3_checkpoint
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
 from stages.engine.decode import Engine
-from stages.engine.decode_state import DecodeStep
 from stages.engine.sampling import SamplingParams
 from stages.families.eagle import EagleDraft, EagleMethod
 from stages.families.lookahead import LookaheadMethod
@@ -25,7 +22,6 @@ from stages.families.static_tree import StaticTree, select_best_branches
 from stages.params.tree_shape import TreeShape
 from stages.target import loading, manifest
 from tests.engines import build_engine as assemble_engine
-from tests.engines import decode_with_method
 
 TREES = [(1, 1, 2), (5, 1, 6), (8, 2, 16), (8, 3, 16), (5, 4, 16), (10, 3, 32), (8, 2, 8)]
 ROOM = 40
@@ -74,17 +70,6 @@ def plain_sampled_answers(engines, prompts) -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def speculative_steps(engines, prompts) -> Callable[[str, tuple[int, int, int]], list[list[DecodeStep]]]:
-    """The steps of each prompt's answer by a draft and a tree, decoded when they are first asked for."""
-
-    @functools.cache
-    def decode(name: str, tree: tuple[int, int, int]) -> list[list[DecodeStep]]:
-        return [list(engines[name].decode_speculative(prompt, ROOM, TreeShape(*tree))) for prompt in prompts]
-
-    return decode
-
-
 def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, prompts, plain_answers) -> None:
     made = manifest.read_manifest(small_run / "artifacts/target")
     reference = AutoModelForCausalLM.from_pretrained(small_run / "artifacts/target").eval()
@@ -100,17 +85,6 @@ def test_plain_decoding_is_transformers_own_greedy_search(small_run: Path, promp
 
 
 # A trained draft, and a random one, whose trees other tests cover: tests/engine/test_decode.py.
-@pytest.mark.parametrize(
-    ("name", "tree"),
-    [*(("e003", tree) for tree in TREES), ("e000", (5, 1, 6)), ("e000", (8, 2, 16))],
-    ids=lambda t: t if isinstance(t, str) else "t{}_{}_{}".format(*t),
-)
-def test_every_tree_says_what_plain_decoding_says(speculative_steps, plain_answers, name: str, tree) -> None:
-    for steps, answer in zip(speculative_steps(name, tree), plain_answers, strict=True):
-        assert join_tokens(steps) == answer
-        for step in steps[1:]:  # a cycle commits its drafts and one bonus token, unless it was cut at the end
-            assert 0 <= step.num_accepted <= tree[0]
-            assert len(step.tokens) == step.num_accepted + 1 or step is steps[-1]
 
 
 @pytest.mark.parametrize("tree", [(5, 1, 6), (8, 3, 16)], ids=lambda t: "t{}_{}_{}".format(*t))
@@ -147,29 +121,6 @@ def methods(small_run: Path, model) -> dict[str, Any]:
         "lookahead": LookaheadMethod(5, 4, 5, cpu),
         "ngram": PromptLookupMethod(3, 1, 8, cpu),
     }
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle2", "medusa", "lookahead", "ngram"])
-def test_every_method_says_what_plain_decoding_says(
-    engines, prompts, plain_answers, plain_sampled_answers, methods, name: str
-) -> None:
-    both, accepted = engines["e000"], 0
-    for seed, prompt in enumerate(prompts):
-        steps = list(decode_with_method(both, prompt, ROOM, methods[name]))
-        assert join_tokens(steps) == plain_answers[seed]
-        accepted += sum(step.num_accepted for step in steps)
-        drawn = decode_with_method(both, prompt, ROOM, methods[name], sampling=DRAWN._replace(seed=seed))
-        assert join_tokens(drawn) == plain_sampled_answers[seed]
-    assert accepted > 0, "nothing is accepted, so nothing is tested"
-
-
-@pytest.mark.parametrize("room", [1, 2, 3, 7])
-def test_the_length_limit_holds_inside_a_cycle(engines, prompts, room: int) -> None:
-    both = engines["e003"]
-    for prompt in prompts:
-        steps = list(both.decode_speculative(prompt, room, TreeShape(8, 2, 16)))
-        assert join_tokens(steps) == join_tokens(both.decode_plain(prompt, room))
-        assert len(join_tokens(steps)) <= room
 
 
 def test_margin_is_the_gap_between_the_two_best_logits(engines, model, prompts) -> None:

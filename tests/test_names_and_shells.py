@@ -76,15 +76,6 @@ def test_no_shell_runs_a_name_of_params_yaml(project: Path, recording_python: Pa
     assert f"|benchmark@{name}-{name}-{name}|" in heard
 
 
-def test_dvc_repro_says_which_name_is_wrong(project: Path) -> None:
-    without_deps(project)
-    write_everywhere(project, "x; touch ran")
-    done = dvc(project, "repro", "--single-item", "prepare_prompts@x; touch ran")
-    assert not (project / "ran").exists()
-    assert "aerie: params.yaml has " in done.stderr
-    assert "benchmark.trees: 'x; touch ran' is not a tree" in done.stderr
-
-
 def test_a_stage_finds_its_words_in_its_name(home: Path) -> None:
     assert run_stage.split_stage_name(["benchmark@eval-e003-t5_1_6"]) == ["eval", "e003", "t5_1_6"]
     assert run_stage.split_stage_name(["a folder@home/dvc.yaml:train_draft@e003"]) == ["e003"]

@@ -1,7 +1,6 @@
 """Other families as stages: they learn what their losses say, resume and chain as EAGLE-3 does; a cell says what was decoded."""
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -13,16 +12,14 @@ import torch
 from torch.nn import functional as F
 
 from stages import benchmark, extract_hiddens, import_draft, init_draft, prepare_prompts, train_draft
-from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import TableLine
 from stages.data import conversations
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.families import eagle, medusa
 from stages.families.family import get_files
-from stages.families.ranked_drafts import RankedFiles, build_static_tree
+from stages.families.ranked_drafts import RankedFiles
 from stages.hidden_states import format, reader
 from stages.params.families import FAMILIES
-from stages.params.tree_shape import parse_shape
 from stages.target import manifest
 from stages.training import ttt
 from tests.conftest import edit_params
@@ -246,26 +243,6 @@ def test_a_cell_says_what_was_decoded(trained_project: Path, name: str) -> None:
 def _tensors(name: str) -> dict[str, torch.Tensor]:
     path = checkpoint.locate_checkpoint(name) / "draft/model.safetensors"
     return checkpoint.read_tensors(path, "a test") if path.exists() else {}
-
-
-def test_a_shape_of_another_family_is_a_cell_without_figures(trained_project: Path) -> None:
-    """`trees` is one list for all checkpoints."""
-    for name, shape, reason in (
-        ("lookup", "t3_2_6", "n-gram lookup drafts chains looked up by n-grams"),
-        ("e003", "n2_1_4", "EAGLE-3 drafts dynamic trees"),
-        ("heads3", "t3_2_6", "Medusa drafts static trees"),
-    ):
-        benchmark.main("eval", name, shape)
-        cell = Cell.read("torch", "eval", name, shape)
-        assert cell.status == UNSUPPORTED and reason in str(cell.reason)
-
-
-def test_a_static_tree_follows_the_checkpoints_accuracies() -> None:
-    accuracy = [[0.9, 0.05], [0.8, 0.1], [0.7, 0.2]]
-    static = build_static_tree(parse_shape("s3_8"), accuracy, "Medusa", torch.device("cpu"))
-    assert static.paths[:2] == [(0,), (1,)] and (0, 0, 0) in static.paths and static.num_draft_tokens == 8
-    worth = {p: math.prod(accuracy[d][r] for d, r in enumerate(p)) for p in static.paths}
-    assert min(worth.values()) >= 0.9 * 0.1 * 0.2
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from stages import (
 )
 from stages.cells.cell import Cell
 from stages.data import conversations
-from stages.hidden_states import format, reader, writer
+from stages.hidden_states import reader
 from stages.params.schema import load_params
 from stages.target import loading, manifest
 from stages.target.vision import CachedImageProcessor
@@ -232,31 +232,6 @@ def test_our_own_folder_is_imported(
     run(project, dtype=dtype, **{"import": None})
     assert files(project) == imported
     assert (imported == extracted_files) == (dtype == "float32")
-
-
-def test_a_text_targets_hidden_states_are_not_taken_for_pictures(
-    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], tmp_path: Path
-) -> None:
-    for split in ("train", "eval"):
-        rows = [
-            format.HiddenStatesRow(
-                r.id, r.ids, r.mask, r.prompt_length, r.finish_reason, features=r.features, last=r.last
-            )
-            for r in reader.read_rows(sampled_project / "data/hiddens" / split)
-            if r.image_embeddings is not None and not len(r.image_embeddings)
-        ]
-        (tmp_path / "given" / split).mkdir(parents=True)
-        writer.write_rows(tmp_path / "given" / split, rows, torch.float32, 10**9)
-    assert "has no hidden states of" in refused(project, **{"import": str(tmp_path / "given")})
-    texts = pl.col("images").is_null()
-    (project / "data/sampled").unlink()
-    for split in ("train", "eval", "eval_t"):
-        table = pl.read_parquet(sampled_project / f"data/sampled/{split}/*.parquet").filter(texts)
-        conversations.write_table(
-            project / "data/sampled" / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
-        )
-    message = refused(project, **{"import": str(tmp_path / "given")})
-    assert "expected 0 image tokens" in message
 
 
 def test_a_target_that_sees_none_refuses_pictures(project: Path) -> None:

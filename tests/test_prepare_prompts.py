@@ -1,11 +1,9 @@
 """Workload prompts: the eval split's unchanged, a set's as transformers renders them, random ones as SGLang's."""
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 from transformers import AutoTokenizer
@@ -61,35 +59,6 @@ def ids(rows: list[dict[str, Any]]) -> list[str]:
 
 
 # --- the eval split --------------------------------------------------------------------------------------------------
-
-
-def test_the_eval_splits_prompts_are_unchanged(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = split(project)
-    capsys.readouterr()
-    measured, warm = ask(project, "eval")
-    assert [(r["id"], r["prompt_ids"]) for r in measured] == [(r["id"], r["prompt_ids"]) for r in rows[:5]]
-    assert ids(warm) == [rows[5]["id"]]  # one that isn't measured
-    assert all(r["messages"] is r["later"] is r["images"] is r["reference"] is None for r in measured)
-    assert {r["length_share"] for r in measured} == {1.0}
-    assert [r["answer_tokens"] for r in measured] == [len(r["answer_ids"]) for r in rows[:5]]
-    counts = [len(r["prompt_ids"]) for r in rows[:5]]
-    assert capsys.readouterr().out == (
-        f"chat: 5 prompts of eval, {min(counts)} to {max(counts)} tokens, {sum(counts) / 5:.1f} on average; 1 to warm up with "
-        "-> data/prompts/chat.parquet\n"
-    )
-
-
-def test_a_few_prompts_are_from_every_file(project: Path) -> None:
-    """Bug: num_prompts took the eval split's first rows, all from its first file."""
-    one = split(project)[0]
-    rows = [{**one, "id": f"{name}.{n}", "prompt_ids": [n % 9, 7, len(name), n]}
-            for name, count in (("large", 300), ("little", 100)) for n in range(count)]  # fmt: skip
-    replace_split(rows)
-    found = ids(ask(project, "eval", num_prompts=80)[0])
-    assert 10 <= sum(name.startswith("little") for name in found) <= 30
-    replace_split(rows[::-1])
-    assert ids(ask(project, "eval", num_prompts=80)[0]) == found
-    assert ids(ask(project, "eval", num_prompts=20)[0]) == found[:20]
 
 
 def test_images_are_copied(project: Path) -> None:
@@ -197,18 +166,6 @@ def test_random_prompts_are_rows_cut_or_repeated(project: Path) -> None:
     assert all(tuple(row["prompt_ids"]) in possible for row in [*measured, *warm])
     assert len({tuple(row["prompt_ids"]) for row in [*measured, *warm]}) == 43  # also of 12 rows
     assert min(map(len, texts)) < min(lengths), "nothing was repeated"
-
-
-def test_lengths_are_drawn_from_the_whole_range(project: Path) -> None:
-    """Uniform like numpy's randint(max(int(64 * 0.5), 1), 65); the shares of answers likewise, and independent."""
-    measured, _ = ask(project, "chat", **{**RANDOM, "num_prompts": 4000})
-    counted = Counter(len(row["prompt_ids"]) for row in measured)
-    assert set(counted) == set(range(32, 65))
-    assert max(abs(n - 4000 / 33) for n in counted.values()) < 5 * np.sqrt(4000 / 33)
-    shares = np.array([row["length_share"] for row in measured])
-    assert 0.5 <= shares.min() < 0.51 and 0.99 < shares.max() <= 1 and abs(shares.mean() - 0.75) < 0.02
-    lengths = [len(row["prompt_ids"]) for row in measured]
-    assert abs(np.corrcoef(lengths, shares)[0, 1]) < 0.06
 
 
 def test_missing_files_are_named(project: Path) -> None:

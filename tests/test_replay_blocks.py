@@ -4,7 +4,6 @@ The target and its answers are those of test_replay_trees: nine tokens, so that 
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from stages import replay_trees
 from stages.cells import replay_records
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
-from stages.families.block.exact_replay import compute_block_capacity
 from stages.hidden_states import reader
 from stages.params.tree_shape import TreeShape
 from stages.target import manifest
@@ -279,20 +277,3 @@ def test_a_topk_beyond_the_candidates_of_a_selector(project: Path) -> None:  # n
     write_block("dflash2")
     edit_params(Path(), {"replay_trees": {"topk": [1, 5]}})
     assert "topk is 5, expected at most 4, the candidates of the draft's selector (selector_top_k)" in refused()
-
-
-def test_more_memory_and_narrower_blocks_allow_larger_batches() -> None:
-    draft = random_block_draft(1)[0]
-    wide = random_block_draft(1, block_size=draft.config.block_size * 2)[0]
-    trees = [TreeShape(3, 2, 6)]
-    base, more_memory, wider = (
-        compute_block_capacity(*given) for given in ((draft, trees, 1 << 20), (draft, trees, 1 << 24), (wide, trees, 1 << 20))
-    )  # fmt: skip
-    assert (
-        base.positions < more_memory.positions and base.tokens < more_memory.tokens and wider.positions < base.positions
-    )
-    assert compute_block_capacity(replace_sizes(draft, hidden_size=64), trees, 1) == (1, 1)
-
-
-def replace_sizes(draft: BlockDraft, **sizes: int) -> BlockDraft:
-    return BlockDraft(replace(draft.config, **sizes))

@@ -130,19 +130,6 @@ def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_
     )
 
 
-def test_answers_all_at_temperature_0_are_replayed_alone(project: Path) -> None:
-    edit_params(project, {"sample_target": {"temperature": 0.0}})
-    for folder in ("sampled/eval_t", "hiddens/eval_t"):
-        shutil.rmtree(Path("data") / folder)
-    empty = pl.DataFrame(schema=conversations.SAMPLED_SCHEMA)
-    conversations.write_table(
-        Path("data/sampled/eval_t") / conversations.name_shard(0), empty, conversations.SAMPLED_SCHEMA
-    )
-    extract_hiddens.main()
-    replay_trees.main("e003")
-    assert {row["temperature"] for row in table()} == {"0.0"}
-
-
 # What is refused
 
 
@@ -160,15 +147,6 @@ def refused() -> str:
         replay_trees.main("e003")
     assert not replay_records.locate_replay("e003").exists()
     return str(error.value)
-
-
-def test_hidden_states_of_another_target(project: Path) -> None:
-    """Bug: a target of the same shape, trained from another seed, passed for the one the hidden states are of."""
-    make_target(7)
-    message = refused()
-    assert message.startswith("data/hiddens/eval holds hidden states of another target, tiny (")
-    assert "expected those of tiny as it is in artifacts/target now" in message
-    assert message.endswith("run: dvc repro -f -s extract_hiddens")
 
 
 @pytest.mark.parametrize(

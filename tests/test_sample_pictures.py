@@ -167,21 +167,6 @@ def test_a_server_that_cuts_pictures_otherwise_stops_the_run(project: Path) -> N
             sample_target.main()
 
 
-def test_keep_prompts_as_the_target_would_be(project: Path) -> None:
-    before = {split: answers(project, split) for split in ("train", "eval")}
-    set_backend(project, "keep")
-    sample_target.main()
-    data, tokenizer = read_fixed_rows("train"), AutoTokenizer.from_pretrained("tiny")
-    rows = answers(project, "train")
-    columns = ["id", "prompt_ids", "images", "source_row"]
-    assert rows.select(columns).equals(before["train"].select(columns))
-    for row in rows.to_dicts():
-        name, _, turn = row["id"].rpartition(".")
-        answer = [m["content"] for m in data[name]["messages"] if m["role"] == "assistant"][int(turn)]
-        assert tokenizer.decode(row["answer_ids"]) == f"{answer}<|im_end|>"
-    assert answers(project, "eval").equals(before["eval"])
-
-
 @pytest.mark.parametrize("backend", ["transformers", "keep", "server"])
 def test_what_can_not_be_shown_is_dropped_and_counted(
     project: Path, backend: str, capsys: pytest.CaptureFixture[str]
@@ -213,20 +198,6 @@ def test_what_can_not_be_shown_is_dropped_and_counted(
     assert answers(project, "train")["id"].to_list() == [f"{two[1]['id']}.0", f"{two[1]['id']}.1", f"{one[2]['id']}.0"]
 
 
-def test_rows_that_differ_in_their_picture_only_have_answers_of_their_own(project: Path) -> None:
-    """The same prompt, token for token: what was asked must be told by the picture too."""
-    table = pl.read_parquet("data/fixed/train.parquet")
-    row = next(r for r in table.to_dicts() if len(r["images"]) == 1)
-    size = Image.open(row["images"][0]).size
-    Image.new("RGB", size, (250, 20, 20)).save("data/fixed/images/red.png")
-    other = {**row, "id": "other", "images": ["data/fixed/images/red.png"]}
-    pl.DataFrame([row, other], schema=table.schema).write_parquet("data/fixed/train.parquet")
-    set_backend(project, "transformers", temperature=0.0, batch_size=1, train_rows=None)
-    sample_target.main()
-    first, second = answers(project, "train").to_dicts()
-    assert first["prompt_ids"] == second["prompt_ids"] and first["answer_ids"] != second["answer_ids"]
-
-
 def test_a_target_whose_images_no_later_stage_takes_is_not_sampled(project: Path) -> None:
     """Bug: a class without positions on three axes answered all questions, and extract_hiddens refused the images then."""
     found = project / "artifacts/target/target.json"
@@ -235,19 +206,3 @@ def test_a_target_whose_images_no_later_stage_takes_is_not_sampled(project: Path
         ValueError, match=r"^sample_target: \d+ conversations of .* tiny has no positions on three axes"
     ):
         sample_target.main()
-
-
-def test_a_text_that_holds_the_pictures_token_is_dropped_where_no_row_has_pictures(project: Path) -> None:
-    """Bug: it was sampled, and extract_hiddens stopped on it, with the advice to sample it again."""
-    for split in ("train", "eval"):
-        path = f"data/fixed/{split}.parquet"
-        table = pl.read_parquet(path)
-        rows = [row | {"images": None} for row in table.to_dicts()[:4]]
-        for row in rows:
-            row["messages"] = [m | {"content": m["content"].replace("<image>", "")} for m in row["messages"]]
-        rows[1]["messages"][0]["content"] += PAD
-        pl.DataFrame(rows, schema=table.schema).write_parquet(path)
-    sample_target.main()
-    dropped = report(project)["dropped"]
-    assert dropped.pop("picture_token_in_text") >= 2 and set(dropped) <= {"picture_token_in_answer"}
-    assert answers(project, "train").height > 0

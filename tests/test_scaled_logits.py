@@ -21,13 +21,12 @@ from stages.families import medusa as medusa_method
 from stages.families.eagle import EagleDraft
 from stages.families.family import LoadedDraft
 from stages.families.medusa import MedusaDraft
-from stages.hidden_states import reader
 from stages.measuring import torch_context
 from stages.params import schema
 from stages.params.families import EAGLE3
 from stages.params.tree_shape import TreeShape
 from stages.runtime import distributed
-from stages.target import head_check, loading, manifest
+from stages.target import head_check, loading
 from stages.training import ttt
 from tests.conftest import edit_params
 from tests.draft.slow_draft import CONFIG, scatter
@@ -154,24 +153,6 @@ def test_the_torch_engine_draws_what_transformers_draws(
         unscaled = build_engine(model, [], [1, 3, 5]).decode_plain(prompt, 24, sampling=how)
         differing += [t for step in unscaled for t in step.tokens] != expected
     assert differing, "the comparison says nothing"
-
-
-def test_margins_are_of_the_targets_own_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: the margin where two answers differ, which tells rounding from a defect, was computed from unscaled logits."""
-    folder = prepare(tmp_path, monkeypatch)
-    model = loading.load_target(str(folder), "float32", "cpu")
-    first, second = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].topk(2).values.tolist()
-    engine = build_engine(model, [], [], logits_scale=manifest.read_manifest().logits_scale)
-    assert engine.measure_margin([3, 1, 4], [1, 5]) == pytest.approx(first - second, rel=1e-4)
-
-
-def test_hidden_states_of_a_target_made_before_the_factor_was_measured_are_still_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(tmp_path, monkeypatch)
-    made = manifest.read_manifest()
-    assert made.logits_scale == 1 / 8
-    assert reader.digest_target(made) == reader.digest_target(replace(made, logits_scale=1.0))
 
 
 def test_other_factors_than_the_measured_one_are_refused_where_tokens_are_drawn(tmp_path: Path) -> None:

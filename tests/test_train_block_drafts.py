@@ -28,7 +28,6 @@ from stages.params.families import BlockSegment
 from stages.runtime.distributed import RankContext
 from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
-from stages.training.packed_rows import PackIndex
 from stages.training.packs import PackLoader, plan_epoch
 from stages.training.trainer import Trainer, TrainingProgress
 from tests.conftest import edit_params
@@ -187,23 +186,6 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
         assert (found - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
-def test_anchors_are_of_a_packs_place_whoever_builds_it(trained_project: Path) -> None:
-    trainer, hidden_states = build_trainer("dflash8", "float32")
-    plan = plan_epoch(hidden_states.lengths, trainer.settings, 2)
-    single_process, *shared = (
-        [
-            [pack.anchors.tolist() for pack in step.packs if sum(pack.supervised_per_step)]
-            for step in PackLoader(hidden_states, trainer.objective, ranks, torch.float32).load_steps([(2, plan)])
-        ]
-        for ranks in (RankContext(0, 1, "cpu"), RankContext(0, 2, "cpu"), RankContext(1, 2, "cpu"))
-    )
-    assert [[*a[:1], *b[:1], *a[1:]] for a, b in zip(*shared, strict=True)] == single_process
-    rows = [hidden_states.read_row(n, torch.float32) for n in range(3)]
-    indices = [PackIndex(*x) for x in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))]
-    anchors = [tuple(trainer.objective.build_pack(rows, index, False).anchors.tolist()) for index in indices]
-    assert anchors[0] == anchors[-1] and len(set(anchors)) == 4
-
-
 def test_a_run_stopped_after_an_epoch_goes_on_to_the_same_bits(copy: Path, monkeypatch: Any, capsys: Any) -> None:
     shutil.rmtree("drafts/dspark_straight")
     train_step = Trainer.train_step
@@ -305,28 +287,6 @@ TARGET: Any = SimpleNamespace(vocab_size=20, eos_token_ids=[2, 3])
 )
 def test_the_mask_token_is_one_that_no_text_uses(requested: int | None, tokenizer: Any, expected: int) -> None:
     assert mask_token.choose_mask_token(requested, tokenizer, TARGET) == expected
-
-
-@pytest.mark.parametrize(
-    ("requested", "tokenizer", "message"),
-    [
-        (
-            4,
-            tokens(17, pad=0),
-            r"mask_token_id is 4, the token 't4'; expected one of the 20 rows .*: write 17, or null",
-        ),
-        (2, tokens(20, pad=2), r"mask_token_id is 2, the token 't2'; expected .*: add a row to the embedding"),
-        (20, tokens(17, pad=0), r"mask_token_id is 20, outside of the embedding; expected one of the 20 rows"),
-        (
-            None,
-            tokens(20, pad=2),
-            r"mask_token_id is null, .* uses all 20, and each special token ends answers .*name one as pad_token",
-        ),
-    ],
-)
-def test_a_mask_token_that_texts_use_is_refused(requested: int | None, tokenizer: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mask_token.choose_mask_token(requested, tokenizer, TARGET)
 
 
 def test_a_target_without_a_spare_row_has_a_special_token_that_no_text_uses() -> None:

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from stages import train_draft
 from stages.params.draft_sections import TrainDraft
 from stages.runtime import free_port
-from stages.training.packs import plan_epoch
 from tests.conftest import SMALL, edit_params
 
 pytestmark = pytest.mark.usefixtures("forked_stages", "one_thread")
@@ -126,22 +125,6 @@ def test_work_of_other_parameters_is_not_taken_up(killed: Path) -> None:
 
 def settings(batch_tokens: int, packs_per_step: int = 1) -> TrainDraft:
     return TrainDraft.model_construct(seed=1, batch_tokens=batch_tokens, packs_per_step=packs_per_step)
-
-
-def test_a_plan_holds_every_row_once_and_keeps_to_the_budget() -> None:
-    lengths = [5 + (37 * i) % 85 for i in range(200)]
-    for epoch in range(3):
-        steps = plan_epoch(lengths, settings(300, 2), epoch)
-        packs = [pack for step in steps for pack in step]
-        assert sorted(i for pack in packs for i in pack) == list(range(200))
-        assert all(sum(lengths[i] for i in pack) <= 300 for pack in packs)
-        assert all(len(step) == 2 for step in steps[:-1])
-        assert sum(lengths) / len(packs) > 0.85 * 300  # packs are nearly full
-    assert (
-        plan_epoch(lengths, settings(300), 0)
-        == plan_epoch(lengths, settings(300), 0)
-        != plan_epoch(lengths, settings(300), 1)
-    )
 
 
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:

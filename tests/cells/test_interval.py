@@ -91,14 +91,6 @@ def test_fewer_than_two_clusters_have_no_interval() -> None:
     assert interval.compute_speedup_interval(*[np.ones((1, 5))] * 4) is None
 
 
-def test_the_degrees_of_freedom_are_those_of_the_quadratic_form() -> None:
-    """The closed form against the matrix it stands for."""
-    shares = np.random.default_rng(2).dirichlet(np.ones(7))
-    residuals = np.eye(7) - np.ones((7, 1)) * shares
-    form = residuals.T @ np.diag((shares / (1 - shares)) ** 2) @ residuals
-    assert interval._compute_degrees_of_freedom(shares) == pytest.approx(np.trace(form) ** 2 / np.trace(form @ form))
-
-
 @pytest.mark.parametrize(("ease", "weather"), [(0.2, 0.0), (0.2, 0.05), (0.0, 0.2), (0.1, 0.1)])
 def test_the_speedups_interval_covers_prompts_and_machines(ease: float, weather: float) -> None:
     """10 prompts, 3 repeats: shares by which a prompt's and a repeat's speedup scatter, and 2% of each answer's own."""

@@ -54,13 +54,6 @@ def test_without_the_spread_of_tau_or_of_the_plain_step_there_is_no_interval_and
         assert [found.enable for found in prediction.choose_launches([own], chains_on_vllm)] == [False]
 
 
-def test_nothing_is_extrapolated() -> None:
-    trees = [replay(name, 4.0) for name in ("t11_2_16", "t10_5_16", "t10_4_65", "t10_4_64", "t1_1_2")]
-    found = prediction.predict_speedups(costs.made_up(), "e009", 0.0, trees)
-    assert [(r.num_steps, r.topk, r.num_draft_tokens) for r in found] == [(10, 4, 64), (1, 1, 2)]
-    assert prediction.count_outside_grid(costs.made_up(), trees) == 3
-
-
 def test_predictions_are_of_the_replay_of_the_same_drafts() -> None:
     trees = [replay("t3_1_4", tau, temperature=t, draft_sampling=drafts) for tau, t, drafts in (
         (3.0, 0.0, "greedy"), (2.0, 0.7, "greedy"), (2.5, 0.7, "sampled"),
@@ -110,23 +103,6 @@ def test_the_fastest_tree_that_an_engine_can_run_is_proposed() -> None:
     )
     assert (vllm["engine"], vllm["num_steps"], vllm["topk"], vllm["flags"]) == ("vllm", 3, 1, ["--tree", "3_1"])
     assert "    --tree 3_1    # vllm 9.1 or later" in format_launch_table([sglang, vllm])
-
-
-def test_each_concurrency_has_its_own_line_by_the_engines_own_costs() -> None:
-    own = {"engine": "sglang", "workload": "chat", "max_new_tokens": 128}
-    rows = [
-        guess("t5_3_12", 1.9, 1.7, engine="torch"),
-        guess("t8_2_16", 1.6, 1.5, **own),
-        guess("t3_1_4", 1.4, 1.3, **own),
-        guess("t8_2_16", 0.7, 0.6, concurrency=64, **own),
-        guess("t3_1_4", 0.9, 0.8, concurrency=64, **own),
-    ]
-    found = prediction.choose_launches(rows, chains_on_vllm)
-    choices = [(r["engine"], r["concurrency"], r["num_steps"], r["enable"]) for r in found]
-    assert choices == [
-        ("sglang", 1, 8, True),
-        ("sglang", 64, 3, False),
-    ]
 
 
 @pytest.mark.parametrize(

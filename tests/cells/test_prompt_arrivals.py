@@ -8,11 +8,11 @@ from itertools import count
 import pytest
 
 from stages.cells import cost_fit, cycle_times, prediction
-from stages.cells.cell import Acceptance, LoadPoint, RequestRow
+from stages.cells.cell import LoadPoint, RequestRow
 from stages.cells.cost_model import CostModel, PromptArrivals
 from stages.cells.timing_grid import CycleTime
 from stages.params.tree_shape import TreeShape
-from tests import costs, served_cells
+from tests import costs
 from tests.served_cells import replayed_tree
 
 TRUTH = costs.TRUTH | {"sequence": 0.05e-3}
@@ -126,35 +126,6 @@ def test_arrivals_and_their_passes_are_counted(at_once: int, acceptance: str, le
     if lengths == "drawn" and acceptance == "by chance":  # as live loads, whose passes are predicted
         predicted = PromptArrivals(per_step=found.per_step, followed=found.followed)
         assert predicted.passes == pytest.approx(found.passes, rel=0.15)
-
-
-def test_arrivals_are_estimated_where_an_engine_counts_all_requests_together() -> None:
-    load = (32, draw_lengths(TOKENS), accept_by_chance(3.0), 8e-3, PREFILLS["alike"])
-    requests = [request for _, request in simulate(*load)]
-    cycles, point = sum(request.cycles for request in requests), make_point(*load)
-    rows = [row.model_copy(update={"cycles": None}) for row in point.requests]
-    acceptance = Acceptance.model_validate(served_cells.acceptance(3.0, "t5_1_6", cycles))
-    found = cycle_times.count_arrivals(point.model_copy(update={"requests": rows, "acceptance": acceptance}))
-    assert found.counted_passes is None
-    assert found.per_step == pytest.approx(sum(request.prompts for request in requests) / cycles, rel=0.2)
-    assert found.passes == pytest.approx(sum(request.passes for request in requests) / cycles, rel=0.2)
-
-
-def test_plain_steps_of_answers_of_one_length_predict_arrivals_all_the_same() -> None:
-    """Bug: requests of 19 steps each were counted to end together, which those with drafts don't."""
-    point = make_point(8, [20] * REQUESTS, one_token, 1e-3, PREFILLS["alike"])
-    assert cycle_times.count_arrivals(point).per_step == 0
-    (step,) = cycle_times.build_plain_steps([point])
-    assert step.arrivals.counted_passes is None
-    assert step.arrivals.per_step == pytest.approx(7 * (REQUESTS - 8) / REQUESTS / 19)
-
-
-def test_one_request_at_a_time_and_one_wave_are_not_interrupted() -> None:
-    for at_once in (1, REQUESTS, 2 * REQUESTS):
-        point = make_point(at_once, [20] * REQUESTS, one_token, 1e-3, PREFILLS["alike"])
-        counted = cycle_times.count_arrivals(point)
-        estimated = cycle_times.estimate_arrivals(point, cycle_times.count_plain_steps)
-        assert counted.per_step == counted.passes == estimated.per_step == estimated.passes == 0
 
 
 @pytest.fixture(scope="module", params=PREFILLS)

@@ -189,14 +189,6 @@ def test_a_cell_stands_beside_the_replay_of_answers_that_were_drawn_as_its_own(h
     assert row["replay_ratio"] == (None if tau is None else pytest.approx(2.6 / tau))
 
 
-def test_answers_cut_short_by_a_sweep_are_not_held_against_the_replay() -> None:
-    """Ten tokens are the beginning of an answer, and a third of them lie in a cycle that is cut."""
-    cell_ = make_speculative_cell(point(10, 4, 0.01, tau=2.0), point(200, 4, 0.01, tau=2.0))
-    found = join(made_up("eval", points=[point(10, 4, 0.02), point(200, 4, 0.02)]), cell_)
-    judged = {line.row["max_new_tokens"]: line.row["replay_agrees"] for line in found if line.row["tau"]}
-    assert judged == {10: None, 200: "no"}
-
-
 def test_what_the_engine_cannot_run_is_a_line_with_its_reason_and_its_replayed_tau() -> None:
     lines = join(made_up("eval", points=[point(64, 4, 0.02)]), made_up("eval", "e009", "t8_2_16"))
     row = get_speculative_row(lines)
@@ -208,23 +200,6 @@ def test_what_the_engine_cannot_run_is_a_line_with_its_reason_and_its_replayed_t
         ]
         is None
     )
-
-
-def test_figures_of_repeats_are_their_means() -> None:
-    found = point(64, 4, 0.01, tau=2.9, repeats=3)
-    row = get_speculative_row(
-        join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), make_speculative_cell(found))
-    )
-    for name, column in ResultRow.list_columns().items():
-        part, *path = column.source.split(".")
-        if part == "loads" and len(path) == 2:
-            kind, figure = path
-            assert row[name] == pytest.approx(fmean(load[kind][figure] for load in found["loads"])), name
-    found["loads"][1]["ttft_s"] = None  # nothing came in that one
-    row = get_speculative_row(
-        join(made_up("eval", points=[point(64, 4, 0.02, repeats=3)]), make_speculative_cell(found))
-    )
-    assert row["ttft_mean_s"] == pytest.approx(fmean(found["loads"][i]["ttft_s"]["mean"] for i in (0, 2)))
 
 
 def test_the_table_holds_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

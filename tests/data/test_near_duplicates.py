@@ -59,21 +59,3 @@ def test_bands_find_pairs_above_the_threshold_and_none_below(threshold: float) -
     truth = {(i, i + 1) for i in range(0, len(texts), 2) if (signatures[i] == signatures[i + 1]).mean() >= threshold}
     assert len(truth) >= 1 and {tuple(pair) for pair in found.tolist()} <= truth
     assert len(truth - {tuple(pair) for pair in found.tolist()}) <= 1
-
-
-def test_groups_are_connected_components() -> None:
-    rng = np.random.default_rng(6)
-    for links in (0, 5, 30, 80, 200):
-        linked = np.sort(rng.integers(0, 100, (links, 2)), axis=1)
-        label = near_duplicates.group_duplicates(100, linked)
-        near = {row: {row} for row in range(100)}
-        for a, b in linked.tolist():
-            near[a].add(b)
-            near[b].add(a)
-        for row in range(100):
-            reached, edge = {row}, [row]
-            while edge:
-                new = near[edge.pop()] - reached
-                reached |= new
-                edge += new
-            assert label[row] == min(reached)

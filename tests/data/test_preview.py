@@ -78,26 +78,3 @@ def test_the_last_line_names_the_key_that_the_rows_are_dropped_by(
     with pytest.raises(SystemExit):
         preview.main("5", "z.jsonl")
     assert capsys.readouterr().out.splitlines()[-1] == f"docs/data.md says what each reason means{line}"
-
-
-def test_turns_with_other_keys_or_roles_are_described(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: `not_text` and `unknown_role` with the beginning of the row, and nothing on what is accepted."""
-    answer = {"role": "assistant", "content": "yes"}
-    rows = [[{"who": "Ann", "says": "Why?"}, answer], [{"role": "customer", "content": "Why?"}, answer]]
-    Path("z.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
-    with pytest.raises(SystemExit):
-        preview.main("5", "z.jsonl")
-    roles = "system, developer, human, user, gpt, assistant, chatgpt, bing, bard, model, tool, observation, function"
-    unmapped = (
-        'no key of params.yaml maps keys or roles of turns: write them again (docs/data.md, "Columns of a table")'
-    )
-    assert capsys.readouterr().out.splitlines()[1:7] == [
-        "  row 0: messages, dropped:not_text",
-        "      found: turn 1 has the keys 'who, says'",
-        f"      expected: text under the key content (or value); {unmapped}",
-        "  row 1: messages, dropped:unknown_role",
-        "      found: the role of turn 1 is a text, 'customer'",
-        f"      expected: under the key role (or from) one of {roles}; {unmapped}",
-    ]
-    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
-    assert "### Columns of a table" in text and "can't be mapped" in text

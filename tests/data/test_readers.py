@@ -109,18 +109,6 @@ def test_a_truncated_or_misnamed_file_is_named(tmp_path: Path, name: str, data: 
         rows_of(tmp_path / name)
 
 
-def test_a_truncated_json_array_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(ARRAY[:-5])
-    with pytest.raises(ValueError, match=r"a\.json: expected a JSON array of objects"):
-        rows_of(tmp_path / "a.json")
-    (tmp_path / "c.json").write_bytes(b'["caf\xe9"]')
-    with pytest.raises(ValueError, match=r"c\.json: expected a JSON array of objects \('utf-8' codec"):
-        rows_of(tmp_path / "c.json")
-    (tmp_path / "b.json").write_text('[{"a": 1}, 2]')
-    with pytest.raises(ValueError, match=r"b\.json, line 2: expected an object, found '2'"):
-        rows_of(tmp_path / "b.json")
-
-
 def test_half_a_surrogate_pair_and_nan_are_read_as_python_reads_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d"}\n{"a": NaN}\n')
     assert [list(row) for _, _, row in rows_of(tmp_path / "a.jsonl")] == [["a"], ["a"]]
@@ -160,22 +148,6 @@ def test_a_dataset_goes_through_datasets(tmp_path: Path, offline_cache: Path) ->
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"talk\.hub\.yaml: dataset .* split nowhere"):
         rows_of(pin(path, dataset=str(folder), split="nowhere"))
-
-
-def test_a_dataset_is_streamed_with_its_columns_and_first_rows(tmp_path: Path, offline_cache: Path) -> None:
-    """Bug: a dataset was downloaded whole into the cache, and its columns could not be named."""
-    folder = tmp_path / "talk"
-    folder.mkdir()
-    lines = [json.dumps({"n": n, "Q": f"ask {n}", "A": f"say {n}", "other": "x"}) for n in range(500)]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    path = pin(
-        tmp_path / "talk.hub.yaml", dataset=str(folder), columns={"prompt": "Q", "answer": "A", "id": "n"}, rows=150
-    )
-    found = [row for c in readers.read_all_chunks(path, None, {}) for row in readers.parse_chunk(c)]
-    assert found == [(n, {"id": n, "prompt": f"ask {n}", "answer": f"say {n}"}) for n in range(150)]
-    assert not list(offline_cache.rglob("*.arrow"))
-    with pytest.raises(ValueError, match=r"talk\.hub\.yaml: expected the columns B \(for answer\)"):
-        rows_of(pin(path, dataset=str(folder), columns={"prompt": "Q", "answer": "B"}))
 
 
 def test_a_stream_that_breaks_says_after_which_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,18 +72,6 @@ def test_a_question_without_an_answer_is_kept(row: dict[str, Any]) -> None:
     assert read(row) == [ASK]
 
 
-def test_unread_keys_of_rows_and_turns_are_named() -> None:
-    row = {
-        "messages": [ASK | {"name": "Bob", "weight": 1}, ANSWER | {"weight": 0}, ASK],
-        "category": "x",
-        "empty": [],
-        "id": 1,
-    }
-    assert chat_formats.list_unread_keys(row, "messages") == {"category", "name of a turn"}
-    row = {"prompt": "a", "query": "b", "answer": "c", "context": "d", "label": 3}
-    assert chat_formats.list_unread_keys(row, "prompt_answer") == {"query", "label"}
-
-
 @pytest.mark.parametrize(("flag", "trained"), [({"weight": 0}, False), ({"train": False}, False), ({"loss": 1}, True)])
 def test_an_answer_that_is_not_to_be_learned_is_marked(flag: dict[str, Any], trained: bool) -> None:
     """Bug: weight, train and loss of a message were ignored, so a draft learned what the data says it must not."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages.data import chat_formats, images, row_images
+from stages.data import chat_formats, images
 from stages.data.row_images import DroppedRowError
 from tests.data.test_chat_formats import PLAIN, read, save_file_only
 from tests.data.test_images import png_of
@@ -81,30 +81,6 @@ def test_the_image_that_a_row_is_dropped_by_is_named(
     with pytest.raises(DroppedRowError, match="image_") as dropped:
         read(row, "data")
     assert str(dropped.value.found).startswith(found) and dropped.value.expected.startswith(expected)
-
-
-def test_images_are_in_the_order_of_their_places() -> None:
-    """Bug: those under the row's own key came first, also where a part of an earlier turn has its own."""
-
-    def ask(content: Any) -> dict[str, Any]:
-        return {"role": "user", "content": content}
-
-    given = {"type": "image", "image": "/first.png"}
-    text = {"type": "input_text", "text": "and <image>?"}
-    turns = [ask([given]), PLAIN[1], ask("<image>?"), PLAIN[1], ask([text, {"type": "image"}, given]), PLAIN[1]]
-    row = {"messages": turns, "images": ["/a.png", "/b.png", "/c.png"]}
-    found = row_images.order_images(
-        row, [given["image"], row_images.MARKED_IN_TEXT, row_images.MARKED_IN_TEXT, None, "/d.png"]
-    )
-    assert found == ["/first.png", "/a.png", "/b.png", "/c.png", "/d.png"]
-    with pytest.raises(DroppedRowError, match="image_missing") as dropped:
-        read(row)
-    assert dropped.value.found == "image 1 of 5, '/first.png', is no file here"
-    row = {"messages": turns, "images": [str(Path(__file__)), "/b.png", "/c.png"]}
-    turns[0]["content"] = [given | {"image": str(Path(__file__))}]
-    with pytest.raises(DroppedRowError, match="image_missing") as dropped:
-        read(row, str(Path(__file__).parent))
-    assert dropped.value.found == "image 3 of 5, '/b.png', is no file here"
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,6 @@ SHAPE = {
     "head_dim": HEAD_DIM, "vocab_size": V, "draft_vocab_size": D, "max_position_embeddings": 640, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
 LAYERS = 36
 SIZES = DraftConfig(**SHAPE, rope=ROPE)
 CONFIG = eagle3_checkpoint.build_eagle3_config(SIZES, [2, 18, 33], LAYERS, [7])
@@ -88,14 +84,6 @@ def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> 
     assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
     assert [int(offset) + index for index, offset in enumerate(d2t)] == CHOSEN  # SGLang: hot_token_id = d2t + arange
     assert t2d.nonzero().flatten().tolist() == CHOSEN
-
-
-def test_a_written_state_is_read_unchanged(tmp_path: Path) -> None:
-    moments = {"exp_avg.norm.weight": torch.randn(H), "exp_avg_sq.norm.weight": torch.rand(3, H).T}
-    checkpoint.write_state(tmp_path, moments, {"epoch": 3, "step": 120})
-    found, progress = checkpoint.read_state(tmp_path, "train_draft@e003")
-    assert progress == {"epoch": 3, "step": 120} and set(found) == set(moments)
-    assert all(torch.equal(found[name], tensor) for name, tensor in moments.items())
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -197,22 +185,3 @@ def loaded(tmp_path: Path, config: dict[str, Any]) -> LlamaConfig:
     found = AutoConfig.from_pretrained(tmp_path)
     assert type(found) is LlamaConfig
     return found
-
-
-@pytest.mark.parametrize("rope", [ROPE, LLAMA3_ROPE], ids=["default", "llama3"])
-@pytest.mark.parametrize("spelling", ["both", "new", "old"])
-def test_rope_is_read_the_same_in_both_spellings(tmp_path: Path, rope: dict[str, Any], spelling: str) -> None:
-    """transformers 5 reads rope_parameters, older readers rope_theta and rope_scaling, and take 10 000 without them."""
-    config = eagle3_checkpoint.build_eagle3_config(DraftConfig(**SHAPE, rope=rope), [2, 18, 33], LAYERS, [7])
-    for key in {"both": [], "new": ["rope_theta", "rope_scaling"], "old": ["rope_parameters"]}[spelling]:
-        del config[key]
-    assert loaded(tmp_path, config).rope_parameters == rope
-
-
-def test_other_layers_are_listed_in_each_engines_own_convention() -> None:
-    """SGLang captures at `id + 1`, vLLM at `id`: both must come to the residual stream entering blocks 1, 16 and 30."""
-    config = eagle3_checkpoint.build_eagle3_config(SIZES, [1, 16, 30], LAYERS, [7])
-    sglang = config["eagle_config"]
-    assert sglang["use_aux_hidden_state"] is True
-    assert [i + 1 for i in sglang["eagle_aux_hidden_state_layer_ids"]] == [1, 16, 30]
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 16, 30]

@@ -51,16 +51,3 @@ def test_attention_is_a_softmax_over_the_prefix_and_the_own_ancestors() -> None:
             scores = [math.exp((q[0, i, a] @ key).item() / math.sqrt(width)) for key in keys]
             expected = sum(s * value for s, value in zip(scores, values, strict=True)) / sum(scores)
             assert torch.allclose(out[0, i, a], expected, atol=1e-5)
-
-
-def test_hunyuans_angles_are_its_targets() -> None:
-    """Its checkpoints say rope_type dynamic with an alpha, which stretches the base once: transformers' own table."""
-    from transformers import HunYuanDenseV1Config
-    from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
-
-    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
-    config = HunYuanDenseV1Config(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=dict(rope))
-    expected = HunYuanDenseV1RotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(rotary.compute_inverse_frequency(rope, 32), expected.float())
-    with pytest.raises(ValueError, match="or dynamic with an alpha"):
-        rotary.compute_inverse_frequency({**rope, "alpha": None}, 32)

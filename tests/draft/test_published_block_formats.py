@@ -1,6 +1,5 @@
 """Published block drafts of each project: the imported one drafts what the slow draft does from the original weights."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor
 
-from stages.draft import published_block_formats, published_files
+from stages.draft import published_block_formats
 from stages.draft.block_checkpoint import parse_block_config
 from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.draft.published_files import PublishedDraft
@@ -303,27 +302,3 @@ def test_published_drafts_that_would_draft_differently_are_refused(
     with pytest.raises(ValueError, match=message) as error:
         read(folder, (tables[0], tables[1]))
     assert str(folder) in str(error.value), "the message names the draft"
-
-
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    truth, *tables = original("dflash")
-    folder = publish(tmp_path / "theirs", *published_blocks.z_lab(truth, LAYERS))
-    torch.save({"embedding": torch.zeros(H), "mask_token_id": 22}, folder / "mask_embedding.pt")
-    with pytest.raises(
-        ValueError, match=re.escape(f"{folder} has mask_embedding.pt, a pickle with an embedding of its own")
-    ):
-        read(folder, (tables[0], tables[1]))
-    assert "mask_embedding.pt" in published_files.DOWNLOADED, "of a hub's draft it would not be noticed"
-    (folder / "mask_embedding.pt").unlink()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, which runs code"):
-        read(folder, (tables[0], tables[1]))
-
-
-@pytest.mark.parametrize("mask", [21, 22])
-def test_the_tokenizers_own_mask_and_pad_tokens_are_taken(tmp_path: Path, mask: int) -> None:
-    truth, *tables = original("dflash")
-    config, tensors = published_blocks.z_lab(truth, LAYERS)
-    folder = publish(tmp_path, change(config, {"dflash_config": {"mask_token_id": mask}}), tensors)
-    found = read(folder, (tables[0], tables[1]), tokenizer=Tokens(mask_token_id=21, pad_token_id=22))
-    assert found.notes == [] and parse_block_config(found.config).mask_token_id == mask

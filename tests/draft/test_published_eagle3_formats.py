@@ -24,7 +24,6 @@ from tests.draft.eagle3_exports import (
     ROPE,
     TARGET,
     H,
-    V,
     every_option,
     export,
 )
@@ -140,16 +139,6 @@ def test_rope_is_read_in_both_spellings(tmp_path: Path, rope: dict[str, Any], re
     config, tensors = export_own_draft(tmp_path, rope=rope)
     found = read(publish(tmp_path / "theirs", {k: v for k, v in config.items() if k not in removed_keys}, tensors))
     assert found.config["rope_parameters"] == rope and found.config["rope_theta"] == rope["rope_theta"]
-
-
-def test_a_whole_vocabulary_needs_no_map_and_shares_the_targets_head(tmp_path: Path) -> None:
-    config, tensors = export_own_draft(tmp_path)
-    bare = {n: t for n, t in tensors.items() if n not in ("d2t", "t2d", "lm_head.weight")}
-    found = read(publish(tmp_path / "theirs", config | {"draft_vocab_size": None}, bare))
-    assert found.config["draft_vocab_size"] == V
-    assert torch.equal(found.tensors["lm_head.weight"], HEAD)
-    assert found.tensors["d2t"].tolist() == [0] * V and found.tensors["t2d"].all()
-    assert ["head of its own" in note for note in found.notes] == [True]
 
 
 def test_a_map_is_made_of_t2d_where_that_is_all_there_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.engine import slot_pool, target_runner
+from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.sampling import SamplingParams
@@ -142,14 +142,6 @@ def test_drawn_answers_are_their_own_numbers(engine: Engine, model: PreTrainedMo
         list(engine.decode_batch(mixed, 2, None))
 
 
-def test_every_token_in_turn_as_the_end(engine: Engine, model: PreTrainedModel) -> None:
-    for end in (0, 10):
-        engine.end_tokens = {end}
-        expected = [search_greedily(model, ask, end) for ask in make_requests()]
-        for tree in (None, TreeShape(5, 4, 16)):
-            assert join_answers(steps(engine.decode_batch(make_requests(), 4, tree), 9)) == expected
-
-
 @pytest.fixture(scope="module")
 def moe_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, TargetManifest]:
     folder = tmp_path_factory.mktemp("moe")
@@ -210,24 +202,3 @@ def test_what_cannot_be_decoded_is_told_before_the_first_token(
         next(engine.decode_batch(make_requests(), 3, TreeShape(3, 3, 8)))
     monkeypatch.setattr(slot_pool, "measure_free_memory", lambda _: 3 * 256 * 1280)
     assert next(engine.decode_batch(make_requests(), 3, TreeShape(3, 3, 8))) == [(0, None), (1, None), (2, None)]
-
-
-def test_grouped_attention_is_that_of_repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head by head, each with the keys of its group; what it doesn't know goes transformers' own way.
-
-    Bug: its memory was in another order than transformers' own, and a class that views it (AFMoE) failed with several prompts.
-    """
-    draws = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(3, heads, rows, 8, generator=draws) for heads, rows in ((6, 5), (2, 11), (2, 11)))
-    mask = torch.rand(3, 1, 5, 11, generator=draws) < 0.6
-    mask[..., 0] = True
-    out, _ = target_runner._attend_by_key_group(None, q, k, v, mask, scaling=0.3)
-    assert out.is_contiguous()
-    for head in range(6):
-        scores = (q[:, head] @ k[:, head // 3].mT * 0.3).masked_fill(~mask[:, 0], -torch.inf)
-        torch.testing.assert_close(out[:, :, head], scores.softmax(-1) @ v[:, head // 3])
-    given: list[dict[str, Any]] = []  # transformers 5.17 and 5.23 treat softcap differently
-    monkeypatch.setattr(target_runner, "sdpa_attention_forward", lambda *_, **others: given.append(others))
-    target_runner._attend_by_key_group(None, q, k, v, mask, scaling=0.3, softcap=30.0)
-    target_runner._attend_by_key_group(None, q, k, v, mask.repeat(1, 6, 1, 1), scaling=0.3)  # a mask for each head
-    assert given == [{"scaling": 0.3, "softcap": 30.0}, {"scaling": 0.3}]

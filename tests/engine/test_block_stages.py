@@ -9,7 +9,6 @@ import pytest
 
 from stages import benchmark, prepare_prompts, time_trees
 from stages.cells import timing_grid
-from stages.cells.cell import UNSUPPORTED, Cell
 from stages.cells.table import TableLine
 from stages.draft import block_checkpoint, checkpoint
 from stages.draft.block_draft import BlockDraft
@@ -134,18 +133,6 @@ def test_what_has_no_sampled_drafts_is_refused_before_anything_runs(project: Pat
         schema.load_params()
 
 
-def test_a_cell_with_a_tree_deeper_than_the_block(project: Path) -> None:
-    write_draft("dflash", block_size=3)
-    name_checkpoint(project, "dflash")  # whose block_size says 4: a checkpoint written before params.yaml was edited
-    prepare_prompts.main("eval")
-    benchmark.main("eval", "block", "t3_1_4")
-    cell = Cell.read("torch", "eval", "block", "t3_1_4")
-    assert (cell.status, cell.points, cell.gpus) == (UNSUPPORTED, [], [])
-    assert cell.reason == "it is deeper than the 2 drafts of a block"
-    benchmark.main("eval", "block", "t2_1_3")  # the draft's other trees run
-    assert read_line("eval", "block", "t2_1_3").row.tau >= 1
-
-
 @two_methods
 def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
     """Trees of the grid deeper than the block are left out."""
@@ -162,24 +149,3 @@ def test_the_grid_of_a_block_checkpoint(project: Path, method: str) -> None:
         (tree.num_steps, tree.topk, tree.num_draft_tokens) for tree in shallow
     ]
     assert found["draft"] == json.loads(Path("drafts/block/draft/config.json").read_text())
-
-
-@pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
-@two_methods
-def test_trees_deeper_than_every_trained_block_are_refused_before_anything_runs(
-    project: Path, section: str, method: str
-) -> None:
-    """A block of 4 rows drafts 3 tokens by dflash, 4 by dspark."""
-    name_checkpoint(project, method)
-    deeper = "t4_1_5" if method == "dflash" else "t5_1_6"
-    fitting = "t3_1_4" if method == "dflash" else "t4_1_5"
-    changes: dict[str, Any] = {"checkpoints": ["block"], "trees": [fitting, deeper]}
-    edit_params(project, {section: changes | ({"workloads": ["eval"]} if section == "benchmark_served" else {})})
-    takes = f"{fitting} alone" if section == "benchmark_served" else f"num_steps of at most {fitting[1]}"
-    message = (
-        rf"{section}\.trees: {deeper} can't run with any of {section}\.checkpoints, which take block {takes}; take"
-    )
-    with pytest.raises(ValueError, match=message):
-        schema.load_params()
-    edit_params(project, {section: {"trees": [fitting]}})
-    assert schema.load_params().train_draft.checkpoints["block"].method == method

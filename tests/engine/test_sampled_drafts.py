@@ -21,9 +21,8 @@ from stages.params.tree_shape import TreeShape
 from stages.target.hooks import capture_residual_streams
 from tests.draft.slow_block_draft import METHOD_OPTIONS, block_states, draft_logits, random_block_draft
 from tests.draft.slow_draft import CONFIG, small_target
-from tests.engine.test_block_proposer import NotedOperators
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
-from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, decode_together, is_rejected, join_tokens, warp_logits
+from tests.engine.test_sampling import FEATURES, HOW, PROMPT, V, is_rejected, join_tokens, warp_logits
 from tests.engines import build_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,29 +176,6 @@ def test_a_seed_gives_one_answer_whatever_the_limit_and_plain_decoding_ignores_i
         for how in (make_sampling("hot", 4), SamplingParams(*HOW["hot"], 4))
     ]
     assert plain[0] == plain[1]
-
-
-@every_method
-def test_a_captured_pass_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Neither drafting nor verification: a CUDA graph can't wait for values."""
-    monkeypatch.setattr(slot_pool, "CudaGraphRunner", FakeCudaGraphs)
-    monkeypatch.setattr(slot_pool, "AsyncReadback", FakeReadback)
-    noted = NotedOperators()
-    for owner, name in ((BlockProposer, "propose"), (Engine, "_sample_nodes")):
-        real = getattr(owner, name)
-
-        def watched(*given, real=real):
-            with noted:
-                return real(*given)
-
-        monkeypatch.setattr(owner, name, watched)
-    decode_together(
-        make_engine.__wrapped__(method),
-        [DecodeRequest(PROMPT, 8, None, make_sampling("both", s)) for s in range(3)],
-        CHAIN,
-    )
-    assert {"searchsorted", "clamp"} <= noted.names, noted.names
-    assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
 
 
 # The distribution

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
-from stages.cells import interval
 from stages.draft.eagle3 import Eagle3Draft
 from stages.engine import sampling
 from stages.engine.decode import Engine
@@ -27,7 +26,6 @@ from stages.params.tree_shape import TreeShape
 from stages.replay.replay import ReplayBatch, replay_answers
 from stages.target.hooks import capture_residual_streams
 from stages.target.token_probabilities import compute_probabilities
-from stages.trees import accept_length
 from tests.draft.slow_draft import CONFIG, scatter, small_target
 from tests.engines import build_engine
 
@@ -300,24 +298,3 @@ def draw_answers(
         )
         ids = torch.cat([ids, drawn], dim=1)
     return ids[:, len(prompts[0]) :].tolist()
-
-
-def estimate_tau(accepted: np.ndarray, cycles: np.ndarray) -> tuple[float, float]:
-    """tau and its standard error, from the interval that is reported."""
-    found = interval.compute_tau_interval(accepted, cycles, 3)
-    return accept_length.compute_tau(accepted, cycles), found.half / interval.compute_t_quantile(len(cycles) - 1)
-
-
-@pytest.mark.long
-def test_replays_interval_covers_live_runs_of_other_seeds(engine: Engine) -> None:
-    """Trajectories that torch drew against live runs of 150 other seeds: the two intervals of tau leave them no further
-    apart than 4.9 standard errors, which comes by chance once in a million. Replay of greedy answers is further off.
-    """
-    how, prompts = (2.0, 1.0, None), draw_prompts(3, PROMPTS)
-    tau, error = estimate_tau(*count_decoded(engine, prompts, range(PROMPTS), (3, 3, 12), how))
-    apart = {}
-    for name, drawn in (("sampled", how), ("greedy", None)):
-        counts = count_replayed(engine, prompts * EACH, draw_answers(engine, prompts * EACH, drawn), 3)
-        mine, wide = estimate_tau(*(n.numpy()[:, 0].reshape(EACH, PROMPTS).sum(0) for n in counts))
-        apart[name] = abs(mine - tau) / math.hypot(error, wide)
-    assert apart["sampled"] < 4.9 < apart["greedy"], apart

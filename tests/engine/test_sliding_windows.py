@@ -12,16 +12,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine import sampling, slot_pool
+from stages.engine import slot_pool
 from stages.engine.decode import Engine
 from stages.engine.decode_state import DecodeRequest
-from stages.engine.sampling import SamplingParams
 from stages.params.tree_shape import TreeShape
 from stages.target import generation, head_check, hooks, packed_forward
 from tests import engines
 from tests.draft.slow_draft import scatter
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback
-from tests.engine.test_sampling import join_tokens, warp_logits
+from tests.engine.test_sampling import join_tokens
 from tests.target.pinned_targets import LLAMA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,24 +136,6 @@ def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
             assert answers == expected
     keys = [key for slots in engine.slots.idle for key in slots.graphs.recorded]
     assert {exceeds for _, _, exceeds in keys} == {False, True}
-
-
-@pytest.mark.parametrize("name", ["Mistral", "Gemma3Text"])
-def test_drawn_answers_and_margins_are_transformers_own(name: str) -> None:
-    engine, model, prompt = build_engine(name), build(name), PROMPTS[0]
-    for seed in range(3):
-        ids, uniforms = list(prompt), sampling.draw_uniforms(seed, ROOM)
-        for number in range(ROOM):
-            probabilities = warp_logits(model(torch.tensor([ids])).logits[:, -1], 0.7, 0.9, None)
-            ids.append(int(sampling.draw_tokens(probabilities, uniforms[number : number + 1])))
-        how = SamplingParams(0.7, 0.9, None, seed)
-        for steps in (
-            engine.decode_plain(prompt, ROOM, sampling=how),
-            engine.decode_speculative(prompt, ROOM, TreeShape(3, 2, 6), sampling=how),
-        ):
-            assert join_tokens(steps) == ids[len(prompt) :]
-    first, second = model(torch.tensor([ids])).logits[0, -1].topk(2).values.tolist()
-    assert engine.measure_margin(ids[:20], ids[20:]) == pytest.approx(first - second, rel=1e-3)
 
 
 @every_class

@@ -221,15 +221,6 @@ def test_lookahead_keeps_what_the_target_itself_says_after_each_column(model: An
     assert kept > 20 and proposer.passes == len(noted.seen)
 
 
-def test_a_lookahead_guess_that_is_right_to_its_end_yields_level_tokens(model: Any) -> None:
-    """The authors' code stops one short (research: N - 1)."""
-    engine = build_engine(model, [END], [1, 2, 3])
-    steps = [
-        step for prompt in prompts() for step in decode_with_method(engine, prompt, ROOM, LookaheadMethod(6, 3, 6, CPU))
-    ]
-    assert max(len(step.tokens) for step in steps) == 3
-
-
 def test_medusa_proposes_the_ranks_of_its_heads_on_the_hidden_state_before_the_root(model: Any) -> None:
     heads = random_heads(model.lm_head.weight)
     kept = heads.t2d.nonzero()[:, 0]

@@ -15,34 +15,8 @@ from tests.data.test_images import encode_image, png_of
 from tests.fix_data.raw_rows import (
     RAW,
     outcome,
-    pairs,
     set_lines,
-    write_raw,
 )
-
-
-def test_tools_reasoning_and_images_are_kept_with_the_messages(home: Path) -> None:
-    Path("data/raw/sky.png").write_bytes(png(0))
-    special = {
-        "id": "special", "tools": [{"name": "f"}], "images": ["sky.png"],
-        "messages": [
-            {"role": "user", "content": "<image>?"},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": 1}], "reasoning_content": "hm"},
-            {"role": "tool", "content": "rain"},
-            {"role": "assistant", "content": "Rain."},
-        ],
-    }  # fmt: skip
-    write_raw([*pairs(40), special])
-    set_lines()
-    train, evaluation, _ = outcome()
-    (found,) = pl.concat([train, evaluation]).filter(pl.col("id") == "special").to_dicts()
-    assert (
-        found["images"] == [f"data/fixed/images/{hashlib.sha256(png(0)).hexdigest()}.png"]
-        and found["tools"] == '[{"name": "f"}]'
-    )
-    assert found["reasoning"] == [None, "hm", None, None] and found["tool_calls"] == [None, '[{"id": 1}]', None, None]
-    others = pl.concat([train, evaluation]).filter(pl.col("id") != "special")
-    assert others.select("tools", "tool_calls", "reasoning", "images").null_count().row(0) == (40,) * 4
 
 
 def png(n: int) -> bytes:

@@ -1,6 +1,5 @@
 """Which rows are for training and which for evaluation, and which are dropped as like another."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,6 @@ def test_no_prompt_is_in_both_splits(home: Path) -> None:
     write_raw([item for pair in zip(rows, twins, strict=True) for item in pair])
     train, evaluation, report = outcome()
     assert report["rows_out"] == 400 and not prompts(train) & prompts(evaluation)
-
-
-def test_the_split_is_a_hash_of_the_opening_and_stays_so(home: Path) -> None:
-    """The hash is repeated here, since changing it would move the rows of every user."""
-    write_raw(questions(100))
-    _, evaluation, _ = outcome()
-    expected = []
-    for n in range(100):
-        opening = f'[["system", "Weather desk."], ["user", "Forecast {n} for Oslo, 1 day."]]'
-        if int(hashlib.sha256(opening.encode()).hexdigest()[:16], 16) / 2**64 < 0.15:
-            expected.append(f"q{n}")
-    assert evaluation["id"].to_list() == expected
 
 
 @pytest.mark.parametrize(("share", "split", "change"), [("0.000001", "eval", "raise"), ("0.999999", "train", "lower")])

@@ -77,30 +77,6 @@ def test_duplicates_are_found_after_repair(home: Path) -> None:
     assert report["dropped_reasons"] == {"duplicate": 3, "row_width": 1} and report["rules"] == {}
 
 
-def test_ids_are_unique_and_never_missing(home: Path) -> None:
-    rows = questions(30)
-    rows[3]["id"], rows[4]["id"], rows[5]["id"], rows[6]["id"] = "q2", None, 7, "\ud83d"
-    del rows[7]["id"]
-    write_raw(rows)
-    train, evaluation, _ = outcome()
-    names = dict(pl.concat([train, evaluation]).select("source_row", "id").iter_rows())
-    assert [names[n] for n in range(2, 9)] == ["q2", "q2@3", "line-4", "7", "line-6", "line-7", "q8"]
-
-
-def test_json_answers_and_a_schema_of_ones_own(home: Path) -> None:
-    Path("data/tables/users.yaml").write_text(
-        "root: {type: table, columns: {id: {type: integer, cast: true}, name: {type: text, names: {n: null}}}}"
-    )
-    set_params(answers="json", tables="data/tables/users.yaml")
-    good, other = '[{"id": 1, "name": "Ada"}]', "Sure: \n```json\n[{'id': '1', 'n': 'Ada',},]\n```"
-    write_raw([row(f"List {n}", (good, other, '[{"id": "x", "name": "Ada"}]')[n % 3]) for n in range(60)])
-    train, evaluation, report = outcome()
-    assert report["dropped_reasons"] == {"wrong_value": 20} and report["repaired"] == 20
-    assert set(report["rules"]) == {"fence", "prose", "quotes", "trailing_comma", "cast", "columns"}
-    answers = {messages[-1]["content"] for messages in pl.concat([train, evaluation])["messages"].to_list()}
-    assert answers == {good}
-
-
 @pytest.mark.parametrize("levels", [900, 100_000])
 @pytest.mark.parametrize("kind", ["tools", "tools as text", "calls", "parts"])
 def test_a_row_that_is_nested_too_deep_is_dropped_by_that_reason(home: Path, kind: str, levels: int) -> None:

@@ -1,14 +1,11 @@
 """Right and wrong answers: numbers, mathematics, and programs."""
 
-import json
 from typing import Any
 
 import pytest
 
-from stages.grading import grade, sandbox
+from stages.grading import grade
 from stages.grading.grade_summary import GradeSummary
-from stages.prompts import prompt_sets
-from tests.conftest import ROOT
 from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference, needs_sandbox
 
 
@@ -92,30 +89,8 @@ def test_a_bare_completion_ends_where_its_body_does() -> None:
     assert grade.grade_answer(make_humaneval_reference(PROBLEMS[0]), program)
 
 
-@needs_sandbox
-def test_helpers_before_the_function_are_there() -> None:
-    problem = next(p for p in PROBLEMS if p["entry_point"] == "decode_pairs")
-    assert grade.grade_answer(
-        make_humaneval_reference(problem), "```python\ndef decode_pairs(text):\n    return encode_pairs(text)\n```"
-    )
-
-
 def test_quality_is_counted_and_says_how() -> None:
     found = grade.summarise_grades([make_reference("gsm8k", "1")] * 4, [True, False, True, True])
     assert found == GradeSummary(4, 3, 0.75, "gsm8k: exact match of the last number")
     how = grade.summarise_grades([make_humaneval_reference(PROBLEMS[0])], [False]).how
     assert how.startswith("humaneval: pass@1; run with ")
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "math500", "humaneval"])
-def test_the_samples_references_accept_their_own_solutions(name: str) -> None:
-    path = ROOT / f"data/prompt_sets/{name}.jsonl"
-    if name == "humaneval" and sandbox.list_missing_protections(sandbox.read_landlock_abi(), sandbox.has_seccomp()):
-        pytest.skip("no Landlock ABI 3 or no seccomp here, without which no program is run")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    key = {"gsm8k": "answer", "math500": "solution", "humaneval": "canonical_solution"}[name]
-    problems = prompt_sets.read_prompt_set(str(path), None, None, None, name)
-    assert len(rows) == len(problems) == 8
-    for problem, row, other in zip(problems, rows, [*rows[1:], rows[0]], strict=True):
-        assert problem.reference and grade.grade_answer(problem.reference, row[key])
-        assert not grade.grade_answer(problem.reference, other[key])

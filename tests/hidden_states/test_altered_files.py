@@ -7,7 +7,6 @@ from pathlib import Path
 import polars as pl
 import pytest
 import torch
-from safetensors import safe_open
 
 from stages.hidden_states import reader, writer
 from tests.hidden_states.made_up_rows import assert_same, made_up, read_refusal, shards
@@ -27,16 +26,6 @@ def test_any_flipped_bit_of_a_shard_is_refused(tmp_path: Path) -> None:
             assert_same(list(reader.read_rows(tmp_path)), rows)
         else:
             assert str(path) in read_refusal(tmp_path), f"byte {byte}"
-
-
-def test_the_row_with_the_flipped_bit_is_named(written: Path) -> None:
-    path = shards(written)[0]
-    spoilt = bytearray(path.read_bytes())
-    with safe_open(path, framework="pt") as shard:
-        first = shard.get_tensor("features")[0, 0].numpy().tobytes()
-    spoilt[spoilt.index(first)] ^= 1
-    path.write_bytes(spoilt)
-    assert f"{path}: row z.0 does not match its checksum" in read_refusal(written)
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, -1], ids=["nothing", "half a length", "half a header", "a byte short"])
@@ -62,17 +51,6 @@ def test_a_missing_index_is_refused(written: Path, reads: Callable[[Path], objec
 
 
 @by_every_reader
-@pytest.mark.parametrize("left", [0, 100, -1])
-def test_a_cut_index_is_refused(written: Path, reads: Callable[[Path], object], left: int) -> None:
-    path = written / "index.parquet"
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(
-        ValueError, match=r"index\.parquet is not readable Parquet .*run: dvc repro -f -s extract_hiddens$"
-    ):
-        reads(written)
-
-
-@by_every_reader
 @pytest.mark.parametrize(
     "change",
     [
@@ -92,21 +70,6 @@ def test_an_index_of_another_version_is_refused(
         ValueError, match=r"index\.parquet has columns .*expected .*run: dvc repro -f -s extract_hiddens$"
     ):
         reads(written)
-
-
-def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> None:
-    """Bug: the checksum covered the tensors only; a flipped bit in prompt_length or the name was read as true."""
-    path = written / "index.parquet"
-    whole = pl.read_parquet(path)
-    for change in (
-        pl.col("id").str.replace("z", "a"),
-        pl.col("prompt_length") + 1,
-        pl.col("finish_reason").replace({"stop": "length"}),
-        pl.col("offset") + 1,
-        pl.col("length") - 1,
-    ):
-        whole.with_columns(change).write_parquet(path)
-        assert "does not match its checksum" in read_refusal(written)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

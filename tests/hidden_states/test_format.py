@@ -1,17 +1,14 @@
 """Hidden states come back as they went, take what they must on disk, and are named by their content."""
 
-import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import polars as pl
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.hidden_states import format, reader, shard_plan, writer
+from stages.hidden_states import format, reader, writer
 from stages.hidden_states.format import HiddenStatesRow
 from tests.hidden_states.made_up_rows import LENGTHS, H, assert_same, made_up, shards
 
@@ -30,31 +27,6 @@ def test_rows_come_back_in_their_order(tmp_path: Path, dtype: torch.dtype, shard
         assert len(shards(tmp_path)) == 1
     else:
         assert 1 < len(shards(tmp_path)) < len(rows)
-
-
-def test_heads_are_read_without_their_hidden_states(written: Path) -> None:
-    """Token ids and masks as `read` gives them, also where the hidden states beside them are broken."""
-    expected = made_up()
-
-    def check() -> None:
-        heads = list(reader.read_headers(written))
-        assert [h.id for h in heads] == [r.id for r in expected]
-        for head, row in zip(heads, expected, strict=True):
-            assert torch.equal(head.ids, row.ids) and torch.equal(head.mask, row.mask)
-            assert (head.prompt_length, head.finish_reason) == (row.prompt_length, row.finish_reason)
-
-    check()
-    for path in shards(written):
-        whole = bytearray(path.read_bytes())
-        header = 8 + int.from_bytes(whole[:8], "little")
-        whole[header + json.loads(whole[8:header])["features"]["data_offsets"][0]] ^= 1
-        path.write_bytes(whole)
-    check()
-    shards(written)[1].unlink()
-    with pytest.raises(
-        ValueError, match=r"shard-00001.safetensors is missing or cut .* dvc repro -f -s extract_hiddens"
-    ):
-        list(reader.read_headers(written))
 
 
 def test_fp8_rows_come_back_within_its_error(tmp_path: Path) -> None:
@@ -100,28 +72,6 @@ def test_safetensors_reads_our_shards(tmp_path: Path) -> None:
         "last": ((tokens, H), torch.float8_e4m3fn), "last_scale": ((tokens, 1), torch.float32),
         "ids": ((tokens,), torch.int32), "mask": ((-(-tokens // 8),), torch.uint8),
     }  # fmt: skip
-
-
-def test_a_shard_may_be_put_in_any_order_by_threads(tmp_path: Path) -> None:
-    """As extract_hiddens does; it is the very file that is written row by row."""
-    (tmp_path / "plain").mkdir()
-    rows = made_up()
-    writer.write_rows(tmp_path / "plain", rows, torch.bfloat16, 10**9)
-    shard = writer.ShardWriter(
-        tmp_path / shard_plan.name_shard(0), rows, shard_plan.StoredRowSize(3, H, torch.bfloat16)
-    )
-    with ThreadPoolExecutor(3) as pool:
-        for first, end in ((4, 6), (0, 3), (3, 4)):
-            features, last = (
-                torch.cat([getattr(r, name) for r in rows[first:end]]).bfloat16() for name in ("features", "last")
-            )
-            block = format.StoredHiddenStates(features, last)
-            shard.write_block(first, end - first, block, format.find_finite_tokens(block), pool.map)
-    assert not (tmp_path / shard_plan.name_shard(0)).exists()
-    entries = shard.commit()
-    assert (tmp_path / shard_plan.name_shard(0)).read_bytes() == shards(tmp_path / "plain")[0].read_bytes()
-    records = [entry.to_record() for entry in entries]
-    assert records == pl.read_parquet(tmp_path / "plain/index.parquet").to_dicts()
 
 
 def test_the_digest_changes_with_any_content_and_only_then(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from stages.serving import engine_flags, gpu_memory, measured_server, measuremen
 from stages.serving.measured_server import MeasuredServer
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import LOAD
-from tests.served_cells import records
 
 
 @pytest.mark.long
@@ -114,22 +112,6 @@ def test_two_servers_that_do_not_fit_are_started_for_each_turn(
     assert started == ["baseline", "e003-t5_1_6", "e003-t5_1_6", "baseline"]
 
 
-def test_the_weights_of_servers_that_start_together_are_no_more_than_the_targets_files(
-    tmp_path: Path,
-) -> None:
-    """Bug: SGLang counts what others take while it reads its weights; three servers of 15 GiB had 47, 31 and 16."""
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 2**21)
-    setup = dataclasses.replace(make_setup(), folder=str(tmp_path), device="cuda", dtype="bfloat16")
-    plan = measured_server.ServerPlan(setup, [], {}, "t", None, 1, 1, 1, False, "s", None, 1, 1, 1)
-    shared_plan = dataclasses.replace(plan, setup=dataclasses.replace(setup, max_total_tokens=9))
-    info = {"memory_usage": {"weight": 0.01, "kvcache": 4.9, "token_capacity": 9}}
-    found = []
-    for server_plan in (plan, shared_plan):
-        server = MeasuredServer("baseline", info=info, weight_files_gib=server_plan.limit_reported_weights())
-        found.append(server.get_reported_memory().weights)
-    assert found == [0.01, 0.002]
-
-
 def make_setup() -> engine_flags.ServerSetup:
     return engine_flags.ServerSetup("sglang", "t", "float32", "cpu", False, 1, 0.8, None, None, None, False, ())
 
@@ -169,22 +151,3 @@ def test_repeats_beside_the_baseline_end_when_the_speedup_is_known(
         for name in (pair if (n + index) % 2 == 0 else pair[::-1])
     ]
     assert order == [(name, (9, cap), n) for name, cap, n in (in_turns if is_together else one_by_one)]
-
-
-def test_the_widest_load_counts_and_one_without_an_interval_is_not_known() -> None:
-    def server(name: str, *paces: list[float]) -> MeasuredServer:
-        """One load each, whose repeats take so many seconds a token."""
-        measured = MeasuredServer(name)
-        for cap, load in enumerate(paces, 1):
-            rng = random.Random(cap)
-            turns = [[SimpleNamespace(records=records(rng, 4, 50, cap, pace, 1))] for pace in load]
-            measured.loads[200, cap] = turns  # type: ignore[assignment]
-        return measured
-
-    even, uneven = [0.02, 0.02, 0.02], [0.01, 0.02, 0.03]
-    halves = [
-        benchmark_served._measure_widest_half(server("drafts", *loads), server("baseline", *[even] * len(loads)))
-        for loads in ([even], [even, uneven])
-    ]
-    assert halves[0] is not None and halves[1] is not None and halves[0] < 0.1 < halves[1]
-    assert benchmark_served._measure_widest_half(server("drafts", [0.01]), server("baseline", [0.02])) is None

@@ -13,8 +13,8 @@ from stages.cells.timing_grid import TimingGrid
 from stages.measuring import measured_loads, requests, server_setup, simulated_answers
 from stages.params import schema
 from stages.prompts import workload_prompts
-from stages.runtime import atomic, scratch
-from stages.serving import engine_versions, measured_server, simulated_acceptance
+from stages.runtime import scratch
+from stages.serving import engine_versions, measured_server
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 from tests.conftest import EVAL, edit_params
 from tests.measuring.served_project import DOUBLE, edit_server, read_replayed_tree
@@ -192,18 +192,6 @@ def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     assert other_flag == "--x"
 
 
-def test_a_cell_is_never_measured_on_a_server_that_simulates(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang reads a variable of the environment, which may be left from another experiment."""
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
-    with pytest.raises(ValueError, match=r"would simulate acceptance \(SGLANG_SIMULATE_ACC_LEN\), expected a real one"):
-        benchmark_served.main("eval", "e003", "t5_1_6")
-    config = json.dumps({"rejection_sample_method": "synthetic"})
-    with pytest.raises(ValueError, match="synthetic in the server's command"):
-        simulated_acceptance.check_real({}, ["vllm", "serve", "--speculative-config", config])
-    with pytest.raises(ValueError, match="synthetic in the server's command"):
-        simulated_acceptance.check_real({}, ["vllm", "--speculative-config.rejection-sample-method", "synthetic"])
-
-
 def test_a_vllm_that_cannot_simulate_is_refused_before_any_server_starts(
     load: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,42 +211,6 @@ def test_a_server_that_does_not_accept_as_told_is_refused(load: Path, monkeypatc
     with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
         serving_costs.main("load")
     assert not timing_grid.locate_serving_costs("load").exists()
-
-
-def test_repeats_of_few_cycles_are_judged_together(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: each repeat has too few cycles to tell, so a server that simulates nothing was timed."""
-    monkeypatch.setattr(simulated_acceptance, "MIN_JUDGED_CYCLES", 60)
-    few = {**LOAD, "max_new_tokens": [6, 12], "repeats": 3, "num_prompts": 2}
-    edit_params(
-        load,
-        {
-            "benchmark": {"workloads": {"eval": EVAL, "load": few}},
-            "serving_costs": {"accept_length": 2.9, "trees": TREES},
-        },
-    )
-    monkeypatch.setattr(SimulatedAcceptance, "build_environment", lambda *_: {"SGLANG_SIMULATE_ACC_LEN": "1.0"})
-    judged = []
-    check = simulated_acceptance.check_simulated
-    monkeypatch.setattr(
-        simulated_acceptance, "check_simulated", lambda *args: (judged.append(args[2]), check(*args))[1]
-    )
-    write = atomic.write_json
-
-    def write_and_end(path: Path, *args: Any) -> None:
-        write(path, *args)
-        if path.name == "e003-t2_1_3-12-2-0.json":
-            raise KeyboardInterrupt
-
-    # A run that ends after the first repeat of this server: what it kept is judged, too.
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic, "write_json", write_and_end)
-        with pytest.raises(KeyboardInterrupt):
-            serving_costs.main("load")
-    (times_path,) = Path(".scratch").glob("serving_costs-load-*/e003-t2_1_3-12-2-0.json")
-    with pytest.raises(ValueError, match=r"e003-t2_1_3: 1\.\d\d tokens in each of \d+ cycles, expected 2.9"):
-        serving_costs.main("load")
-    assert judged[0] < 60 <= judged[-1]
-    assert not times_path.exists(), "times of a server that simulates nothing are not kept"
 
 
 def test_predictions_are_compared_with_live_cells(load: Path, capsys: pytest.CaptureFixture[str]) -> None:

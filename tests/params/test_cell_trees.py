@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from stages.params import schema
 from stages.params.cell_trees import describe_left_out
 from tests.conftest import EAGLE3
@@ -71,34 +69,3 @@ def test_checkpoints_that_are_left_without_a_tree_are_refused_all_at_once() -> N
     ):  # fmt: skip
         assert takes in line
     assert "e009 " not in line
-
-
-def test_a_served_tree_that_no_engine_runs_with_a_block_draft_is_told_before_the_run() -> None:
-    """Bug: the cell's own log said it, after a run that started a server for its baseline."""
-    fine: tuple[list[str], list[str]] = (["e009"], ["t3_1_4"])
-    name_cells(fine, (["e009", "dflash", "dspark"], ["t7_1_8", "t5_1_6", "t3_2_6"]))
-    assert left_out("benchmark_served") == {
-        ("dflash", "t5_1_6"), ("dflash", "t3_2_6"), ("dspark", "t7_1_8"), ("dspark", "t3_2_6"),
-    }  # fmt: skip
-    assert left_out("benchmark") == set()
-    name_cells(fine, (["dflash"], ["t3_2_6", "t3_1_4"]))
-    (line,) = list_problems()
-    assert "benchmark_served.trees has t3_2_6, t3_1_4, of which none runs with dflash; expected" in line
-    assert "which take dflash t7_1_8 alone; add one, or take the checkpoint out" in line
-    name_cells(fine, (["dflash"], ["t3_2_6"]), workloads=[])  # nothing is served
-    assert left_out("benchmark_served") == set()
-
-
-@pytest.mark.parametrize("section", ["benchmark", "benchmark_served"])
-def test_an_imported_draft_is_judged_when_it_is_read(section: str) -> None:
-    """Its block's width is in its files, which a run fetches."""
-    theirs = {"theirs": {"model": "someone/draft", "revision": None, "rope_theta": None}}
-    set_values(
-        {
-            ("import_draft", "checkpoints"): theirs,
-            (section, "checkpoints"): ["theirs"],
-            (section, "trees"): ["t9_1_10"],
-            ("benchmark_served", "workloads"): ["eval"],
-        }
-    )
-    assert left_out(section) == set()

@@ -1,13 +1,8 @@
 """Checkpoints that can be trained, imported, replayed and measured, and chains of segments of one draft."""
 
-import copy
-import json
-from pathlib import Path
-
 import pytest
 
-from stages.params import schema
-from tests.params.params_edits import MEASURED, READ, SECOND, edit_params_text, list_problems
+from tests.params.params_edits import MEASURED, SECOND, edit_params_text, list_problems
 
 PUBLISHED = "{model: AngelSlim/Qwen3-8B_eagle3, revision: null, rope_theta: null}"
 NO_NAME = "expected a name (a letter, then letters, digits and _), found"
@@ -93,21 +88,3 @@ def test_a_window_and_q_k_norms_are_what_no_engine_loads_together() -> None:
     edit_params_text(("qk_norm: false ", "qk_norm: true "), ("sliding_window: null ", "sliding_window: 64 "))
     (line,) = list_problems()
     assert line.startswith("init_draft: qk_norm is true and sliding_window is 64, expected one of the two")
-
-
-def test_drafts_of_one_chain_have_the_same_shapes() -> None:
-    block = {"epochs": 1, "method": "dflash", "layers": 2, "block_size": 5, "anchors": 8}
-    segments = {
-        "e001": {"from": "e000", "epochs": 1}, "e002": {"from": "e001", "epochs": 1}, "b001": {"from": "e000", **block},
-        "b002": {"from": "b001", **block}, "b003": {"from": "b002", **block}, "w001": {"from": "e000", **block, "block_size": 9},
-    }  # fmt: skip
-    theirs = {"model": "someone/theirs", "revision": None, "rope_theta": None}
-    whole = copy.deepcopy(READ)
-    whole["train_draft"]["checkpoints"] |= segments
-    whole["import_draft"]["checkpoints"] = {"theirs": theirs, "others": theirs}
-    Path("params.yaml").write_text(json.dumps(whole))
-    p = schema.load_params()
-    groups = [{"e000", "e001", "e002"}, {"b001", "b002", "b003"}, {"w001"}, {"theirs"}, {"others"}]
-    for group in groups:
-        for one in group:
-            assert {other for some in groups for other in some if p.have_same_shapes(one, other)} == group

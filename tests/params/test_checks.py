@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from stages.params import checks, schema
-from stages.params.families import BlockSegment
 from tests.conftest import ROOT
 from tests.params.params_edits import edit_params_text, set_value, set_values
 
@@ -23,25 +22,6 @@ def test_a_target_folder_that_is_missing_is_named_before_any_stage(model: str) -
     set_value(("target", "model"), model)
     with pytest.raises(ValueError, match=rf"^params\.yaml: target\.model is {model}, expected a folder, found none"):
         checks.check_target(schema.load_params())
-
-
-def test_a_block_drafts_layers_that_are_not_stored_are_refused_before_any_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bug: they were found by check_overfit, after sampling and extraction."""
-    monkeypatch.chdir(ROOT)
-    params = schema.load_params()
-    block = {
-        "from": "e000", "epochs": 1, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64, "feature_layers": [1, 9],
-    }  # fmt: skip
-    segment = BlockSegment.model_validate(block)
-    training = params.train_draft.model_copy(update={"checkpoints": {**params.train_draft.checkpoints, "b": segment}})
-    target = params.target.model_copy(update={"feature_layers": [1, 2, 4]})
-    checks.check_params(params.model_copy(update={"train_draft": training}))  # null: the target's own are not known yet
-    with pytest.raises(
-        ValueError, match=r"checkpoints\.b\.feature_layers is \[1, 9\], expected some of target\.feature_layers"
-    ):
-        checks.check_params(params.model_copy(update={"train_draft": training, "target": target}))
 
 
 @pytest.mark.parametrize(
@@ -156,34 +136,6 @@ def test_an_eval_file_is_in_the_folder_or_the_file_itself() -> None:
 
 ASKED = {"prompt": "question", "answer": "reply"}
 TALK = {"messages": "talk"}
-
-
-@pytest.mark.parametrize(
-    ("raw", "columns", "found"),
-    [
-        ("data/raw", ASKED, {"a.csv": ASKED, "more/a.csv": ASKED, "more/b.jsonl": ASKED}),
-        ("data/raw", {"a.csv": ASKED}, {"a.csv": ASKED}),
-        ("data/raw", {"more/a.csv": ASKED, "*.jsonl": TALK}, {"more/a.csv": ASKED, "more/b.jsonl": TALK}),
-        ("data/raw", {"a.csv": TALK, "*.csv": ASKED}, {"a.csv": TALK, "more/a.csv": ASKED}),
-        ("data/raw/a.csv", {"a.csv": ASKED}, {"a.csv": ASKED}),
-    ],
-)
-def test_a_file_has_the_columns_of_the_name_that_fits_it(
-    raw: str, columns: dict[str, Any], found: dict[str, Any]
-) -> None:
-    """Bug: one map was for every file of `raw`. DVC does not see another order of names, so the order has no meaning."""
-    folder = Path("data/raw")
-    for name in ("a.csv", "more/a.csv", "more/b.jsonl"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    for given in (columns, dict(reversed(columns.items()))):
-        set_values({("fix_data", "raw"): raw, ("fix_data", "columns"): given})
-        p = schema.load_params()
-        checks.check_column_files(p)
-        files = [path for path in [Path(raw), *Path(raw).rglob("*")] if path.is_file()]
-        chosen = {path.relative_to(folder).as_posix(): p.fix_data.choose_columns(path) for path in files}
-        assert {name: one for name, one in chosen.items() if one} == found
-        assert p.fix_data.choose_columns((folder / "a.csv").absolute()) == chosen["a.csv"]
 
 
 @pytest.mark.parametrize(

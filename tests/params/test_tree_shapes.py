@@ -6,7 +6,6 @@ import re
 import pytest
 
 from stages.params import schema
-from stages.params.tree_shape import TreeShape
 from tests.params.params_edits import edit_params_text, list_problems
 
 
@@ -83,18 +82,3 @@ def expansion(steps: int, topk: int) -> list[tuple[int, ...]]:
         recorded += children
         frontier = sorted(children, key=lambda node: score[node])[-topk:]
     return recorded
-
-
-def test_the_replay_grid_is_every_tree_that_can_be_built() -> None:
-    """Asked of Tree.parse, one by one; at topk 1 the chain of each length."""
-    grid = schema.load_params().replay_trees
-    expected = {f"t{s}_1_{s + 1}" for s in grid.num_steps}
-    for s in grid.num_steps:
-        for k in set(grid.topk) - {1}:
-            for m in grid.num_draft_tokens:
-                try:
-                    expected.add(TreeShape.parse(f"t{s}_{k}_{m}").name)
-                except ValueError:
-                    assert m - 1 > len(expansion(s, k))
-    found = [tree.name for tree in grid.list_trees()]
-    assert set(found) == expected and len(found) == len(expected) > 100

@@ -54,34 +54,6 @@ def test_until_is_a_half_width_and_a_budget_of_three_repeats_and_more(value: Any
     assert any(line.startswith(".".join(UNTIL) + found) for line in list_problems()), list_problems()
 
 
-@pytest.mark.parametrize(
-    ("columns", "line"),
-    [
-        (
-            5,
-            ": expected a map of columns, as {prompt: question, answer: reply}, or one for each file, as {a.csv: {prompt: ",
-        ),
-        ({"prompt": "q", "a.csv": {"prompt": "q", "answer": "a"}}, ": expected a map of columns, as"),
-        ({"prompt": 5, "answer": "a"}, ".prompt: expected text, found 5"),
-        (
-            {"answer": "a"},
-            ": names columns for answer, expected prompt (and answer, where the data has answers) or messages",
-        ),
-        (
-            {"messages": "m", "prompt": "q"},
-            ": names columns for messages and for prompt or input, expected one of the two",
-        ),
-        ({"a.csv": {"prompt": "q", "answr": "a"}}, ".a.csv: has the key answr, expected some of prompt"),
-        ({"a.csv": {"prompt": "q", "answer": 5}}, ".a.csv.answer: expected text, found 5"),
-        ({}, ": names columns for nothing, expected prompt (and answer"),
-    ],
-)
-def test_columns_are_one_map_or_one_for_each_file(columns: Any, line: str) -> None:
-    set_value(("fix_data", "columns"), columns)
-    (found,) = list_problems()
-    assert found.startswith(f"fix_data.columns{line}")
-
-
 def set_values(values: dict[tuple[str, ...], Any]) -> None:
     """As `set_value`, of several keys at once."""
     whole = YAML(typ="safe").load(REAL)

@@ -1,14 +1,11 @@
 """Workloads and prompt sets: loads, sweeps and GPUs that can be asked for, and those that are refused."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
 from stages.params import schema
-from tests.conftest import ROOT
 from tests.params.params_edits import REAL, edit_params_text, list_problems, set_value, set_values
 
 
@@ -74,30 +71,6 @@ def test_prompts_may_be_a_number_for_each_concurrency() -> None:
     assert line.startswith(
         "benchmark.workloads.sweep: num_prompts is [3, 20] with concurrency 4, expected a number for"
     )
-
-
-def test_the_sets_and_scenarios_of_the_docs_are_accepted() -> None:
-    text = (ROOT / "docs/workloads.md").read_text(encoding="utf-8")
-    sets, scenarios, sweep = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    given = YAML(typ="safe").load(scenarios.replace("benchmark_served:", sweep + "benchmark_served:"))
-    whole = YAML(typ="safe").load(REAL)
-    whole["prepare_prompts"]["sets"] |= YAML(typ="safe").load(sets)["prepare_prompts"]["sets"]
-    whole["benchmark"]["workloads"] |= given["benchmark"]["workloads"]
-    whole["benchmark_served"] |= given["benchmark_served"]
-    with Path("params.yaml").open("w") as file:
-        YAML(typ="safe").dump(whole, file)
-    found = schema.load_params().benchmark.workloads
-    # Seed 002, 2.2: prompts, input and output lengths, requests a second, under way at once.
-    assert {
-        name: (w.num_prompts, w.input_tokens, w.list_loads(), w.requests_per_second)
-        for name, w in found.items()
-        if name != "eval"
-    } == {
-        "code_gen": (128, 512, [(1024, 64)], float("inf")),
-        "chat": (128, 256, [(256, 32)], 8.0),
-        "completion": (256, 1024, [(128, 128)], float("inf")),
-        "when_not": (512, 256, [(n, 2**c) for n in (10, 20, 128, 1024) for c in range(9)], float("inf")),
-    }
 
 
 FILE = {"from": "data/prompt_sets/a.jsonl", "name": None, "split": None, "revision": None, "format": "gsm8k"}

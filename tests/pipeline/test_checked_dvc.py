@@ -69,19 +69,6 @@ def test_an_output_edited_in_place_runs_again_where_it_lies(linked: Project, cap
     assert edited.read_text() == whole
 
 
-def test_a_file_of_a_folder_is_named_and_the_others_are_left_alone(linked: Project) -> None:
-    text = (linked.root / "dvc.yaml").read_text()
-    folder = "  folder: {cmd: mkdir made && echo 1 > made/one && echo 2 > made/two, deps: [raw.csv], outs: [made]}\n"
-    (linked.root / "dvc.yaml").write_text(text + folder)
-    run_dvc_cli("repro")
-    write_in_place(linked.root / "made/two")
-    printed: list[str] = []
-    assert dvc_graph.reproduce_stage("folder", printed.append) == Outcome.RAN
-    assert any("cached copy of made/two (made by: mkdir made" in line for line in printed)
-    assert (linked.root / "made/two").read_text() == "2\n"
-    assert len(list((linked.root / ".dvc/cache/damaged").iterdir())) == 1
-
-
 def test_a_damaged_copy_is_not_pushed_for_other_hosts(linked: Project, tmp_path: Path) -> None:
     """Bug: what a worker or a clone then pulled had the edit under the name of the whole result."""
     give_params(linked)
@@ -92,15 +79,3 @@ def test_a_damaged_copy_is_not_pushed_for_other_hosts(linked: Project, tmp_path:
     dvc_remote.offer_stage("middle")
     held = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and b"an edit" in path.read_bytes()]
     assert held == []
-
-
-def test_whole_copies_are_hashed_once_and_then_known_by_size_and_time(linked: Project, monkeypatch) -> None:
-    """Hidden states can be terabytes: a copy that was not touched must cost a look-up, not a read."""
-    import dvc_data.hashfile.hash as hashing
-
-    read: list[str] = []
-    plain = hashing.file_md5
-    monkeypatch.setattr(hashing, "file_md5", lambda path, *a, **k: read.append(path) or plain(path, *a, **k))
-    linked.write_stage("last", "# edited")  # so that DVC is asked at all
-    dvc_graph.explain_stale()
-    assert [path for path in read if "cache" in path] == []

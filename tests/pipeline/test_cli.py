@@ -1,13 +1,11 @@
 """The command line: `aerie COMMAND` and `python -m pipeline COMMAND` are one program, and its help reads as documentation."""
 
-import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ import typer
 
 from pipeline import (
     cli,
-    command_help,
     commands,
     doctor,
     dvc_graph,
@@ -29,7 +26,6 @@ from pipeline import (
 )
 from tests.conftest import ROOT
 
-BIN = Path(sys.executable).parent
 COMMANDS = (
     "run", "stale", "rerun", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
     "doctor", "preview", "fetch",
@@ -51,16 +47,6 @@ def test_the_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFi
         assert re.search(rf" Example: (\w+=\S+ )*aerie {name}\b", shown), name
     assert "aerie reproduce angelslim-qwen3-8b --dry-run" in whole and "docs/guide.md" in whole
     assert set(typer.main.get_command(cli.app).commands) == set(COMMANDS)  # type: ignore[attr-defined]
-
-
-def test_the_help_groups_the_commands_and_leaves_none_out(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.run_command_line(["--help"])
-    shown = capsys.readouterr().out
-    listed = re.findall(r"^(?:\w[\w ]+:|  (\w+)  +[A-Z].*)$", shown[shown.index("Run the pipeline:") :], re.MULTILINE)
-    assert sorted(filter(None, listed)) == sorted(COMMANDS)
-    assert set(COMMANDS) <= {name for names in command_help.GROUPS.values() for name in names}
-    offsets = [shown.index(f"\n{title}:\n") for title in command_help.GROUPS]
-    assert offsets == sorted(offsets)
 
 
 def test_make_help_lists_every_target_and_variable() -> None:
@@ -129,31 +115,6 @@ def test_a_command_prints_the_lines_of_its_function(
 
 
 @pytest.mark.parametrize(
-    ("words", "module"),
-    [
-        (["launch"], ["stages.report", "--launch"]),
-        (["ui"], ["pipeline.serve"]),
-        (["worker"], ["pipeline.start_worker", "--limit", "1"]),
-        (["worker", "--limit", "3"], ["pipeline.start_worker", "--limit", "3"]),
-    ],
-)
-def test_a_command_becomes_the_module_that_make_runs(
-    words: list[str], module: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """exec, not a child: signals reach it, and `make ui` finds a leftover server's parent by `pipeline.serve`."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, argv: started.append([program, *argv]))
-    monkeypatch.setattr(commands, "describe_outdated", lambda: ["a note"])
-    monkeypatch.setenv("PATH", "/usr/bin")
-    cli.run_command_line(words)
-    assert capsys.readouterr().err == ("a note\n" if words == ["launch"] else "")
-    assert started == [[sys.executable, sys.executable, "-m", *module]]
-    assert os.environ["PATH"].split(os.pathsep)[0] == str(BIN)
-    makefile = (ROOT / "Makefile").read_text()
-    assert f"-m {' '.join(module)}".split(" --limit")[0] in makefile or words == ["launch"]
-
-
-@pytest.mark.parametrize(
     ("error", "line"),
     [
         (ValueError("params.yaml is no file"), "aerie: params.yaml is no file"),
@@ -183,51 +144,6 @@ def test_ctrl_c_ends_with_130_and_says_that_nothing_is_lost(
         cli.run_command_line(["run"])
     assert ended.value.code == 130
     assert capsys.readouterr().err == "aerie: stopped; what has finished is kept, `aerie run` goes on with the rest\n"
-
-
-@pytest.mark.parametrize("turned", [None, ImportError("bad install"), ValueError("the download failed")])
-@pytest.mark.parametrize(
-    ("words", "step", "line"),
-    [
-        (
-            "rerun benchmark@eval-e009-t8_2_16",
-            "rerun.rerun_cells",
-            "the cell that was here is here again, `{}` measures it again",
-        ),
-        ("pull train_draft@e009", "dvc_graph.pull_inputs", "what has come is in the cache, `{}` fetches the rest"),
-        ("fetch weather-tiny-vl", "fetch.fetch_recipe", "complete downloads are kept, `{}` gets the rest"),
-        ("stale", "commands.list_stale", "`{}` begins again"),
-    ],
-)  # fmt: skip
-def test_ctrl_c_of_other_commands_says_what_they_have_left(
-    words: str,
-    step: str,
-    line: str,
-    turned: Exception | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Bug: `aerie rerun` and `aerie pull` said what `aerie run` says, that they go on with the rest.
-
-    An interrupted import, or a download's own handler, makes another error of the KeyboardInterrupt.
-    """
-
-    def interrupt(*_: object) -> Iterator[str]:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-        except KeyboardInterrupt:
-            raise turned from None if turned else KeyboardInterrupt
-        yield ""
-
-    module, _, name = step.partition(".")
-    monkeypatch.setattr(importlib.import_module(f"pipeline.{module}"), name, interrupt)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as ended:
-        cli.run_command_line(words.split())
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == f"aerie: stopped; {line.format(f'aerie {words}')}\n"
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_of_a_flow_in_a_terminal_is_one_line(

@@ -3,8 +3,6 @@
 import importlib
 import json
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -138,23 +136,6 @@ def refuse_run() -> list[str]:
     return found
 
 
-def test_doctor_names_what_a_run_refuses_each_on_its_own_line(home: Path) -> None:
-    """Bug: it said that nothing was in the way where `aerie run` ended at once, or in prepare_target."""
-    target = home / "models/mine"
-    make_target(target)
-    edit_params(home, {"target": {"model": "models/mine"}})
-    (line,) = [each.found for each in doctor.check_all() if each.subject == "params.yaml"]
-    assert line == "valid, target models/mine"
-    edit_params(home, {
-        "target": {"feature_layers": [1, 2, 99]}, "init_draft": {"draft_vocab_size": 501},
-    })  # fmt: skip
-    layers, vocabulary = refuse_run()
-    assert "target.feature_layers is [1, 2, 99], expected increasing ids below" in layers
-    assert "draft_vocab_size is 501, but models/mine has 500 tokens" in vocabulary
-    with pytest.raises(SystemExit):
-        list(doctor.report_findings())
-
-
 def remove_template(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
@@ -190,21 +171,3 @@ def test_files_that_a_local_target_lacks_are_problems_before_a_run(
     damage(target)
     (found,) = refuse_run()
     assert message in found
-
-
-def test_a_folder_that_can_not_be_written_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: nothing was in the way of a run on a read-only file system."""
-    assert "writing" not in check()
-    text = (home / "params.yaml").read_text()
-    (home / "params.yaml").write_text(
-        text.replace("fix_data:", "fix_date:")
-    )  # no estimate, 4 s, without valid parameters
-    script = "mount --bind . . && mount -o remount,ro,bind . && cd . && exec $0 -m pipeline doctor"
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable],
-        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if "mount:" in done.stderr or "unshare:" in done.stderr:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    assert f"PROBLEM  writing: {home} is on a read-only file system; mount it for writing" in done.stdout
-    assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -1,20 +1,15 @@
 """pipeline/dvc_graph.py against a real DVC: the order, the three outcomes, a failure, and an end that leaves nothing."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from pipeline import dvc_graph, processes
 from pipeline.dvc_graph import Outcome
-from pipeline.resources import try_lock
 from tests.conftest import has_ended
 from tests.pipeline.conftest import run_dvc_cli
 
@@ -76,23 +71,6 @@ def test_a_stage_runs_then_stays_then_comes_back_from_the_cache(project):
     assert (project.root / "first.csv").read_text() == before
 
 
-def test_lines_arrive_while_the_stage_is_at_work(project):
-    """The stage prints, then waits for the file that only the reader of that line makes."""
-    waits = (
-        "end = time.time() + 60\nwhile not os.path.exists('go'):\n    assert time.time() < end\n    time.sleep(0.02)"
-    )
-    project.write_stage("first", f"print('ready')\n{waits}")
-    lines = []
-
-    def answer(line: str) -> None:
-        lines.append(line)
-        if line == "ready":
-            Path("go").touch()
-
-    assert dvc_graph.reproduce_stage("first", answer) == Outcome.RAN
-    assert lines.index("ready") < lines.index("this is first")
-
-
 def test_a_failure_names_the_stage_and_shows_the_end_of_its_log(project):
     dvc_graph.reproduce_stage("first", print)
     project.write_stage("middle", "print(*range(100), sep='\\n')\nsys.exit('out of cheese')")
@@ -134,32 +112,6 @@ def test_end_children_ends_the_command_and_dvc_leaves_a_valid_lock(project, monk
     project.write_stage("middle")
     assert run_all()["middle"] == Outcome.RAN
     processes.end_children()  # nothing to end, nothing to say
-
-
-def test_a_stage_ends_when_its_reader_fails(project):
-    """Else it would work on beside the next run, on the same files."""
-    project.write_sleeping_stage("first")
-    commands = []
-
-    def stumble(line: str) -> None:
-        if line.startswith("asleep"):
-            commands.append(psutil.Process(int(line.split()[1])))
-            raise ConnectionError("the log's server is gone")
-
-    with pytest.raises(ConnectionError):
-        dvc_graph.reproduce_stage("first", stumble)
-    assert commands and has_ended(commands[0].pid)
-
-
-def test_a_stage_ends_when_its_dvc_is_killed_outright(project):
-    """Bug: the reader of its output waited for the stage's end, which held the pipe open."""
-    project.write_sleeping_stage("first")
-    watched = StageThread("first")
-    command = watched.find_sleeping_command()
-    (dvc,) = [one for one in psutil.Process().children() if processes.DVC_MODULE in one.cmdline()]
-    dvc.kill()
-    watched.thread.join(60)
-    assert has_ended(command.pid, 0) and "stage first failed (dvc exited with -9)" in str(watched.problem)
 
 
 def test_why_names_the_parameter_the_file_and_what_is_gone(project):
@@ -217,37 +169,6 @@ def test_a_stopped_run_starts_nothing_more(project, monkeypatch):
     with pytest.raises(processes.StageError, match="the run is cancelled"):
         dvc_graph.reproduce_stage("first", print)
     assert not (project.root / "first.csv").exists()
-
-
-RUNNER = """
-import sys
-from pipeline import dvc_graph, processes
-from pipeline.resources import try_lock
-held = try_lock(dvc_graph.Path("held.lock"))
-with processes.guard_run([held.fileno()]):
-    dvc_graph.reproduce_stage("first", lambda line: print(line, flush=True))
-"""
-
-
-def test_a_run_killed_outright_is_cleaned_up_after_and_holds_its_lock_until_then(project):
-    """Bug: the stage lived on, and the next run worked beside it on the same files."""
-    project.write_sleeping_stage("first", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.Popen([sys.executable, "-c", RUNNER], env=env, stdout=subprocess.PIPE, text=True)
-    assert run.stdout
-    command = int(next(line for line in run.stdout if line.startswith("asleep")).split()[1])
-    run.kill()
-    run.wait()
-    assert try_lock(Path("held.lock")) is None and not has_ended(
-        command, 0
-    )  # it ignores SIGTERM: five seconds are its grace
-    assert has_ended(command, 60)
-    deadline = time.monotonic() + 60
-    while not try_lock(Path("held.lock")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    project.write_stage("first")
-    assert run_all()["first"] == Outcome.RAN
 
 
 def test_pull_fetches_the_outputs_of_others_below_a_folder_that_a_stage_reads(project):

@@ -1,8 +1,6 @@
 """Stages sent through a DVC remote and collected from it; the remote is a folder, or S3 if moto is installed."""
 
 import hashlib
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -258,44 +256,3 @@ def test_a_dvc_file_that_names_a_place_outside_the_project_is_refused_before_it_
 def test_without_a_remote_it_says_how_to_add_one(project: Project) -> None:
     with pytest.raises(ValueError, match="dvc remote add -d"):
         dvc_remote.check_remote()
-
-
-def test_offer_and_collect_as_commands(project: Project, tmp_path: Path) -> None:
-    give_params(project)
-    subprocess.run(
-        [sys.executable, "-m", "dvc", "remote", "add", "-q", "-d", "store", str(tmp_path / "store")], check=True
-    )
-    project.git("init", "-q")
-    root = Path(__file__).resolve().parents[2]
-
-    def printed(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pipeline.remote.dvc_remote", *words]
-        return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
-
-    order = json.loads(printed("offer", "first").stdout.removeprefix(dvc_remote.ORDER_PREFIX))
-    assert dvc_remote.StageOrder(**order).stage == "first"
-    refused = printed("collect", "first")
-    assert refused.returncode == 1 and refused.stderr.startswith(
-        "aerie: what a worker made of first is not on the remote"
-    )
-
-
-def test_the_inputs_of_a_stage_go_with_it(head: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host that runs it reads the parameters that the run began with, not those of its own checkout."""
-    graph = head.root / "dvc.yaml"
-    text = graph.read_text().replace("middle.py]", "middle.py, artifacts/inputs/middle.json]", 1)
-    graph.write_text(
-        f"{text}\n  inputs:\n    cmd: python inputs.py\n    always_changed: true\n    outs: [artifacts/inputs]\n"
-    )
-    (head.root / "inputs.py").write_text(
-        "import os\nos.makedirs('artifacts/inputs', exist_ok=True)\n"
-        "for name in ('middle', 'last', 'params'):\n    open(f'artifacts/inputs/{name}.json', 'w').write('{}')\n"
-    )
-    head.commit()
-    run_dvc_cli("repro", "inputs")
-    order = dvc_remote.offer_stage("middle")
-    assert order and set(order.upstream) == {"first", "inputs"}
-    folder = make_there(order, monkeypatch)
-    assert {file.name for file in (folder / "artifacts/inputs").iterdir()} == {"middle.json", "params.json"}
-    dvc_remote.collect_stage("middle")
-    assert dvc_graph.reproduce_stage("middle", print) == dvc_graph.Outcome.RESTORED

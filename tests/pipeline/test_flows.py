@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -244,20 +243,6 @@ def test_changed_parameters_run_in_a_workspace_of_their_own_until_promoted(serve
     assert "there is no run" in pipeline("drop", workspace).stderr
 
 
-def test_a_transient_failure_is_retried_and_another_is_not(server: Server) -> None:
-    once = "import pathlib; tried = pathlib.Path('tried.log'); again = tried.exists(); tried.touch()"
-    server.project.write_stage("middle", f"{once}\nagain or sys.exit('requests.exceptions.ConnectionError: no route')")
-    run = server.run()
-    assert server.ended(run)["type"] == "COMPLETED"
-    assert server.outcomes(run)["middle"] == "Ran"
-    assert wait_for(lambda: [line for line in server.messages(run) if "that may pass: attempt 2 of 3" in line])
-    server.project.write_stage("middle", "sys.exit('aerie: a wrong number')")
-    run = server.run()
-    assert server.ended(run)["type"] == "FAILED"
-    assert not [line for line in server.messages(run) if "that may pass" in line]
-    server.project.write_stage("middle")
-
-
 def test_a_flow_killed_outright_leaves_no_stage_and_the_next_run_mends_dvc_lock(server: Server) -> None:
     """Bug: nothing ended its stage, which worked on beside the next run; and a cut dvc.lock stopped every run."""
     server.project.commit()
@@ -294,17 +279,6 @@ def test_a_make_ui_killed_outright_leaves_no_stage_and_the_next_one_starts(serve
     wait_for(server.up, 600)
     assert "run it again" in server.ended(lost)["message"]
     assert "ending the Prefect server that a killed `make ui` has left" in server.log.read_text()
-
-
-def test_the_end_of_make_ui_ends_the_stage_at_work_and_the_server(server: Server) -> None:
-    """Last, for it ends the server that the tests above share. Prefect's own way out leaves the stage running."""
-    server.project.write_sleeping_stage("middle")
-    command = server.find_sleeping_command(server.run())
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(120) == 0
-    assert has_ended(command.pid)
-    with pytest.raises(urllib.error.URLError, match="refused"):
-        server.ask("health")
 
 
 @pytest.mark.parametrize(

@@ -94,24 +94,6 @@ def test_after_any_change_dvc_is_asked(fresh_project: Project, change: str) -> N
     assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() and stale_by_dvc() == set()
 
 
-def test_a_change_while_dvc_looks_is_seen_afterwards(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorded digest is that of the files before DVC was asked."""
-    from dvc.repo import Repo
-
-    os.utime("raw.csv")
-    status = Repo.status
-
-    def slow(*given: object, **named: object) -> object:
-        found = status(*given, **named)
-        Path("raw.csv").write_text("tree,tau\nt5_1_6,9\n")
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Repo, "status", slow)
-        assert dvc_graph.explain_stale() == {} and freshness.read_fresh_stages() is None
-    assert set(dvc_graph.explain_stale()) == {"first"}
-
-
 def test_the_record_is_of_one_version_of_dvc_and_a_broken_one_is_ignored(
     fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,22 +177,6 @@ def test_a_disk_that_is_read_only_or_full_is_one_line(fresh_project: Project, tm
     ):
         status, line = run_limited(limit, tmp_path / "full", *words)
         assert status == 1 and line.count("\n") == 1 and re.match(f"aerie: {message}", line), line
-
-
-@pytest.mark.parametrize("words", [["stale"], ["run"], ["doctor"]])
-def test_a_cache_of_hashes_that_is_read_only_is_one_line(
-    fresh_project: Project, tmp_path: Path, words: list[str]
-) -> None:
-    """Bug: a traceback of sqlite's, where the whole disk is read-only, or only the folder of DVC's hashes."""
-    edit_title()
-    if words == ["doctor"]:  # which then makes no estimate: that imports torch, and does not ask DVC
-        Path("params.yaml").write_text(Path("params.yaml").read_text().replace("title:", "tilte:"))
-    site = f"mount --bind {tmp_path}/site {tmp_path}/site && mount -o remount,ro,bind {tmp_path}/site && "
-    status, output = run_limited(site, tmp_path, *words)
-    assert status == 1 and "Traceback" not in output, output
-    lines = [line for line in output.splitlines() if "/site: Read-only file system, where DVC keeps the hashes" in line]
-    assert len(lines) == 1 and "DVC_SITE_CACHE_DIR names another folder" in lines[0], output
-    assert words == ["doctor"] or output.splitlines() == lines
 
 
 @pytest.mark.parametrize(

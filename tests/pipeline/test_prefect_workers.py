@@ -221,18 +221,6 @@ def test_a_worker_has_fetched_what_its_cells_need_and_nothing_else(worker_projec
         assert not list((worker_project.root / name / ".scratch/sent").glob("cell@*/*"))
 
 
-def test_a_stage_that_ran_on_any_host_does_not_run_again(worker_project: WorkerProject) -> None:
-    """Here all is gone, as in a new clone; the remote has it."""
-    worker_project.project.git("stash", "-q", "-u")
-    shutil.rmtree(worker_project.project.root / ".dvc/cache")
-    shutil.rmtree(worker_project.project.root / "results")
-    (worker_project.project.root / "dvc.lock").unlink(missing_ok=True)
-    run = worker_project.run()
-    assert worker_project.ended(run)["type"] == "COMPLETED", worker_project.messages(run)
-    assert worker_project.list_sent_runs(run) == []
-    assert (worker_project.project.root / "results/cells/2.csv").read_text() == "tree,tau\n2\n"
-
-
 def test_a_failure_on_a_worker_is_reported_here_and_other_stages_run(worker_project: WorkerProject) -> None:
     worker_project.write_cell(worker_project.project, 1, "time.sleep(1)")
     worker_project.write_cell(worker_project.project, 2, "sys.exit('aerie: out of cheese')")

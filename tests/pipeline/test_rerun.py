@@ -54,19 +54,6 @@ def test_a_cell_stays_where_it_could_not_be_measured_again(measured: Path) -> No
     assert dvc_graph.explain_stale() == {}
 
 
-def test_an_interrupted_measurement_keeps_the_cell(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (measured / CELL).read_text()
-
-    def interrupt(*words: object, **options: object) -> None:
-        (measured / CELL).unlink()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dvc_graph, "reproduce_stage", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        list(rerun.rerun_cells(["benchmark@t5_1_6"]))
-    assert (measured / CELL).read_text() == before
-
-
 @pytest.mark.parametrize(
     "name",
     [

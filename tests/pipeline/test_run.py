@@ -1,15 +1,11 @@
 """`make run`'s command: one DVC for all stages, guarded, with a dvc.lock that is healed first."""
 
-import fcntl
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,18 +177,6 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
 
 
-def test_on_a_terminal_dvc_draws_no_bars(project: Project, finished_run: Project) -> None:
-    """Bug: `aerie stale` on a terminal wrote DVC's "Collecting files and computing hashes in ..." 1,670 times."""
-    (project.root / "raw.csv").write_text("changed")
-    reads, writes = pty.openpty()
-    fcntl.ioctl(writes, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))  # no bar is drawn on one without columns
-    done = subprocess.run([*RUN[:-1], "stale"], stdout=subprocess.PIPE, stderr=writes, text=True)
-    os.write(writes, b"end")  # a read of nothing would wait
-    assert os.read(reads, 1 << 16) == b"end" and "stale: first (raw.csv modified)" in done.stdout
-    os.close(reads)
-    os.close(writes)
-
-
 def test_what_may_run_below_the_stale_stages_is_named() -> None:
     """Bug: `aerie stale` named one stage, and twenty ran."""
     cells = [f"benchmark@eval-e009-t{n}_1_{n + 1}" for n in range(1, 6)]
@@ -203,30 +187,6 @@ def test_what_may_run_below_the_stale_stages_is_named() -> None:
         "and up to 8 below, if what they read changes: train@e003, train@e009, benchmark (5), report",
     ]
     assert list(commands._describe_stale({"report": ["a", "b"]}, stages)) == ["stale: report (a; b)"]
-
-
-def test_what_is_stale_is_not_told_while_a_run_is_at_work(
-    project: Project, started: list[subprocess.Popen[str]]
-) -> None:
-    """Bug: every stage was listed as stale, with DVC's message on its lock."""
-    project.write_sleeping_stage("first")
-    by_aerie = start(started)
-    find_sleeper("first")
-    with pytest.raises(ValueError, match=rf"^a run is at work here \(process {by_aerie.pid}\); ask again when"):
-        list(commands.list_stale())
-    by_aerie.send_signal(signal.SIGTERM)
-    by_aerie.wait(60)
-    dvc_process = subprocess.Popen([sys.executable, "-m", "dvc", "repro"], stdout=subprocess.PIPE, text=True)
-    sleeper = int(read_until(dvc_process, "asleep").split()[1])
-    try:
-        with pytest.raises(
-            ValueError, match=rf"^a command of DVC is at work here \(process {dvc_process.pid}\); ask again when"
-        ):
-            list(commands.list_stale())
-    finally:
-        dvc_process.terminate()
-        os.kill(sleeper, signal.SIGTERM)
-        dvc_process.communicate(timeout=60)
 
 
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
@@ -252,15 +212,6 @@ def test_a_wrong_params_yaml_is_refused_before_any_stage_runs(project: Project, 
     assert "schedule.retry_pauze_s: unknown key" in done.stderr and "Traceback" not in done.stderr
     Path("params.yaml").write_text(text)
     assert run().stdout == "nothing is stale\n"
-
-
-def test_the_table_and_what_next_come_last(project: Project) -> None:
-    write = f"os.makedirs('results/report', exist_ok=True)\nopen({str(commands.TABLE_FILE)!r}, 'w').write('tau 2.5\\n')"
-    project.write_stage("last", write)
-    lines = run().stdout.splitlines()
-    assert lines[-9:] == ["", "tau 2.5", "", *commands.list_next_steps("raw.csv", "builtin/weather-tiny")]
-    again = run()
-    assert again.stdout == "nothing is stale\n\ntau 2.5\n"
 
 
 BLOCKS = {"from": "e000", "epochs": 1, "method": "dflash", "layers": 2, "block_size": 8, "anchors": 64}

@@ -106,22 +106,6 @@ aerie: data/raw is empty
 {}"""
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "printed"),
-    [
-        (False, "rows in\ndraw: 100%|##| 2/2 [00:01]\n"),
-        (True, "rows in\ndraw:  50%|# | 1/2 [00:01]\rdraw: 100%|##| 2/2 [00:01]\n"),
-    ],
-)
-def test_a_verbose_run_draws_a_bar_over_itself_and_writes_its_end_into_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool, printed: str
-) -> None:
-    monkeypatch.setattr(run_display.sys.stdout, "isatty", lambda: is_terminal, raising=False)
-    for line in ("rows in", "draw:  50%|# | 1/2 [00:01]", "draw: 100%|##| 2/2 [00:01]"):
-        run_display.show_line(line)
-    assert capsys.readouterr().out == printed
-
-
 def test_a_failure_shows_the_stages_own_error_and_nothing_of_dvcs(capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: an error of one line came with four of DVC's."""
     end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
@@ -129,31 +113,6 @@ def test_a_failure_shows_the_stages_own_error_and_nothing_of_dvcs(capsys: pytest
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1].startswith("fix_data") and printed.out.endswith(" s:\n")
     assert printed.err == "  data/raw is empty\n"
-
-
-def test_a_failure_without_an_own_error_shows_the_end_of_the_log_and_where_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    end = "ERROR: failed to reproduce 'fix_data': failed to run: python -m stages.fix_data, exited with 1\n"
-    output = FAILED.format(end).replace("aerie: data/raw is empty", "MemoryError")
-    assert show(output, 255).failed == ["fix_data"]
-    printed = capsys.readouterr()
-    assert "failed after" in printed.out and "the end of logs/fix_data.log:" in printed.out
-    assert printed.err.splitlines()[-2:] == ["  MemoryError", f"  {end.rstrip()}"]
-
-
-def test_with_keep_going_the_failed_stage_is_named_and_the_last_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    end = (
-        "WARNING: failed to run: python -m stages.fix_data, exited with 1\n"
-        "WARNING: Stage 'report' will be skipped due to this failure\n"
-        "Running stage 'train_draft@e003':\nUpdating lock file 'dvc.lock'\nERROR: failed to reproduce 'fix_data'\n"
-    )
-    assert show(FAILED.format(end), 255).failed == ["fix_data"]
-    printed = capsys.readouterr()
-    assert "fix_data: WARNING: Stage 'report' will be skipped due to this failure" in printed.out
-    assert (
-        re.search(r"^train_draft@e003 +\d\.\d s$", printed.out, re.MULTILINE) and printed.err == "  data/raw is empty\n"
-    )
 
 
 def test_a_log_that_can_not_be_written_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
-from pipeline import password, workspaces
+from pipeline import password
 from tests.pipeline.conftest import make_served
 from tests.pipeline.test_flows import REPO, Server, run_server, wait_for
 
@@ -142,15 +142,6 @@ def test_a_form_that_names_a_command_ends_before_anything_runs(server: Server) -
         state["type"] == "FAILED" and "benchmark_served.server.command can't be set through a form" in state["message"]
     )
     assert server.ask("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}}) == []
-
-
-def test_a_run_named_as_a_path_stays_in_the_folder_of_runs(server: Server) -> None:
-    """Bug: the workspace of a run was .scratch/runs/NAME, and a run may be started with the name ../../../elsewhere."""
-    deployment = server.ask("deployments/name/build/build")["id"]
-    request = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
-    run = server.ask(f"deployments/{deployment}/create_flow_run", request)["id"]
-    assert server.ended(run)["type"] == "COMPLETED"
-    assert (server.project.root / workspaces.RUNS_FOLDER / f"-elsewhere-{run[:8]}").is_dir()
 
 
 def test_a_recipe_is_one_of_recipes_even_where_the_form_is_not_asked(server: Server) -> None:

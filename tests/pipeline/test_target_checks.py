@@ -67,17 +67,6 @@ def test_a_mask_token_that_texts_use_is_refused_before_any_stage(home: Path) -> 
     commands.check_run_params()
 
 
-@pytest.mark.parametrize("target", [{"chat_template": "none.jinja"}, {"feature_layers": [1, 99]}])
-def test_a_chat_template_and_feature_layers_are_checked_before_any_stage(home: Path, target: dict[str, object]) -> None:
-    """Bug: prepare_target found them, after fix_data; doctor said that nothing was in the way of a run."""
-    shutil.copytree(ROOT / "data/targets", home / "data/targets")
-    edit_params(home, {"target": target})
-    with pytest.raises(ValueError, match=rf"^params\.yaml: target\.{next(iter(target))} is ") as error:
-        commands.check_run_params()
-    (found,) = [each for each in doctor.check_all() if each.subject == "params.yaml"]
-    assert found.ok is False and f"params.yaml: {found.found}" == str(error.value)
-
-
 @pytest.mark.parametrize(
     "edit", [{"chat_template": "none.jinja"}, {"model": "of/other/mine"}], ids=["template", "missing"]
 )
@@ -122,14 +111,6 @@ def test_trees_that_are_left_out_are_told_before_a_run(home: Path, monkeypatch: 
     lines = commands.run_graph()
     assert [next(lines), next(lines)] == [message, "stale: report (new)"]
     lines.close()  # before the first stage
-
-
-def test_a_mask_token_is_no_reason_to_start_a_process_where_none_is_named(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit_params(home, {"train_draft": {"checkpoints": EAGLE3 | {"auto": BLOCK}}})
-    monkeypatch.setattr("pipeline.target_checks.subprocess.run", lambda *_, **__: pytest.fail("a process was started"))
-    commands.check_run_params()
 
 
 HYBRID = {
@@ -200,14 +181,3 @@ def test_a_target_that_prepare_target_refuses_is_refused_before_any_stage(
     edit_params(home, {"target": {"model": "someone/mine"}})
     with pytest.raises(ValueError, match=message):
         commands.check_run_params()
-
-
-def test_a_target_that_is_not_here_is_not_looked_at(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is an embedded one, which is known to be good."""
-    monkeypatch.setattr("pipeline.target_checks.subprocess.run", lambda *_, **__: pytest.fail("a process was started"))
-    commands.check_run_params()
-    for model in ("someone/other", "no id at all/x/y"):
-        params = schema.load_params()
-        target_checks.check_target_config(
-            params.model_copy(update={"target": params.target.model_copy(update={"model": model})})
-        )

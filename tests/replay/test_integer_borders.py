@@ -9,40 +9,8 @@ from stages.replay import oracle_bounds
 from stages.replay.replay import PositionTables
 from stages.trees.draft_tree import Candidates, get_step_range
 
-POSITION_COUNTS = [63, 64, 4_096, 4_097, 4_098, 16_383, 16_384, 32_767, 32_768]
 STEPS = [126, 127, 128, 129]
 TOPKS = [180, 181, 255, 256]  # with two steps 180 records 32,580 candidates, 181 records 32,942
-
-
-def count_fewest_cycles(reach: list[int]) -> tuple[int, int]:
-    """Return the fewest cycles over an answer's positions, and the most accepted drafts of such ways, from its end on."""
-    ahead = [(0, 0)]  # of each position: cycles, and accepted drafts negated; the answer's end first
-    for max_accepted in reversed(reach):
-        ways = [(ahead[-1 - step], step) for step in range(min(max_accepted, len(ahead) - 1) + 1)]
-        ahead.append(min((cycles + 1, accepted - step) for (cycles, accepted), step in ways))
-    return ahead[-1][0], -ahead[-1][1]
-
-
-def clip_at_end(reach: list[int]) -> list[int]:
-    """No more drafts than the answer has tokens left."""
-    return [min(max_accepted, len(reach) - position - 1) for position, max_accepted in enumerate(reach)]
-
-
-@settings(max_examples=4, deadline=None)  # beside the borders that the bug passed, which are examples
-@given(st.sampled_from(POSITION_COUNTS), st.lists(st.integers(0, 2), min_size=1, max_size=5))
-@example(4_097, [0])
-@example(4_098, [0])
-@example(16_384, [0])
-@example(32_768, [0])
-def test_the_oracle_counts_every_cycle_of_a_long_answer(num_positions: int, pattern: list[int]) -> None:
-    """Bug: beyond 4,096 cycles an answer, the oracle's twice the cycles passed the number that meant "never" (8,192), then
-    int16: tau_oracle was wrong, above 16,383 positions negative. A short answer beside it must count as before.
-    """
-    rows = [clip_at_end((pattern * num_positions)[:num_positions]), clip_at_end((pattern * 9)[:9])]
-    reach = torch.tensor([[*rows[0], *rows[1], 0]], dtype=torch.int8)
-    accepted, cycles = oracle_bounds.find_fewest_cycles(reach, torch.tensor([len(row) for row in rows]), 2)
-    found = list(zip(cycles[:, 0].tolist(), accepted[:, 0].tolist(), strict=True))
-    assert found == [count_fewest_cycles(row) for row in rows]
 
 
 def chain(steps: int) -> Candidates:

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
-from stages.replay.oracle_bounds import PATH_PROBABILITY_THRESHOLDS
 from stages.replay.replay import (
     ReplayBatch,
     replay_answers,
@@ -157,20 +156,3 @@ def test_trees_replayed_together_equal_trees_replayed_alone(tree_scoring: str, m
             == output.cycles_reaching_depth[:, 0].tolist()
         )
     assert together.accepted.sum() > 50
-
-
-def test_no_tree_beats_the_oracle() -> None:
-    """The oracle of a budget is at least any tree's tau, and what no threshold cuts is the tree of all candidates."""
-    draft, embedding, _ = random_draft(6)
-    rows = make_answers(draft, embedding, 6)
-    trees = [TreeShape(s, 2, m) for s in (1, 2, 4) for m in (2, 3, 5, 7, 15) if m - 1 <= 2 + (s - 1) * 4]
-    found = replay_answers(draft, embedding, pad_answers(rows), trees)
-    tau = 1 + found.accepted.sum(0) / found.cycles.sum(0)
-    oracle = 1 + found.oracle_accepted.sum(0) / found.oracle_cycles.sum(0)
-    assert (tau <= oracle).all() and (tau < oracle).any()
-    steps, full_tree = 4, trees.index(TreeShape(4, 2, 15))
-    everything, nothing = len(PATH_PROBABILITY_THRESHOLDS) * steps - 1, 0  # the last threshold, all steps; the first
-    for name in ("accepted", "cycles"):
-        assert torch.equal(getattr(found.adaptive, name)[:, everything], getattr(found, name)[:, full_tree])
-    assert torch.equal(found.adaptive.summed_tree_depth[:, everything], 14 * found.cycles[:, full_tree])
-    assert found.adaptive.accepted[:, nothing].sum() == 0

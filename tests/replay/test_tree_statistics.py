@@ -11,7 +11,7 @@ from stages.params.tree_shape import TreeShape
 from stages.replay import tree_statistics
 from stages.replay.replay import replay_answers
 from stages.replay.tree_statistics import TOKEN_CLASSES, TreeCycles, TreeStatistics, trace_cycles
-from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
+from tests.draft.slow_draft import OPTIONS, guess, random_draft
 from tests.replay.test_replay import make_answers, pad_answers
 
 
@@ -82,22 +82,6 @@ def test_every_cycle_holds_the_nodes_of_an_enumerated_tree(shape: TreeShape, opt
             assert cycle["path_probability"] == pytest.approx(probabilities, rel=1e-4)
             index, bonus = index + 1, bonus + sum(accepted) + 1
     assert index == len(cycles.row)
-
-
-@pytest.mark.parametrize("options", ["none", "window"])
-def test_the_cycles_of_a_long_row_are_grown_in_parts(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: all cycles of a row were grown at once, under a mask of cycles x tokens: 17 GB for 131,072 tokens."""
-    draft, embedding, _ = random_draft(3, **OPTIONS[options])
-    rows, shape = make_answers(draft, embedding, 4), TreeShape(3, 2, 5)
-    expected = trace_rows(draft, embedding, rows, shape, "sglang")
-    longest, masks = max(len(row[0]) for row in rows), []
-    monkeypatch.setattr(tree_statistics, "MAX_ATTENTION_LOGITS", 3 * CONFIG.num_attention_heads * 2 * longest)
-    build = tree_statistics.build_prefix_mask
-    monkeypatch.setattr(tree_statistics, "build_prefix_mask", lambda *args: masks.append(build(*args)) or masks[-1])
-    parts = trace_rows(draft, embedding, rows, shape, "sglang")
-    assert len(masks) > len(rows) and max(mask.shape[0] * mask.shape[1] for mask in masks) == 3
-    for name, a, b in zip(TreeCycles._fields, expected, parts, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5) if a.is_floating_point() else torch.equal(a, b), name
 
 
 def two_cycles() -> TreeCycles:

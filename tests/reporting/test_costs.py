@@ -10,11 +10,9 @@ import pytest
 
 from stages import report
 from stages.cells import prediction, replay_records, timing_grid
-from stages.cells.cell import Cell
 from stages.cells.prediction import PredictedSpeedup
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from stages.serving import engine_flags
 from tests import costs
 from tests.cells.test_cycle_times import decoded_cell, plain_s
 from tests.conftest import EVAL, edit_params
@@ -63,24 +61,6 @@ def test_every_replayed_tree_is_predicted_but_those_outside_the_grid(project: sc
         by_hand = replayed(tree.name, row["checkpoint"]) * costs.PLAIN_S / costs.seconds(tree)
         assert float(row["speedup"]) == pytest.approx(by_hand)
         assert float(row["low"]) < float(row["speedup"]) < float(row["high"])
-
-
-def test_the_flags_are_those_a_server_is_started_with(
-    project: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grid = simulate([*CHAINS, *TREES], (1, 8))
-    report.main()
-    printed = capsys.readouterr().out
-    launch = json.loads(prediction.LAUNCH_FILE.read_text())["launch"]
-    assert [(row["engine"], row["concurrency"]) for row in launch] == [("sglang", 1), ("sglang", 8)]
-    for row in launch:
-        shape = row["num_steps"], row["topk"], row["num_draft_tokens"]
-        draft = engine_flags.ServedDraft(f"drafts/{row['checkpoint']}/draft", "EAGLE3", *shape)
-        assert row["enable"] and row["flags"] == engine_flags.build_speculation_flags(row["engine"], draft, grid.draft)
-    report.main("--launch")
-    alone = capsys.readouterr().out
-    assert alone.partition("verdict, by")[0].strip() in printed and "--speculative-num-steps" in alone
-    assert "--speculative-eagle-topk" in words(report.PAGE_FILE.read_text())
 
 
 def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params) -> None:
@@ -204,29 +184,3 @@ def test_cells_of_another_machine_are_not_held_against_predictions(project: sche
         "measured on another machine than the timing grid, cpu (Another CPU against Made-up CPU, 2 cores); run one"
         in text
     )
-
-
-def test_one_conversation_has_no_interval_anywhere_on_the_page(
-    project: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: with one prompt the ends were equal, and the page and the terminal showed a certainty."""
-    none = {"tau_low": None, "tau_high": None}
-    for checkpoint in project.replay_trees.checkpoints:
-        replay_records.ReplayedTree.write_csv(
-            replay_records.locate_replay(checkpoint),
-            [row.model_copy(update=none) for row in replay_records.read_replay(checkpoint)],
-        )
-    for checkpoint in project.benchmark.checkpoints:
-        for tree in project.benchmark.trees:
-            decode(checkpoint, tree)
-            found = Cell.read("torch", "eval", checkpoint, tree)
-            speeds, taus = found.points[0].in_turns, found.points[0].acceptance
-            assert speeds and taus
-            speeds.speedup_low = speeds.speedup_high = taus.tau_low = taus.tau_high = None
-            found.write()
-    report.main()
-    printed = capsys.readouterr().out
-    assert "one prompt" in printed and "No speedup is sure" in printed
-    text = words(report.PAGE_FILE.read_text())
-    assert "one prompt" in text and "are undecided: the prediction or the cell has no interval" in text
-    assert not any(row["enable"] for row in prediction.read_launch())

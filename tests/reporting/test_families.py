@@ -9,12 +9,11 @@ import pytest
 from stages import report
 from stages.cells import prediction, replay_records
 from stages.cells.prediction import PredictedSpeedup
-from stages.cells.replay_records import ReplayedTree
 from stages.params import schema
-from stages.params.families import DFLASH, TORCH_ONLY, DraftKind
+from stages.params.families import DFLASH, DraftKind
 from stages.params.tree_shape import TreeShape
 from stages.reporting import families
-from tests.reporting.made_up_block_draft import CHAIN, NAME, add_block_draft, add_timing, measure_block_trees
+from tests.reporting.made_up_block_draft import NAME, add_block_draft
 from tests.reporting.made_up_results import made_up_project, words
 from tests.served_cells import replayed_tree
 
@@ -64,60 +63,6 @@ def test_without_a_timing_grid_of_its_own_a_block_has_no_prediction_and_a_reason
     assert all(row.checkpoint != NAME for row in prediction.read_launch())
 
 
-def test_families_stand_side_by_side(project: schema.Params) -> None:
-    add_timing()
-    report.main()
-    table = read_table(report.PAGE_FILE.read_text())
-    by_family = {row[0]: row[1] for row in table}
-    assert by_family == {"e003": "EAGLE-3", "e009": "EAGLE-3", NAME: "DSpark"}
-    own = [row for row in table if row[0] == NAME]
-    assert own[0][2] == "chain" and own[0][3].startswith("5_1_6") and own[0][6] == "SGLang, vLLM"
-    assert len(own) > 1 and {row[6] for row in own[1:]} == {TORCH_ONLY}
-    assert {row[6] for row in table if row[0] == "e009" and row[2] != "chain"} == {"SGLang"}
-    assert all("×" in row[5] for row in own)
-    assert prediction.read_launch() == []  # no serving engine was timed
-
-
-def test_measured_trees_that_no_engine_runs_are_marked_and_not_advised(
-    project: schema.Params, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measure_block_trees(project)
-    report.main()
-    printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
-    assert f"checkpoint {NAME} (DSpark)" in printed and "checkpoint e003\n" in printed
-    assert re.search(r"^3_2_8 \+ ", printed, re.M) and re.search(r"^5_1_6 \(5_1_5\)  ", printed, re.M)
-    reason = (
-        "torch engine only: of a DSpark draft, SGLang and vLLM run the chain of the whole block alone, 5_1_6 (5_1_5)"
-    )
-    assert f"+ {reason}\n" in printed and printed.count("torch engine only") == 1 and f"{reason}." in words(page)
-    results = page[page.index(f"Results of {NAME} on eval") :]
-    cells = [words(row).split("–")[0] for row in results[: results.index("</table>")].split("<tr>")[2:4]]
-    assert [("torch engine only" in row, row.split()[0][:5]) for row in cells] == [(False, "5_1_6"), (True, "3_2_8")]
-    trees = page[page.index(f"All trees of {NAME}") :]
-    lines = {
-        words(line).split()[0]: "torch engine only" in line
-        for line in trees[: trees.index("</table>")].split("<tr>")[2:]
-    }
-    marks = {name.removesuffix("torch"): marked for name, marked in lines.items()}
-    assert marks.pop("5_1_6") is False and all(marks.values()) and len(marks) > 5
-    verdict = json.loads(Path("results/metrics.json").read_text())["verdict"]["text"]
-    assert f"Launch {CHAIN.name} with {NAME}: measured 1.60x" in verdict and "t3_2_8" not in verdict
-    assert f"no serving engine runs this tree with this draft: t3_2_8 with {NAME}, measured 2.20x" in words(page)
-
-
-def test_a_tree_of_eagle3_that_no_engine_runs_has_its_own_reason() -> None:
-    """Bug: one sentence for all said that neither engine runs the tree, not which ones they run."""
-    chain, narrow = TreeShape(8, 1, 9), TreeShape(8, 2, 8)
-    reason = DraftKind().explain_torch_only([chain, narrow])
-    assert (
-        reason
-        and "SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains" in reason
-    )
-    assert DraftKind().explain_torch_only([chain]) is None
-    assert DraftKind(DFLASH, 8).explain_torch_only([chain]) is None
-    assert "the chain of the whole block alone, 7_1_8" in str(DraftKind(DFLASH, 7).explain_torch_only([chain]))
-
-
 def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.Params) -> None:
     """Deep trees have the higher tau: with them, EAGLE-3's mean would rise by trees that the block can't grow."""
     report.main()
@@ -129,11 +74,3 @@ def test_checkpoints_are_compared_over_the_trees_that_all_have(project: schema.P
     for name, taus in means.items():
         assert metrics["checkpoints"][name]["mean_replay_tau"] == pytest.approx(sum(taus) / len(taus))
     assert f"over {len(shared)} trees it has the highest mean tau" in words(report.PAGE_FILE.read_text())
-
-
-def test_replays_that_share_no_tree_are_shown_without_a_duel(project: schema.Params) -> None:
-    rows = [row for row in replay_records.read_replay(NAME) if row.shape == CHAIN]
-    far = [row.model_copy(update={"num_steps": 31, "num_draft_tokens": 32}) for row in rows]
-    ReplayedTree.write_csv(replay_records.locate_replay(NAME), far)
-    report.main()
-    assert "Families side by side" in report.PAGE_FILE.read_text()

@@ -86,17 +86,6 @@ def test_the_page_is_no_wider_than_its_window(open_page: Open, width: int) -> No
     assert page.evaluate(measure) > width
 
 
-def test_a_wide_screen_shows_picture_and_table_at_once_and_the_rest_is_folded(open_page: Open) -> None:
-    """Bug: the page was 13,100 px high on a wide screen and 19,300 on a phone."""
-    page = open_page(1920)
-    table = page.locator(".results").first.bounding_box()
-    picture = page.locator(".picture").bounding_box()
-    assert picture["y"] + picture["height"] <= table["y"] and table["y"] + table["height"] <= SIZES[1920]
-    assert page.locator("details[open]").count() == 0
-    assert page.evaluate("() => document.documentElement.scrollHeight") < 2 * SIZES[1920]
-    assert open_page(390).evaluate("() => document.documentElement.scrollHeight") < 3 * SIZES[390]
-
-
 @pytest.mark.parametrize("width", [390, 1920])
 def test_names_in_the_picture_are_in_their_plots_and_cover_no_other(open_page: Open, width: int) -> None:
     """Bug: names lay over each other, over points, and below the axis."""
@@ -127,29 +116,6 @@ def test_a_phone_shows_tree_tau_and_speedup_without_scrolling(open_page: Open) -
     assert [head.split()[0] for head in heads] == ["tree", "tau", "speedup"]
     page.get_by_label("all columns").first.check()
     assert page.locator(".results").first.locator("th[scope=col]:visible").count() == 10 and not box.evaluate(fits)
-
-
-def test_print_opens_what_is_folded_on_few_pages(open_page: Open) -> None:
-    """Bug: 11 pages of A4, half of them empty, since each part began one."""
-    page = open_page(1024)
-    pages = page.pdf(format="A4").count(b"/Type /Page\n")
-    tables, figures = (page.locator(kind).count() for kind in ("table", "figure"))
-    folded = "() => [...document.querySelectorAll('details')].filter((part) => !part.open).length"
-    assert page.evaluate(folded) == page.locator("details").count() > 8  # folded again afterwards
-    page.emulate_media(media="print")
-    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
-    assert page.evaluate(folded) == 0
-    whole = page.locator(".part.short, .part figure, .part tr")
-    breaks = "(part) => getComputedStyle(part).breakInside"
-    assert {whole.nth(at).evaluate(breaks) for at in range(0, whole.count(), 7)} == {"avoid"}
-    assert not page.locator(".tools:visible, svg.points:visible").count()
-    hidden = page.locator(
-        "#all-trees table, #all-trees figure"
-    ).count()  # of a thousand lines: results/replay.csv has them
-    assert page.locator("table:visible, figure:visible").count() == tables + figures - hidden and tables > 10
-    assert pages <= 8
-    smallest = "() => Math.min(...[...document.querySelectorAll('main *')].map((e) => parseFloat(getComputedStyle(e).fontSize)))"
-    assert page.evaluate(smallest) >= 8  # px of 1/96 inch: 6 pt
 
 
 # Who can read it
@@ -288,19 +254,6 @@ def test_every_table_is_downloaded_as_csv(open_page: Open) -> None:
         assert row["speedup (95% interval)"] == f"{cell.speedup:.2f}"
         low, high = (f"{value:.2f}" for value in (cell.speedup_low, cell.speedup_high))
         assert row["speedup (95% interval) note"] == f"({low}-{high})"
-
-
-def test_csv_holds_the_rows_shown_and_lines_between_rows_as_columns(open_page: Open) -> None:
-    page = open_page(1920, "#all-trees")
-    page.get_by_label("Filter All trees").fill("topk=2")
-    best = report.json.loads(report.METRICS_FILE.read_text())["best_checkpoint"]
-    _, rows = download(page, f"All trees of {best}")
-    assert len(rows) == sum(tree.topk == 2 and tree.temperature == 0 for tree in read_trees())
-    assert {row["topk"] for row in rows} == {"2"}
-    page.evaluate(OPEN_ALL)
-    _, served = download(page, "code, checkpoint e009, sglang")
-    (off,) = (row for row in served if row["remark"].startswith("tau "))
-    assert "of the replayed" in off["remark"] and off["tree"].startswith("5_1_6")
 
 
 def test_a_point_tells_its_numbers_to_the_pointer_and_to_the_keyboard(open_page: Open) -> None:

@@ -17,7 +17,6 @@ from stages.params import schema
 from stages.runtime import atomic
 from tests.conftest import ROOT
 from tests.reporting.made_up_results import (
-    ELSEWHERE,
     INSIDE,
     PICTURE,
     PLOTS,
@@ -56,28 +55,6 @@ def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params
     ) in page
 
 
-def test_a_workload_that_never_drafts_is_no_reason_to_fail(made_up: schema.Params) -> None:
-    """Answers of one token come whole from the prefill: no cycle, an empty histogram."""
-    for checkpoint in made_up.benchmark.checkpoints:
-        for tree in made_up.benchmark.trees:
-            cell = Cell.read("torch", "eval", checkpoint, tree)
-            assert cell.points[0].acceptance
-            cell.points[0].acceptance.histogram = [0] * (cell.shape.num_steps + 1)
-            cell.write()
-    report.main()
-    assert '<div class="bars">' not in report.PAGE_FILE.read_text()
-
-
-def test_the_page_needs_nothing_from_elsewhere(made_up: schema.Params) -> None:
-    report.main()
-    page = report.PAGE_FILE.read_text()
-    assert not re.search(ELSEWHERE, page) and page.count("<script") == 1
-    assert page.count(PICTURE) == PLOTS
-    assert "#0101" not in page
-    for word in ("prefill (s)", "accept rate (%)", "e2e (s)", "tau (± 95%)"):
-        assert word in re.sub(r"<[^>]+>", "", page)
-
-
 def test_what_users_wrote_is_escaped(made_up: schema.Params) -> None:
     path = Path("results/fix_report.json")
     fixed = json.loads(path.read_text())
@@ -93,14 +70,6 @@ def test_rows_that_do_not_add_up_are_shown(made_up: schema.Params, capsys: pytes
     assert "10 unaccounted for" in report.PAGE_FILE.read_text()
     assert json.loads(report.METRICS_FILE.read_text())["rows_unaccounted"] == 10
     assert "warning: 10 rows" in capsys.readouterr().out
-
-
-def test_warnings_of_sampling_are_with_the_verdict(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: a target whose answers never end gave drafts of 100% and "Launch", without a word on the page."""
-    warning = "100 of 100 answers are cut (train 60 of 60, eval 40 of 40)"
-    atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"warnings": [warning]})
-    report.main()
-    assert warning in capsys.readouterr().out and warning in report.PAGE_FILE.read_text()
 
 
 def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: schema.Params) -> None:

@@ -2,21 +2,16 @@
 
 import hashlib
 import re
-import statistics
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from stages import report
-from stages.cells import table
 from stages.cells.cell import Cell
 from stages.cells.table import ResultRow
 from stages.params import schema
-from stages.reporting import latencies, provenance
+from stages.reporting import provenance
 from stages.telemetry import stage_log
-from tests.conftest import EVAL
-from tests.reporting.made_up_results import TREES, make_up_served, make_up_spent, serve, words
+from tests.reporting.made_up_results import make_up_spent, words
 from tests.test_sharing import git
 
 
@@ -71,39 +66,3 @@ def test_what_a_stage_took_is_shown_where_it_ran_here(made_up: schema.Params) ->
     stage_log.LOG_FILE.unlink()
     report.main()
     assert "train_draft@e003 1 1 h 30 min" not in re.sub(r"(\s|<[^>]+>)+", " ", report.PAGE_FILE.read_text())
-
-
-def summarise(*cells: Cell) -> latencies.LatencyGroup:
-    (group,) = latencies.summarise_latencies(table.join_lines(cells, {}, []))
-    return group
-
-
-def test_percentiles_are_those_of_the_answers(made_up: schema.Params) -> None:
-    group = summarise(*(Cell.read("torch", "eval", "e003", tree) for tree in made_up.benchmark.trees))
-    assert [row.tree for row in group.rows][-1] == "plain decoding" and len(group.plots) == 3
-    spread = [0.1 * (n + 1) for n in range(12)]
-    found = Cell.read("torch", "eval", "e003", "t8_2_16")
-    for request, seconds in zip(found.points[0].requests, spread, strict=True):
-        request.e2e_s, request.ttft_s, request.tpot_s = seconds, seconds / 10, None
-    row = summarise(found).rows[0]
-    hundredths = statistics.quantiles(spread, n=100, method="inclusive")
-    by_hand = [hundredths[share - 1] for share in latencies.PERCENTILES]
-    assert row.answers == 12 and row.percentiles["tpot_s"] is None  # as of answers of one token
-    assert row.percentiles["e2e_s"] == pytest.approx(by_hand)
-    assert row.percentiles["ttft_s"] == pytest.approx([100 * value for value in by_hand])
-
-
-def test_requests_of_the_heaviest_load_are_shown_and_failed_ones_are_not(made_up: schema.Params) -> None:
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
-    make_up_served("code")
-    cells = [Cell.read("sglang", "code"), Cell.read("sglang", "code", "e009", TREES[0])]
-    requests = cells[1].points[0].requests
-    requests[0].failed = "timeout"
-    group = summarise(*cells)
-    assert group.about == "code, checkpoint e009, sglang, 200 tokens, concurrency 64"
-    assert [(row.tree, row.answers) for row in group.rows] == [
-        ("5_1_6 (5_1_5)", len(requests) - 1),
-        ("plain decoding", len(requests)),
-    ]
-    values = [1000 * (request.ttft_s or 0.0) for request in requests[1:]]
-    assert (group.rows[0].percentiles["ttft_s"] or [])[1] == pytest.approx(statistics.median(values))

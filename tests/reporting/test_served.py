@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pytest
-
 from stages.cells import table
-from stages.cells.cell import Cell
 from stages.cells.table import ResultRow
 from stages.reporting import served, served_sweeps, tables
 from tests.served_cells import Row, join, made_up, point
@@ -65,19 +62,6 @@ def test_a_sweeps_break_evens_come_from_its_points() -> None:
     assert even.plot and even.plot.axis == "answer length (tokens)"
 
 
-def test_the_heat_table_has_a_place_for_every_load_and_knows_doubt() -> None:
-    rows = with_speedups({(10, 4): 0.5, (10, None): 1.25, (20, 4): 1.1})
-    rows[2].speedup_low, rows[2].speedup_high = 0.9, 1.3
-    rows[0].speedup_low, rows[0].speedup_high = 0.4, 0.6
-    (sweep,) = served_sweeps.build_sweeps(rows)
-    assert sweep.caps == [4, None]
-    first, second = sweep.heat
-    assert [c and c.row["speedup"] for c in first.cells + second.cells] == [0.5, 1.25, 1.1, None]
-    assert [c.clear for c in (*first.cells, second.cells[0])] == [True, True, False]
-    assert first.cells[0].weight == 1.0  # halved is the farthest from 1 of these, also over 1.25
-    assert sweep.by_length == []  # one concurrency and no limit at all make no axis
-
-
 def test_the_best_tree_at_each_load_stands_first() -> None:
     rows = with_speedups({(64, 1): 2.0, (64, 64): 0.8}) + with_speedups({(64, 1): 1.8, (64, 64): 1.1}, tree="t8_2_16")
     best, *each = served_sweeps.build_sweeps(rows)
@@ -86,16 +70,6 @@ def test_the_best_tree_at_each_load_stands_first() -> None:
         "answers of 64 tokens: faster at every concurrency measured, 1 to 64: at least 1.1× at 64"
     ]
     assert [sweep.name for sweep in (best, *each)] == ["the best tree at each load", "5_1_6 (5_1_5)", "8_2_16"]
-
-
-def test_the_best_plain_decoding_is_always_in_the_table() -> None:
-    slow, fast = point(64, 4, 0.02), point(64, 4, 0.015)
-    cell = made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)], baseline_points=[fast])
-    (group,) = tables.group_loads(rows_of(made_up("eval", points=[slow]), cell, made_up("eval", "e009", "t8_2_16")))
-    assert [tables.describe_decoding(row) for row in group.rows] == ["5_1_6 (5_1_5)", "plain decoding", "8_2_16"]
-    assert group.rows[1]["output_throughput"] == fast["loads"][0]["output_throughput"]
-    (alone,) = tables.group_loads(rows_of(made_up("eval", points=[slow])))
-    assert (alone.title, len(alone.rows)) == ("eval", 1)
 
 
 def test_the_terminal_says_what_is_off_apart_or_lost() -> None:
@@ -123,20 +97,6 @@ def test_a_tau_that_few_prompts_may_explain_is_off_and_says_so() -> None:
     )
 
 
-def test_memory_sums_what_is_known() -> None:
-    cells = [
-        Cell(**made_up("eval", points=[point(64, 4, 0.02)])),
-        Cell(**made_up("eval", "e009", "t5_1_6", [point(64, 4, 0.01, tau=2.9)])),
-    ]
-    plain, drafted = served._tabulate_memory(cells)["eval"]
-    assert (plain.tree, plain.memory_sum) == (None, pytest.approx(3.2 + 101.9))
-    assert (drafted.memory_sum, drafted.memory.gpu_used) == (pytest.approx(3.2 + 0.3 + 100.1), pytest.approx(117.5))
-    cells[1].memory.draft = cells[1].memory.gpu_before = None
-    (unknown,) = served._tabulate_memory(cells)["eval"][1:]
-    assert (unknown.memory_sum, unknown.memory.gpu_used) == (None, None)
-    assert served._tabulate_memory([Cell(**made_up("eval", "e009", "t8_2_16"))]) == {}
-
-
 def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
     lost = point(64, 4, 0.01, tau=2.9, repeats=2, warnings=["the GPU was not empty"])
     lost["loads"][0] |= {"failed": {"timeout": 2}}
@@ -144,18 +104,3 @@ def test_failed_requests_and_the_cells_warnings_are_listed() -> None:
     baseline = made_up("eval", points=[point(64, 4, 0.02, repeats=2)])
     found = served._list_warnings(join([baseline, made_up("eval", "e009", "t5_1_6", [lost])]))
     assert [text for _, text in found] == ["the GPU was not empty", "16 requests, of them failed: timeout 3, cut 1"]
-
-
-def test_a_missing_interval_is_told_with_its_reason() -> None:
-    """Bug: the cell of the table was empty, as if nothing were amiss."""
-
-    def intervals(speedups: Any, **columns: Any) -> tuple[str, str]:
-        (row,) = with_speedups(speedups, **columns)
-        texts = tables.format_columns(row)
-        return texts["tau_low"], texts["speedup_low"]
-
-    assert intervals({(64, 4): 1.5}, tau=2.5) == ("one prompt", "one repeat")
-    assert intervals({(64, 4): 1.5}, tau=2.5, engine="vllm", requests=8, repeats=1)[0] == "not by request"
-    assert intervals({(64, 1): 1.5}, tau=2.5, engine="vllm", requests=1, repeats=1)[0] == "one prompt"
-    assert intervals({(64, 4): 1.5}, tau=2.5, tau_low=2.0, tau_high=3.0)[0] == "2.00-3.00"
-    assert intervals({(64, 4): None}) == ("", "")

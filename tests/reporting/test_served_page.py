@@ -24,8 +24,8 @@ from tests.reporting.made_up_results import (
     words,
     write_cell,
 )
-from tests.served_cells import FINGERPRINT, point, sweep
 from tests.served_cells import made_up as served_cell
+from tests.served_cells import point, sweep
 
 
 def served_lines() -> list[Row]:
@@ -81,24 +81,6 @@ def test_a_tau_far_from_the_replayed_one_is_a_red_row_that_says_why(made_up: sch
     assert page.count('<tr class="off">') == 1
     assert f"is 0.70 of the replayed {replayed('t5_1_6'):.2f}. A replay accepts exactly what this draft" in words(page)
     assert json.loads(report.METRICS_FILE.read_text())["served"]["off_replay"] == 1
-
-
-@pytest.mark.parametrize("others", [{"prompts": "gsm8k"}, {"ignore_eos": True}, {"temperature": 0.7}])
-def test_what_was_not_replayed_is_not_held_against_it(made_up: schema.Params, others: Row) -> None:
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3} | others})
-    make_up_served("code", off=0.7, **{k: v for k, v in others.items() if k == "temperature"})
-    report.main()
-    assert 'class="off"' not in report.PAGE_FILE.read_text()
-    assert "off_replay" in (found := json.loads(report.METRICS_FILE.read_text())["served"]) and found["off_replay"] == 0
-
-
-def test_cells_of_another_fingerprint_have_a_reason_instead_of_a_speedup(made_up: schema.Params) -> None:
-    serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
-    make_up_served("code", fingerprint=FINGERPRINT | {"gpu": "NVIDIA H100"})
-    report.main()
-    said = words(report.PAGE_FILE.read_text())
-    assert "not compared: the baseline differs in gpu (NVIDIA H100 against NVIDIA H200)" in said
-    assert json.loads(report.METRICS_FILE.read_text())["served"]["best_by_speedup"] is None
 
 
 def test_a_sweep_says_when_not_to_speculate(made_up: schema.Params) -> None:

@@ -109,18 +109,6 @@ def test_cells_above_temperature_0_stand_beside_the_replay_of_answers_drawn_alik
     assert "same answers as plain" not in report.PAGE_FILE.read_text()
 
 
-@pytest.mark.usefixtures("made_up")
-def test_the_table_is_kept_as_it_was_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    report.main()
-    printed = capsys.readouterr().out
-    run_command_line(["table"])
-    assert capsys.readouterr().out == printed
-    assert re.search(r"^tree +prefill +accept rate +e2e +tau", printed, re.MULTILINE)
-    row = next(r for r in _lines(ResultRow.TABLE) if r["tree"] == "t8_1_9")
-    assert re.search(rf"^8_1_9 \(8_1_8\) .* {float(row['tau']):.2f} ", printed, re.MULTILINE)
-    assert "the best checkpoint by replayed tau" in printed
-
-
 def test_table_without_a_report_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"table\.txt not found; run: aerie run"):

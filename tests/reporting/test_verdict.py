@@ -157,18 +157,6 @@ def test_a_best_below_1_that_can_not_be_told_is_no_advice_against(
     assert found.kind == kind and found.headline.startswith("Do not speculate") == (kind == "plain")
 
 
-def test_workloads_of_one_advice_are_named() -> None:
-    """Bug: two workloads of the torch engine were told as "at concurrency 1 and 1"."""
-    cells = [
-        timed_cell("t5_1_6", speedup, speedup - 0.1, speedup + 0.1, workload=name)
-        for name, speedup in (("eval", 0.5), ("mine", 0.6))
-    ]
-    headline = give(cells=cells).headline
-    assert headline.startswith(
-        "Do not speculate at concurrency 1 (eval) and 1 (mine): the best measured, t5_1_6 with e009"
-    )
-
-
 def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> None:
     rows = [
         serve(n, speedup, speedup - 0.1, speedup + 0.1) for n, speedup in ((1, 1.8), (8, 1.5), (32, 0.8), (64, 0.7))
@@ -198,14 +186,6 @@ def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_i
     )
 
 
-def test_predictions_hold_for_replayed_prompts_only() -> None:
-    found = give([predict(1.6, 1.2, 2.1)], [timed_cell("t8_3_16", workload="gsm8k")])
-    assert [line.partition(":")[0] for line in found.list_lines()] == [
-        "Launch t8_3_16 with e009",
-        "Launch t6_4_32 with e009",
-    ]
-
-
 def test_an_undertrained_draft_is_called_so_before_speculation_is_called_useless() -> None:
     """Bug: "Do not speculate" of a draft of which 17% of the first drafts were right; it needed training."""
     row = replayed_chain(0.17)
@@ -228,21 +208,6 @@ def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
         and odd == "t5_1_6: odd; again: aerie rerun benchmark@eval-e009-t5_1_6"
     )
     assert found.list_lines()[1:] == [f"! {line}" for line in found.list_warnings()]
-
-
-def test_many_cells_with_doubtful_timings_are_one_line_in_the_terminal() -> None:
-    """Bug: eight disturbed cells were eight lines above the results."""
-    cells = [f"benchmark@eval-e009-t5_1_{n}" for n in range(8)]
-    found = give(cells=[timed_cell("t5_1_6")], remarks=[TimingRemark(cell, "odd") for cell in [*cells, cells[0]]])
-    assert found.list_lines()[1:] == [
-        "! 8 cells have doubtful timings, each explained on the page; again, on an idle machine: aerie rerun "
-        + " ".join(cells)
-    ]
-    assert len(found.list_warnings()) == 9
-    twice = give(cells=[timed_cell("t5_1_6")], remarks=[TimingRemark(cells[0], "odd"), TimingRemark(cells[0], "other")])
-    assert twice.list_lines()[1].startswith("! a cell has 2 doubtful timings") and twice.list_lines()[1].endswith(
-        cells[0]
-    )
 
 
 def test_of_measured_trees_one_whose_times_are_odd_comes_last_and_says_so() -> None:
@@ -282,40 +247,6 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     assert "Launch" not in give(served=served, launch=[], families=BLOCKS).headline
 
 
-def test_a_tree_above_the_best_measured_that_no_engine_runs_is_said_to_be_left_out() -> None:
-    """Bug: the verdict named the fastest tree that engines run as the best measured, and did not name a faster measured tree."""
-    cells = [timed_cell("t4_2_9", 0.9, 0.8, 1.1, checkpoint="b003"), timed_cell("t7_1_8", *SLOW, checkpoint="b003")]
-    found = give(cells=cells, families=BLOCKS)
-    assert "the best measured, t7_1_8 with b003, is 0.80x" in found.headline
-    (line,) = found.details
-    assert line == (
-        "Left out above, since no serving engine runs this tree with this draft: t4_2_9 with b003, measured 0.90x "
-        "(0.80 to 1.10) by the torch engine"
-    )
-    other = timed_cell("t7_1_8", *FAST, checkpoint="b003", workload="mine")
-    assert "t4_2_9" in give(cells=[*cells, other], families=BLOCKS).details[-1], (
-        "another workload's tree is no better one"
-    )
-    rows = [
-        serve(8, *ends, engine="torch", checkpoint="b003", tree=tree)
-        for tree, ends in (("t4_2_9", FAST), ("t7_1_8", SLOW))
-    ]
-    (line,) = give(served=rows, families=BLOCKS).details
-    assert line.endswith("runs this tree with this draft: t4_2_9 with b003, measured 1.50x (1.30 to 1.80)")
-
-
-def test_a_tree_that_no_engine_runs_is_left_out_silently_where_one_that_is_advised_about_is_faster() -> None:
-    """Bug: the verdict compared a left-out tree with measured trees alone, and a surely faster left-out tree hid the fastest."""
-    cells = [timed_cell("t4_2_9", *SLOW, checkpoint="b003")]
-    assert not any("t4_2_9" in line for line in give([predict(1.6, 1.2, 2.1)], cells, families=BLOCKS).details)
-    sure, unsure = (
-        timed_cell(tree, *ends, checkpoint="b003")
-        for tree, ends in (("t4_2_9", (1.1, 1.05, 1.2)), ("t5_2_9", (1.5, 0.9, 2.1)))
-    )
-    cells = [sure, unsure, timed_cell("t7_1_8", 1.2, 1.1, 1.3, checkpoint="b003")]
-    assert "t5_2_9 with b003, measured 1.50x" in give(cells=cells, families=BLOCKS).details[-1]
-
-
 def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     """Bug: it said that no tree was timed."""
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
@@ -330,22 +261,3 @@ def refuse(tree: str | None, reason: str, **changes: Any) -> ResultRow:
         "decoding": "speculative" if tree else "plain", "status": "unsupported", "remark": f"unsupported: {reason}",
     }  # fmt: skip
     return ResultRow.model_validate(values | changes)
-
-
-def test_trees_of_unsupported_cells_are_said_to_be_left_out() -> None:
-    """Bug: such a tree was named under the table of served cells alone, and the verdict advised as if it had been measured."""
-    rows = [
-        serve(8, 1.5, 1.3, 1.8, engine="vllm", tree="t5_1_6"),
-        *(
-            refuse(f"t8_{topk}_16", "vLLM drafts chains only", workload=name)
-            for topk in range(2, 7)
-            for name in ("a", "b")
-        ),
-        refuse(None, "no GPU"),
-    ]
-    found = give(served=rows, families=BLOCKS)
-    assert found.headline.startswith("Launch t5_1_6 with e009: measured 1.50x")
-    assert found.details == (
-        "Left out: t8_2_16 on vllm, t8_3_16 on vllm, t8_4_16 on vllm, t8_5_16 on vllm and 2 more; the tables say why",
-    )
-    assert give(served=rows[1:]).headline == verdict.NOTHING_TIMED

@@ -296,49 +296,6 @@ def test_every_measure_a_recipe_names_is_one_of_ours() -> None:
             assert set(match.measures.values()) <= set(comparison.MEASURES), file
 
 
-def served_acceptance(**changes: Any) -> None:
-    """Change what the cell of gsm8k_1024 says of accepted drafts."""
-    path = locate_cell("vllm", "gsm8k_1024", "theirs", "t2_1_3")
-    found = atomic.read_json(path, "a test")
-    found["points"][0]["acceptance"] |= changes
-    atomic.write_json(path, found)
-
-
-def test_a_cell_that_vllm_counted_over_all_requests_ends_reproduce_with_a_page(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Bug: tau_low is None there, and the last step of `reproduce` ended in a TypeError after hours of measuring."""
-    served_cell("gsm8k_1024", "theirs", "t2_1_3", 250.0)
-    served_acceptance(tau_low=None, tau_high=None, clipped=False)
-    name = "angelslim-qwen3-8b"
-    with recipes.merge_recipe(name) as (file, _):
-        compare.main(f"recipes/{name}.yaml", str(file))
-    assert "ours has no interval: vLLM counts accepted drafts over all requests" in capsys.readouterr().out
-    with Path(f"results/reproduce/{name}.csv").open(newline="") as lines:
-        (tau,) = [row for row in csv.DictReader(lines) if row["metric"] == "tau" and row["ours"]]
-    assert (tau["ours"], tau["spread"], tau["verdict"]) == ("2.0", "", "within")
-    assert tau["no_interval"].startswith("vLLM counts")
-
-
-def test_the_spread_of_the_node_accept_rate_is_that_of_tau_over_the_nodes() -> None:
-    """Bug: it was divided by num_steps; accepted / nodes has num_draft_tokens - 1 nodes a cycle."""
-    served_cell("eval", "e010", "t10_3_32", 1.0, engine="sglang")
-    found = Cell.read("sglang", "eval", "e010", "t10_3_32")
-    spreads = {name: comparison.measure_cell(name, found, None) for name in ("tau", "accept_rate", "node_accept_rate")}
-    assert {name: number.spread for name, number in spreads.items()} == pytest.approx(
-        {"tau": 0.02, "accept_rate": 0.02 / 10, "node_accept_rate": 0.02 / 31}
-    )
-
-
-def test_rates_of_a_torch_cell_have_the_interval_of_its_tau() -> None:
-    """Bug: they had none, though tau's was there, so their tolerance was too small."""
-    torch_cell("mt_bench")
-    found = Cell.read("torch", "mt_bench", "theirs", "t6_10_60")
-    for name, over in (("accept_rate", 6), ("node_accept_rate", 59)):
-        number = comparison.measure_cell(name, found, None)
-        assert number and number.spread == pytest.approx(0.1 / over)
-
-
 def seed_cells(change: dict[str, float] | None = None, spread: float = 0.01) -> list[comparison.PublishedComparison]:
     """Cells of seed 000's trees, on another target whose taus run as its own do, twice as far above 1; some changed."""
     published_taus = {

@@ -2,11 +2,9 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,16 +36,6 @@ def test_a_file_is_old_until_its_block_ends(tmp_path: Path) -> None:
         new.write_text("new")
         assert path.read_text() == "old" and new.parent == path.parent
     assert path.read_text() == "new" and names(tmp_path) == ["deep", "deep/a.txt"]
-
-
-@pytest.mark.parametrize("link", [os.link, os.symlink], ids=["hard", "symbolic"])
-def test_a_linked_output_is_not_written_through(tmp_path: Path, link: object) -> None:
-    """DVC's outputs are links into its cache: writing through one changes the cached copy, and what is restored."""
-    (tmp_path / "cache").write_text("cached")
-    link(tmp_path / "cache", tmp_path / "out")  # type: ignore[operator]
-    atomic.write_text(tmp_path / "out", "new")
-    assert (tmp_path / "cache").read_text() == "cached" and (tmp_path / "out").read_text() == "new"
-    assert not (tmp_path / "out").is_symlink()
 
 
 # --- folders --------------------------------------------------------------------------------------------------------
@@ -103,17 +91,6 @@ def dead() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
-
-
-def test_what_killed_writers_left_is_removed_by_the_next_write_of_the_same_path(tmp_path: Path, dead: int) -> None:
-    """Bug: a killed run left its temporary, gigabytes of hidden states, under a name that no later run looked for."""
-    left = [f".out.{dead}.part", f".out.{dead}.old", f".out.{os.getpid()}.part"]
-    for name in left:
-        write_folder(tmp_path / name, shard="half")
-    (tmp_path / f".a.txt.{dead}.part").write_text("half")
-    write_folder(tmp_path / "out", a="new")
-    atomic.write_text(tmp_path / "a.txt", "new")
-    assert names(tmp_path) == ["a.txt", "out", "out/a"]
 
 
 def test_what_is_not_a_leftover_of_this_place_stays(tmp_path: Path, dead: int) -> None:
@@ -248,28 +225,3 @@ def test_killed_before_any_line_of_it_a_write_leaves_old_or_new(tmp_path: Path) 
     # Old, then the file new, then both: each for a while, so all stages of a write were met.
     assert sorted(set(found)) == [(0, 0), (1, 0), (1, 1)] and found == sorted(found) and len(found) > 20
     assert found.count((1, 1)) > 1, "no kill after the swap"
-
-
-@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.long)])
-def test_killed_at_random_moments_a_write_leaves_old_or_new(tmp_path: Path, kills: int) -> None:
-    moments, reached = random.Random(1), (0, 0)
-    first_version(tmp_path)
-    for _ in range(kills):
-        process = start(tmp_path, "for ever")
-        assert process.stdin and process.stdout
-        process.stdin.close()
-        for printed in range(
-            1, moments.randint(1, 4) + 1
-        ):  # version 1 is whole: from here on it rewrites what lies there
-            assert process.stdout.readline() == f"{printed}\n"
-        time.sleep(moments.uniform(0, 0.05))
-        process.kill()
-        printed = [printed, *map(int, process.stdout.read().split())][-1]
-        process.stdout.close()
-        assert process.wait() == -signal.SIGKILL
-        file, folder = versions(tmp_path)
-        assert file in (printed, printed + 1) and folder in (printed, file)
-        reached = max(reached, (file, folder))
-    assert reached > (2, 2), "killed too early to have rewritten anything"
-    first_version(tmp_path)
-    assert names(tmp_path) == ["file", "folder", "folder/a", "folder/b"]  # what the killed left is gone

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.runtime import atomic, scratch
+from stages.runtime import scratch
 from tests.conftest import ROOT
 
 
@@ -36,33 +36,6 @@ def test_equal_work_has_an_equal_scratch_folder_and_other_work_another() -> None
         p.parent == Path(".scratch") and p.name.startswith(w[0] + "-")
         for p, w in zip(folders, [work, *others], strict=True)
     )
-
-
-def test_only_code_that_the_stage_imports_changes_the_scratch_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: every loaded module of `stages` was digested, so a comment elsewhere threw half a night's training away."""
-    files = {
-        "stages/train_draft.py": "from stages.training import loss\nfrom stages.params import schema\n",
-        "stages/training/loss.py": "a = 1",
-        "stages/training/other.py": "a = 1",
-        "stages/params/schema.py": "a = 1",  # classes, no values
-        "stages/telemetry/gpu_energy.py": "a = 1",
-    }
-
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    for name, text in files.items():
-        write(name, text)
-    monkeypatch.setattr(scratch, "CODE_ROOT", tmp_path)
-    before = scratch.locate_scratch("train_draft-e003", 1)
-    for name in ("stages/training/other.py", "stages/params/schema.py", "stages/telemetry/gpu_energy.py"):
-        write(name, "a = 2")
-        assert scratch.locate_scratch("train_draft-e003", 1) == before, name
-    write("stages/training/loss.py", "a = 2")
-    assert scratch.locate_scratch("train_draft-e003", 1) != before
 
 
 def test_a_kill_while_work_is_removed_leaves_none_to_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +89,3 @@ def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_end
     with scratch.lock_scratch(work):
         assert (Path(".scratch") / f"{work.name}.lock").exists()
     assert not list(Path(".scratch").iterdir())
-
-
-def test_a_folder_that_is_replaced_or_removed_stays_locked() -> None:
-    """train_draft swaps its scratch folder for a new one after each epoch: a lock on the folder itself would go with it."""
-    work = scratch.locate_scratch("train_draft-e003", 1)
-    with scratch.lock_scratch(work):
-        for epoch in ("1", "2"):
-            with atomic.write_folder(work) as whole:
-                (whole / "epoch").write_text(epoch)
-        scratch.remove_scratch(work)
-        second = hold(work)
-        assert second.wait(60) != 0 and second.stderr and "is in use" in second.stderr.read()
-    with scratch.lock_scratch(work):
-        pass

@@ -188,21 +188,6 @@ def engine_that_falls(project: Path, monkeypatch: pytest.MonkeyPatch, falls_at: 
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_a_server_that_falls_is_started_again(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A long run must not be lost to one crash of the engine."""
-    engine_that_falls(project, monkeypatch, "{10, 40}")
-    set_backend(project, "server", {"launch": "sglang"}, train_rows=60)
-    sample_target.main()
-    assert "ended with status 9; starting it again (2 of 3)" in capsys.readouterr().out
-    found = report(project)
-    assert found["server_restarts"] == 2 and found["rows_out"] == 66
-    log = Path(".scratch/sglang_server.log").read_text()
-    assert log.count("illegal memory access") == 2
-    assert log.count("threads 1 GPU None\n") == 3  # of target.num_threads: else it would take the stage's cores
-
-
 def test_two_servers_one_of_which_falls(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two GPUs has a server. Answers are those of one server, each once, though one of the two falls twice."""
     engine_that_falls(project, monkeypatch, "{}")

@@ -9,7 +9,6 @@ import polars as pl
 import pytest
 
 from stages.data import conversations
-from stages.sampling import parquet_shards
 from stages.sampling.parquet_shards import ParquetShardWriter
 
 SCHEMA = pl.Schema({"id": pl.Int64})
@@ -67,18 +66,6 @@ def test_a_shard_is_published_when_its_last_row_is_set_and_not_before(tmp_path: 
             rows.journal(0)
         with pytest.raises(AssertionError, match="shard 1 lacks 2 rows"):
             rows.finish()
-
-
-def test_where_links_can_t_be_made_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise OSError("another file system")
-
-    monkeypatch.setattr(parquet_shards.os, "link", refuses)
-    with open_writer(tmp_path, 1, 1) as rows:
-        rows.set_row(0, IdRow(0), {})
-        rows.finish()
-        rows.publish(tmp_path / "out")
-    assert conversations.read_table(tmp_path / "out", SCHEMA, "x")["id"].to_list() == [0]
 
 
 @pytest.mark.parametrize("broken", ["parts/part-00000.parquet", "counts/00000.json"])

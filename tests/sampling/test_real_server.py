@@ -4,10 +4,8 @@ import asyncio
 import http.client
 import json
 import math
-import random
 import threading
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from tests.sampling.sampled_project import (
     set_backend,
     with_tools,
 )
-from tests.serving.faulty_proxy import Proxy
 
 
 @pytest.fixture(scope="module")
@@ -133,29 +130,6 @@ def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str
 def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, Any]) -> None:
     set_backend(project, "server", real, train_rows=18, eval_rows=3, max_new_tokens=4)
     run_with_random_kills(project, 5, seed=1)
-
-
-def test_a_proxy_that_breaks_answers_changes_none(project: Path, real: dict[str, Any]) -> None:
-    """10% of all answers are errors, 5% reset in the middle, 2% never come."""
-    set_backend(project, "server", real, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
-    sample_target.main()
-    whole = read_result(project)
-    rng = random.Random(17)
-    drawn = [rng.random() for _ in range(1000)]
-
-    def fault(number: int) -> str | None:
-        at = drawn[number]
-        return "500" if at < 0.10 else "reset" if at < 0.15 else "hang" if at < 0.17 else None
-
-    with Proxy(real["base_urls"][0], fault) as proxy:
-        broken = {**real, "base_urls": [proxy.url], "timeout_s": 4.0}
-        set_backend(project, "server", broken, train_rows=56, eval_rows=2, max_new_tokens=3, shard_size=16)
-        sample_target.main()
-    assert_same(read_result(project), whole)
-    assert proxy.faults["500"] >= 5 and proxy.faults["reset"] >= 3 and proxy.faults["hang"] >= 1
-    again = Counter(report(project)["asked_again"])
-    assert again["http 500"] == proxy.faults["500"] and again["timeout"] == proxy.faults["hang"]
-    assert again["connection"] == proxy.faults["reset"] and proxy.num_requests == 60 + sum(again.values())
 
 
 @pytest.mark.long

@@ -10,7 +10,6 @@ import pytest
 from stages.data import conversations
 from stages.sampling import requests
 
-TOOL = {"type": "function", "function": {"parameters": {"type": "object"}, "strict": True, "name": "sky"}}
 CALL = {"id": "abc", "type": "function", "function": {"name": "sky", "arguments": '{"at": "Oslo", "b": 1}'}}
 
 
@@ -55,20 +54,6 @@ def test_one_request_for_each_answer_in_order(tmp_path: Path) -> None:
         assert [q.position for group in some for q in group] == list(range(min(most, 7)))
 
 
-def test_a_few_requests_are_from_every_file(tmp_path: Path) -> None:
-    """Bug: train_rows and eval_rows took the first rows: with a folder of two files, all were of the first."""
-    rows = rows_of("a.jsonl", 300) + rows_of("b.jsonl", 100)
-    found = names_of(read_all(tmp_path, rows, 100))
-    assert len(found) == 100
-    assert 15 <= sum(name.startswith("b") for name in found) <= 35
-    selection = requests.select_requests(tmp_path / "train.parquet", 100)
-    assert list(selection.sources) == ["a.jsonl", "b.jsonl"]
-    assert selection.num_requests == sum(share.asked for share in selection.sources.values()) == 100
-    assert selection.num_unrequested == 300
-    assert selection.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
-    assert selection.sources["b.jsonl"].asked + selection.sources["b.jsonl"].not_asked == 100
-
-
 def test_more_data_replaces_few_rows_and_more_rows_none(tmp_path: Path) -> None:
     """A file with a tenth more rows replaces about a tenth of the selected ones."""
     rows = rows_of("a.jsonl", 400)
@@ -77,33 +62,6 @@ def test_more_data_replaces_few_rows_and_more_rows_none(tmp_path: Path) -> None:
     assert {name for name in after if name.startswith("a")} < before
     assert len(before & after) >= 80
     assert before < names_of(read_all(tmp_path, rows, 150))
-
-
-def test_calls_reasoning_and_tools(tmp_path: Path) -> None:
-    calls = [
-        None,
-        json.dumps([CALL, {"name": "sun", "arguments": {}}]),
-        None,
-        None,
-        json.dumps([CALL | {"id": None}]),
-        None,
-        None,
-    ]
-    tools = json.dumps([TOOL, {"name": "sun", "description": "d"}])
-    thoughts = [None, "hm", *[None] * 5]
-    ((first, *_),) = read_all(tmp_path, [row("x", "uattata", tools=tools, tool_calls=calls, reasoning=thoughts)])
-    messages = first.messages
-    assert messages[1]["reasoning_content"] == "hm" and "reasoning_content" not in messages[4]
-    assert [c["function"]["arguments"] for c in messages[1]["tool_calls"]] == [{"at": "Oslo", "b": 1}, {}]
-    assert [c["id"] for c in messages[1]["tool_calls"]] == ["abc", "call00001"]
-    assert [m.get("tool_call_id") for m in messages if m["role"] == "tool"] == ["abc", "call00001", "call00002"]
-    assert json.dumps(first.tools) == json.dumps([  # with the order of keys
-        {"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}, "strict": True}},
-        {"type": "function", "function": {"name": "sun", "description": "d"}},
-    ])  # fmt: skip
-    sent = requests.convert_to_openai(messages, str)
-    assert sent[1]["tool_calls"][0] == CALL
-    assert sent[0] is messages[0] and messages[1]["tool_calls"][0]["function"]["arguments"]["b"] == 1
 
 
 @pytest.mark.parametrize("levels", [900, 100_000])

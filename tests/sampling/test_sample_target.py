@@ -86,22 +86,6 @@ def test_each_rows_temperature_is_its_own(project: Path) -> None:
         assert len(some) == 100 and some.equals(rows.filter(pl.col("id").is_in(some["id"].to_list())))
 
 
-def test_a_mixture_in_this_process(project: Path) -> None:
-    mixture = [{"temperature": 0.0, "weight": 1.0}, {"temperature": 0.9, "weight": 1.0}]
-    set_backend(project, "transformers", temperature=mixture, train_rows=20, batch_size=4, max_new_tokens=6)
-    sample_target.main()
-    rows = answers(project, "train")
-    assert set(rows["temperature"].cast(pl.Float64).round(3)) == {0.0, 0.9}
-    set_backend(project, "transformers", temperature=0.0, train_rows=20, batch_size=4, max_new_tokens=6)
-    sample_target.main()
-    cold = answers(project, "train")
-    assert rows["id"].to_list() == cold["id"].to_list()
-    same = rows["answer_ids"].to_list(), cold["answer_ids"].to_list(), rows["temperature"].to_list()
-    assert all(a == b for a, b, heat in zip(*same, strict=True) if heat == 0.0)
-    assert not all(a == b for a, b, heat in zip(*same, strict=True) if heat > 0)
-    assert answers(project, "eval_t").is_empty()
-
-
 @pytest.mark.parametrize("backend", ["transformers", "server"])
 def test_a_prompt_that_is_empty_names_its_row(project: Path, backend: str) -> None:
     """A mask that is all one: the template renders nothing before the answer, though it shows the words of its probe."""
@@ -141,24 +125,6 @@ def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_ru
         ):
             sample_target.main()
     assert ends
-
-
-def test_cut_answers_are_one_warning_and_missing_questions_are_counted(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bug: the same warning came for each split; and 60,000 rows of 30 were sampled without a word."""
-    pl.read_parquet("data/fixed/train.parquet").head(10).write_parquet("data/fixed/train.parquet")
-    set_backend(project, "transformers", max_new_tokens=2, temperature=1.0, train_rows=1000, eval_rows=2)
-    sample_target.main()
-    shown, found = capsys.readouterr().out, report(project)
-    (warning,) = (line for line in shown.splitlines() if line.startswith("warning: "))
-    num_train = sum(source["asked"] for source in found["sources"]["train"].values())
-    assert re.search(
-        rf"(\d+) of {num_train + 4} answers are cut \(train \d+ of {num_train}, eval \d of 2, eval_t \d of 2\)", warning
-    )
-    assert warning.split()[1] == str(sum(found["truncated"].values()))
-    assert f"to all {num_train} questions of the data, 1000 were wanted" in shown and "questions not asked" in shown
-    assert found["missing"] == {"train": 1000 - num_train, "eval": 0, "eval_t": 0}
 
 
 def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

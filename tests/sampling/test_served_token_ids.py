@@ -7,8 +7,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
-from stages.target.chat_template import TemplateRefusalError
-from stages.target.prompt_encoder import PromptEncoder
 from tests.sampling.sampled_project import answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion
 
@@ -100,19 +98,6 @@ def test_servers_of_which_no_ids_are_known_stop_the_run_and_others_go_on_with_it
     assert answers(project, "train").height == 60 and not report(project)["dropped"]
 
 
-def test_without_rows_the_message_has_the_reasons_and_what_to_do(project: Path) -> None:
-    def reply(body: dict[str, Any], number: int) -> dict[str, Any]:
-        return completion("hi", body["model"], choice={"finish_reason": "length"})
-
-    with Fake(reply) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]}, truncated="drop")
-        with pytest.raises(
-            ValueError,
-            match=r"in the train split, .*\(6 sampled, dropped: 6 truncated\); raise sample_target.max_new_tokens",
-        ):
-            sample_target.main()
-
-
 @pytest.mark.parametrize("text", ["place: Graz!", "place :\nGraz \N{REPLACEMENT CHARACTER}"])
 def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
     project: Path, tokenizer: Any, text: str
@@ -126,14 +111,6 @@ def test_a_text_may_differ_from_its_ids_by_spaces_and_a_cut_character_alone(
         else:
             sample_target.main()
             assert not report(project)["dropped"]
-
-
-def test_a_tokenised_text_of_too_many_tokens_is_dropped_where_nothing_else_is_known(project: Path) -> None:
-    """Bug: it stopped the run, as if the server did not obey max_tokens; a parser may have added what was tokenised."""
-    with Fake(lambda b, n: completion("a long answer " * 40 if n == 2 else "hi", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url], "concurrency": 1}, max_new_tokens=20)
-        sample_target.main()
-    assert report(project)["dropped"] == {"token_ids_unknown": 1}
 
 
 def test_unknown_ids_are_asked_for_again_once_the_server_is_mended(project: Path) -> None:
@@ -162,20 +139,3 @@ def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer
             ValueError, match=r"\): the server answered with 12 tokens, .*max_new_tokens 5; let it obey"
         ):
             sample_target.main()
-
-
-def test_a_row_that_the_template_refuses_is_not_sent(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: with a server whose template takes it, the refusal of ours came after the answer and ended the run."""
-    encode, refused = PromptEncoder.encode_prompt, answers(project, "train")["id"][2]
-
-    def refuse(self: PromptEncoder, row: str, *rest: Any) -> list[int]:
-        if row.startswith(f"{refused} ("):
-            raise TemplateRefusalError("roles must alternate")
-        return encode(self, row, *rest)
-
-    monkeypatch.setattr(PromptEncoder, "encode_prompt", refuse)
-    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
-        set_backend(project, "server", {"base_urls": [fake.url]})
-        sample_target.main()
-    found = report(project)
-    assert found["dropped"] == {"refused_by_template": 1} and len(fake.bodies) == found["rows_in"] - 1

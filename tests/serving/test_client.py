@@ -1,7 +1,6 @@
 """The client against a server that does all a server can do wrong."""
 
 import asyncio
-import contextlib
 import random
 from typing import Any
 
@@ -105,14 +104,6 @@ def test_a_failing_server_is_avoided_and_used_again_once_it_answers() -> None:
         assert answer_counts[failing.url] > 20 and answer_counts[healthy.url] > 0  # the one that is well is the slower
 
 
-def test_a_server_that_cannot_be_reached_loses_no_request() -> None:
-    with Fake() as healthy:
-        with Fake() as late:
-            pass
-        answers, _ = send_requests([late.url, healthy.url], make_bodies(20))
-    assert all(isinstance(a, client.ChatAnswer) for a in answers)
-
-
 def test_a_server_that_is_never_up_is_named_at_once_and_while_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,48 +118,6 @@ def test_a_server_that_is_never_up_is_named_at_once_and_while_it_is_waited_for(
     assert first.endswith("; unless a server answers, the run stops in about 0 s (sample_target.server.attempts: 3)")
     assert len(later) == 3
     assert all(line.startswith(f"note: still waiting for {closed.url}, 0 s so far: Client") for line in later)
-
-
-def test_a_note_says_when_a_server_has_come_up(capfd: pytest.CaptureFixture[str]) -> None:
-    with Fake() as healthy:
-        with Fake() as late:
-            pass
-
-        async def run() -> None:
-            options = {"concurrency": 2, "timeout_s": 60.0, "attempts": 6, "first_backoff_s": 0.02}
-            async with client.ChatClient([late.url, healthy.url], "tiny", **options) as http:
-                with contextlib.ExitStack() as stack:
-                    await asyncio.to_thread(stack.enter_context, Fake(port=late.port))  # it has a loop of its own
-                    while not http.endpoints[0].answered:
-                        await asyncio.gather(*(http.complete(b) for b in make_bodies(2)))
-
-        asyncio.run(run())
-    first, last = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert first.startswith(f"note: waiting for {late.url}, which can't be asked yet: ")
-    assert first.endswith("; the other servers are asked meanwhile")
-    assert last == f"note: {late.url} answers now"
-
-
-def test_a_server_that_loads_its_model_is_asked_again_which_engine_it_is() -> None:
-    """Bug: one that answered 503 for its models was taken for an unknown engine, so SGLang got no fields of its own."""
-
-    async def run(url: str) -> None:
-        async with client.ChatClient([url], "tiny", 4, 1.0, attempts=6, first_backoff_s=0.02) as http:
-            await http.complete(BODY, {"sglang": {"return_token_ids": True}})
-
-    with Fake(models={"data": [{"id": "tiny", "owned_by": "sglang"}]}) as fake:
-        fake.loading = 2
-        asyncio.run(run(fake.url))
-    assert fake.paths.count("/v1/models") == 3 and fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
-
-
-def test_a_server_with_too_many_requests_names_the_setting_of_how_many() -> None:
-    """Bug: the message advised to see to the servers, or to raise attempts or timeout_s."""
-    with Fake(lambda *_: 429) as fake:
-        (answer,), _ = send_requests([fake.url], [BODY], attempts=2, concurrency=16)
-    assert "HTTP 429" in str(answer) and "; lower sample_target.server.concurrency, 16, the requests in fl" in str(
-        answer
-    )
 
 
 def test_the_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
 """Command lines of engines, and what is made of what a server says of itself."""
 
-import asyncio
 import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -141,15 +139,6 @@ def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorith
         assert json.loads(text) == {"method": algorithm.lower(), "model": "/d", "num_speculative_tokens": 7}
 
 
-def test_a_server_with_a_block_draft_is_known_by_algorithm_and_width() -> None:
-    """SGLang reports num_steps and topk of blocks as 1."""
-    info = {"speculative_algorithm": "DSPARK", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
-    draft = engine_flags.ServedDraft("/d", "DSPARK", 7, 1, 8)
-    engine_flags.check_server_info(info | {"speculative_num_draft_tokens": 8}, draft, None, 100)
-    with pytest.raises(ValueError, match="speculative_num_draft_tokens 5, expected 8"):
-        engine_flags.check_server_info(info | {"speculative_num_draft_tokens": 5}, draft, None, 100)
-
-
 GRAPHS = {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4, 32]}}
 TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
 
@@ -176,29 +165,6 @@ def test_a_server_with_other_settings_is_refused(info: dict[str, Any], draft: An
         return
     with pytest.raises(ValueError, match=problem):
         engine_flags.check_server_info(info, draft, 64, 1500)
-
-
-def test_the_recorded_server_info_of_sglang_is_read() -> None:
-    """Recorded on a GPU, with tree 5_4_16 and 64 at once."""
-    recorded = json.loads((Path(__file__).parent / "recorded/sglang-0.5.17.json").read_text())
-    body = json.dumps(recorded["server_info"]).encode()
-
-    class Http:
-        async def send(self, *_asked: str) -> Any:
-            return SimpleNamespace(status=200, body=body)
-
-    info = asyncio.run(engine_flags.fetch_server_info(cast(Any, Http()), "http://x", "sglang"))
-    assert engine_flags.read_server_memory(info) == engine_flags.ReportedMemory(
-        weights=0.002, kv_cache=60.836, kv_tokens=36451920
-    )
-    engine_flags.check_server_info(info, engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 64, 1600)
-    for draft, concurrency, problem in (
-        (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 4, 16), 65, "at most 64 requests in one batch"),
-        (engine_flags.ServedDraft("drafts/e009/draft", "EAGLE3", 5, 2, 16), 64, "speculative_eagle_topk 4, expected 2"),
-        (None, 64, "speculative_algorithm EAGLE3, expected None"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            engine_flags.check_server_info(info, draft, concurrency, 1600)
 
 
 @pytest.mark.parametrize(

@@ -95,25 +95,3 @@ def test_a_summary_is_what_counting_token_by_token_gives(seed: int) -> None:
     clock = np.linspace(begun, begun + duration, 200_001)
     in_flight = sum(((clock >= r.sent) & (clock < r.events[-1][0])).astype(int) for r in answered)
     assert found["mean_at_once"] == pytest.approx(np.mean(in_flight), rel=1e-3)
-
-
-def test_failed_requests_count_in_the_duration_and_give_no_tokens() -> None:
-    answered, failed = (
-        make_record(0.0, [(1.0, 1), (2.0, 1)]),
-        make_record(0.0, [(1.0, 50)], failure_reason="timeout", ended=10.0),
-    )
-    found = asdict(latency.summarise_load([answered, failed]))
-    assert found["duration_s"] == 10.0 and found["output_throughput"] == 0.2 and found["total_throughput"] == 1.2
-    assert found["ttft_s"]["mean"] == 1.0
-
-
-def test_without_counts_there_is_no_time_between_tokens() -> None:
-    """A piece of text may be several tokens: what is between pieces is told, what is between tokens isn't."""
-    counted, uncounted = (
-        make_record(0.0, [(1.0, 1), (2.0, 1)]),
-        make_record(0.0, [(1.0, 1), (3.0, 1)], has_token_counts=False, output_tokens=9),
-    )
-    found = asdict(latency.summarise_load([counted, uncounted]))
-    assert found["itl_s"] is None
-    assert found["chunk_gap_s"]["mean"] == 1.5
-    assert found["tpot_s"]["mean"] == pytest.approx((1.0 + 2.0 / 8) / 2)  # that needs their sum alone

@@ -1,9 +1,5 @@
 """Cycles and accepted drafts of a load, as SGLang's answers and vLLM's counters or answers tell them."""
 
-import math
-import time
-
-from stages.serving.load_generator import Arrivals
 from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
 from tests.serving.misbehaving_server import Fake, Streamed
 
@@ -66,26 +62,6 @@ def test_vllms_counters_are_those_of_the_load_alone() -> None:
     assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 6}
     assert fake.bodies[0]["stream_options"]["continuous_usage_stats"] is True
     assert fake.bodies[0]["return_token_ids"] is True
-
-
-def test_vllms_counters_tell_each_request_that_is_sent_alone() -> None:
-    """9 tokens each, and no reading of the counters in the load's time. The second's last cycle cuts its bonus and a draft."""
-    figures = [counters(10, 7, [3, 2, 1, 1]), counters(13, 12, [5, 4, 2, 1]), counters(15, 20, [7, 6, 4, 3])]
-    with Fake(lambda *_: Streamed(SCHEDULE)) as fake:
-
-        def metrics() -> bytes:
-            time.sleep(0.3 if len(fake.bodies) == 1 else 0)
-            return figures[min(len(fake.bodies), 2)]
-
-        fake.pages["/metrics"] = metrics
-        found = run_load(fake.url, make_requests(2, [1]), Arrivals(math.inf, 1, 0), engine="vllm")
-    assert [r.counts for r in found.records] == [(3, 5, True, [1, 0, 1, 1, 0]), (2, 7, True, [0, 0, 0, 0, 2])]
-    assert found.counters is None and not found.counting_errors
-    assert found.engine_figures == {"mean_acceptance_length": 1 + 13 / 5}
-    first, second = found.records
-    pause = (fake.arrived[1] - fake.arrived[0]) - (second.sent - first.sent)
-    assert pause > 0.25, "the reading is no time of the load"
-    assert first.ended <= second.sent <= second.events[0][0] <= second.ended
 
 
 def test_vllm_tells_each_request_itself() -> None:

@@ -1,12 +1,7 @@
 """The load generator against a server that streams at times we set."""
 
 import asyncio
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.serving import latency, load_generator
-from stages.serving.load_generator import Arrivals, LoadRequest
+from stages.serving.load_generator import Arrivals
 from tests.serving.loads import SCHEDULE, add_sglang_pages, make_requests, run_load
 from tests.serving.misbehaving_server import Fake, Streamed
 
@@ -145,19 +140,6 @@ def test_what_concerns_every_request_ends_the_load(status: int) -> None:
     assert len(fake.bodies) <= 3
 
 
-def test_the_warm_up_counts_nowhere() -> None:
-    """Its first request takes long and one fails; the cache is flushed between it and the load."""
-    replies = {0: Streamed([(0.1, 1)]), 1: 500}
-    with add_sglang_pages(Fake(lambda _, index: replies.get(index, Streamed([(0.02, 1)])))) as fake:
-        found = run_load(
-            fake.url, make_requests(5, [1]), Arrivals(math.inf, 4, 0), warmup=make_requests(3, [2]), engine="sglang"
-        )
-    assert len(found.records) == 5 and all(r.due >= fake.streams[0][0] for r in found.records)
-    assert found.warmup_failed == {"http 500": 1} and found.max_in_flight == 4
-    assert fake.paths == ["/generate"] * 3 + ["/flush_cache?timeout=30"] + ["/generate"] * 5 + ["/server_info"]
-    assert [b["input_ids"] for b in fake.bodies] == [[2]] * 3 + [[1]] * 5
-
-
 def test_a_load_stops_where_the_whole_warm_up_fails() -> None:
     with (
         Fake(lambda *_: 500) as fake,
@@ -173,33 +155,6 @@ def test_a_server_may_come_to_rest_for_longer_than_a_request_may_take() -> None:
         fake.pages["/flush_cache"] = lambda: time.sleep(1.8) or b""
         found = run_load(fake.url, make_requests(1, [1]), request_timeout_s=1.2, engine="sglang")
     assert found.records[0].failure_reason is None
-
-
-def test_requests_in_each_dialect() -> None:
-    def body(ask: LoadRequest, engine: str) -> tuple[str, dict[str, Any]]:
-        path, data = load_generator.build_request(ask, engine, "tiny")
-        return path, json.loads(data)
-
-    (ids,) = make_requests(1, [1, 2], ignore_eos=True, max_tokens=5, engine_fields={"image_data": ["x"]})
-    assert body(ids, "sglang") == ("/generate", {
-        "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 5, "temperature": 0.0, "top_p": 1.0, "ignore_eos": True},
-        "stream": True, "image_data": ["x"],
-    })  # fmt: skip
-    path, request_body = body(ids, "vllm")
-    assert path == "/v1/completions" and request_body["prompt"] == [1, 2] and request_body["ignore_eos"] is True
-    (words,) = make_requests(1, max_tokens=5)
-    path, request_body = body(words, "openai")
-    assert (
-        path == "/v1/chat/completions" and request_body["messages"] == words.prompt and "ignore_eos" not in request_body
-    )
-    (top_k,) = make_requests(1, [1, 2], top_k=20)
-    assert body(top_k, "sglang")[1]["sampling_params"]["top_k"] == 20 and body(top_k, "vllm")[1]["top_k"] == 20
-    with pytest.raises(ValueError, match="takes top_k, found openai"):
-        load_generator.build_request(make_requests(1, top_k=20)[0], "openai", "tiny")
-    with pytest.raises(ValueError, match="0: expected an engine that takes ignore_eos, found openai"):
-        load_generator.build_request(ids, "openai", "tiny")
-    with pytest.raises(ValueError, match="takes token ids as prompts, found transformers"):
-        load_generator.build_request(make_requests(1, [1])[0], "transformers", "tiny")
 
 
 def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
@@ -229,26 +184,3 @@ def test_a_load_that_is_cancelled_leaves_nothing_behind() -> None:
         while fake.given_up < 5 and time.monotonic() < until:
             time.sleep(0.02)
     assert fake.given_up == 5 and len(fake.bodies) == 5  # its connections are closed, and no more were opened
-
-
-def test_ctrl_c_ends_it_at_once_without_complaints() -> None:
-    program = (
-        "import asyncio, math, sys\n"
-        "from stages.serving import load_generator\n"
-        "ask = load_generator.LoadRequest('0', [{'role': 'user', 'content': 'x'}], 8, 0.0, 1.0, None, False)\n"
-        "print('ready', flush=True)\n"
-        "asyncio.run(load_generator.run_load(sys.argv[1], 'tiny', [ask] * 9, load_generator.Arrivals(math.inf, 3, 0)"
-        ", 60.0, [], 's', engine='openai'))"
-    )
-    with Fake(lambda *_: Streamed([(0.05 * i, 1) for i in range(4000)])) as fake:  # 200 s: nobody waits for its end
-        stage = subprocess.Popen(
-            [sys.executable, "-X", "dev", "-c", program, fake.url], cwd=ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        until = time.monotonic() + 60
-        while len(fake.bodies) < 3 and time.monotonic() < until:
-            time.sleep(0.02)
-        os.kill(stage.pid, signal.SIGINT)
-        _, complaints = stage.communicate(timeout=60)
-    assert stage.returncode != 0
-    assert complaints.rstrip().endswith("KeyboardInterrupt") and "nclosed" not in complaints

@@ -93,36 +93,12 @@ def test_a_servers_daemon_is_gone_when_the_server_falls(tmp_path: Path) -> None:
     assert has_ended(new_daemon, 5)
 
 
-@needs_subreaper
-def test_a_servers_daemon_is_gone_when_the_stage_is_killed(tmp_path: Path) -> None:
-    port = free_port.find_free_port()
-    parent = start_stage(DAEMONISES, port, tmp_path / "log")
-    daemon = int(httpx.get(f"http://127.0.0.1:{port}", trust_env=False).text)
-    parent.kill()
-    parent.wait(60)
-    assert has_ended(daemon, 10)
-
-
 def test_a_server_is_gone_when_its_guard_is_killed(tmp_path: Path) -> None:
     port = free_port.find_free_port()
     with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
         child = int(httpx.get(running.base_url, trust_env=False).text)
         running._guard.kill()
     assert has_ended(child, 10)
-
-
-def test_a_server_has_ended_after_an_error_in_the_block(tmp_path: Path) -> None:
-    port = free_port.find_free_port()
-    children = []
-
-    def fails() -> None:
-        with server.ServerProcess("vllm", line(SERVES, port), port, tmp_path / "log", 60, settle_s=0.5) as running:
-            children.append(int(httpx.get(running.base_url, trust_env=False).text))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fails()
-    assert has_ended(children[0])
 
 
 @pytest.mark.parametrize("kill_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
@@ -177,14 +153,6 @@ def test_a_server_whose_port_is_taken_is_ended_at_once(tmp_path: Path) -> None:
         pass
     assert 1 <= time.monotonic() - begun < 60  # neither for another port nor after the whole timeout
     assert has_ended(int(log.read_text().split()[0]))
-
-
-def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="asks for vllm, but there is no `no-such-vllm`"),
-        server.ServerProcess("vllm", ["no-such-vllm"], 1, tmp_path / "log", 1),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang", "vllm"])

@@ -58,24 +58,6 @@ def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
     assert stream.engine_meta["spec_verify_ct"] == 2
 
 
-def test_text_without_counts_is_an_event_a_piece() -> None:
-    data = sse(chunk(""), chunk("a"), chunk("b c"), chunk("", 4, "length"))
-    stream = read(data)
-    assert not stream.has_token_counts and stream.output_tokens == 4
-    assert [tokens for _, tokens in stream.events] == [1, 1]
-    assert read(sse(chunk("a"), chunk("b"), chunk("", 2, "length"))).has_token_counts  # as many as there are tokens
-
-
-def test_thoughts_and_token_ids() -> None:
-    data = sse(
-        {"choices": [{"delta": {"reasoning_content": "hm"}, "token_ids": [3]}]},
-        {"choices": [{"delta": {"reasoning": "so"}, "token_ids": [4]}]},
-        {"choices": [{"delta": {"content": "yes"}, "token_ids": [5, 2], "finish_reason": "stop"}]},
-    )
-    stream = read(data)
-    assert (stream.text, stream.ids, len(stream.events)) == ("yes", [3, 4, 5, 2], 3)
-
-
 def test_plain_completions_and_sglangs_details() -> None:
     details = {"spec_correct_drafts_histogram": [1, 1], "spec_verify_ct": 2}
     data = sse(

@@ -29,24 +29,3 @@ def test_a_block_drafts_default_is_the_published_one(
 ) -> None:
     found = feature_layers.default_block_feature_layers(num_layers, num_draft_layers)
     assert found == [k + 1 for k in after_layer]
-
-
-@pytest.mark.parametrize(
-    ("stored", "chosen"),
-    [
-        ([2, 10, 18, 26, 33, 34], [2, 10, 18, 26, 34]),  # EAGLE-3's layer 33 is not a block draft's
-        ([2, 10, 18, 26, 34], [2, 10, 18, 26, 34]),
-        ([2, 18, 33], [2, 18, 33]),
-    ],
-)
-def test_a_block_draft_reads_its_published_layers_where_they_are_stored(stored: list[int], chosen: list[int]) -> None:
-    assert feature_layers.choose_block_feature_layers(stored, 36) == chosen
-
-
-@pytest.mark.parametrize("num_layers", range(3, 80))
-@pytest.mark.parametrize("num_draft_layers", [1, 2, 3, 5, 8])
-def test_a_block_drafts_default_is_of_different_layers_of_the_target(num_layers: int, num_draft_layers: int) -> None:
-    found = feature_layers.default_block_feature_layers(num_layers, num_draft_layers)
-    assert found == sorted(set(found)) and found[0] > 0 and found[-1] < num_layers
-    assert len(found) == min(num_draft_layers, num_layers - 1)
-    assert feature_layers.locate_feature_layers(found, found, "a draft") == [*range(len(found))]

@@ -55,14 +55,3 @@ def test_a_kernel_that_computes_something_else_is_told_and_left_out(machine) -> 
     with pytest.warns(UserWarning, match=r"can't be used \(RuntimeError: its output is 1 away from PyTorch's kernel"):
         assert not feature_target.activate_flash_attention_3(CUDA)
     assert machine.active == []
-
-
-def test_a_kernel_that_does_not_load_is_told_and_left_out(machine, monkeypatch) -> None:
-    """PyTorch's own activation, of a module that is found and can't be imported."""
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: importlib.machinery.ModuleSpec("", None))
-    monkeypatch.setattr(feature_target, "attend_two_documents", machine.attend)
-    with pytest.warns(UserWarning, match=r"FlashAttention 3 is installed and can't be used \(ModuleNotFoundError"):
-        assert not feature_target.activate_flash_attention_3(CUDA)
-    assert attention.current_flash_attention_impl() is None

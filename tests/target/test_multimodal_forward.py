@@ -28,7 +28,6 @@ from tests.target.multimodal_documents import (
     TAPPED,
     TOKEN,
     alone,
-    document,
     documents,
     forward,
     load,
@@ -81,20 +80,6 @@ def test_of_deepstack_a_stream_holds_what_sglang_captures(tmp_path: Path, name: 
     assert torch.equal(entering[2][~pieces], low[~pieces]) and torch.equal(entering[3], leaving[3])
     assert (entering[2] - low)[pieces].norm(dim=-1).min() > 0.01  # two levels here: after blocks 0 and 1
     assert (entering[1] - leaving[1])[pieces].norm(dim=-1).min() > 0.01
-
-
-@every_class
-def test_texts_go_the_same_way(tmp_path: Path, name: str) -> None:
-    """A batch without any picture, also where the caller says nothing of pictures."""
-    model = load(tmp_path, name)
-    texts = [document(([], [length]), length) for length in (5, 8)]
-    found = forward(model, texts)
-    expected = torch.cat([alone(model, ids, None)["last"] for ids, _ in texts])
-    torch.testing.assert_close(found["last"], expected, rtol=1e-5, atol=1e-5)
-    plain = packed_forward.forward_documents(model, torch.cat([i for i, _ in texts]), [5, 8], True)
-    torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
-    assert found["positions"].tolist() == [[i] * 3 for length in (5, 8) for i in range(length)]
-    assert not found["pictured"].any()
 
 
 def test_pictures_that_are_not_the_documents_own_are_refused_by_name(tmp_path: Path) -> None:
@@ -254,18 +239,3 @@ def test_training_rolls_what_decoding_rolls(run: Run) -> None:
         assert (
             len(walked) >= len(steps) - 2
         )  # a last cycle may stand on the answer's last token, where nothing is supervised
-
-
-def test_a_draft_sees_pictures_and_where_they_lie(run: Run) -> None:
-    """With the pad token's embedding, or plain positions, it says something else: both matter in what is compared here."""
-    one, objective = run.rows[2], ttt.TrainingObjective(STEPS)
-    assert one.image_embeddings is not None and one.positions is not None
-    pack = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
-    blind = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
-    blind.image_embeddings = run.embedding[TOKEN].expand_as(one.image_embeddings)
-    astray = ttt.TrainingPack.from_rows([one], STEPS, "aligned")
-    astray.rope_positions = torch.arange(len(one.ids))[:, None].expand(-1, 3)
-    exact, no_pictures, no_positions = (
-        ttt.compute_loss(run.draft, p, run.embedding, run.head, objective).loss_per_step for p in (pack, blind, astray)
-    )
-    assert (exact - no_pictures).abs().max() > 1e-4 and (exact - no_positions).abs().max() > 1e-4

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from stages import prepare_target
 from stages.target import config_facts, feature_layers, hooks, loading, manifest, packed_forward
@@ -147,29 +147,6 @@ def test_documents_end_to_end_are_as_each_alone(tmp_path: Path, name: str) -> No
     assert torch.equal(again[0], alone[0][0])  # its own attention is back
 
 
-def test_a_model_that_does_not_keep_documents_apart_is_found_out(tmp_path: Path) -> None:
-    """A class that ignores the borders would let documents see each other: it is padded instead."""
-    save_random_model(tmp_path, "qwen3", False)
-    model = loading.load_target(str(tmp_path), "float32", "cpu")
-    borders = packed_forward._attend_documents
-
-    def ignore_borders(*args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> Any:
-        return borders(*args, cu_seq_lens_q=cu_seq_lens_q[[0, -1]], **kwargs)
-
-    def raise_not_implemented(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    for attention in (ignore_borders, raise_not_implemented):
-        AttentionInterface.register(packed_forward.DOCUMENT_ATTENTION, attention)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert not packed_forward.supports_packing(model)
-        finally:
-            AttentionInterface.register(packed_forward.DOCUMENT_ATTENTION, borders)
-    assert packed_forward.supports_packing(model)
-
-
 def test_a_class_that_gives_its_window_to_the_mask_alone_is_padded() -> None:
     """Bug: Phi-3.5-MoE's attention is not told of the window, and packed documents have no mask: those longer than the window
     had the hidden states of a target without one, since the documents that are compared are shorter.
@@ -234,49 +211,6 @@ def test_the_facts_are_those_of_the_model(tmp_path: Path, name: str, tied: bool)
     assert made.rope["rope_type"] == ("llama3" if name == "llama3" else "default")
     assert ("mrope_section" in made.rope) == ("vl" in name)
     assert made.modality == ("image" if "vl" in name else "text")
-
-
-@pytest.mark.parametrize(
-    ("spelt", "expected"),
-    [
-        ({"rope_theta": 5e6}, {"rope_type": "default", "rope_theta": 5e6}),
-        (
-            {"rope_theta": 5e6, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            {"rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0},
-        ),
-        (
-            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}},
-            {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
-        ),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": 2.0}},) * 2,
-        ({}, {"rope_type": "default", "rope_theta": 10_000.0}),
-        (
-            {"rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            }},
-            {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}},
-            {"rope_type": "default", "rope_theta": 2e4},
-        ),
-    ],
-    ids=[
-        "theta alone", "yarn by its old name", "both names", "the new spelling", "nothing", "by type of layer", "part of a head",
-    ],
-)  # fmt: skip
-def test_rope_is_read_in_both_spellings(spelt: dict, expected: dict) -> None:
-    """Bug: of Gemma 3 and OLMo 3, with RoPE by type of layer, drafts got a base of 10,000 and the layers' own beside it; of
-    GLM-4 and Phi-4-mini a `partial_rotary_factor`, by which vLLM rotates a part of each head, while training rotates all.
-    """
-
-    class Config:  # as remote code may have it: transformers' own configs turn the old spelling into the new one
-        pass
-
-    config = Config()
-    vars(config).update(spelt)
-    assert config_facts.read_rope_parameters(config) == expected.get("rope_parameters", expected)
 
 
 def test_a_config_without_what_is_needed_is_refused_by_name() -> None:

@@ -39,21 +39,6 @@ def test_what_a_template_hides_is_known_by_kind() -> None:
     assert "reasoning" in chat_template.probe_template(tok).hides
 
 
-@pytest.mark.parametrize(
-    ("condition", "keys"),
-    [("thinking is defined and thinking", ("thinking",)), ("enable_thinking", ("enable_thinking",)), ("false", ())],
-)
-def test_thinking_has_the_name_that_the_template_reads(condition: str, keys: tuple[str, ...]) -> None:
-    """Bug: Granite's, DeepSeek-V3.1's and Kimi's templates read `thinking`; enable_thinking alone was passed, in vain."""
-    tok, _ = with_template("{% if " + condition + " %}Think first.{% endif %}" + PARTS)
-    assert chat_template.build_template_kwargs(tok, True) == dict.fromkeys(keys, True)
-    text = tok.decode(chat_template.encode_prompt(tok, [ASK], thinking=True))
-    assert text.startswith("Think first.") == bool(keys)
-    if not keys:
-        with pytest.raises(ValueError, match=r"sample_target\.thinking is true, expected null"):
-            chat_template.check_thinking(tok, True)
-
-
 @pytest.mark.parametrize("template", [R1, BETWEEN])
 def test_an_end_token_is_known_where_the_template_shows_none(template: str) -> None:
     """Bug: DeepSeek-R1-Distill's generation prompt opens a thought that its history drops; no backend could sample it."""
@@ -67,12 +52,3 @@ def test_keep_refuses_a_header_that_the_history_drops_and_says_what_else_to_do()
         chat_template.encode_turns(
             tok, [ASK, {"role": "assistant", "content": "<think>\nNile.\n</think>\n\nNile."}], eos
         )
-
-
-def test_a_token_without_a_row_of_the_embedding_is_named() -> None:
-    """Bug: a token that was added to the tokenizer alone ended in an IndexError of the embedding, in the middle of sampling."""
-    tok, _ = tokenizer("qwen2.5")
-    tok.add_tokens(["<extra>"])
-    ids = tok.encode("an <extra> token", add_special_tokens=False)
-    assert chat_template.explain_unknown_token(tok, ids, len(tok)) is None
-    assert "'<extra>', id" in str(chat_template.explain_unknown_token(tok, ids, len(tok) - 1))

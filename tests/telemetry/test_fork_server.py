@@ -143,17 +143,6 @@ def test_a_stage_and_its_children_end_with_the_client(
     assert run(project, environment, "stages.describe").stderr == "forked\n"  # the server goes on
 
 
-def test_several_stages_run_at_once(project: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "stages.wait"]
-    waiting = [subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True) for _ in "ab"]
-    for client in waiting:
-        assert client.stdout and client.stdout.readline()
-    assert run(project, environment, "stages.describe").returncode == 0
-    for client in waiting:
-        client.terminate()
-        assert client.wait(30) == 7
-
-
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import stages
-from pipeline import commands
 from stages.telemetry import run_stage, unfinished
 from tests.conftest import ROOT, copy_project
 
@@ -97,20 +95,6 @@ def test_torchs_own_error_of_a_real_allocation_names_the_key_to_lower(
     assert ended.value.__context__ is None and kept[0]() is None
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (MemoryError(), "aerie: out of memory before the stage began; end what else uses it, and run again\n"),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "aerie: out of memory before"),
-        (ImportError("no module named torch"), "ImportError: no module named torch\n"),
-    ],
-)
-def test_an_import_without_memory_is_one_line(error: Exception, line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Bug: a traceback, since imports come before run_stage."""
-    stages.end_without_memory(type(error), error, None)
-    assert capfd.readouterr().err.startswith(line)
-
-
 def test_ctrl_c_says_where_the_stage_goes_on(started: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Bug: a traceback through torch, and no word on what is kept."""
     assert fail(KeyboardInterrupt()) == 130
@@ -128,31 +112,6 @@ def test_ctrl_c_says_where_the_stage_goes_on(started: None, capsys: pytest.Captu
     assert unfinished.list_notes(time.time() + 60) == {}  # an older one is of another run
     run_stage.run_stage(lambda name: unfinished.note_progress("after epoch 5"))
     assert unfinished.list_notes(0) == {}  # it has ended well
-
-
-def test_ctrl_c_in_an_import_that_fails_for_it_is_ctrl_c(started: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: NumPy makes an ImportError of a KeyboardInterrupt in its import, which ended in a traceback and 1."""
-
-    def main(name: str) -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-        except KeyboardInterrupt:
-            raise ImportError("bad install") from None
-
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit) as ended:
-        run_stage.run_stage(main)
-    assert ended.value.code == 130 and "run again to go on" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_rank_says_nothing_and_writes_no_note_but_the_first(
-    started: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert fail(KeyboardInterrupt()) == 130 and capsys.readouterr().err == ""
-    assert unfinished._stage is None
 
 
 @pytest.mark.parametrize("wait_s", [0.05, 0.4, 1.2, 2.5])
@@ -182,12 +141,3 @@ def test_ctrl_c_at_any_time_of_a_stage_prints_no_traceback(tmp_path: Path, wait_
             assert not rest, rest
         else:
             assert status == 130 and len(rest) == 1 and rest[0].startswith("aerie: "), (status, rest)
-
-
-def test_a_stage_without_progress_goes_on_from_its_beginning(started: None) -> None:
-    """Bug: `aerie run` said that it goes on with the rest, and named no stage that is lost."""
-    assert fail(KeyboardInterrupt()) == 130
-    assert unfinished.list_notes(0) == {"train_draft@e009": ""}
-    assert commands.describe_stop(["run", "--verbose"], 0) == (
-        "stopped; what has finished is kept, `aerie run --verbose` goes on with train_draft@e009 from its beginning"
-    )

@@ -1,15 +1,12 @@
 """The waits of a stage, as logs/stages.jsonl has them."""
 
-import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stages.telemetry import stage_log, waits
-from stages.telemetry.run_stage import run_stage
+from stages.telemetry import waits
 
 
 def test_the_first_kernel_is_noted_when_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,17 +32,3 @@ def test_loading_and_compiling_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     found = waits.WaitMeter().read()
     assert found.load_s is not None and found.compile_s is not None and found.load_s >= found.compile_s > 0
     assert found.server_s is None
-
-
-def test_a_stages_waits_are_logged_and_older_lines_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["/there/stages/replay_trees.py", "e003"])
-    run_stage(lambda name: None)
-    (run,) = stage_log.read_log()
-    assert (
-        run.waits.keys() == {"import_s", "first_kernel_s", "load_s", "server_s", "compile_s"} and run.waits["import_s"]
-    )
-    line = json.loads(stage_log.LOG_FILE.read_text())
-    del line["waits"]
-    stage_log.LOG_FILE.write_text(json.dumps(line))
-    assert stage_log.read_log()[0].waits == {}

@@ -42,21 +42,6 @@ def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
     return (result.loss_per_step / torch.tensor(pack.supervised_per_step).clamp(min=1)).tolist()
 
 
-def list_learned_tokens(mask: list[int], steps: int, kind: str) -> list[list[int]]:
-    """The labels of each step."""
-    gates = ttt.build_supervision_mask(torch.tensor(mask).bool(), torch.zeros(len(mask)), steps, kind)
-    return [[p + 2 + k for p in gate.nonzero().flatten().tolist()] for k, gate in enumerate(gates)]
-
-
-def test_the_supervision_mask_follows_the_span_of_the_answer() -> None:
-    """One span of tokens 3..6 in a row of 9; step k of position p learns token p + 2 + k."""
-    mask = [0, 0, 0, 1, 1, 1, 1, 0, 0]
-    # Token 3 is the prefill's; the deeper the step, the later it starts.
-    assert list_learned_tokens(mask, 4, "aligned") == [[4, 5, 6], [5, 6], [6], []]
-    # The papers' gate: late at the start, and two past the end.
-    assert list_learned_tokens(mask, 2, "eagle") == [[5, 6, 7, 8], [5, 6, 7, 8]]
-
-
 @pytest.mark.parametrize(
     ("mask", "loss", "options", "scale"),
     [
@@ -136,31 +121,6 @@ def test_rows_of_one_pack_have_the_loss_of_each_row_alone() -> None:
     separate = [run([row], weights)[1].loss_per_step for row in rows]
     packed = run(rows, weights)[1].loss_per_step
     assert torch.allclose(sum(separate), packed, rtol=1e-5)
-
-
-def test_a_batch_of_several_packs_is_one_mean() -> None:
-    """With the whole batch's counts, packs add up to the batch in one pack, whichever rows share one."""
-    draft, embedding, head = random_draft(5)
-    packs = [TrainingPack.from_rows([make_row(s, 8 + s, [(3, 7 + s)])], STEPS, "aligned") for s in (1, 2, 3)]
-    counts = torch.tensor([p.supervised_per_step for p in packs]).sum(0)
-    parts = [ttt.compute_loss(draft, p, embedding, head, TrainingObjective(STEPS), counts).total_loss for p in packs]
-    rows = [make_row(s, 8 + s, [(3, 7 + s)]) for s in (1, 2, 3)]
-    assert sum(parts).item() == pytest.approx(run(rows, (draft, embedding, head))[1].total_loss.item(), rel=1e-5)
-
-
-def test_training_makes_the_loss_fall() -> None:
-    draft, embedding, head = random_draft(9, scale=0.1)
-    draft.requires_grad_(True)
-    pack = TrainingPack.from_rows([make_row(10, 14, [(3, 14)])], STEPS, "aligned")
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=0.01)
-    losses = []
-    for _ in range(60):
-        total = ttt.compute_loss(draft, pack, embedding, head, TrainingObjective(STEPS)).total_loss
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-        losses.append(total.item())
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def compute_gradients(pack: TrainingPack, weights: tuple) -> list[Tensor]:

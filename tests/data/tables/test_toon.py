@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stages.data.tables import toon
-from stages.data.tables.schema_check import JudgedAnswer, find_asked_rows
+from stages.data.tables.schema_check import JudgedAnswer
 from stages.data.tables.table_schema import TableFile, TableValue, load_table_file
 from stages.toy import weather
 from tests.toy import damaged_exports
@@ -155,15 +155,6 @@ def test_a_wrong_count_is_not_corrected_where_the_horizon_is_unknown_or_disagree
     assert judge(text, 4, "strip").verdict == "dropped:row_count"
 
 
-def test_keep_repairs_the_table_and_keeps_its_surroundings() -> None:
-    around = "Here is the forecast:\n```toon\n{}\n```\n\nHope this helps!"
-    assert judge(around.format(TEXT), 3, "keep") == JudgedAnswer(around.format(TEXT), "clean")
-    tabs = around.format(TEXT.replace("  ", "\t"))
-    assert judge(tabs, 3, "keep") == JudgedAnswer(around.format(TEXT), "repaired:indent")
-    cut = around.format(TEXT.removesuffix(",sunny"))
-    assert judge(cut, 3, "keep") == JudgedAnswer(cut, "dropped:row_width")
-
-
 # --- every truncation, every corruption ------------------------------------------------------------------------------
 
 
@@ -285,14 +276,6 @@ def test_any_text_gets_a_verdict(lines: list[str], keep: bool) -> None:
 
 
 # --- questions, and our own encoder ----------------------------------------------------------------------------------
-
-
-def test_horizon_is_read_from_every_question_of_the_embedded_world() -> None:
-    stream = weather.generate_conversations(3)
-    for messages in (next(stream) for _ in range(300)):
-        for question, answer in zip(messages[1::2], messages[2::2], strict=True):
-            rows = answer["content"].count("\n") - 2
-            assert find_asked_rows(ROWS, question["content"]) == rows, question
 
 
 def test_to_toon_writes_what_the_reference_encoder_writes() -> None:
