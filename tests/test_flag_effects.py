@@ -32,7 +32,7 @@ PROVEN = {
     "DATA_SHARD_SIZE": "test_shards_hold_so_many_rows",
     "generate_data_for_target_model.sh": "tests/sampling/test_interrupted_runs.py::test_two_servers_one_of_which_falls",
     "run_vllm_server.sh": "tests/serving/test_replicas.py::test_each_group_of_gpus_has_a_server",
-    "BASE_PORT": "test_a_range_of_ports_is_so_many_servers",
+    "BASE_PORT": "tests/params/test_values.py::test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell",
     "OUTPUT_DIR": "test_settings_of_training_change_the_draft",
     "TARGET_MODEL_NAME_OR_PATH": "tests/test_prepare_target.py::test_other_weights_in_a_local_folder_are_another_manifest",
     "DRAFT_MODEL_CONFIG_PATH": "tests/test_import_draft.py::test_a_config_of_ones_own_and_the_options",

@@ -48,16 +48,8 @@ finally:
 WRITES = {
     "safetensors": "import torch; from safetensors.torch import save_file\n"
     "    with atomic.write_file(out) as to: save_file({'a': torch.zeros(1 << 20)}, to)",
-    "safetensors in a folder": "from safetensors.numpy import save_file\n"  # the same library's writer, without torch
-    "    with atomic.write_folder(out) as to: save_file({'a': numbers}, to / 'model.safetensors')",
     "polars": "import polars\n    with atomic.write_file(out) as to: polars.DataFrame({'a': numbers}).write_parquet(to)",
-    "polars, streamed": "import polars\n"
-    "    with atomic.write_file(out) as to: polars.LazyFrame({'a': numbers}).sink_parquet(to)",
-    "Arrow of polars": "import polars\n    with atomic.write_file(out) as to: polars.DataFrame({'a': numbers}).write_ipc(to)",
-    "pyarrow": "import pyarrow, pyarrow.parquet\n"
-    "    with atomic.write_file(out) as to: pyarrow.parquet.write_table(pyarrow.table({'a': numbers}), to)",
     "text": "atomic.write_text(out, 'x' * 4_000_000)",
-    "JSON": "atomic.write_json(out, list(range(1_000_000)))",
     "an error told by another": "try: atomic.write_text(out, 'x' * 4_000_000)\n"
     "    except OSError as error: raise ValueError('broken; delete it') from None",
 }

@@ -230,3 +230,29 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save("qwen3-vl", tmp_path / "mine")
     edit_params(tmp_path, {"target": {"model": "mine", "num_threads": 1}, "init_draft": {"draft_vocab_size": None}})
     return tmp_path
+
+
+def test_other_weights_in_a_local_folder_are_another_manifest(local: Path) -> None:
+    """Bug: target.json held digests of config and tokenizer only; not even `dvc repro -f` noticed other weights."""
+    prepare_target.main()
+    before = manifest.read_manifest()
+    assert manifest.resolve_weights_folder(before) == Path("mine")
+    path = local / "mine/model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.randn_like(tensor) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="mine holds other weights"):
+        manifest.resolve_weights_folder(before)
+    prepare_target.main()
+    after = manifest.read_manifest()
+    assert after.weights_digest != before.weights_digest and after.config_digest == before.config_digest
+    assert manifest.resolve_weights_folder(after) == Path("mine")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: NaN in one weight alone, behind the first block, was found by no check, and every answer was noise."""
+    folder = pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA)))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][3, 4] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lm_head\.weight hold NaN"):
+        prepare_target.main()

@@ -169,7 +169,7 @@ def test_what_a_pass_and_a_prompt_cost_is_found(cycles: list[CycleTime], prefill
             assert fit.predict_cycle_s(TreeShape.parse(name), batch) == pytest.approx(alone, rel=0.15), (name, batch)
 
 
-@pytest.mark.parametrize("name", ["t5_4_16", "t3_1_4"])
+@pytest.mark.parametrize("name", ["t5_4_16"])
 def test_a_live_load_is_predicted_at_another_tau(
     name: str, cycles: list[CycleTime], prefill: tuple[float, float], lengths: DrawLengths
 ) -> None:

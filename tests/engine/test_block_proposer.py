@@ -39,7 +39,6 @@ FEATURES = (1, 2, 3)  # the layers whose input the draft reads
 NUM_DRAFTS = 5
 TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6), TreeShape(5, 3, 16)]
 CUT, WIDE = TreeShape(5, 2, 4), TreeShape(2, 11, 40)  # fewer nodes than steps, and nearly every token of a level
-every_draft = pytest.mark.parametrize("kind", ["random", "trained"])
 every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 
 
@@ -162,7 +161,7 @@ def join(found: list[DecodeStep]) -> list[int]:
 
 
 @every_method
-@every_draft
+@pytest.mark.parametrize("kind", ["trained"])
 def test_answers_are_those_of_greedy_search(execution: str, kind: str, method: str) -> None:
     """Prompts of one token and more; answers that end at their first token, inside a block, by END and by length."""
     engine, in_all_trees = build_engine(draft(kind, method)), are_all_trees_run(execution, kind)
@@ -182,7 +181,7 @@ def test_answers_are_those_of_greedy_search(execution: str, kind: str, method: s
 
 
 @every_method
-@every_draft
+@pytest.mark.parametrize("kind", ["trained"])
 def test_accept_lengths_are_those_of_replay(execution: str, kind: str, method: str) -> None:
     engine, total = build_engine(draft(kind, method)), 0
     for tree, cycles, accepted in replay_answers(kind, method):

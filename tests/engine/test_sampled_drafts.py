@@ -144,7 +144,7 @@ def slow_cycles(method: str, how: str, tree: TreeShape) -> list[list[tuple[list[
 
 
 @every_method
-@pytest.mark.parametrize("how", ["cool", "both"])
+@pytest.mark.parametrize("how", ["both"])
 def test_every_cycle_is_that_of_a_slow_one_by_the_same_numbers(execution: str, method: str, how: str) -> None:
     """Alone, and several prompts of their own lengths and limits at once, in slots that are used again."""
     engine = make_engine.__wrapped__(method)

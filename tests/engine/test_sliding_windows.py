@@ -91,7 +91,7 @@ def test_hidden_states_are_transformers_own(name: str) -> None:
         torch.testing.assert_close(packed_forward.unpad_stream(parts[part], lengths), expected, atol=1e-4, rtol=1e-4)
 
 
-@every_class
+@pytest.mark.parametrize("name", ["Mistral", "Phimoe", "Gemma3Text", "SmolLM3"])
 def test_answers_are_transformers_own(name: str) -> None:
     """Bug: the torch engine refused such lengths, so no graph could run with Gemma 3 and answers of 512 tokens."""
     engine, expected = build_engine(name), [generate(name, prompt) for prompt in PROMPTS]
@@ -110,7 +110,7 @@ def test_answers_are_transformers_own(name: str) -> None:
         assert answers == expected
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Qwen3", "Gemma3Text"])
+@pytest.mark.parametrize("name", ["Gemma3Text"])
 def test_recorded_passes_are_of_lengths_within_the_window_or_beyond_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
