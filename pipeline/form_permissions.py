@@ -27,7 +27,7 @@ REFUSED = {
     "benchmark_served.server.base_urls": "prompts, and the key of api_key_env, are sent there",
     "benchmark_served.server.base_urls.*": "prompts, and the key of api_key_env, are sent there",
     "benchmark_served.server.api_key_env": "it sends a secret of this machine's environment to a server",
-    "benchmark.allow_unsandboxed_code": "it lets programs that a model wrote run without a sandbox",
+    "benchmark.run_generated_code": "it runs programs that a model wrote",
     "fix_data.image_folders": "rows may then name images outside of their own folder",
 }
 # Free text that names, or may name, a file or folder, or becomes part of a command line.

@@ -69,7 +69,7 @@ def _run_cell(
     prompts, warmup = workload_prompts.read_prompts(workload_name)
     if workload.grade:
         workload_prompts.check_references(workload_name, prompts)
-        grade.check_sandbox(prompts["reference"], workload_name, params.benchmark.allow_unsandboxed_code)
+        grade.check_programs(prompts["reference"], workload_name, params.benchmark.run_generated_code)
     in_turns = params.benchmark.is_decoded_one_by_one(workload_name)
     work = torch_context.build_context(params, workload, checkpoint_name, tree, ranks, prompts, warmup, in_turns)
     memory = torch_context.estimate_memory(work)
@@ -176,10 +176,7 @@ def _build_point(
     references = dict(work.prompts.select("id", "reference").iter_rows())
     grades: list[bool | None] = []
     if work.workload.grade:  # after the last clock has stopped
-        unsandboxed = work.params.benchmark.allow_unsandboxed_code
-        grades = points.grade_first_turns(
-            repeats, references, lambda r: torch_context.decode_text(work, r.ids), unsandboxed
-        )
+        grades = points.grade_first_turns(repeats, references, lambda r: torch_context.decode_text(work, r.ids))
     acceptance, in_turns = None, None
     if kind == SPECULATIVE:
         answers = [request.record for request in points.list_requests(repeats)]

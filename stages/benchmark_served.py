@@ -198,9 +198,8 @@ def _build_point(
 ) -> LoadPoint:
     records, grades = _list_records(repeats), list[bool | None]()
     if work.workload.grade:
-        unsandboxed = work.params.benchmark.allow_unsandboxed_code
         grades = points.grade_first_turns(
-            records, work.references, lambda record: served_requests.decode_text(work, record), unsandboxed
+            records, work.references, lambda record: served_requests.decode_text(work, record)
         )
     results = [result for turns in repeats for result in turns]
     warnings = measured_loads.list_warnings(work, measured, load, results)

@@ -187,6 +187,7 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
     questions = [json.loads(line) for line in (ROOT / "data/prompt_sets/humaneval.jsonl").read_text().splitlines()[:3]]
     said = iter([*(row["canonical_solution"] for row in questions[:2]), "    return 0\n"] * 2)
     monkeypatch.setattr(torch_context, "decode_text", lambda work, ids: next(said))
+    edit_params(project, {"benchmark": {"run_generated_code": True}})
     found = measured(project, "humaneval", grade=True)
     for point in (found.point, found.baseline_point):
         assert [row.correct for row in point.requests] == [True, True, False]

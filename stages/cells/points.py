@@ -47,13 +47,12 @@ def grade_first_turns(
     repeats: RepeatRecords,
     references: Mapping[str, str],
     decode_text: Callable[[RequestRecord], str],
-    allow_unsandboxed_code: bool,
 ) -> list[bool | None]:
     """Return whether each answer is right, in the order of `list_requests`; None for later turns and for failed requests."""
     return [
         None
         if turn or record.failure_reason
-        else grade.grade_answer(references[record.question_id], decode_text(record), allow_unsandboxed_code)
+        else grade.grade_answer(references[record.question_id], decode_text(record))
         for _, turn, record in list_requests(repeats)
     ]
 

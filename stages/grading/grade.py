@@ -1,32 +1,29 @@
 """Grades of answers: gsm8k by the number, math500 by the boxed value, humaneval by running the program.
 
 A reference is JSON, written by stages/prompts/prompt_sets.py; its `kind` selects the grader. docs/workloads.md describes how each
-grades. Programs written by a target run in a sandbox (`run_program`), and only for workloads with `grade: true`.
+grades. Programs written by a target run only where `benchmark.run_generated_code` is true (`check_programs`).
 """
 
 import json
+import math
 import os
-import platform
 import re
+import resource
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
-from typing import Any
 
 from stages.data import final_answer
-from stages.grading import sandbox
 from stages.grading.grade_summary import GradeSummary
 
 TIMEOUT_S = 10.0  # of one program, by the clock and of processor time
-SLACK_S = 20.0  # for the sandbox to start, and to kill what is left
 MEMORY_BYTES = 1 << 30  # bytes of address space of each process
-MAX_PROCESSES = 64  # beyond the user's own, without seccomp, which forbids all; root has no such limit
 GRADING_METHODS = {
     "gsm8k": "exact match of the last number",
     "math500": "exact match of the last box, normalised",
@@ -37,17 +34,12 @@ BODY_END_PATTERN = re.compile(r"\n(?:class |def |#|if |print\(|@|```)")
 CODE_BLOCK_PATTERN = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-def grade_answer(reference: str, answer: str, allow_unsandboxed_code: bool = False) -> bool:
-    """Return whether a text answer is right. Reasoning before the answer, or cut in the middle, is ignored.
-
-    Raises:
-        ValueError: if the answer is a program that this machine can't sandbox, without `allow_unsandboxed_code`.
-    """
+def grade_answer(reference: str, answer: str) -> bool:
+    """Return whether a text answer is right. Reasoning before the answer, or cut in the middle, is ignored."""
     expected = json.loads(reference)
     final = answer.rpartition("</think>")[2].partition("<think>")[0]
     if expected["kind"] == "humaneval":
-        program = build_program(expected["prompt"], expected["entry_point"], expected["test"], final)
-        return run_program(program, allow_unsandboxed_code).passed
+        return run_program(build_program(expected["prompt"], expected["entry_point"], expected["test"], final))
     grade_text = {"gsm8k": _grade_number, "math500": _grade_mathematics}[expected["kind"]]
     return grade_text(expected["answer"], final)
 
@@ -55,11 +47,7 @@ def grade_answer(reference: str, answer: str, allow_unsandboxed_code: bool = Fal
 def summarise_grades(references: list[str], marks: list[bool]) -> GradeSummary:
     """Return the grades of one or more answers."""
     kind = json.loads(references[0])["kind"]
-    how = f"{kind}: {GRADING_METHODS[kind]}"
-    if kind == "humaneval":
-        protections = _probe_protections()
-        how += f"; run with {', '.join(protections)}" if protections else "; run with no sandbox but limits"
-    return GradeSummary(len(marks), sum(marks), sum(marks) / len(marks), how)
+    return GradeSummary(len(marks), sum(marks), sum(marks) / len(marks), f"{kind}: {GRADING_METHODS[kind]}")
 
 
 # Numbers
@@ -128,35 +116,33 @@ def _parse_value(text: str) -> Fraction | None:
 # Programs
 
 
-@dataclass(frozen=True)
-class ProgramResult:
-    """How a program ended."""
+# What the process of a program runs: the program comes with a secret, which is written after its last line, so that one
+# that exits before its tests, with whatever status, has not passed.
+RUNNER = """
+import os, resource, sys
+secret, _, program = sys.stdin.read().partition("\\n")
+answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+for stream in range(3):
+    os.dup2(nothing, stream)
+for kind, most in {limits}:
+    resource.setrlimit(kind, (most, most))
+exec(compile(program, "program", "exec"), {{"__name__": "__main__"}})
+os.write(answer, secret.encode())
+"""
 
-    passed: bool  # it ran to its end
-    how: str  # "passed", "no time left", or its status
-    protections: tuple[str, ...] = ()  # what the sandbox prevented, in words
 
-
-def check_sandbox(references: Iterable[str], workload: str, allow_unsandboxed_code: bool) -> None:
-    """Check, before anything is decoded, that this machine can sandbox programs to be graded.
+def check_programs(references: Iterable[str], workload: str, run_generated_code: bool) -> None:
+    """Check, before anything is decoded, that programs which a target writes may be run.
 
     Raises:
-        ValueError: if one of `references` is graded by running the answer, Landlock or seccomp is missing, and
-            `allow_unsandboxed_code` is false.
+        ValueError: if one of `references` is graded by running the answer, and `run_generated_code` is false.
     """
-    if allow_unsandboxed_code or all(json.loads(words)["kind"] != "humaneval" for words in references):
-        return
-    if missing := sandbox.list_missing_protections(sandbox.read_landlock_abi(), sandbox.has_seccomp()):
-        raise ValueError(_describe_refusal(missing, f"benchmark.workloads.{workload}.grade is true, which runs"))
-
-
-def _describe_refusal(missing: list[str], what: str) -> str:
-    return (
-        f"{what} programs that the target wrote; expected Landlock ABI {sandbox.LANDLOCK_ABI_NEEDED} (Linux 6.2) and seccomp "
-        f"filters to keep them from your files, found {' and '.join(missing)} on {platform.system()} {platform.release()}, "
-        f"{platform.machine()}; run the stage on a machine that has both, set the workload's grade to false, or, where "
-        "nothing on this machine can be lost, set benchmark.allow_unsandboxed_code to true"
-    )
+    if not run_generated_code and any(json.loads(words)["kind"] == "humaneval" for words in references):
+        raise ValueError(
+            f"benchmark.workloads.{workload}.grade is true, which runs programs that the target wrote, without a sandbox "
+            "(docs/workloads.md); expected benchmark.run_generated_code: true, found false. Set it on a machine or in a "
+            "container with nothing to lose, or set the workload's grade to false"
+        )
 
 
 def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:
@@ -178,50 +164,34 @@ def build_program(prompt: str, entry_point: str, test: str, answer: str) -> str:
 
 
 @cache
-def run_program(text: str, allow_unsandboxed_code: bool = False) -> ProgramResult:
+def run_program(text: str) -> bool:
     """Run a program in a process of its own, and return whether it ran to its end.
 
-    It has an empty folder, no environment, limits and a timeout. Landlock and seccomp keep it from writing files, changing
-    their mode, owner, attributes or times, starting processes, sending signals and opening connections
-    (stages/grading/sandbox.py, which also kills what is left). It may read what its user may read; docs/workloads.md has
-    the threat model.
-
-    Raises:
-        ValueError: if the kernel lacks Landlock or seccomp; the program was then not run. With `allow_unsandboxed_code` it
-            runs with limits and what protection the kernel has.
+    It has an empty folder, no environment, limits and a timeout, and writes no byte to a file. What it starts ends with its
+    process group. That is no sandbox: it may do what its user may do.
     """
+    limits = [
+        (resource.RLIMIT_CPU, math.ceil(TIMEOUT_S)), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64),
+    ]  # fmt: skip
     secret = secrets.token_hex(16)
-    job = {
-        "program": text, "secret": secret, "timeout_s": TIMEOUT_S, "memory": MEMORY_BYTES, "processes": MAX_PROCESSES,
-        "allow_unsandboxed": allow_unsandboxed_code,
-    }  # fmt: skip
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="aerie-grade-") as folder:
         run = subprocess.Popen(
-            [sys.executable, "-I", sandbox.__file__],
+            [sys.executable, "-I", "-c", RUNNER.format(limits=limits)],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches only the stage
         )
         try:
-            out, err = run.communicate(json.dumps(job).encode(), timeout=TIMEOUT_S + SLACK_S)
-        except subprocess.TimeoutExpired:  # the sandbox itself got no time, or could not kill the processes
-            return ProgramResult(False, "no time left")
+            out, _ = run.communicate(f"{secret}\n{text}".encode(errors="replace"), timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return False
         finally:
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)  # its child dies with it
-                run.wait()
-    assert run.returncode == 0, f"the sandbox failed: {err.decode(errors='replace')[-2000:]}"
-    found: dict[str, Any] = json.loads(out)
-    if found["how"] == "not run":
-        raise ValueError(_describe_refusal(found["missing"], "grading runs"))
-    return ProgramResult(found["passed"], found["how"], tuple(found["protections"]))
-
-
-@cache
-def _probe_protections() -> tuple[str, ...]:
-    """Return what this machine's sandbox prevents, in words."""
-    return run_program("", allow_unsandboxed_code=True).protections
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    return out.decode(errors="replace") == secret

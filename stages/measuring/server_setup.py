@@ -45,7 +45,7 @@ def build_context(params: schema.Params, workload_name: str, draft_config: dict[
     prompts, warmup = workload_prompts.read_prompts(workload_name)
     if workload.grade:
         workload_prompts.check_references(workload_name, prompts)
-        grade.check_sandbox(prompts["reference"], workload_name, params.benchmark.allow_unsandboxed_code)
+        grade.check_programs(prompts["reference"], workload_name, params.benchmark.run_generated_code)
     has_images = (prompts["images"].list.len() > 0).any()
     images = vision.CachedImageProcessor(folder, params.target.trust_remote_code) if has_images else None
     setup = _build_setup(params, workload, target, folder, draft_config)

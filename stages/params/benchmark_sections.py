@@ -149,7 +149,9 @@ class Benchmark(Section):
     workloads: Annotated[dict[Name, Workload], Field(min_length=1)]
     # both; eagle: only speculative decoding, without a speedup; baseline: only plain decoding (docs/workloads.md)
     mode: Literal["both", "eagle", "baseline"] = "both"
-    allow_unsandboxed_code: bool = False  # true: run generated code even if the kernel can't keep it from your files
+    run_generated_code: bool = (
+        False  # true: workloads of humaneval may be graded, which runs programs that the target wrote
+    )
     torch_workloads: Names  # workloads for the torch engine, which interleaves plain and speculative decoding
     tree_scoring: Literal["sglang", "eagle"] = "sglang"  # as replay_trees.tree_scoring
     # above temperature 0; greedy: the likeliest drafts, as SGLang with DFlash and vLLM's default; sampled: drawn, as

@@ -130,7 +130,7 @@ DECLARED = {
         (
             *TORCH_KEYS, *CELL_WORKLOAD,
             *(f"benchmark.{key}" for key in (
-                "mode", "draft_sampling", "num_gpus_total", "num_gpus_per_model", "max_gpu_memory", "allow_unsandboxed_code",
+                "mode", "draft_sampling", "num_gpus_total", "num_gpus_per_model", "max_gpu_memory", "run_generated_code",
             )),
         ),
         free=(MAKERS,),
@@ -138,7 +138,7 @@ DECLARED = {
     ),
     "benchmark_served": Declared(
         (
-            "target", *CELL_WORKLOAD, "benchmark.allow_unsandboxed_code", "benchmark_served.engine",
+            "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.engine",
             "benchmark_served.interleave", SERVER,
         ),
         free=SERVER_CONNECTION,
@@ -146,7 +146,7 @@ DECLARED = {
     ),
     "benchmark_served_baseline": Declared(
         (
-            "target", *CELL_WORKLOAD, "benchmark.allow_unsandboxed_code", "benchmark_served.engine",
+            "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.engine",
             *(f"{SERVER}.{key}" for key in (
                 "base_urls", "model", "command", "tp", "mem_fraction", "max_total_tokens", "max_batch", "torch_compile",
                 "launch_args",

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import psutil
 import pytest
 
 from stages.grading import grade
 from stages.grading.grade_summary import GradeSummary
-from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference, needs_sandbox
+from tests.grading.programs import PROBLEMS, make_humaneval_reference, make_reference
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,6 @@ def test_what_is_not_in_a_box_is_not_an_answer() -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem["entry_point"])
-@needs_sandbox
 def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -> None:
     whole = problem["prompt"] + problem["canonical_solution"]
     task = make_humaneval_reference(problem)
@@ -73,7 +73,6 @@ def test_the_samples_own_solutions_pass_and_no_others(problem: dict[str, Any]) -
     assert not grade.grade_answer(task, "I can't do that.")
 
 
-@needs_sandbox
 def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
     task = make_humaneval_reference(PROBLEMS[0])
     bad, good = (
@@ -83,7 +82,6 @@ def test_of_several_blocks_the_last_that_defines_it_counts() -> None:
     assert not grade.grade_answer(task, f"{good}No:\n{bad}")
 
 
-@needs_sandbox
 def test_a_bare_completion_ends_where_its_body_does() -> None:
     program = "    return [2 * n for n in numbers]\n\nprint(double_all([1]))\nI hope this helps!"
     assert grade.grade_answer(make_humaneval_reference(PROBLEMS[0]), program)
@@ -92,5 +90,37 @@ def test_a_bare_completion_ends_where_its_body_does() -> None:
 def test_quality_is_counted_and_says_how() -> None:
     found = grade.summarise_grades([make_reference("gsm8k", "1")] * 4, [True, False, True, True])
     assert found == GradeSummary(4, 3, 0.75, "gsm8k: exact match of the last number")
-    how = grade.summarise_grades([make_humaneval_reference(PROBLEMS[0])], [False]).how
-    assert how.startswith("humaneval: pass@1; run with ")
+
+
+WAYS_OUT = {
+    "leaves before its tests": "import sys\nsys.exit(0)",
+    "leaves for good": "import os\nos._exit(0)",
+    "fails": "assert False",
+    "is no Python": "def f(:",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+    "eats memory": "x = []\nwhile True:\n    x.append(bytes(1 << 22))",
+    "writes a file": "open('a', 'w').write('x' * 9999)",
+    "sleeps": "import time\ntime.sleep(999)",
+    "leaves a child": "import os, time\nif os.fork() == 0:\n    time.sleep(987)\nwhile True:\n    pass",
+}
+
+
+@pytest.mark.parametrize("text", WAYS_OUT.values(), ids=WAYS_OUT)
+def test_a_program_that_does_not_come_to_its_end_has_not_passed(text: str) -> None:
+    assert not grade.run_program(text)
+    assert not [process for process in psutil.process_iter(["cmdline"]) if "secret, _, program" in str(process.info["cmdline"])]
+
+
+def test_it_sees_no_environment_and_an_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert grade.run_program("import os\nassert 'HF_TOKEN' not in os.environ and not os.listdir()")
+
+
+def test_grading_programs_is_refused_before_anything_is_decoded_unless_it_is_allowed() -> None:
+    tasks = [make_humaneval_reference(PROBLEMS[0])]
+    with pytest.raises(
+        ValueError, match=r"benchmark\.workloads\.he\.grade is true, .* expected benchmark\.run_generated_code"
+    ):
+        grade.check_programs(tasks, "he", False)
+    grade.check_programs(tasks, "he", True)
+    grade.check_programs([make_reference("gsm8k", "1")], "he", False)  # runs nothing
