@@ -95,27 +95,6 @@ def stale() -> None:
 
 
 @app.command()
-def rerun(
-    cells: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CELL...", help="As the report names them: benchmark@eval-e009-t8_2_16, or a file's name."
-        ),
-    ],
-) -> None:
-    """Measure cells again, though nothing they depend on has changed.
-
-    For times that the report doubts, on a machine that is idle now. An old cell is kept if the stage fails. Run
-    `aerie run` afterwards for the table.
-
-    Example: aerie rerun benchmark@eval-e009-t8_2_16, then aerie run.
-    """
-    from pipeline import rerun as steps
-
-    _print_lines(steps.rerun_cells(cells))
-
-
-@app.command()
 def preview(
     what: Annotated[Literal["data"], typer.Argument(metavar="data", help="Raw conversations, as fix_data reads them.")],
     path: Annotated[

@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 # A command that is in none of these is listed under the last group.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Run the pipeline": ("doctor", "preview", "stale", "estimate", "run", "rerun"),
+    "Run the pipeline": ("doctor", "preview", "stale", "estimate", "run"),
     "Read the results": ("table", "launch"),
     "Use a recipe": ("use", "fetch", "reproduce"),
     "Runs started in the pages": ("ui", "promote", "drop"),

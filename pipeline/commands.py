@@ -29,7 +29,6 @@ NOTHING_STALE = "nothing is stale"
 
 # What a command that runs no graph has left after Ctrl-C. The others have changed nothing.
 AFTER_STOP = {
-    "rerun": "the cell that was here is here again, `{again}` measures it again",
     "pull": "what has come is in the cache, `{again}` fetches the rest",
     "fetch": "complete downloads are kept, `{again}` gets the rest",
 }

@@ -330,11 +330,10 @@ def reproduce_stage(
     on_line: Callable[[str], object],
     environment: dict[str, str] | None = None,
     held_files: Iterable[int] = (),
-    force: bool = False,
 ) -> Outcome:
     """Bring one stage up to date, not the stages it depends on. Lines of its log go to `on_line`, without DVC's noise.
 
-    With `force` it runs even if nothing has changed. `environment` is added to this process's own; the open files
+    `environment` is added to this process's own; the open files
     `held_files`, and locks on them, stay open until DVC has ended.
 
     Raises:
@@ -354,7 +353,7 @@ def reproduce_stage(
 
     # --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get
     # its lock within 3 s.
-    words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), name]
+    words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name]
     if status := run_command(words, DvcOutput([name], begin, read_line), environment or {}, held_files):
         log = "\n".join(tail)
         raise StageError(
@@ -368,27 +367,10 @@ def reproduce_stage(
     return outcome
 
 
-def list_outputs(stages: Collection[str]) -> dict[str, list[str]]:
-    """Return the outputs of every stage of these groups: `benchmark` has benchmark@eval-e003-t8_2_16 and others."""
-    with open_repo() as repo:
-        named = {_get_stage_name(stage): stage for stage in repo.index.stages}
-        return {
-            name: [os.path.relpath(out.fs_path) for out in stage.outs]
-            for name, stage in named.items()
-            if name.partition("@")[0] in stages
-        }
-
-
 def write_inputs() -> None:
     """Run the stage `inputs`, before others that run by themselves. Raises StageError as `reproduce_stage`."""
     if INPUTS_STAGE in list_stages():
         reproduce_stage(INPUTS_STAGE, lambda _: None)
-
-
-def restore_outputs(name: str) -> None:
-    """Bring back a stage's last outputs from the cache, as dvc.lock has them."""
-    with open_repo() as repo:
-        repo.checkout(targets=[name], force=True, allow_missing=True)
 
 
 def run_all_stages(stages: Collection[str], verbose: bool = False) -> None:

@@ -55,7 +55,7 @@ class TimingRemark:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.text}; again: aerie rerun {self.stage}"
+        return f"{self.text}; again: dvc repro -fs {self.stage}"
 
 
 def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
@@ -65,7 +65,7 @@ def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
     stages = list(dict.fromkeys(remark.stage for remark in remarks))
     cells = f"{len(stages)} cells have" if len(stages) > 1 else f"a cell has {len(remarks)}"
     return [
-        f"{cells} doubtful timings, each explained on the page; again, on an idle machine: aerie rerun {' '.join(stages)}"
+        f"{cells} doubtful timings, each explained on the page; again, on an idle machine: dvc repro -fs {' '.join(stages)}"
     ]
 
 

@@ -257,7 +257,7 @@ def _describe_guess(
 def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
     if conditions.workload is None:
         return "raise time_trees.repeats"
-    return f"aerie rerun {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
+    return f"dvc repro -fs {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
 
 
 # Words

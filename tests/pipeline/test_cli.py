@@ -21,13 +21,12 @@ from pipeline import (
     promotion,
     recipes,
     reproduce,
-    rerun,
     workspaces,
 )
 from tests.conftest import ROOT
 
 COMMANDS = (
-    "run", "stale", "rerun", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
+    "run", "stale", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
     "doctor", "preview", "fetch",
 )  # fmt: skip
 
@@ -65,8 +64,6 @@ def test_make_help_lists_every_target_and_variable() -> None:
         (["run", "--verbose"], commands, "run_graph", (True,)),
         (["table"], commands, "read_table", ()),
         (["stale"], commands, "list_stale", ()),
-        (["rerun", "eval-e009-t5_1_6"], rerun, "rerun_cells", (["eval-e009-t5_1_6"],)),
-        (["rerun", "eval-e009-t5_1_6", "t5_2_8"], rerun, "rerun_cells", (["eval-e009-t5_1_6", "t5_2_8"],)),
         (["use", "weather-tiny"], recipes, "use_recipe", ("weather-tiny", False)),
         (["use", "weather-tiny", "--keep"], recipes, "use_recipe", ("weather-tiny", True)),
         (["reproduce", "weather-tiny"], reproduce, "reproduce_recipe", ("weather-tiny", False)),

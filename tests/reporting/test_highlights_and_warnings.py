@@ -43,7 +43,7 @@ def test_a_cell_measured_beside_a_busy_process_is_marked_and_named_at_the_top(
     report.main()
     printed, page = capsys.readouterr().out, report.PAGE_FILE.read_text()
     (warning,) = [line for line in printed.splitlines() if "another process had the CPU" in line]
-    assert warning.endswith("computed 50% of the wall time; again: aerie rerun benchmark@eval-e009-t8_2_16")
+    assert warning.endswith("computed 50% of the wall time; again: dvc repro -fs benchmark@eval-e009-t8_2_16")
     assert printed.splitlines().index(warning) < printed.splitlines().index("")
     assert len(re.findall(r"^8_2_16 ! ", printed, re.MULTILINE)) == 1
     assert html.escape(warning.removeprefix("! ")) in page and page.count('">!</span></th>') == 1

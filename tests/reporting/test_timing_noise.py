@@ -27,7 +27,7 @@ def test_plain_decoding_far_from_the_neighbours_is_told_with_the_command() -> No
     cells = [timed_cell(tree) for tree in TREES[1:]]
     (remark,) = say(timed_cell("t5_1_6", step_s=1.5 * costs.PLAIN_S), *cells)
     assert remark.startswith("t5_1_6 with e009 (eval): plain decoding, 273 tokens/s, is 32% below its neighbours' 404")
-    assert remark.endswith("; again: aerie rerun benchmark@eval-e009-t5_1_6")
+    assert remark.endswith("; again: dvc repro -fs benchmark@eval-e009-t5_1_6")
 
 
 def test_a_prefill_far_from_the_neighbours_is_told() -> None:
@@ -42,7 +42,7 @@ def test_a_process_that_did_not_have_the_cpu_is_told(share: float | None, is_rem
     """More than one thread takes more CPU time than wall time; a GPU has none."""
     found = say(*(timed_cell(tree) for tree in TREES[1:]), timed_cell("t5_1_6", process_share=share))
     assert [
-        "another process had the CPU: this one computed 60% of the wall time; again: aerie rerun benchmark@eval-e009-t5_1_6"
+        "another process had the CPU: this one computed 60% of the wall time; again: dvc repro -fs benchmark@eval-e009-t5_1_6"
         in each
         for each in found
     ] == [True] * is_remarked
@@ -57,7 +57,7 @@ def test_a_load_beside_a_busy_process_is_told_and_its_baseline_compared() -> Non
     busy, slow = say(lines=join(cells))
     assert busy.startswith("t5_1_6 with e009 (load, 64 tokens, concurrency 8): another process had the CPU")
     assert slow.startswith("t8_1_9 with e009 (load, 64 tokens, concurrency 8): plain decoding, ")
-    assert slow.endswith("aerie rerun benchmark@load-e009-t8_1_9")
+    assert slow.endswith("dvc repro -fs benchmark@load-e009-t8_1_9")
 
 
 def test_a_budget_that_did_not_suffice_is_told() -> None:

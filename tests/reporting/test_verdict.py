@@ -107,7 +107,7 @@ def test_an_interval_that_holds_1_is_never_the_advice() -> None:
     assert found.kind == "noisy" and "Launch" not in found.headline
     assert found.headline == (
         "Timings are too noisy to say at concurrency 1: the best measured, t5_1_6 with e009, is 1.74x (0.72 to 3.53); "
-        "aerie rerun benchmark@eval-e009-t5_1_6 on an idle machine, or set benchmark.workloads.eval.until"
+        "dvc repro -fs benchmark@eval-e009-t5_1_6 on an idle machine, or set benchmark.workloads.eval.until"
     )
 
 
@@ -205,7 +205,7 @@ def test_a_draft_that_accepts_nothing_and_odd_times_are_warnings() -> None:
     assert idle.startswith("tau is exactly 1.00 in eval-e009-t5_1_6: no draft token was accepted")
     assert (
         slow.startswith("no measured tree is faster")
-        and odd == "t5_1_6: odd; again: aerie rerun benchmark@eval-e009-t5_1_6"
+        and odd == "t5_1_6: odd; again: dvc repro -fs benchmark@eval-e009-t5_1_6"
     )
     assert found.list_lines()[1:] == [f"! {line}" for line in found.list_warnings()]
 
