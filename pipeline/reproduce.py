@@ -111,7 +111,7 @@ def list_stages_with(file: Path) -> dict[str, list[str]]:
 def estimate_params(recipe: Path | None, file: Path, gpu: str = "h200") -> RunEstimate:
     """Return the size of a run with the parameters in `file`, whose rows are as long as the recipe's or may be.
 
-    `gpu` is a key of GPUS in stages/reproduce/measured_rates.py.
+    `gpu` is a key of GPUS in stages/reproduce/estimate.py.
 
     Raises:
         ValueError: nothing is recorded of the target's shape, or the parameters are not valid.
