@@ -23,7 +23,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from stages.params import schema
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section, suggest_name
-from stages.runtime import atomic
+from stages.runtime import atomic, guarded_yaml
 
 OWN = "own"  # for `aerie use`: not the keys of an experiment but a whole params.yaml, to be filled in
 OWN_PARAMS = RECIPES_FOLDER / OWN / PARAMS_FILE
@@ -152,7 +152,7 @@ def _refuse_clashes(base: str, recipe: Sections, edits: dict[str, Any], label: s
 
 def _read_leaves(text: str) -> dict[str, Any]:
     """Return the keys of params.yaml by their path, such as target.model; a mapping with users' names is one value."""
-    return dict(_list_leaves(YAML(typ="safe").load(text), schema.Params, ""))
+    return dict(_list_leaves(guarded_yaml.parse_yaml(text), schema.Params, ""))
 
 
 def _list_leaves(values: dict[str, Any], model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -263,7 +263,7 @@ def _list_changes(before: str, after: str, first: list[str]) -> list[str]:
 
 def _resolve(text: str) -> dict[str, Any]:
     """Return the keys of a params.yaml by their path, with defaults where it is valid."""
-    values = YAML(typ="safe").load(text)
+    values = guarded_yaml.parse_yaml(text)
     with suppress(ValidationError):
         values = schema.Params.model_validate(values).model_dump(by_alias=True)
     return dict(_list_leaves(values, schema.Params, ""))

@@ -219,10 +219,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def params_parsed_once() -> Iterator[None]:
-    from stages.params import schema
+    from stages.runtime import guarded_yaml
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "parse_yaml", partial(parse_once, parse=schema.parse_yaml))
+        patch.setattr(guarded_yaml, "parse_yaml", partial(parse_once, parse=guarded_yaml.parse_yaml))
         yield
 
 

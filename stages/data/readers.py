@@ -31,12 +31,11 @@ from typing import Any
 import orjson
 import polars as pl
 from pydantic import TypeAdapter, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from stages.data import chat_formats, column_names, delimited_text, file_content, json_lines, json_stream, request_logs
 from stages.data.row_images import DroppedRowError
 from stages.params.data_sections import ColumnNames
+from stages.runtime import guarded_yaml
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
@@ -326,10 +325,7 @@ def _count_rows_per_chunk(rows: int, size: int) -> int:
 def read_hub_pin(path: Path) -> HubPin:
     """Return the pin in a NAME.hub.yaml. Raise ValueError where its keys are not those of HubPin, the last two optional."""
     keys = [field.name for field in dataclasses.fields(HubPin)]
-    try:
-        pin = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML ({error}); correct it") from None
+    pin = guarded_yaml.read_yaml(path)
     if not isinstance(pin, dict) or not set(REQUIRED_PIN_KEYS) <= set(pin) <= set(keys):
         found = ", ".join(map(str, pin)) if isinstance(pin, dict) else repr(pin)
         raise ValueError(

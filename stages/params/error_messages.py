@@ -124,18 +124,6 @@ def _advise_on_missing(location: Location, root: type[Section]) -> str:
     return f"{allowed}; {'.'.join(_strip_union_tags(location[:-1]))} has the keys {', '.join(fields)}"
 
 
-def explain_yaml(error: Exception) -> str:
-    """Explain a parser's error in one line, with the line number."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    # In brackets the parser takes a colon for that of a key.
-    advice = (
-        'put text with a colon in quotes, as ["http://gpu1:8000"]'
-        if problem == "found unexpected ':'"
-        else "correct it"
-    )
-    return f"line {mark.line + 1}: {problem}; {advice}" if mark and problem else f"{error}; {advice}"
-
-
 def _known_keys(location: Sequence[Any], root: type[Section]) -> list[str]:
     """Return the keys of the section at a location of `root`, as written in the file; in a union, of the member named."""
     return [field.alias or name for name, field in _find_section(location, root).model_fields.items()]

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from stages.params.benchmark_sections import Benchmark, BenchmarkServed, ServingCosts
 from stages.params.cell_trees import LeftOutTree, check_cell_trees, list_left_out_trees
 from stages.params.data_sections import OWN_PROMPTS, FixData, PreparePrompts, SampleTarget
 from stages.params.draft_sections import CheckOverfit, ImportDraft, InitDraft, TrainDraft
-from stages.params.error_messages import explain_errors, explain_yaml
+from stages.params.error_messages import explain_errors
 from stages.params.families import EAGLE, EAGLE3, DraftKind, list_titles
 from stages.params.recipe import Recipe
 from stages.params.schedule import Schedule
@@ -27,27 +24,7 @@ from stages.params.section import PARAMS_FILE, ROOT_CHECKPOINT, RUN_PARAMS, Sect
 from stages.params.target_sections import ExtractHiddens, PrepareTarget, Target
 from stages.params.tree_sections import MIN_TIMED_TREES, ReplayTrees, TimeTrees
 from stages.params.tree_shape import parse_shape
-
-MOST_LEVELS = 32  # params.yaml has four
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse YAML with the parser that DVC uses, so that both read the same values; it also refuses duplicate keys.
-
-    Raises:
-        ValueError: for invalid bytes and dates, and for too deep nesting: the parser recurses in C, and a hundred thousand
-            levels crash Python.
-        YAMLError: for invalid YAML.
-    """
-    depth = 0
-    for event in YAML(typ="safe").parse(text):
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > MOST_LEVELS:
-            raise ValueError(
-                f"line {event.start_mark.line + 1}: expected at most {MOST_LEVELS} levels of nesting, found more"
-            )
-    return YAML(typ="safe").load(text)
-
+from stages.runtime import guarded_yaml
 
 SectionT = TypeVar("SectionT", bound=Section)
 STAGE_FOLDERS = {"cells", "cost", "replay", "report", "reproduce", "train"}  # of results/
@@ -344,11 +321,9 @@ def read_recipe(path: Path) -> tuple[Recipe | None, dict[str, dict[str, Any]]]:
 def _read_sections(path: Path, if_missing: str) -> dict[str, Any]:
     """Return a file's sections, none of them with a key of an earlier version."""
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"))
+        found = guarded_yaml.read_yaml(path)
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{path} not found; {if_missing}") from None
-    except (YAMLError, ValueError) as error:  # ValueError: invalid UTF-8, impossible dates
-        raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected the sections {', '.join(Params.model_fields)}; found {found!r:.60}")
     return found

@@ -24,10 +24,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from stages.params.tree_shape import TreeShape
+from stages.runtime import guarded_yaml
 
 PUBLISHED_FOLDER = Path("published")
 # The metrics of docs/metrics.md that a published table may have by these names.
@@ -242,14 +241,11 @@ def read_publications(folder: Path = PUBLISHED_FOLDER) -> dict[str, Publication]
 def read_publication(path: Path) -> Publication:
     """Return one publication. Raises ValueError for the first defect: what was expected, what was found, and where."""
     try:
-        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-        file = _PublicationFile.model_validate(content)
+        file = _PublicationFile.model_validate(guarded_yaml.read_yaml(path))
     except FileNotFoundError:
         raise ValueError(f"{path} not found; restore it: git checkout {path}") from None
     except ValidationError as error:
         raise ValueError(_explain_error(error, str(path))) from None
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not YAML, correct it: {error}") from None
     rows = [
         row for n, table in enumerate(file.tables) for row in _read_table(path, file, table, f"{path}: tables[{n}]")
     ]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stages.params import schema
+from stages.runtime import guarded_yaml
 from tests.params.params_edits import REAL
 
-PARSE_YAML = schema.parse_yaml
+PARSE_YAML = guarded_yaml.parse_yaml
 
 
 def parse_json_or_yaml(text: str) -> Any:
@@ -21,6 +21,6 @@ def parse_json_or_yaml(text: str) -> Any:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own with the real params.yaml."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(schema, "parse_yaml", parse_json_or_yaml)
+    monkeypatch.setattr(guarded_yaml, "parse_yaml", parse_json_or_yaml)
     Path("params.yaml").write_text(REAL, encoding="utf-8")
     return tmp_path

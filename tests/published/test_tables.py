@@ -127,7 +127,7 @@ def test_a_defect_is_named(tmp_path: Path, key_path: str, value: Any, message: s
 
 def test_what_is_not_yaml_or_not_there(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("title: a\ntitle: b\n")
-    with pytest.raises(ValueError, match=r"small\.yaml is not YAML"):
+    with pytest.raises(ValueError, match=r"small\.yaml is not valid YAML"):
         published.read_publication(tmp_path / "small.yaml")
     with pytest.raises(ValueError, match=r"other\.yaml not found; restore it"):
         published.read_publication(tmp_path / "other.yaml")

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from stages.params.error_messages import explain_yaml
 from stages.params.section import Count, Section, Text, suggest_name
+from stages.runtime import guarded_yaml
 
 
 def _check_pattern(pattern: str) -> str:
@@ -219,15 +217,13 @@ def _check_unit(key_path: str, value: Value, unit: str, units: dict[str, UnitCon
 def load_table_file(path: Path) -> TableFile:
     """Return the schema in a file. Raises ValueError with one line for each mistake."""
     try:
-        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        content = guarded_yaml.read_yaml(path)
     except FileNotFoundError:
         others = sorted(file.as_posix() for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ValueError(
             f"fix_data.tables is {path}, which does not exist{suggest_name(path.as_posix(), others)}; correct it, or set it "
             "to null to accept any table"
         ) from None
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {explain_yaml(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(
             f"{path}: expected keys, as keys: {{name: {{type: text}}}}, found {content!r}; docs/data.md shows one"

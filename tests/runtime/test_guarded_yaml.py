@@ -1,0 +1,36 @@
+"""YAML of other people, by every reader that has some: one line that names the file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages.data.readers import read_hub_pin
+from stages.data.tables.table_schema import load_table_file
+from stages.params.schema import load_params, read_recipe
+from stages.published.tables import read_publication
+
+READERS = [load_params, read_recipe, load_table_file, read_publication, read_hub_pin]
+DEEP = ["a: " + "[" * 100_000, "- " * 100_000 + "x", "a: " + "[" * 900 + "]" * 900]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=["brackets", "lists", "closed"])
+@pytest.mark.parametrize("read", READERS)
+def test_too_deep_nesting_is_one_line(tmp_path: Path, read: Callable[[Path], object], text: str) -> None:
+    """Bug: a hundred thousand levels ended Python by a segmentation fault in the YAML parser."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"theirs\.yaml is not valid YAML: line 1: expected at most 32 levels"
+    ) as error:
+        read(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"a: \xff", b"a: 2026-13-45", b"a: 1\na: 2", b"a: [http://gpu1:8000]"])
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_no_yaml_names_the_file(tmp_path: Path, read: Callable[[Path], object], content: bytes) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"theirs\.yaml"):
+        read(path)
