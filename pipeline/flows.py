@@ -339,6 +339,7 @@ def require_server() -> None:
 
 
 def main() -> None:
+    password.exempt_loopback()
     try:
         require_server()  # before the flow, whose call starts the temporary server
         commands.check_run_params()

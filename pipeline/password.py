@@ -15,6 +15,7 @@ SERVER = "PREFECT_SERVER_API_AUTH_STRING"
 FILE = "AERIE_PASSWORD_FILE"  # the environment variable that names a copy of the file on a worker's host
 USER = "aerie"  # Prefect compares the whole line, user:password
 RANDOM_BYTES = 32
+LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def get_prefect_home() -> Path:
@@ -78,6 +79,16 @@ def find_password() -> str:
         f"no password for the Prefect server: neither {CLIENT} nor {FILE} is set, and there is no {own}; copy the file that "
         f"`make ui` names to this host, mode 0600, and export {FILE}=THAT_FILE"
     )
+
+
+def exempt_loopback() -> None:
+    """Let no proxy of the environment have requests to this machine: its 127.0.0.1 is another, and it would see the password.
+
+    Prefect's clients go by the environment; so do the processes that this one starts.
+    """
+    names = ("no_proxy", "NO_PROXY")
+    hosts = [host for name in names for host in os.environ.get(name, "").split(",") if host]
+    os.environ |= dict.fromkeys(names, ",".join(dict.fromkeys([*hosts, *LOOPBACK])))
 
 
 def build_auth_header(password: str) -> dict[str, str]:

@@ -91,6 +91,7 @@ def run_prefect_server(port: int) -> Iterator[None]:
     """
     home = password.get_prefect_home()
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    password.exempt_loopback()
     secret, _ = password.read_or_create_password(home)
     os.environ |= {
         "PREFECT_HOME": str(home),

@@ -60,6 +60,8 @@ class Server:
         home = self.home
         settings = {"AERIE_PORT": str(self.port), "PREFECT_HOME": home, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
         settings |= self.settings
+        # As on a company's machine. Bug: the proxy was asked for 127.0.0.1, and no run began.
+        settings |= {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
         settings["TMPDIR"] = home  # slots of its own, or a run beside these tests would share them
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
