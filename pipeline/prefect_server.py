@@ -16,6 +16,7 @@ from pipeline.report_server import ReportPages
 
 HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted and lets its holder run code here
 HOST_NAMES = (HOST, "localhost")
+API_PAGES = ("openapi.json", "docs", "oauth2-redirect", "redoc")  # of FastAPI: answered without the password
 
 
 def list_origins(port: int) -> list[str]:
@@ -23,14 +24,17 @@ def list_origins(port: int) -> list[str]:
     return [f"http://{name}:{port}" for name in HOST_NAMES]
 
 
-class OwnOrigins:
-    """ASGI middleware that refuses requests of other origins' pages: CORS hides the answer from the page, not the effect."""
+class OwnPages:
+    """ASGI middleware that refuses other origins' pages, since CORS hides the answer, not the effect, and the API's pages."""
 
     def __init__(self, app: ASGIApp, allowed: list[str]) -> None:
         self.app = app
         self.allowed = {origin.encode() for origin in allowed}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/").rpartition("/")[2] in API_PAGES:
+            await _answer(send, 404, b"Not served here")
+            return
         # No Origin header: not a browser, or a page of the server itself.
         sent = {value for name, value in scope.get("headers", []) if name == b"origin"}
         if sent <= self.allowed:
@@ -38,9 +42,13 @@ class OwnOrigins:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "foreign origin"})
         else:
-            headers = [(b"content-type", b"text/plain; charset=utf-8")]
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": b"Foreign origin"})
+            await _answer(send, 403, b"Foreign origin")
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def build_app(port: int, secret: str) -> ASGIApp:
@@ -51,9 +59,9 @@ def build_app(port: int, secret: str) -> ASGIApp:
     """
     from prefect.server.api.server import create_app
 
-    # A preflight of a foreign origin is answered by OwnOrigins; Prefect's CORS has the same list (pipeline/serve.py).
+    # A preflight of a foreign origin is answered by OwnPages; Prefect's CORS has the same list (pipeline/serve.py).
     app = ReportPages(create_app(final=True), secret, Path.cwd())
-    guarded = OwnOrigins(app, list_origins(port))
+    guarded = OwnPages(app, list_origins(port))
     return TrustedHostMiddleware(guarded, allowed_hosts=HOST_NAMES, www_redirect=False)
 
 

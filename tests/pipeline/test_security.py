@@ -69,6 +69,12 @@ def test_a_request_without_the_password_or_with_a_wrong_one_is_refused(server: S
     assert send(server, "GET", "/api/admin/version", known(server)).status == 200
 
 
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/redoc", "/api/openapi.json", "/api/docs/"])
+def test_the_description_of_the_api_is_not_served(server: Server, path: str) -> None:
+    """Bug: FastAPI's pages were answered without the password: every call that starts something, with its fields."""
+    assert send(server, "GET", path, {}).status == 404
+
+
 def test_a_text_plain_body_without_the_password_starts_no_run(server: Server) -> None:
     """Bug: a form of another site sends text/plain without a preflight, and Prefect read it as JSON."""
     for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "text/plain", "Origin": FOREIGN}):
