@@ -70,7 +70,8 @@ def test_an_imported_draft_is_measured_like_the_checkpoint_it_was(project: Path)
     assert json.loads((theirs / "config.json").read_text()) == json.loads((ours / "config.json").read_text())
     assert (theirs / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
     cells = [json.loads((project / f"results/cells/eval-{n}-t8_2_16.json").read_text()) for n in ("theirs", "e003")]
-    assert cells[0]["histogram"] == cells[1]["histogram"]
+    histograms = [cell["points"][0]["acceptance"]["histogram"] for cell in cells]
+    assert histograms[0] == histograms[1]
     report = json.loads((project / "results/train/theirs.json").read_text())
     assert report["model"] == "from_others" and report["notes"] == [] and report["commit"] is None
 
