@@ -85,11 +85,12 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
         legend.set_loc(tuple(axes.transAxes.inverted().transform((frame.x0, frame.y0))))
         rows = [[(frame.x0, y), (frame.x1, y)] for y in range(int(frame.y0), int(frame.y1) + 1, NAME_SIZE)]
         paths += [axes.transData.inverted().transform(row).T for row in rows]
+    groups = _group_near(points, axes.transData.transform, NAME_SIZE * figure.dpi / 72)
     textalloc.allocate(
         axes,
-        [point.x for point in points],
-        [point.y for point in points],
-        [point.name or "" for point in points],
+        [group[0].x for group in groups],
+        [group[0].y for group in groups],
+        ["\n".join(str(point.name) for point in group) for group in groups],
         x_scatter=[path[0][0] for path in paths if path.shape[1] == 1],
         y_scatter=[path[1][0] for path in paths if path.shape[1] == 1],
         x_lines=[path[0] for path in paths if path.shape[1] > 1],
@@ -97,6 +98,21 @@ def _write_names(axes: Any, points: Sequence[PlotPoint]) -> None:
         textsize=NAME_SIZE, textcolor=INK_COLOUR, linecolor=INK_COLOUR, linewidth=0.5, draw_all=False,
         avoid_label_lines_overlap=True, avoid_crossing_label_lines=True,
     )  # fmt: skip
+
+
+def _group_near(points: Sequence[PlotPoint], to_pixels: Any, near: float) -> list[list[PlotPoint]]:
+    """Return the points in groups, the upper first; names of points within `near` pixels of each other are one text."""
+    groups: list[list[PlotPoint]] = []
+    for point in sorted(points, key=lambda point: (-point.y, point.x)):
+        x, y = to_pixels((point.x, point.y))
+        for group in groups:
+            last_x, last_y = to_pixels((group[-1].x, group[-1].y))
+            if abs(x - last_x) < near and abs(y - last_y) < near:
+                group.append(point)
+                break
+        else:
+            groups.append([point])
+    return groups
 
 
 def _list_paths(axes: Any) -> Iterator[Any]:

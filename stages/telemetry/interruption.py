@@ -1,6 +1,7 @@
-"""Know a Ctrl-C, whatever exception it ends in."""
+"""What a command owes its terminal: a Ctrl-C is known whatever exception it ends in, and any text can be printed."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, current_thread, main_thread
@@ -9,6 +10,13 @@ from types import FrameType
 import stages
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
+
+
+def replace_unprintable() -> None:
+    """Print a question mark for what a terminal can't show: one of Latin-1 has no dash of a table."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a test's own streams have no encoding to fail by
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager

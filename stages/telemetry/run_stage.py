@@ -15,7 +15,7 @@ from threading import Event
 from stages.params import stage_inputs
 from stages.params.schema import load_params
 from stages.telemetry import stage_log, unfinished
-from stages.telemetry.interruption import INTERRUPTED, watch_ctrl_c
+from stages.telemetry.interruption import INTERRUPTED, replace_unprintable, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
 
 
@@ -25,6 +25,7 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     `list_gpus` gives the GPUs whose energy is counted, as indices into CUDA_VISIBLE_DEVICES; None for all. An error that the
     user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
+    replace_unprintable()
     with watch_ctrl_c() as interrupted:
         _run_watched(main, list_gpus, interrupted)
 

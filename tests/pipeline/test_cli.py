@@ -180,3 +180,13 @@ def test_starting_it_imports_nothing_heavy() -> None:
     code = "import sys, pipeline.cli, pipeline.commands; print(*{'torch', 'dvc', 'prefect', 'rich'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_terminal_of_latin_1_is_shown_the_table(tmp_path: Path) -> None:
+    """Bug: a dash of the table ended the command: 'latin-1' codec can't encode character."""
+    (tmp_path / "results/report").mkdir(parents=True)
+    (tmp_path / "results/report/table.txt").write_text("tau 5.19 ± 0.79 – →\n", encoding="utf-8")
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "pipeline", "table"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
+    assert (done.returncode, done.stdout.decode("latin-1")) == (0, "tau 5.19 ± 0.79 ? ?\n"), done.stderr
