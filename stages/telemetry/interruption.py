@@ -1,4 +1,4 @@
-"""What a command owes its terminal: a Ctrl-C is known whatever exception it ends in, and any text can be printed."""
+"""The terminal of a command: Ctrl-C is known whatever exception it ends in, and any text can be printed."""
 
 import signal
 import sys
