@@ -1,5 +1,7 @@
 """The terminal of a command: Ctrl-C is known whatever exception it ends in, and any text can be printed."""
 
+import codecs
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ INTERRUPTED = 128 + signal.SIGINT  # exit status after Ctrl-C
 def replace_unprintable() -> None:
     """Print a question mark for what a terminal can't show: one of Latin-1 has no dash of a table."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a test's own streams have no encoding to fail by
+        # UTF-8 shows all; and a stream whose file was exchanged below it, as the fork server does, can't be set.
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")
 
 
