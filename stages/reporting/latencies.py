@@ -8,7 +8,7 @@ from stages.cells.cell import LoadPoint, RequestRow
 from stages.cells.table import TableLine
 from stages.reporting import plots
 from stages.reporting.plots import PlotPoint
-from stages.reporting.tables import format_title
+from stages.reporting.tables import format_title, select_best_plain
 from stages.reporting.text import format_tree
 
 PERCENTILES = (10, 50, 90, 99)  # with linear interpolation between two values
@@ -67,9 +67,9 @@ def _choose_plain(lines: list[TableLine], drafted: list[TableLine]) -> LoadPoint
     if row.in_turns:
         of_speed = sorted(drafted, key=lambda line: line.row.baseline_output_throughput or 0.0)
         return of_speed[(len(of_speed) - 1) // 2].baseline_point
-    plain = [line for line in lines if line.row.is_plain and line.row.is_measured]
-    same = [line for line in plain if (line.row.workload, line.row.load) == (row.workload, row.load)]
-    return max(same, key=lambda line: line.row.output_throughput or 0.0).point if same else None
+    members = [line for line in lines if (line.row.workload, line.row.engine) == (row.workload, row.engine)]
+    fastest = select_best_plain([line.row for line in members]).get(row.load)
+    return next((line.point for line in members if line.row is fastest), None)
 
 
 def _list_answers(point: LoadPoint | None) -> list[RequestRow]:
