@@ -223,8 +223,7 @@ def _wait_until_answering(process: subprocess.Popen[bytes], log: Path) -> None:
     url = f"{os.environ['PREFECT_API_URL']}/admin/version"
     deadline = time.monotonic() + START_TIMEOUT_S
     headers = password.build_auth_header(os.environ[password.CLIENT])
-    # Not through a proxy, whose 127.0.0.1 is another.
-    with httpx.Client(headers=headers, trust_env=False, timeout=2) as client:
+    with httpx.Client(headers=headers, timeout=2) as client:
         while process.poll() is None and time.monotonic() < deadline:
             with suppress(httpx.TransportError):
                 if client.get(url).is_success:
