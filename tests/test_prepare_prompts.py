@@ -179,3 +179,16 @@ def test_missing_files_are_named(project: Path) -> None:
     (project / "data/sampled").unlink()
     with pytest.raises(ValueError, match=r"data/sampled/eval not found; run: dvc repro sample_target"):
         ask(project, "eval")
+
+
+def test_a_few_prompts_are_from_every_file(project: Path) -> None:
+    """Bug: num_prompts took the eval split's first rows, all from its first file."""
+    one = split(project)[0]
+    rows = [{**one, "id": f"{name}.{n}", "prompt_ids": [n % 9, 7, len(name), n]}
+            for name, count in (("large", 300), ("little", 100)) for n in range(count)]  # fmt: skip
+    replace_split(rows)
+    found = ids(ask(project, "eval", num_prompts=80)[0])
+    assert 10 <= sum(name.startswith("little") for name in found) <= 30
+    replace_split(rows[::-1])
+    assert ids(ask(project, "eval", num_prompts=80)[0]) == found
+    assert ids(ask(project, "eval", num_prompts=20)[0]) == found[:20]

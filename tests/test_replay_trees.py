@@ -221,3 +221,12 @@ def test_a_draft_for_a_target_of_another_shape(project: Path) -> None:
 
 
 NARROW, WIDE = TreeShape(4, 2, 8), TreeShape(4, 3, 8)
+
+
+def test_hidden_states_of_another_target(project: Path) -> None:
+    """Bug: a target of the same shape, trained from another seed, passed for the one the hidden states are of."""
+    make_target(7)
+    message = refused()
+    assert message.startswith("data/hiddens/eval holds hidden states of another target, tiny (")
+    assert "expected those of tiny as it is in artifacts/target now" in message
+    assert message.endswith("run: dvc repro -f -s extract_hiddens")

@@ -26,7 +26,7 @@ from stages.params import schema
 from stages.params.families import EAGLE3
 from stages.params.tree_shape import TreeShape
 from stages.runtime import distributed
-from stages.target import head_check, loading
+from stages.target import head_check, loading, manifest
 from stages.training import ttt
 from tests.conftest import edit_params
 from tests.draft.slow_draft import CONFIG, scatter
@@ -191,3 +191,12 @@ def test_eagles_logits_have_the_factor_and_medusas_begin_with_it() -> None:
         )
     ]  # fmt: skip
     torch.testing.assert_close(losses[0].loss_per_step, losses[1].loss_per_step)
+
+
+def test_margins_are_of_the_targets_own_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the margin where two answers differ, which tells rounding from a defect, was computed from unscaled logits."""
+    folder = prepare(tmp_path, monkeypatch)
+    model = loading.load_target(str(folder), "float32", "cpu")
+    first, second = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1].topk(2).values.tolist()
+    engine = build_engine(model, [], [], logits_scale=manifest.read_manifest().logits_scale)
+    assert engine.measure_margin([3, 1, 4], [1, 5]) == pytest.approx(first - second, rel=1e-4)

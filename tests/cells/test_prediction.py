@@ -167,3 +167,16 @@ def test_an_interval_that_says_nothing_is_no_no(low: float | None, high: float |
     (limit,) = prediction.find_limits(launch)
     assert ("can't tell" in describe_limit(limit)) == (advice == "can't tell")
     assert limit.off_above == (0 if advice == "no" else None)
+
+
+def test_nothing_is_advised_by_the_costs_of_another_engine() -> None:
+    """Bug: on a laptop the torch engine's costs on a CPU advised vLLM: "t3_1_4, predicted 1.46x"."""
+    assert prediction.choose_launches([guess("t3_1_4", 1.46, 1.3, engine="torch")], chains_on_vllm) == []
+
+
+def test_an_error_too_large_for_a_number_gives_no_interval() -> None:
+    """Bug: the interval's end was too large for a number, and the report ended in OverflowError."""
+    made = costs.made_up()
+    far = made.model_copy(update={"fit": made.fit.model_copy(update={"error": 400.0})})
+    (row,) = prediction.predict_speedups(far, "e009", 0.0, [replay("t5_3_12", 4.0, 3.9, 4.1)])
+    assert (row.low, row.high) == (None, None) and row.is_undecided

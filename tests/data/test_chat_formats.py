@@ -221,3 +221,12 @@ def read_or_drop(row: dict[str, Any]) -> None:
 @given(row=rows)
 def test_no_row_stops_the_stage(row: dict[str, Any]) -> None:
     read_or_drop(row)
+
+
+def test_what_specforge_marks_as_failed_is_dropped_and_its_thinking_kept() -> None:
+    """Bug: a row with SpecForge's status `error` was trained on with its old answers; the key `thinking` was lost."""
+    with pytest.raises(DroppedRowError, match="marked_error") as dropped:
+        read({"conversations": PLAIN, "status": "error", "error": "timeout"})
+    assert dropped.value.found == "timeout"
+    kept = read({"conversations": [PLAIN[0], {**PLAIN[1], "thinking": "Clouds."}], "status": "success"})
+    assert kept.messages == PLAIN and kept.reasoning == [None, "Clouds."]

@@ -112,3 +112,16 @@ def test_a_text_file_has_a_question_a_line_and_is_no_data_beside_data(tmp_path: 
     ]
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n')
     assert [file.name for file in readers.list_files(tmp_path)] == ["data.jsonl"]
+
+
+def test_the_rest_of_a_question_is_asked_or_refused() -> None:
+    """Bug: Dolly's `context` was left out, and Alpaca's `input` where it was no text: the question could not be answered."""
+    assert read({"instruction": "Who?", "context": "Ann did.", "response": "Ann."})[0]["content"] == "Who?\n\nAnn did."
+    with pytest.raises(DroppedRowError, match="not_text") as dropped:
+        read({"instruction": "Add up.", "input": [1, 2], "output": "3"})
+    assert "input, beside instruction, is a list" in str(dropped.value.found)
+
+
+def test_an_empty_system_message_is_kept() -> None:
+    """Bug: the row was dropped as empty_turn, though an empty system message is not none: templates have a default."""
+    assert read({"messages": [{"role": "system", "content": ""}, ASK, ANSWER]})[0] == {"role": "system", "content": ""}

@@ -8,7 +8,7 @@ import pytest
 
 from stages.data import chat_formats, images
 from stages.data.row_images import DroppedRowError
-from tests.data.test_chat_formats import PLAIN, read, save_file_only
+from tests.data.test_chat_formats import PLAIN, SAY, read, save_file_only
 from tests.data.test_images import png_of
 
 
@@ -118,3 +118,17 @@ def test_only_a_plain_file_that_decodes_is_copied(tmp_path: Path, kind: str) -> 
     with pytest.raises(DroppedRowError, match="image_bytes" if kind == "text" else "image_missing") as dropped:
         chat_formats.parse_conversation(row, "messages", str(tmp_path), save, image_roots=roots)
     assert "70 61" not in str(dropped.value.found)  # nothing of a file's content is shown
+
+
+def test_images_by_path(tmp_path: Path) -> None:
+    """Bug: rows held the user's path, so replacing an image on disk changed no row, and only fix_data reran."""
+    path = (tmp_path / "sky.png").as_posix()
+    Path(path).write_bytes(b"a sky")
+    kept = ["b'a sky'.png"]
+    human = {"from": "human", "value": "<image>\nWhat is this?"}
+    for image in ({"image": "sky.png"}, {"images": ["sky.png"]}, {"images": [{"path": path, "bytes": None}]}):
+        found = read({"conversations": [human, PLAIN[1] | {"from": "gpt", "value": SAY}], **image}, str(tmp_path))
+        assert found.images == kept and found.messages[0]["content"] == human["value"]
+    part = [{"type": "image_url", "image_url": {"url": f"file://{path}"}}, {"type": "text", "text": "What?"}]
+    found = read({"messages": [{"role": "user", "content": part}, PLAIN[1]]}, str(tmp_path))
+    assert found.images == kept and found.messages[0]["content"] == "<image>What?"

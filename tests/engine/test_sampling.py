@@ -298,3 +298,11 @@ def draw_answers(
         )
         ids = torch.cat([ids, drawn], dim=1)
     return ids[:, len(prompts[0]) :].tolist()
+
+
+def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    """Bug to be: summed in float32, the last of 150,000 tokens would be reached by no number, or by too many."""
+    probabilities = torch.full((1, 150_000), 1 / 150_000)
+    for token in (0, 77_777, 149_999):
+        number = (token + torch.tensor([0.02, 0.98], dtype=torch.float64)) / 150_000
+        assert sampling.draw_tokens(probabilities.expand(2, -1), number).tolist() == [token, token]

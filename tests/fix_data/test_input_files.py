@@ -68,3 +68,16 @@ def test_a_hub_dataset_in_the_stage(home: Path, monkeypatch: pytest.MonkeyPatch)
     _, _, report = outcome()
     assert report["clean"] == 60 and report["formats"] == {"prompt_answer": 60}
     assert report["hub"]["talk.hub.yaml"] | {"split": "train", "rows": 60} == report["hub"]["talk.hub.yaml"]
+
+
+def test_a_history_in_a_cell_is_read_as_json(home: Path) -> None:
+    """Bug: the text was taken for a list of its characters, and every row with a history was dropped, of `[]` too."""
+    rows = pairs(60)
+    earlier = ['[["Hello","Hello, how can I help?"]]', "[]", None]
+    table = pl.DataFrame([{**r, "history": earlier[n % 3]} for n, r in enumerate(rows)])
+    table.write_csv("data/a.csv")
+    set_lines(raw="data/a.csv")
+    train, held_out, report = outcome()
+    assert report["clean"] == 60
+    lengths = [len(messages) for frame in (train, held_out) for messages in frame["messages"].to_list()]
+    assert sorted(lengths) == [2] * 40 + [4] * 20

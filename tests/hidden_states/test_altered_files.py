@@ -82,3 +82,18 @@ def test_a_row_with_nan_is_refused_by_name(tmp_path: Path, where: str, number: f
     assert pl.read_parquet(tmp_path / "index.parquet")["finite"].to_list() == [True, True, True, False, True, True]
     message = read_refusal(tmp_path)
     assert "row w.3 holds NaN or infinity, expected finite hidden states; set extract_hiddens.dtype" in message
+
+
+def test_what_the_index_alone_says_of_a_row_is_checked_too(written: Path) -> None:
+    """Bug: the checksum covered the tensors only; a flipped bit in prompt_length or the name was read as true."""
+    path = written / "index.parquet"
+    whole = pl.read_parquet(path)
+    for change in (
+        pl.col("id").str.replace("z", "a"),
+        pl.col("prompt_length") + 1,
+        pl.col("finish_reason").replace({"stop": "length"}),
+        pl.col("offset") + 1,
+        pl.col("length") - 1,
+    ):
+        whole.with_columns(change).write_parquet(path)
+        assert "does not match its checksum" in read_refusal(written)

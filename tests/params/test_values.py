@@ -286,3 +286,12 @@ def test_wrong_ports_and_a_server_of_two_configurations_are_found_when_params_ar
     set_value(("benchmark_served", "server", "base_urls"), urls)
     (line,) = list_problems()
     assert line.startswith(f"benchmark_served.server.base_urls{message}")
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf"])
+def test_no_number_is_infinite(number: str) -> None:
+    """Bug: a learning rate of .inf was greater than 0 and so accepted."""
+    for key in ("learning_rate: 0.03", "grad_clip: 0.5", "temperature: 0.7", "min_tau: 6.0"):
+        edit_params_text((key, f"{key.split(':')[0]}: {number}"))
+        (line,) = list_problems()
+        assert "expected a finite number, found " in line

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
-from pipeline import password
+from pipeline import password, workspaces
 from tests.pipeline.conftest import make_served
 from tests.pipeline.test_flows import REPO, Server, run_server, wait_for
 
@@ -198,3 +198,25 @@ def test_the_password_is_kept_between_starts_and_a_file_that_others_can_read_is_
         file.write_text(text)
         with pytest.raises(ValueError, match="expected one line user:password"):
             password.read_password(file)
+
+
+def test_a_preflight_of_another_origin_is_refused_and_one_of_the_pages_is_allowed(server: Server) -> None:
+    """Bug: CORS allowed every origin, so a page of another site could read the answers too."""
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin in (FOREIGN, "null", "http://127.0.0.1:1", f"https://127.0.0.1:{server.port}"):
+        refused = send(server, "OPTIONS", create_flow_run(server), asks | {"Origin": origin})
+        assert refused.status == 403 and "access-control-allow-origin" not in refused.headers
+    for name in ("127.0.0.1", "localhost"):
+        own = f"http://{name}:{server.port}"
+        allowed = send(server, "OPTIONS", create_flow_run(server), asks | {"Origin": own})
+        assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, own)
+
+
+@pytest.mark.usefixtures("ran")  # whose results the workspace checks out
+def test_a_run_named_as_a_path_stays_in_the_folder_of_runs(server: Server) -> None:
+    """Bug: the workspace of a run was .scratch/runs/NAME, and a run may be started with the name ../../../elsewhere."""
+    deployment = server.ask("deployments/name/build/build")["id"]
+    request = {"name": "../../../elsewhere", "parameters": {"changes": {"other": {"report.title": "another"}}}}
+    run = server.ask(f"deployments/{deployment}/create_flow_run", request)["id"]
+    assert server.ended(run)["type"] == "COMPLETED"
+    assert (server.project.root / workspaces.RUNS_FOLDER / f"-elsewhere-{run[:8]}").is_dir()

@@ -115,3 +115,11 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params)
         and "Loss per epoch" not in page
         and "Drafts accepted in a verify cycle" in page
     )
+
+
+def test_warnings_of_sampling_are_with_the_verdict(made_up: schema.Params, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a target whose answers never end gave drafts of 100% and "Launch", without a word on the page."""
+    warning = "100 of 100 answers are cut (train 60 of 60, eval 40 of 40)"
+    atomic.write_json(Path("results/sample_report.json"), _made_up_report("sample_target") | {"warnings": [warning]})
+    report.main()
+    assert warning in capsys.readouterr().out and warning in report.PAGE_FILE.read_text()

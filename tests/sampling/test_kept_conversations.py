@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
+from stages.data import conversations
 from tests.sampling.sampled_project import (
     CALLED,
     SPLITS,
@@ -109,3 +110,31 @@ def test_keep_takes_the_datas_own_answers_and_the_targets_for_eval(project: Path
     found = report(project)
     assert found["token_ids"] == {"template": 6, "exact": 6}
     assert found["temperatures"] == {"the data": 6} and found["shards"] == {"train": 2, "eval": 1, "eval_t": 1}
+
+
+@pytest.mark.parametrize("backend", ["transformers", "keep"])
+def test_rows_with_what_the_chat_template_hides_are_dropped_and_the_first_is_named(
+    project: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: with a template that ignores tools the target saw an empty assistant turn, and answered something else."""
+    with_tools(thoughts=False)
+    Path("artifacts/target/chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    plain = conversations.FIXED_SCHEMA.names()
+    table = pl.read_parquet("data/fixed/train.parquet")
+    other = pl.read_parquet("data/fixed/eval.parquet").with_columns(
+        *[pl.lit(None, conversations.FIXED_SCHEMA[name]).alias(name) for name in ("tools", "tool_calls", "reasoning")]
+    )
+    questions = other.with_columns(pl.col("messages").list.head(1))
+    pl.concat([table.select(plain), questions.select(plain)]).write_parquet("data/fixed/train.parquet")
+    questions.write_parquet("data/fixed/eval.parquet")
+    set_backend(project, backend, train_rows=None, eval_rows=1)
+    if backend == "keep":  # a question alone has no answer to keep
+        with pytest.raises(ValueError, match=r"no row is left in the train split.*not_in_template"):
+            sample_target.main()
+        return
+    sample_target.main()
+    assert report(project)["dropped"]["not_in_template"] >= 1
+    assert "renders tools as nothing" in capsys.readouterr().out

@@ -97,3 +97,28 @@ def test_images_are_content_parts_in_order(tmp_path: Path) -> None:
         {"type": "text", "text": " now"},
     ]
     assert sent[1] is first.messages[1] and "image" in first.messages[0]["content"][0]
+
+
+def test_a_result_belongs_to_the_call_that_it_names(tmp_path: Path) -> None:
+    """Bug: results were matched with calls by position, so one that came first was the answer to another call."""
+    calls = json.dumps([{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("paris", "rome")])
+    named = [json.dumps({"tool_call_id": name, "name": "clock"}) for name in ("rome", "paris")]
+    ((request,),) = read_all(
+        tmp_path, [row("x", "uattu", tool_calls=[None, calls, *named, None], trained=[True, False] + [True] * 3)]
+    )
+    assert [m.get("tool_call_id") for m in request.messages] == [None, None, "rome", "paris", None]
+    assert request.messages[2]["name"] == "clock"
+
+
+def test_a_few_requests_are_from_every_file(tmp_path: Path) -> None:
+    """Bug: train_rows and eval_rows took the first rows: with a folder of two files, all were of the first."""
+    rows = rows_of("a.jsonl", 300) + rows_of("b.jsonl", 100)
+    found = names_of(read_all(tmp_path, rows, 100))
+    assert len(found) == 100
+    assert 15 <= sum(name.startswith("b") for name in found) <= 35
+    selection = requests.select_requests(tmp_path / "train.parquet", 100)
+    assert list(selection.sources) == ["a.jsonl", "b.jsonl"]
+    assert selection.num_requests == sum(share.asked for share in selection.sources.values()) == 100
+    assert selection.num_unrequested == 300
+    assert selection.sources["b.jsonl"].asked == sum(name.startswith("b") for name in found)
+    assert selection.sources["b.jsonl"].asked + selection.sources["b.jsonl"].not_asked == 100

@@ -139,3 +139,23 @@ def test_a_server_that_ignores_max_tokens_stops_the_run(project: Path, tokenizer
             ValueError, match=r"\): the server answered with 12 tokens, .*max_new_tokens 5; let it obey"
         ):
             sample_target.main()
+
+
+def test_answers_that_nothing_checks_are_a_warning(project: Path, capsys: pytest.CaptureFixture) -> None:
+    """Bug: a server without `usage` and with another template was taken without a word."""
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    assert "warning: of 12 of 12 answers the servers returned neither token ids nor how many" in capsys.readouterr().out
+
+
+def test_a_server_with_the_right_template_goes_on_after_one_with_another(project: Path) -> None:
+    """Bug: the answers to wrong prompts were kept, so that the fixed server was never asked."""
+    with Fake(lambda b, n: completion("hi", b["model"], usage={"prompt_tokens": 3})) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        with pytest.raises(ValueError, match="prompted with 3 tokens"):
+            sample_target.main()
+    with Fake(lambda b, n: completion("hi", b["model"])) as fake:
+        set_backend(project, "server", {"base_urls": [fake.url]})
+        sample_target.main()
+    assert not report(project)["dropped"]

@@ -101,3 +101,14 @@ def test_a_servers_text_becomes_the_ids_it_came_from(family: str) -> None:
     content = tok.decode(rows[-1][1][:-1])
     assert chat_template.encode_answer(tok, TALK[:-1], content, None, eos) == rows[-1][1][:-1]
     assert chat_template.find_end_token(tok, eos) == rows[-1][1][-1]
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content"])
+def test_harmony_thoughts_are_part_of_the_answer(name: str) -> None:
+    """Their own end token is not the answer's. Bug: under the name that exports use, the template left them out."""
+    tok, eos = tokenizer("harmony")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
+    ((_, answer_ids),) = chat_template.encode_turns(tok, talk, eos)
+    assert tok.decode(answer_ids) == (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>"
+    )

@@ -218,3 +218,15 @@ def test_a_config_without_what_is_needed_is_refused_by_name() -> None:
         ValueError, match=r"GPT2Config.* has no intermediate_size or moe_intermediate_size; such a model"
     ):
         config_facts.read_config_facts(transformers.GPT2Config())
+
+
+def test_a_class_with_a_mask_of_its_own_is_padded() -> None:
+    """Bug: Doge keeps the 2,048 keys of the largest weights, by a mask that packed documents left out. Documents of the 24 tokens
+    that are compared are shorter than that, so longer ones were packed and had wrong hidden states.
+    """
+    torch.manual_seed(0)
+    config = transformers.DogeConfig(**TEXT, keep_window_size=16)
+    model = transformers.DogeForCausalLM(config).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not packed_forward.supports_packing(model)

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from stages.target import chat_template
 from tests.target.chat_templates import tokenizer
@@ -29,6 +31,24 @@ R1 = LOOP.replace(
 BETWEEN = LOOP.replace("%s", "<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}")
 
 
+def prefixing_tokenizer() -> tuple[Any, list[int]]:
+    """Return a tokenizer that marks the start of a text, as Llama 2's, with plain-text headers, as Vicuna's."""
+    words = ["▁USER:", "▁ASSISTANT:", "▁Name", "▁Nile", "Nile", "▁a", "▁river", ".", "</s>"]
+    letters = sorted({c for word in words for c in word} | {"▁"})
+    vocab = {text: i for i, text in enumerate(dict.fromkeys([*words, *letters, "<unk>"]))}
+    whole = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    whole.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Split(".", "isolated")]
+    )
+    whole.decoder = decoders.Metaspace(prepend_scheme="first")
+    tok = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="</s>", unk_token="<unk>")
+    tok.chat_template = (
+        "{% for m in messages %}{{ 'USER: ' + m.content if m.role == 'user' else ' ASSISTANT: ' + m.content + '</s>' }}"
+        "{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+    )
+    return tok, [tok.convert_tokens_to_ids("</s>")]
+
+
 def test_what_a_template_hides_is_known_by_kind() -> None:
     """Bug: a template that ignores tools rendered a row with calls as an empty assistant turn, which the target then saw."""
     tok, _ = with_template(LOOP.replace("%s", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"))
@@ -52,3 +72,38 @@ def test_keep_refuses_a_header_that_the_history_drops_and_says_what_else_to_do()
         chat_template.encode_turns(
             tok, [ASK, {"role": "assistant", "content": "<think>\nNile.\n</think>\n\nNile."}], eos
         )
+
+
+def test_a_template_that_takes_parts_only_shows_texts() -> None:
+    """Bug: with SmolVLM's and Idefics3's templates every question rendered as nothing, and the target answered an empty one."""
+    tok, _ = with_template(PARTS)
+    assert chat_template.probe_template(tok).parts == ("user", "assistant", "system", "tool")
+    assert (
+        tok.decode(chat_template.encode_prompt(tok, [ASK]))
+        == "<|im_start|>user\nName a river.<|im_end|><|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("condition", "keys"),
+    [("thinking is defined and thinking", ("thinking",)), ("enable_thinking", ("enable_thinking",)), ("false", ())],
+)
+def test_thinking_has_the_name_that_the_template_reads(condition: str, keys: tuple[str, ...]) -> None:
+    """Bug: Granite's, DeepSeek-V3.1's and Kimi's templates read `thinking`; enable_thinking alone was passed, in vain."""
+    tok, _ = with_template("{% if " + condition + " %}Think first.{% endif %}" + PARTS)
+    assert chat_template.build_template_kwargs(tok, True) == dict.fromkeys(keys, True)
+    text = tok.decode(chat_template.encode_prompt(tok, [ASK], thinking=True))
+    assert text.startswith("Think first.") == bool(keys)
+    if not keys:
+        with pytest.raises(ValueError, match=r"sample_target\.thinking is true, expected null"):
+            chat_template.check_thinking(tok, True)
+
+
+def test_an_answer_has_the_tokens_that_follow_its_header() -> None:
+    """Bug: an answer was tokenised alone, so with tokenizers that mark the start of a text, its first token was another."""
+    tok, eos = prefixing_tokenizer()
+    ((prompt, answer),) = chat_template.encode_turns(tok, [ASK, ANSWER], eos)
+    whole = tok.encode("USER: Name a river. ASSISTANT: Nile.</s>", add_special_tokens=False)
+    assert prompt + answer == whole and tok.convert_ids_to_tokens(answer) == ["▁Nile", ".", "</s>"]
+    for text in ("Nile.", " Nile."):  # a server's decoder drops the space, or keeps it
+        assert chat_template.encode_answer(tok, [ASK], text, None, eos) == answer[:-1]
