@@ -354,7 +354,7 @@ def reproduce_stage(
     # --wait-for-lock, which must come before `repro`: without it a stage that has *finished* is lost if DVC does not get
     # its lock within 3 s.
     words = [DVC_MODULE, "--wait-for-lock", "repro", "--single-item", name]
-    if status := run_command(words, DvcOutput([name], begin, read_line), environment or {}, held_files):
+    if status := run_command(words, DvcOutput([name], begin, read_line), environment, held_files):
         log = "\n".join(tail)
         raise StageError(
             f"stage {name} failed (dvc exited with {status}); fix the cause and run again, what has finished is cached. "
@@ -382,11 +382,11 @@ def run_all_stages(stages: Collection[str], verbose: bool = False) -> None:
     """
     words = [DVC_MODULE, "--wait-for-lock", "repro", "--keep-going"]
     if verbose:
-        status, logs = run_command(words, DvcOutput(stages, lambda *_: None, show_line), {}, ()), ""
+        status, logs = run_command(words, DvcOutput(stages, lambda *_: None, show_line)), ""
         failed = f"a stage failed (dvc exited with {status})"
     else:
         with RunDisplay(stages) as display:
-            status = run_command(words, DvcOutput(stages, display.begin, display.show), {}, ())
+            status = run_command(words, DvcOutput(stages, display.begin, display.show), on_silence=display.tell)
             display.finish(status)
         logs = "".join(f" and {locate_log(name)}" for name in display.failed)
         failed = f"{' and '.join(display.failed)} failed" if display.failed else f"dvc exited with {status}"

@@ -26,7 +26,7 @@ OUTCOME_LINES = {
     re.compile(r"(?:Stage )?'(.+)' didn't change, skipping"): Outcome.UNCHANGED,
 }
 
-# What says nothing: DVC's advice about git and remotes after each stage, and that data without pictures has no pictures.
+# What says nothing: DVC's advice about git and remotes after each stage.
 NOISE = (
     "To track the changes with git, run:",
     "git add ",
@@ -34,7 +34,6 @@ NOISE = (
     "dvc config core.autostage true",
     "Use `dvc push` to send your updates to remote storage.",
 )
-EMPTY_OUTPUT = re.compile(r"WARNING: '.+' is empty\.")
 
 # A line of tqdm: 45%|####  | 9/20 [00:10<00:12, 1.02row/s]
 PROGRESS_PATTERN = re.compile(r"(?P<percent>\d+)%\|.*\| (?P<counts>\d.*)")
@@ -94,7 +93,7 @@ class DvcOutput:
         if found := self._match_outcome(line):
             self._waiting.discard(found[0])  # once: a stage may print such a line itself
             self._begin(*found)
-        if line and not line.lstrip().startswith(NOISE) and not EMPTY_OUTPUT.fullmatch(line):
+        if line and not line.lstrip().startswith(NOISE):
             self._on_line(line)
 
     def _match_outcome(self, line: str) -> tuple[str, Outcome] | None:

@@ -5,8 +5,10 @@ A process started here is a DVC (pipeline/checked_dvc.py), which has the command
 their environment, by which the run's guard (pipeline/orphan_guard.py) finds and ends them if the run is killed outright.
 """
 
+import codecs
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from typing import IO, Any
 import psutil
 
 from pipeline import password
-from pipeline.dvc_output import find_error
+from pipeline.dvc_output import PROGRESS_PATTERN, find_error
 from stages.telemetry import fork_server
 
 COMMAND_GRACE_S = 5.0  # seconds between SIGTERM and SIGKILL for a stage's command
@@ -155,17 +157,21 @@ def _is_marked(info: dict[str, Any], mark: str) -> bool:
 
 
 def run_command(
-    words: list[str], on_line: Callable[[str], object], environment: dict[str, str], held_files: Iterable[int]
+    words: list[str],
+    on_line: Callable[[str], object],
+    environment: dict[str, str] | None = None,
+    held_files: Iterable[int] = (),
+    on_silence: Callable[[], object] = lambda: None,
 ) -> int:
     """Run `python -m` with these words to its end -> its exit status.
 
-    Each line of output goes to `on_line`. `environment` is added to this process's own; the
-    open files `held_files`, and locks on them, stay open until the command has ended.
+    Each line of output goes to `on_line`; `on_silence` is called in each second without one. `environment` is added to
+    this process's own; the open files `held_files`, and locks on them, stay open until the command has ended.
     """
-    process = _start_command(words, environment, held_files)
+    process = _start_command(words, environment or {}, held_files)
     try:
         for line in _read_lines(process):
-            on_line(line)
+            on_silence() if line is None else on_line(line)
         return process.wait()
     except BaseException:  # cancelled, interrupted, or on_line failed: the stage must not outlive its run
         _end_process(process)
@@ -176,8 +182,21 @@ def run_command(
             _live.discard(process)
 
 
-def _read_lines(process: psutil.Popen) -> Iterator[str]:
-    """Yield the lines of a command's output as they come, until it has ended.
+def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines of a command's output; a progress bar as soon as it is drawn, for its line ends when the next begins."""
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    rest = ""
+    for chunk in chunks:
+        *lines, rest = re.split(r"\r\n|\r|\n", rest + decode(chunk))
+        if PROGRESS_PATTERN.search(rest):
+            lines, rest = [*lines, rest], ""
+        yield from map(str.rstrip, lines)
+    if rest:
+        yield rest.rstrip()
+
+
+def _read_lines(process: psutil.Popen) -> Iterator[str | None]:
+    """Yield the lines of a command's output as they come, until it has ended, and None in each second without one.
 
     What it has left running is ended then: the stage of a DVC that was killed outright holds the pipe open. A thread
     reads, and goes on after an interruption: a full pipe would block DVC, which then could not end.
@@ -185,8 +204,8 @@ def _read_lines(process: psutil.Popen) -> Iterator[str]:
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in process.stdout:
-            lines.put(line.rstrip())
+        for line in split_lines(iter(partial(process.stdout.read1, 2**16), b"")):
+            lines.put(line)
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
@@ -199,6 +218,7 @@ def _read_lines(process: psutil.Popen) -> Iterator[str]:
         except queue.Empty:
             if has_ended:  # the pipe is open in a process of another session; the run's guard ends it
                 return
+            yield None
         if not has_ended and process.poll() is not None:
             has_ended = True
             _end_together([one for one in psutil.process_iter() if _get_session(one.pid) == process.pid])
@@ -217,7 +237,7 @@ def run_module(words: list[str]) -> list[str]:
     Raises StageError with the end of its output if it fails.
     """
     lines: list[str] = []
-    if run_command(words, lines.append, {}, ()):
+    if run_command(words, lines.append):
         log = "\n".join(lines[-TAIL_LINES:])
         raise StageError(f"{' '.join(words)}: {log}", is_transient(log), find_error(lines))
     return lines
@@ -270,8 +290,6 @@ def _start_command(words: list[str], environment: dict[str, str], held_files: It
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
             start_new_session=True,
         )
         _live.add(process)

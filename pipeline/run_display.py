@@ -33,6 +33,8 @@ class RunDisplay:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._has_failed = self._concluded = False
         self._since = self._told = 0.0
+        self._progress = ""
+        self._notices: set[str] = set()
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -50,6 +52,7 @@ class RunDisplay:
         """End the stage before and begin this one."""
         self._end()
         self._stage, self._outcome, self._since, self._has_failed = stage, outcome, time.monotonic(), False
+        self._progress = ""
         self._tail.clear()
         if outcome == Outcome.RAN:
             self._open_log(stage)
@@ -62,7 +65,8 @@ class RunDisplay:
             if self._bar:
                 self._bar.update(self._bar.task_ids[0], description=f"{self._stage} {found['percent']}%")
             else:
-                self._print_progress(line[: found.start()], found)
+                self._progress = f", {line[: found.start()].strip(' :')} {found['percent']}%, {found['counts']}"
+                self.tell()
             if found["percent"] != "100":
                 return
         self._tail.append(line)
@@ -77,15 +81,17 @@ class RunDisplay:
                 self._print(line)
         elif FAILURE.match(line):
             self._has_failed = True
-        elif NOTICE.match(line):
+        elif NOTICE.match(line) and line not in self._notices:  # each once; the logs of later stages have it too
+            self._notices.add(line)
             self._print(f"{self._stage}: {line}")
 
-    def _print_progress(self, what: str, found: re.Match[str]) -> None:
+    def tell(self) -> None:
         """Print how far the stage is, once in PROGRESS_INTERVAL_S: without a terminal there is no bar to look at."""
         now = time.monotonic()
-        if found["percent"] != "100" and now - max(self._since, self._told) >= PROGRESS_INTERVAL_S:
+        is_at_work = self._stage is not None and self._outcome == Outcome.RAN and not self._bar
+        if is_at_work and now - max(self._since, self._told) >= PROGRESS_INTERVAL_S:
             self._told = now
-            self._print(f"{self._stage}: {what.strip(' :')} {found['percent']}%, {found['counts']}")
+            self._print(f"{self._stage}: at work for {format_duration(now - self._since)}{self._progress}")
 
     def finish(self, status: int) -> None:
         """End the last stage; it is the one that failed if DVC failed, or was killed, and did not name others."""

@@ -44,6 +44,7 @@ from stages.params import stage_inputs
 from stages.params.checks import check_column_files, check_raw_exists
 from stages.params.data_sections import FixData
 from stages.params.schema import Params
+from stages.params.units import list_first
 from stages.runtime import atomic, scratch
 from stages.telemetry.run_stage import run_stage
 
@@ -51,6 +52,7 @@ TRAIN_FILE, EVAL_FILE = Path("data/fixed/train.parquet"), Path("data/fixed/eval.
 REPORT = Path("results/fix_report.json")
 MAX_PROCESSES = 8  # about 200 MiB each: a Python and some chunks
 MAX_PAIR_EXAMPLES = 5
+MAX_LISTED_FILES = 8
 JUDGED_COLUMNS = ["id", "source", "source_row", "verdict", "digest", "opening_digest", "is_eval"]  # held for all rows
 IS_KEPT = pl.col("fate") <= int(SplitFate.EVAL)
 
@@ -79,12 +81,16 @@ def _fix(params: Params) -> None:
         assignment = train_eval_split.assign_splits(rows, signatures, params.fix_data)
         report = write_splits(chunks, rows.with_columns(fate=assignment.fates), params.fix_data)
         report |= describe_duplicates(chunks, assignment, params.fix_data)
+        report["files"] = count_files(chunks, rows.with_columns(fate=assignment.fates), Path(params.fix_data.raw))
     finally:
         shutil.rmtree(WAITING_FOLDER, ignore_errors=True)
     seconds = time.perf_counter() - started
     report["hub"] = {source: asdict(record) for source, record in hub_records.items()}
     report |= {"rows_per_second": round(report["rows_in"] / seconds), "seconds": round(seconds, 3)}
     atomic.write_json(REPORT, report)
+    if len(report["files"]) > 1:
+        counts = (f"{name} {one['kept']:,} of {one['rows']:,}" for name, one in report["files"].items())
+        print(f"fix_data: rows kept of each file: {list_first(counts, MAX_LISTED_FILES)}")
     print(
         f"fix_data: {report['rows_in']} rows = {report['clean']} clean + {report['repaired']} repaired + "
         f"{report['dropped']} dropped; {report['train']} to train, {report['eval']} to eval"
@@ -197,6 +203,25 @@ def count_dropped(chunks: list[JudgedChunk], rows: pl.DataFrame) -> tuple[Counte
     return dropped, first_dropped
 
 
+def count_files(chunks: list[JudgedChunk], rows: pl.DataFrame, raw: Path) -> dict[str, dict[str, int]]:
+    """Return the rows and kept rows of each file; note the files of which nothing is kept, and those that are not read."""
+    files = readers.list_files(raw)
+    names = [file.name if raw.is_file() else file.relative_to(raw).as_posix() for file in files]
+    kept = Counter(rows.filter(IS_KEPT)["source"].to_list())
+    read = Counter[str]()
+    dropped = {name: Counter[str]() for name in names}
+    for chunk in chunks:
+        read[chunk.source] += chunk.rows_in
+        dropped[chunk.source] += chunk.dropped
+    for name in names:
+        if not kept[name]:
+            reasons = "".join(f", {count:,} {reason}" for reason, count in dropped[name].most_common())
+            print(f"note: no row of {name} is kept: {read[name]:,} rows{reasons}")
+    if raw.is_dir() and (ignored := readers.describe_ignored_files(raw, files)):
+        print(ignored)
+    return {name: {"rows": read[name], "kept": kept[name]} for name in names}
+
+
 def publish_images() -> int:
     """Move the images that the two tables name to IMAGES_FOLDER, and return their number; those of dropped rows are discarded."""
     column = pl.concat([pl.scan_parquet(path).select(pl.col("images").explode()) for path in (TRAIN_FILE, EVAL_FILE)])
@@ -205,6 +230,8 @@ def publish_images() -> int:
     with atomic.write_folder(IMAGES_FOLDER) as folder:  # even without images: dvc.yaml declares the folder as an out
         for name in names:
             shutil.move(WAITING_IMAGES_FOLDER / name, folder / name)
+        if not names:
+            (folder / "no_images").touch()  # of an empty folder DVC warns, at each stage that has it
     return len(names)
 
 

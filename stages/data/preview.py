@@ -6,7 +6,7 @@ stage reads. Duplicates are found only by the stage, which sees all rows.
 
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -64,7 +64,8 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
     unread: Counter[str] = Counter()
     advice: dict[str, None] = {}  # a set in order
     source = None
-    for row in preview_rows(params, rows, path):
+    counts: Counter[str] = Counter()
+    for row in preview_rows(params, rows, counts, path):
         if row.source != source:
             source = row.source
             print(f"{source}")
@@ -74,7 +75,12 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
         unread.update(row.unread)
         advice |= {row.advice: None} if row.advice else {}
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no rows"
-    print(f"\n{verdicts.total()} rows read, the first {rows} of each file: {counted}")
+    of_files = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    print(f"\nrows of each file: {of_files}")
+    raw = Path(path or params.raw)
+    if raw.is_dir() and (ignored := readers.describe_ignored_files(raw, readers.list_files(raw))):
+        print(ignored)
+    print(f"{verdicts.total()} rows read, the first {rows} of each file: {counted}")
     print(f"{splits['train']} to train, {splits['eval']} to eval; nothing was written, duplicates were not looked for")
     if unread:
         print(f"not read: {row_cleaning.describe_unread(unread)}")
@@ -83,9 +89,10 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
     return splits["train"] + splits["eval"]
 
 
-def preview_rows(params: FixData, rows: int, path: str = "") -> Iterator[PreviewedRow]:
+def preview_rows(params: FixData, rows: int, counts: Counter[str], path: str = "") -> Iterator[PreviewedRow]:
     """Yield what the first `rows` rows of each file become; images are looked at in a temporary folder.
 
+    `counts` takes the number of all rows of each file, but for the Hub's datasets, of which no more than these are fetched.
     The files are those of `path`, or of `params.raw` where that is "". Column maps are by paths in `params.raw` in both cases.
     """
     raw, evaluation = Path(path or params.raw), None if path else params.eval_path()
@@ -97,8 +104,19 @@ def preview_rows(params: FixData, rows: int, path: str = "") -> Iterator[Preview
         for file in files:
             source = file.name if raw.is_file() else file.relative_to(raw).as_posix()
             chunks = batches.join(file, readers.read_chunks(file, source, {}, params.choose_columns(file)))
-            for row_chunk in islice(_cut_rows(chunks), rows):
+            counts[source] = 0
+            each = _cut_rows(_count_rows(chunks, counts))
+            for row_chunk in islice(each, rows):
                 yield _preview_row(row_chunk, params, Path(name) / "row.arrow", eval_source)
+            if readers.detect_file_kind(file) != readers.HUB_PIN_SUFFIX:
+                deque(_count_rows(chunks, counts), maxlen=0)
+
+
+def _count_rows(chunks: Iterator[RawChunk], counts: Counter[str]) -> Iterator[RawChunk]:
+    for chunk in chunks:
+        is_table = isinstance(chunk.rows, ArrowRows)
+        counts[chunk.source] += len(chunk.rows) if is_table else sum(not json_lines.is_blank(row) for row in chunk.rows)
+        yield chunk
 
 
 def _cut_rows(chunks: Iterator[RawChunk]) -> Iterator[RawChunk]:

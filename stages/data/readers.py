@@ -23,8 +23,9 @@ import itertools
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ from pydantic import TypeAdapter, ValidationError
 from stages.data import chat_formats, column_names, delimited_text, file_content, json_lines, json_stream, request_logs
 from stages.data.row_images import DroppedRowError
 from stages.params.data_sections import ColumnNames
+from stages.params.units import list_first
 from stages.runtime import guarded_yaml
 
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
+MAX_NAMED = 5  # files in a message
 STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
 HUB_PIN_SUFFIX = ".hub.yaml"
 TEXT_KIND = ".txt"
@@ -122,6 +125,23 @@ def list_files(path: Path) -> list[Path]:
             f"{path}: expected {ACCEPTED_FILES}, found no such file in the folder; add one or give another path"
         )
     return sorted(files)
+
+
+def list_ignored_files(path: Path, files: Sequence[Path]) -> list[str]:
+    """Return the files of the folder `path` that are not among `files`, but for images, which rows may name, and hidden ones."""
+    names = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file not in files)
+    seen = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    return sorted(name.as_posix() for name in seen if not (guess_type(name)[0] or "").startswith("image/"))
+
+
+def describe_ignored_files(path: Path, files: Sequence[Path]) -> str:
+    """Return a note of one line on the files that are not read; empty where there are none."""
+    ignored = list_ignored_files(path, files)
+    return (
+        f"note: not read in {path}: {list_first(ignored, MAX_NAMED)}; what can be read: {ACCEPTED_FILES}"
+        if ignored
+        else ""
+    )
 
 
 def detect_file_kind(path: Path) -> str | None:

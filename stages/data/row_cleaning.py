@@ -91,6 +91,7 @@ class JudgedChunk:
     """Verdicts on one chunk. The kept rows are in `file`, in source order, as WAITING_SCHEMA."""
 
     file: Path
+    source: str  # of the rows
     rows_in: int = 0
     formats: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -106,7 +107,7 @@ class JudgedChunk:
 
 def judge_chunk(chunk: readers.RawChunk, params: FixData, file: Path, eval_source: str | None) -> JudgedChunk:
     """Judge each row of a chunk and write the kept ones to `file`. `eval_source` is the source of fix_data.eval_file."""
-    judged, images_folder = JudgedChunk(file), file.parent / WAITING_IMAGES_FOLDER.name
+    judged, images_folder = JudgedChunk(file, chunk.source), file.parent / WAITING_IMAGES_FOLDER.name
     kept: list[KeptRow] = []
     for source_row, row in readers.parse_chunk(chunk):
         judged.rows_in += 1

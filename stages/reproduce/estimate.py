@@ -212,12 +212,13 @@ def _add_disk(result: RunEstimate, p: schema.Params, rows: RowCounts, target: Ta
     if imported := p.import_draft.checkpoints:
         size = 2 * total * len(imported)
         result.add_disk("import_draft", "imported drafts", size, f"{len(imported)} * {format_count(total)} * 2 bytes")
-        result.download_bytes += size
+        result.download_bytes += 2 * total * sum(not Path(draft.model).is_dir() for draft in imported.values())
     if manifest.model.startswith("builtin/"):
         size = 4 * target.parameters
         result.add_disk("prepare_target", "target", size, f"{format_count(target.parameters)} * 4 bytes")
-    else:
+    elif not Path(manifest.model).is_dir():
         result.download_bytes += 2 * target.parameters
+    if result.download_bytes:
         download = format_bytes(result.download_bytes)
         result.add_line("to download, unless it is there", download, "target and imported drafts, 2 bytes each")
 

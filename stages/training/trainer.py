@@ -219,14 +219,15 @@ class Trainer:
         return self.schedule.get_rate(self.step)
 
     def _check_loss(self, totals: Tensor) -> float:
-        """Return the mean loss of step 0, or of a block's first draft, so far. Raises ValueError where a loss is not finite."""
+        """Return the epoch's loss so far, as EpochLog has it. Raises ValueError where a loss is not finite."""
         loss, _, supervised = totals.tolist()
         if not all(map(math.isfinite, loss)):
             raise ValueError(
                 f"train_draft: the loss is {loss} by step {self.step} (epoch {self.epoch}); lower "
                 "train_draft.learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
             )
-        return loss[0] / max(1.0, supervised[0])
+        means = [x / max(1.0, n) for x, n in zip(loss, supervised, strict=True)]
+        return self.objective.combine_losses(means, supervised)
 
     def _summarise_epoch(self, totals: Tensor, tokens: int, seconds: float) -> EpochLog:
         loss, matches, supervised = totals.tolist()

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 from stages import fix_data
-from stages.data import conversations, preview
+from stages.data import conversations, preview, readers
 from stages.params.schema import load_params
 from tests.conftest import ROOT, edit_params
 
@@ -37,7 +38,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_each_row_becomes_what_the_stage_makes_of_it(home: Path) -> None:
     params = load_params().fix_data
-    shown = list(preview.preview_rows(params, 100))
+    counts = Counter[str]()
+    shown = list(preview.preview_rows(params, 100, counts))
+    assert counts == {"a.csv": 6, "b.jsonl": 2, "c.parquet": 6}
     assert not Path(".scratch").exists() and not Path("data").exists()
     fix_data.main()
     made = {}
@@ -49,6 +52,26 @@ def test_each_row_becomes_what_the_stage_makes_of_it(home: Path) -> None:
     assert kept == made and len({split for split, _, _ in made.values()}) == 2
     dropped = [(row.source, row.number, row.verdict) for row in shown if not row.split]
     assert dropped == [("b.jsonl", 1, "dropped:unknown_format")]
+
+
+def test_a_file_that_is_lost_whole_is_named_by_preview_and_stage(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: of a folder, a file of another kind or without a readable row was lost without a word."""
+    Path("raw/d.jsonl").write_text('{"text": "x"}\n' * 4)
+    Path("raw/notes.docx").touch()
+    Path("raw/seen.png").touch()
+    note = f"note: not read in raw: notes.docx; what can be read: {readers.ACCEPTED_FILES}"
+    preview.main("1")
+    printed = capsys.readouterr().out.splitlines()
+    assert "rows of each file: a.csv 6, b.jsonl 2, c.parquet 6, d.jsonl 4" in printed and note in printed
+    fix_data.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:3] == [
+        "note: no row of d.jsonl is kept: 4 rows, 4 unknown_format",
+        note,
+        "fix_data: rows kept of each file: a.csv 6 of 6, b.jsonl 1 of 2, c.parquet 6 of 6, d.jsonl 0 of 4",
+    ]
 
 
 CUT_TABLE = "place: Oslo\nunit: C\ndays[1]{date,low,high,rain,sky}:\n  2026-01-09,0"

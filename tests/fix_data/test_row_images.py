@@ -73,7 +73,7 @@ def test_images_given_as_bytes_become_files(home: Path, monkeypatch: pytest.Monk
     assert report["pictures_written"] == len(files) == 41  # 0 to 39 but for 4, and 100; and the file
     set_lines(raw=str(RAW))
     outcome()
-    assert fix_data.IMAGES_FOLDER.is_dir() and not list(fix_data.IMAGES_FOLDER.iterdir())  # the old ones are gone
+    assert [file.name for file in fix_data.IMAGES_FOLDER.iterdir()] == ["no_images"]  # the old ones are gone
 
 
 def test_a_row_whose_image_has_too_many_pixels_is_dropped_and_counted(home: Path) -> None:

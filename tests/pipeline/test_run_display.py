@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import run_display
+from pipeline import processes, run_display
 from pipeline.dvc_output import DvcOutput, Outcome
 from pipeline.run_display import RunDisplay, locate_log
 
@@ -17,7 +17,7 @@ Running stage 'fix_data':
 > python -m stages.fix_data
 rows in 100, rows out 98
 note: the set is at commit abc today
-WARNING: 'data/fixed/images' is empty.
+note: the set is at commit abc today
 Generating lock file 'dvc.lock'
 Updating lock file 'dvc.lock'
 
@@ -54,7 +54,6 @@ def show(text: str, status: int = 0) -> RunDisplay:
 
 
 def test_a_line_a_stage_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bug: `make run` printed 300 lines, of which five were: 'data/fixed/images' is empty."""
     counts = show(OUTPUT).counts
     lines = [re.sub(r"\d+\.\d s", "N s", line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
@@ -93,10 +92,28 @@ def test_without_a_terminal_a_long_stage_says_how_far_it_is(
             now[0] = float(second)
             reader(f"dflash: overfit row a.0:  {second}%|####5     | {second}/100 [00:10<00:12,  1.02step/s]")
         reader("dflash: overfit row a.0: 100%|##########| 100/100 [00:20<00:00,  1.02step/s]")
+        for now[0] in (125.0, 145.0):
+            display.tell()
         display.finish(0)
+    bars = [f"dflash: overfit row a.0 {at}%, {at}/100 [00:10<00:12,  1.02step/s]" for at in (30, 60, 90)]
+    bars.append("dflash: overfit row a.0 100%, 100/100 [00:20<00:00,  1.02step/s]")  # silent since
+    at_work = zip(("30.0 s", "1 min 0 s", "1 min 30 s", "2 min 5 s"), bars, strict=True)
     assert capsys.readouterr().out.splitlines()[:-1] == [
-        f"fix_data: dflash: overfit row a.0 {at}%, {at}/100 [00:10<00:12,  1.02step/s]" for at in (30, 60, 90)
+        f"fix_data: at work for {time}, {bar}" for time, bar in at_work
     ]
+
+
+def test_a_bar_is_seen_when_it_is_drawn(tmp_path: Path) -> None:
+    """Bug: without a terminal "0%" was shown while 64 of 120 rows were saved: a bar's line ends when the next one begins."""
+    code = """import pathlib, sys, time
+print("\\r 50%|#####     | 1/2 [00:01<00:01,  1.00row/s]", end="", file=sys.stderr, flush=True)
+for _ in range(100):
+    time.sleep(0.1)
+    if pathlib.Path("seen").exists(): sys.exit()
+sys.exit("nobody saw it")"""
+    Path("draws.py").write_text(code)
+    seen: list[str] = []
+    assert processes.run_command(["draws"], seen.append, on_silence=lambda: seen and Path("seen").touch()) == 0
 
 
 FAILED = """\
