@@ -161,6 +161,11 @@ def list_remarks(params: Params) -> Iterator[str]:
             f"init_draft.draft_vocab_size is {wanted} of the target's {size} tokens, and no other can be drafted; null takes "
             f"{params.init_draft.model_copy(update={'draft_vocab_size': None}).choose_vocab_size(size)}"
         )
+    if unused := params.list_unused_checkpoints():
+        yield (
+            f"{', '.join(unused)}: made, and neither replayed nor measured; to see what it is worth, add it to "
+            "replay_trees.checkpoints and benchmark.checkpoints"
+        )
 
 
 def check_stored_layers(params: Params) -> None:

@@ -81,33 +81,46 @@ class Params(Section):
         trained, imported = self.train_draft.checkpoints, self.import_draft.checkpoints
         if taken := [name for name in imported if name in trained or name == ROOT_CHECKPOINT]:
             raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
-        served = self.benchmark_served
-        lists = {
-            "replay_trees.checkpoints": self.replay_trees.checkpoints,
-            "benchmark.checkpoints": self.benchmark.checkpoints,
-            "benchmark_served.checkpoints": served.checkpoints if served.workloads else [],
-            "time_trees.checkpoints": self.time_trees.checkpoints,
-            "serving_costs.checkpoint": [self.serving_costs.checkpoint] if self.serving_costs.workloads else [],
+        made, served = [*trained, *imported], self.benchmark_served
+        timeable = [*self.init_draft.checkpoints, *made]  # e000 costs what a trained one does
+        lists = {  # of names, and which names there may be
+            "replay_trees.checkpoints": (self.replay_trees.checkpoints, made),
+            "benchmark.checkpoints": (self.benchmark.checkpoints, made),
+            "benchmark_served.checkpoints": (served.checkpoints if served.workloads else [], made),
+            "time_trees.checkpoints": (self.time_trees.checkpoints, timeable),
+            "serving_costs.checkpoint": (
+                [self.serving_costs.checkpoint] if self.serving_costs.workloads else [],
+                timeable,
+            ),
         }
-        timed = ("time_trees.checkpoints", "serving_costs.checkpoint")  # e000 costs what a trained one does
-        for key, name in ((key, name) for key, names in lists.items() for name in names):
-            if key != "benchmark.checkpoints" and name in self.drafts and not self.drafts[name].family.is_replayed:
-                raise ValueError(
-                    f"{key}: {name!r} is of {self.drafts[name].family.name}, expected checkpoints of EAGLE-3 or block drafts; "
-                    "name it in benchmark.checkpoints, the torch engine alone runs it"
-                )
-            if name not in trained and name not in imported and key not in timed:
-                raise ValueError(
-                    f"{key}: {name!r} is not trained{suggest_name(name, [*trained, *imported])}, expected some of "
-                    f"{', '.join([*trained, *imported])}; correct it, or add it to train_draft.checkpoints or "
-                    "import_draft.checkpoints"
-                )
-            if name not in (timeable := [*self.init_draft.checkpoints, *trained, *imported]):
-                raise ValueError(
-                    f"{key}: {name!r} is no checkpoint{suggest_name(name, timeable)}, expected some of "
-                    f"{', '.join(timeable)}; correct it. "
-                    f"{ROOT_CHECKPOINT}, of init_draft.checkpoints, costs what every EAGLE-3 checkpoint trained from it does"
-                )
+        starts = {
+            f"train_draft.checkpoints.{name}.from": (
+                [segment.from_],
+                [ROOT_CHECKPOINT, *(x for x in trained if x != name)],
+            )
+            for name, segment in trained.items()
+        }
+        unknown: dict[str, list[str]] = {}
+        for key, (names, known) in (places := lists | starts).items():
+            for name in names:
+                if name not in known:
+                    unknown.setdefault(name, []).append(key)
+        if unknown:
+            problems = [
+                f"{', '.join(keys)}: no checkpoint {name!r}{suggest_name(name, places[keys[0]][1])}, expected one of "
+                f"{', '.join(places[keys[0]][1])}"
+                for name, keys in unknown.items()
+            ]
+            raise ValueError(
+                f"{'; '.join(problems)}; correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
+            )
+        for key, (names, _) in lists.items():
+            for name in names if key != "benchmark.checkpoints" else []:
+                if not self.drafts.get(name, DraftKind()).family.is_replayed:
+                    raise ValueError(
+                        f"{key}: {name!r} is of {self.drafts[name].family.name}, expected checkpoints of EAGLE-3 or block "
+                        "drafts; name it in benchmark.checkpoints, the torch engine alone runs it"
+                    )
 
     def _check_training(self) -> None:
         """Raise ValueError where a draft is trained without the initial one, or from no rows."""
@@ -260,6 +273,13 @@ class Params(Section):
     def list_left_out_trees(self) -> list[LeftOutTree]:
         """Return the trees of benchmark and benchmark_served that are left out for a checkpoint that they don't run with."""
         return list(list_left_out_trees(self.benchmark, self.benchmark_served, self.drafts))
+
+    def list_unused_checkpoints(self) -> list[str]:
+        """Return the checkpoints that are trained or imported and that nothing replays, measures or trains from."""
+        used = {*self.replay_trees.checkpoints, *self.benchmark.checkpoints, self.serving_costs.checkpoint}
+        used |= {*self.benchmark_served.checkpoints, *self.time_trees.checkpoints}
+        used |= {segment.from_ for segment in self.train_draft.checkpoints.values()}
+        return [name for name in [*self.train_draft.checkpoints, *self.import_draft.checkpoints] if name not in used]
 
     def get_making_stage(self, checkpoint: str) -> str:
         """Return the stage that makes a checkpoint's draft."""
