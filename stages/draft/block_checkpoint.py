@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stages.draft.block_config import BlockDraftConfig
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
+from stages.draft.config_types import check_types
 from stages.params.families import BLOCKS, DFLASH2_SIZES, find_family
 from stages.runtime import atomic
 from stages.target import feature_layers
@@ -69,8 +70,9 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
 
 def parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
     """Return the draft that config.json describes. Raises ValueError for a missing key, or one of another model."""
+    check_types(config)
     try:
-        return _parse_block_config(config)
+        return _parse_block_config({key: value for key, value in config.items() if value is not None})
     except KeyError as error:
         raise ValueError(f"config.json lacks {error}, which a block draft's has") from None
 

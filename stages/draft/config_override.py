@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stages.draft.config_types import check_types
 from stages.draft.eagle3_config import DraftConfig
 from stages.draft.published_files import unify_rope_parameters
 
@@ -33,6 +34,10 @@ def read_override(path: Path) -> dict[str, Any]:
         raise ValueError(f"{key}, expected JSON ({error}); correct it") from None
     if not isinstance(found, dict):
         raise ValueError(f"{key}, expected a JSON object, found {type(found).__name__}; correct it")
+    try:
+        check_types(found)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
     return found
 
 

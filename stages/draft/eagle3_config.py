@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
+from stages.draft.config_types import check_types
+
 SIZE_KEYS = (  # keys of config.json that give the sizes of the layer
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "draft_vocab_size", "max_position_embeddings", "rms_norm_eps",
@@ -34,8 +36,12 @@ class DraftConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "DraftConfig":
-        """Return the fields found in a draft's config.json; its other keys are ignored. Raises ValueError for a missing key."""
-        if missing := [key for key in REQUIRED_KEYS if key not in config]:
+        """Return the fields found in a draft's config.json; its other keys are ignored.
+
+        Raises ValueError for a missing key and a wrong value.
+        """
+        check_types(config)
+        if missing := [key for key in REQUIRED_KEYS if config.get(key) is None]:
             raise ValueError(f"config.json lacks {missing[0]!r}")
         values = {f.name: config[f.name] for f in fields(cls) if f.name in config}
         return cls(**values, rope=config["rope_parameters"], qk_norm=config["model_type"] == "qwen3")

@@ -11,8 +11,7 @@ or sliding layers, heads without weights. A value that is not used as written gi
 z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and speculators 0.9.0, and the loaders of SGLang 0.5.23 and vLLM 0.33.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,10 +74,11 @@ def read_published_block_draft(
     method = _read_method(keys, notes)
     _check_values(keys)
     _check_sizes(folder, raw, manifest)
-    rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
+    with published_files.name_config(folder):
+        rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
     mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
     layers = _read_feature_layers(keys, manifest)
-    with _name_config(folder):
+    with published_files.name_config(folder):
         notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, manifest)])
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
     _drop_copies(tensors, read_embedding_and_head, notes)
@@ -110,7 +110,7 @@ def _build_config(
 ) -> dict[str, Any]:
     """Return our config.json of a draft, whose tensors get one dtype. Raises ValueError for tensors of another model."""
     dtype = str(published_files.unify_dtype(folder, tensors)).removeprefix("torch.")
-    with _name_config(folder):
+    with published_files.name_config(folder):
         config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
     if problem := block_checkpoint.find_block_draft_problem(config, tensors):
         raise ValueError(
@@ -137,15 +137,6 @@ def _check_sizes(folder: Path, raw: dict[str, Any], manifest: TargetManifest) ->
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}; expected the config of a block draft")
     published_files.check_target_sizes(folder, raw, manifest)
     _check_vocabulary(folder, raw)
-
-
-@contextmanager
-def _name_config(folder: Path) -> Iterator[None]:
-    """Add the place of config.json to a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{folder}/config.json: {error}") from None
 
 
 # config.json

@@ -57,11 +57,9 @@ def read_published_draft(
     _check_family(folder, raw)
     _check_architecture(folder, raw)
     notes: list[str] = []
-    sizes, options, rope = (
-        _read_sizes(folder, raw),
-        _read_options(raw, notes),
-        published_files.unify_rope_parameters(raw),
-    )
+    sizes, options = _read_sizes(folder, raw), _read_options(raw, notes)
+    with published_files.name_config(folder):
+        rope = published_files.unify_rope_parameters(raw)
     published_files.check_target_sizes(folder, raw, manifest)
     layers = _read_feature_layers(folder, raw, manifest)
     if "angelslim" in f"{name} {folder}".lower() and rope["rope_theta"] != 10_000 and rope_theta is None:

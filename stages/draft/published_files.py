@@ -5,7 +5,8 @@ What the names and keys mean is each family's own: published_eagle3_formats, and
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stages.draft import checkpoint
+from stages.draft.config_types import check_types
 from stages.params.families import DFLASH, EAGLE3, DraftFamily
 from stages.target.manifest import TargetManifest
 
@@ -70,17 +72,13 @@ def unify_rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     current, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     thetas = {float(t) for t in (current.get("rope_theta"), config.get("rope_theta")) if t is not None}
     if len(thetas) > 1:
-        raise ValueError(
-            f"config.json: rope_theta is {config['rope_theta']} and in rope_parameters {current['rope_theta']}"
-        )
+        raise ValueError(f"rope_theta is {config['rope_theta']} and in rope_parameters {current['rope_theta']}")
     legacy = {k: v for k, v in scaling.items() if k not in ("type", "rope_theta")}
     if scaling and "rope_type" not in legacy:
         legacy["rope_type"] = scaling.get("type", "default")
     rope = {"rope_type": "default", **(current or legacy), "rope_theta": thetas.pop() if thetas else 10_000.0}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: not supported"
-        )
+        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, expected 1: not supported")
     if rope["rope_type"] == "mrope":  # multimodal sections with default frequencies, as engines read it
         rope["rope_type"] = "default"
     return rope
@@ -101,10 +99,21 @@ def read_flat_config(folder: Path, speculators_defaults: Mapping[str, Any] = Map
         raise ValueError(f"{path} is not valid JSON ({error}); get the draft again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}; get the draft again")
+    with name_config(folder):
+        check_types(found)
     if SPECULATORS_KEY not in found:
         return found
     outer = {**speculators_defaults, **{k: v for k, v in found.items() if k != SPECULATORS_KEY}}
     return found[SPECULATORS_KEY] | outer | {"target_hidden_size": found.get("target_hidden_size")}
+
+
+@contextmanager
+def name_config(folder: Path) -> Iterator[None]:
+    """Add the place of config.json to a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json: {error}") from None
 
 
 def is_block_config(raw: Mapping[str, Any]) -> bool:

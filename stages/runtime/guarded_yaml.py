@@ -40,4 +40,8 @@ def _explain(error: Exception) -> str:
     # In brackets the parser takes a colon for that of a key.
     is_colon = problem == "found unexpected ':'"
     advice = 'put text with a colon in quotes, as ["http://gpu1:8000"]' if is_colon else "correct it"
-    return f"line {mark.line + 1}: {problem}; {advice}" if mark and problem else f"{error}; {advice}"
+    return (
+        f"line {mark.line + 1}: {problem}; {advice}"
+        if mark and problem
+        else f"{' '.join(str(error).split())}; {advice}"
+    )
