@@ -114,8 +114,10 @@ def preview_rows(params: FixData, rows: int, counts: Counter[str], path: str = "
 
 def _count_rows(chunks: Iterator[RawChunk], counts: Counter[str]) -> Iterator[RawChunk]:
     for chunk in chunks:
-        is_table = isinstance(chunk.rows, ArrowRows)
-        counts[chunk.source] += len(chunk.rows) if is_table else sum(not json_lines.is_blank(row) for row in chunk.rows)
+        rows = chunk.rows
+        counts[chunk.source] += (
+            len(rows) if isinstance(rows, ArrowRows) else sum(not json_lines.is_blank(row) for row in rows)
+        )
         yield chunk
 
 

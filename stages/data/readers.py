@@ -39,6 +39,8 @@ from stages.params.data_sections import ColumnNames
 from stages.params.units import list_first
 from stages.runtime import guarded_yaml
 
+DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)  # of a compressed file that is cut or altered
+MAX_EXPANSION, FREE_BYTES = 200, 1 << 30  # of a compressed file; text seldom shrinks to a fiftieth
 CHUNK_BYTES, CHUNK_ROWS = 4 << 20, 4096
 MAX_NAMED = 5  # files in a message
 STREAMED_ROWS = 64  # of a batch of a streamed dataset: a row may contain an image
@@ -180,7 +182,7 @@ def read_chunks(
             if len(rows):
                 yield RawChunk(source, folder, first, rows, str(path), columns)
             first += len(rows)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError, pl.exceptions.PolarsError) as error:
+    except (*DAMAGE, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
         raise ValueError(
             f"{path}: expected a whole {kind} file, found {type(error).__name__} after row {first} ({error}) in "
             f"{file_content.describe_content(path)}; copy it again, or give another"
@@ -229,8 +231,11 @@ def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
     path = Path(chunk.display_name)
     if isinstance(line, str) or not path.is_file():  # an element of an array
         return "; fix it, or give another file"
-    with _open_decompressed(path) as file:
-        broken = json_lines.find_broken_lines(file)
+    try:
+        with _open_decompressed(path) as file:
+            broken = json_lines.find_broken_lines(file)
+    except DAMAGE:
+        return f"; the file is damaged further on: copy it again. What can be read is {ACCEPTED_FILES}"
     advice = broken.describe(chunk.display_name)
     if number or broken.is_of_other_encoding:
         return advice
@@ -238,16 +243,45 @@ def _advise(chunk: RawChunk, number: int, line: bytes | str) -> str:
     return f"{advice}: {path.name} holds {content}. What can be read is {ACCEPTED_FILES}"
 
 
+class _Decompressed(io.RawIOBase):
+    """The bytes of a compressed file, unless they are so many that the file was made to fill the memory."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path, self._file, self._left = path, file, FREE_BYTES + MAX_EXPANSION * path.stat().st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._file.readinto(buffer))
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(
+                f"{self._path}: expected at most {MAX_EXPANSION} times its size when decompressed, found more; if it is what it "
+                "should be, give it decompressed"
+            )
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _open_decompressed(path: Path) -> Any:
-    """Return a binary file of the decompressed bytes, behind a byte order mark, which is no JSON."""
+    """Return a binary file of the decompressed bytes, behind a byte order mark, which is no JSON.
+
+    Reading it raises one of DAMAGE for a broken file, ValueError for one that grows without measure.
+    """
     suffix = path.suffix.lower()
     if suffix == ".zst":
         import pyarrow  # takes 0.25 s; the standard library has zstd from Python 3.14 on
 
-        file: Any = io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+        file: Any = pyarrow.input_stream(str(path), compression="zstd")
     else:
         openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
         file = openers.get(suffix, open)(path, "rb")
+    if suffix in (".gz", ".bz2", ".xz", ".zst"):
+        file = io.BufferedReader(_Decompressed(path, file), 1 << 20)
     if file.peek(3)[:3] == b"\xef\xbb\xbf":
         file.read(3)
     return file
@@ -481,5 +515,5 @@ def _read_batch_kind(file: Path) -> str | None:
     try:
         with _open_decompressed(file) as opened:
             return request_logs.read_batch_kind(opened.readline(CHUNK_BYTES))
-    except (EOFError, OSError, zlib.error, lzma.LZMAError):  # said where it is read
+    except DAMAGE:  # said where it is read
         return None

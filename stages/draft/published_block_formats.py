@@ -269,10 +269,6 @@ def _read_feature_layers(keys: _BlockKeys, manifest: TargetManifest) -> list[int
         for key_path, ids in keys.find(key).items()
     }
     lists = left_layers | entered_layers
-    if any(type(i) is not int for ids in lists.values() for i in ids):
-        raise ValueError(
-            f"{path} has {' and '.join(lists)}, expected lists of numbers; write those that it was trained with"
-        )
     if not lists:
         raise ValueError(
             f"{path} lists no feature layers, expected target_layer_ids; write those that it was trained with"

@@ -104,7 +104,7 @@ def read_flat_config(folder: Path, speculators_defaults: Mapping[str, Any] = Map
     if SPECULATORS_KEY not in found:
         return found
     outer = {**speculators_defaults, **{k: v for k, v in found.items() if k != SPECULATORS_KEY}}
-    return found[SPECULATORS_KEY] | outer | {"target_hidden_size": found.get("target_hidden_size")}
+    return (found[SPECULATORS_KEY] or {}) | outer | {"target_hidden_size": found.get("target_hidden_size")}
 
 
 @contextmanager

@@ -31,7 +31,8 @@ def compute_inverse_frequency(rope: dict[str, Any], head_dim: int) -> Tensor:
         return 1.0 / ((float(rope["rope_theta"]) * rope["alpha"] ** (head_dim / (head_dim - 2))) ** exponents)
     raise ValueError(
         f"rope_type {kind!r} is not supported by a draft, expected default, linear, llama3, or dynamic with an alpha; of an "
-        "imported draft, choose another; of a target, give its draft RoPE of its own: init_draft.draft_config_path names a JSON file in "
+        "imported draft, choose another; of a target, give its draft RoPE of its own: init_draft.draft_config_path names a "
+        "JSON file in "
         f'draft_configs/ with {{"rope_theta": {rope["rope_theta"]}, "rope_scaling": null}}'
     )
 

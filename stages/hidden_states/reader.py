@@ -129,6 +129,8 @@ def read_index(folder: Path) -> pl.DataFrame:
             f"{path} has columns {dict(index.schema)}, expected {dict(format.INDEX_SCHEMA)}",
             atomic.format_rerun_hint(MADE_BY),
         )
+    if any(index.null_count().row(0)):
+        raise BrokenArtifactError(f"{path} lacks values of some rows", atomic.format_rerun_hint(MADE_BY))
     return index
 
 

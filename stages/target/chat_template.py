@@ -12,8 +12,10 @@ The loss mask of a row is its answer. `encode_turns` gives one row per turn, wit
 and gpt-oss drop earlier thoughts).
 """
 
+import ctypes
 import os
 import re
+import threading
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,8 +33,13 @@ OWN_ANSWERS = (
     "write a template whose history has what it prompts with (target.chat_template)"
 )
 THINKING_KEYS = ("enable_thinking", "thinking")  # Qwen3's and GLM's; Granite's, DeepSeek-V3.1's and Kimi's
+PROBE_S = 30
 _closers_by_tokenizer: WeakKeyDictionary[Any, tuple[frozenset[int], tuple[str, ...]]] = WeakKeyDictionary()
 _facts_by_tokenizer: "WeakKeyDictionary[Any, TemplateFacts]" = WeakKeyDictionary()
+
+
+class _EndlessTemplateError(BaseException):
+    """Raised in the thread that renders a template, which may catch any Exception."""
 
 
 class TemplateRefusalError(ValueError):
@@ -92,13 +99,30 @@ def probe_template(tokenizer: Any) -> TemplateFacts:
     A kind that the template refuses, by an error, is not among those that it hides: each such row is refused by that error.
     """
     if tokenizer not in _facts_by_tokenizer:
+        _facts_by_tokenizer[tokenizer] = _probe(tokenizer)
+    return _facts_by_tokenizer[tokenizer]
+
+
+def _probe(tokenizer: Any) -> TemplateFacts:
+    """Raises ValueError for a template that has not rendered the known words after PROBE_S seconds."""
+    raise_here = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident()))
+    timer = threading.Timer(PROBE_S, raise_here, [ctypes.py_object(_EndlessTemplateError)])
+    timer.daemon = True
+    timer.start()
+    try:
         parts: tuple[str, ...] = ()
         for kind, role in ROLES_OF_PROBES.items():
             if _is_shown(tokenizer, kind, parts) is False and _is_shown(tokenizer, kind, (*parts, role)):
                 parts = (*parts, role)
         hides = tuple(kind for kind in PROBES if _is_shown(tokenizer, kind, parts) is False)
-        _facts_by_tokenizer[tokenizer] = TemplateFacts(hides, parts, _find_thinking_keys(tokenizer))
-    return _facts_by_tokenizer[tokenizer]
+        return TemplateFacts(hides, parts, _find_thinking_keys(tokenizer))
+    except _EndlessTemplateError:
+        raise ValueError(
+            f"the target's chat template has not rendered one question in {PROBE_S} seconds, expected milliseconds; give "
+            "another: target.chat_template names a file in templates/"
+        ) from None
+    finally:
+        timer.cancel()
 
 
 def _is_shown(tokenizer: Any, kind: str, parts: tuple[str, ...]) -> bool | None:
@@ -314,11 +338,11 @@ def _render_messages(
     written = _write_as_parts(messages, probe_template(tokenizer).parts)
     try:
         return _apply_template(tokenizer, written, header, tools, build_template_kwargs(tokenizer, thinking))
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template may raise anything
         roles = ", ".join(str(message["role"]) for message in messages)
         raise TemplateRefusalError(
-            f"the target's chat template refuses messages of the roles {roles}: {error}; leave them out of the data, or write "
-            "a template that takes them to templates/NAME.jinja and set target.chat_template: NAME.jinja"
+            f"the target's chat template refuses messages of the roles {roles}: {str(error) or repr(error)}; leave them out of "
+            "the data, or write a template that takes them to templates/NAME.jinja and set target.chat_template: NAME.jinja"
         ) from None
 
 

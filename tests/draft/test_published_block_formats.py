@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
     "no layers": ("dspark", DEEP, {"target_layer_ids": None}, keep, "lists no feature layers, expected target_layer_ids"),
     "layers of other types": (
         "dspark", DEEP, {"target_layer_ids": [1, 2, 4, 6], "aux_hidden_state_layer_ids": ["a"]}, keep,
-        "expected lists of numbers"),
+        r"aux_hidden_state_layer_ids\.0 is 'a', expected a valid integer"),
     "two lists of layers": (
         "dspark", DEEP, {"aux_hidden_state_layer_ids": [1, 2, 4, 6]}, keep,
         r"entering blocks \[2, 3, 5, 7\] and \[1, 2, 4, 6\], expected one list"),

@@ -107,3 +107,15 @@ def test_an_answer_has_the_tokens_that_follow_its_header() -> None:
     assert prompt + answer == whole and tok.convert_ids_to_tokens(answer) == ["▁Nile", ".", "</s>"]
     for text in ("Nile.", " Nile."):  # a server's decoder drops the space, or keeps it
         assert chat_template.encode_answer(tok, [ASK], text, None, eos) == answer[:-1]
+
+
+def test_a_template_that_never_ends_or_raises_anything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: prepare_target hung on the one, and sampling ended in a traceback on the other."""
+    tok, eos = with_template("{{ 1 / (messages | length - 2) }}" + BETWEEN)
+    with pytest.raises(chat_template.TemplateRefusalError, match="of the roles user, assistant: division by zero"):
+        chat_template.encode_turns(tok, [ASK, ANSWER], eos)
+    monkeypatch.setattr(chat_template, "PROBE_S", 0.5)
+    nested = "{% for i in range(99999) %}"
+    tok, _ = with_template(nested * 4 + "{{ i }}" + "{% endfor %}" * 4)
+    with pytest.raises(ValueError, match="has not rendered one question in"):
+        chat_template.probe_template(tok)

@@ -232,7 +232,7 @@ def load_table_file(path: Path) -> TableFile:
         return TableFile.model_validate(content)
     except ValidationError as error:
         lines = dict.fromkeys(_explain(found) for found in error.errors())
-        raise ValueError(f"{path}: " + "\n".join(lines)) from None
+        raise ValueError(f"{path}: {'; '.join(lines)}") from None
 
 
 TYPE_NAMES = [name for model in VALUE_MODELS for name in model.model_fields["type"].annotation.__args__]  # type: ignore[union-attr]
