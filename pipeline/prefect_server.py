@@ -16,6 +16,29 @@ from pipeline.report_server import ReportPages
 
 HOST = "127.0.0.1"  # never 0.0.0.0: the password travels unencrypted and lets its holder run code here
 HOST_NAMES = (HOST, "localhost")
+LOGIN = "/login"
+# Prefect's own login page asks the API before anybody has logged in, and says that something went wrong.
+LOGIN_PAGE = b"""<!doctype html><meta charset="utf-8"><title>aerie: log in</title>
+<style>body{font:16px system-ui,sans-serif;margin:20vh auto;max-width:26rem;color-scheme:light dark}
+input,button{font:inherit;width:100%;padding:.5rem;margin:.4rem 0;box-sizing:border-box}</style>
+<h1>aerie</h1><form><label>The whole line of the file that <code>make ui</code> names
+<input name="line" type="password" placeholder="aerie:..." autocomplete="current-password" autofocus></label>
+<button>Log in</button><p role="alert"></p></form>
+<script>document.forms[0].onsubmit = async event => {
+  event.preventDefault();
+  const word = btoa(unescape(encodeURIComponent(document.forms[0].line.value.trim())));
+  const answer = await fetch("/api/admin/version", {headers: {Authorization: "Basic " + word}}).catch(() => ({}));
+  if (answer.ok) { localStorage.setItem("prefect-password", word); location.replace("/deployments"); }
+  else document.querySelector("p").textContent =
+    answer.status === 401 ? "Not this line: show the file again, and paste all of it." : "No answer: is make ui still open?";
+};</script>"""
+Headers = list[tuple[bytes, bytes]]
+TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
+LOGIN_POLICY = (
+    b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; form-action 'none'; "
+    b"base-uri 'none'; frame-ancestors 'none'"
+)
+LOGIN_HEADERS: Headers = [(b"content-type", b"text/html; charset=utf-8"), (b"content-security-policy", LOGIN_POLICY)]
 API_PAGES = ("openapi.json", "docs", "oauth2-redirect", "redoc")  # of FastAPI: answered without the password
 
 
@@ -25,7 +48,10 @@ def list_origins(port: int) -> list[str]:
 
 
 class OwnPages:
-    """ASGI middleware that refuses other origins' pages, since CORS hides the answer, not the effect, and the API's pages."""
+    """ASGI middleware that refuses other origins' pages, since CORS hides the answer, not the effect, and the API's pages.
+
+    It has a login page of its own.
+    """
 
     def __init__(self, app: ASGIApp, allowed: list[str]) -> None:
         self.app = app
@@ -34,6 +60,9 @@ class OwnPages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].rstrip("/").rpartition("/")[2] in API_PAGES:
             await _answer(send, 404, b"Not served here")
+            return
+        if scope["type"] == "http" and scope["path"] == LOGIN and scope["method"] in ("GET", "HEAD"):
+            await _answer(send, 200, LOGIN_PAGE, LOGIN_HEADERS)
             return
         # No Origin header: not a browser, or a page of the server itself.
         sent = {value for name, value in scope.get("headers", []) if name == b"origin"}
@@ -45,8 +74,7 @@ class OwnPages:
             await _answer(send, 403, b"Foreign origin")
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+async def _answer(send: Send, status: int, body: bytes, headers: Headers = TEXT_HEADERS) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

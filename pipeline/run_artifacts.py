@@ -1,6 +1,7 @@
 """The artifacts of a run's page: the plan before it, each stage's outcome, and the results."""
 
 import csv
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]
         description = f"{RESULT_TABLE}, rounded; the columns are defined in docs/metrics.md"
         create_table_artifact(rows, key="benchmark", description=description)
     if report := render_report():
-        create_markdown_artifact(report, key="report", description="The report: what to launch, and the table")
+        made = create_markdown_artifact(report, key="report", description="The report: what to launch, and the table")
+        pages = os.environ.get("PREFECT_API_URL", "").removesuffix("/api")
+        get_run_logger().info(f"the report: {pages}/artifacts/artifact/{made}")
 
 
 def count_outcomes(states: dict[str, State[str]]) -> str:

@@ -155,8 +155,8 @@ def serve_flows(port: int) -> None:
     prefect = os.path.relpath(Path(sys.executable).with_name("prefect"))
     show = f"cat {shlex.quote(os.path.relpath(password.get_prefect_home() / password.NAME))}"
     print(
-        f"\nopen   http://{HOST}:{port}/deployments   (build -> Run -> Quick run)\n"
-        f"log in with the whole line that this shows: {show}\n"
+        f"\nopen   http://{HOST}:{port}/login   with the whole line that this shows: {show}\n"
+        "run    build -> Run -> Quick run\n"
         f'or run PREFECT_API_URL={os.environ["PREFECT_API_URL"]} {password.CLIENT}="$({show})" '
         f"{prefect} deployment run build/build\n"
         "end    Ctrl-C; a running stage is ended too\n",

@@ -9,7 +9,6 @@ Shards and batches are planned from row lengths alone. So the same bytes come fr
 resumes a killed one. docs/hiddens.md
 """
 
-import contextlib
 import os
 import shutil
 import time
@@ -43,11 +42,10 @@ def main() -> None:
     p = stage_inputs.read_params("extract_hiddens")
     if distributed.launch_ranks("extract_hiddens", [], p.extract_hiddens.processes):
         return
-    with contextlib.ExitStack() as stack:
-        _extract(p, stack)
+    _extract(p)
 
 
-def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
+def _extract(p: schema.Params) -> None:
     e = p.extract_hiddens
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = next(torch.distributed.rendezvous("env://", rank, world))[0] if world > 1 else None  # waits for all
@@ -66,7 +64,6 @@ def _extract(p: schema.Params, stack: contextlib.ExitStack) -> None:
         kept = {s: t.filter(readable) for s, t in fitting.items()}
     _check_images(kept, size.image_token_id)
     scratch_folder = _locate_scratch(p, target)
-    stack.enter_context(scratch.lock_scratch(scratch_folder))
     folder = HIDDENS / f".unfinished-{scratch_folder.name.rsplit('-', 1)[1]}"
     sizes = dict.fromkeys(SPLITS, size) | ({"train": TOKENS_ONLY_SIZE} if e.online else {})
     plans = [shard_plan.plan_split(s, kept[s], sizes[s], e.shard_mib << 20, folder / s) for s in SPLITS]

@@ -45,7 +45,7 @@ from stages.params.checks import check_column_files, check_raw_exists
 from stages.params.data_sections import FixData
 from stages.params.schema import Params
 from stages.params.units import list_first
-from stages.runtime import atomic, scratch
+from stages.runtime import atomic
 from stages.telemetry.run_stage import run_stage
 
 TRAIN_FILE, EVAL_FILE = Path("data/fixed/train.parquet"), Path("data/fixed/eval.parquet")
@@ -63,8 +63,7 @@ def main() -> None:
     check_column_files(params)
     if params.fix_data.tables is not None and params.fix_data.answers != "text":
         load_table_file(Path(params.fix_data.tables))
-    with scratch.lock_scratch(WAITING_FOLDER):
-        _fix(params)
+    _fix(params)
 
 
 def _fix(params: Params) -> None:

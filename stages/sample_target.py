@@ -55,8 +55,7 @@ def main(*words: str) -> None:
     scratch_folder = scratch.locate_scratch(
         "sample_target", asdict(target), p.target.model_dump(), settings, scratch.digest_folder(FIXED_FOLDER)
     )
-    with scratch.lock_scratch(scratch_folder):
-        _sample(context, scratch_folder, started)
+    _sample(context, scratch_folder, started)
 
 
 def _sample(context: SamplingContext, scratch_folder: Path, started: float) -> None:

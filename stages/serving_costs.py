@@ -56,18 +56,17 @@ def main(workload_name: str) -> None:
         work.prompts.rows(),
         [version, [gpu.name for gpu in gpus]],
     )
-    with scratch.lock_scratch(folder):
-        measured = list(_measure_or_read(work, plan, servers, folder))
-        _print_warnings(measured)
-        seconds = round(time.perf_counter() - started, 2)
-        cycles = _list_cycles(measured)
-        fit = cost_fit.fit_cost_model([cycle for length_cycles in cycles.values() for cycle in length_cycles])
-        grids = [
-            _build_grid(work, measured, length, cycles, fit, draft_config, gpus, seconds)
-            for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
-        ]
-        path = timing_grid.write_serving_costs(workload_name, grids)
-        scratch.remove_scratch(folder)
+    measured = list(_measure_or_read(work, plan, servers, folder))
+    _print_warnings(measured)
+    seconds = round(time.perf_counter() - started, 2)
+    cycles = _list_cycles(measured)
+    fit = cost_fit.fit_cost_model([cycle for length_cycles in cycles.values() for cycle in length_cycles])
+    grids = [
+        _build_grid(work, measured, length, cycles, fit, draft_config, gpus, seconds)
+        for length in dict.fromkeys(length for length, _ in work.workload.list_loads())
+    ]
+    path = timing_grid.write_serving_costs(workload_name, grids)
+    scratch.remove_scratch(folder)
     for grid in grids:
         print(
             f"{grid.engine}, {grid.max_new_tokens} tokens: {len(grid.grid)} cycles timed, and {len(grid.other_lengths)} of other "

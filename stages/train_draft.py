@@ -70,8 +70,7 @@ def _train_in_scratch(params: schema.Params, name: str, ranks: distributed.RankC
         [scratch.digest_folder(folder) for folder in folders],
         modules=stage_inputs.list_family_modules("train_draft", [segment.family]),
     )
-    with scratch.lock_scratch(work):
-        _train_segment(params, name, ranks, work)
+    _train_segment(params, name, ranks, work)
 
 
 def _train_segment(params: schema.Params, name: str, ranks: distributed.RankContext, work: Path) -> None:

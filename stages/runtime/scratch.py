@@ -1,8 +1,8 @@
 """Unfinished work, kept until it is done: `.scratch/<stage>-<digest>` of everything the result depends on.
 
 DVC deletes a stage's outputs before it reruns it, so a killed run resumes from here. The digest covers the parameters,
-the inputs and the code, so stale work is never taken up. One process at a time works in such a folder (`lock_scratch`): a stage
-whose DVC was killed may still be at work when the next run begins.
+the inputs and the code, so stale work is never taken up. One process at a time works at a stage (`lock_stage`): one whose DVC
+was killed may still be at work when the next run begins.
 """
 
 import errno
@@ -21,6 +21,7 @@ from stages.runtime.digests import KeptDigests
 from stages.runtime.stage_code import digest_stage
 
 SCRATCH_FOLDER = Path(".scratch")
+HELD = "AERIE_HELD_STAGE"  # environment variable of a process that holds the lock of its stage, and of those it starts
 CODE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `stages`
 
 
@@ -37,31 +38,32 @@ def locate_scratch(stage: str, *depends_on: Any, modules: Collection[str] = ()) 
 
 
 @contextmanager
-def lock_scratch(folder: Path) -> Iterator[None]:
-    """Lock a folder, which need not exist, for this process; of several ranks, the first locks it for all of them.
+def lock_stage(stage: str) -> Iterator[None]:
+    """Lock a stage for this process and those it starts; of several ranks without a parent, the first locks it for all.
 
-    The lock is the kernel's, on a file beside the folder, since a folder that is written again is another one. It is free as
-    soon as its holder has ended, killed or not.
+    The lock is the kernel's, on a file in .scratch, and free as soon as its holder has ended, killed or not.
 
     Raises:
-        ValueError: where another process works there.
+        ValueError: where another process works at the stage.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if HELD in os.environ or os.environ.get("RANK", "0") != "0":
         yield
         return
-    path = folder.with_name(f"{folder.name}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _open_locked(path, folder)
+    path = SCRATCH_FOLDER / f"{stage.replace('/', '_')}.lock"
+    path.parent.mkdir(exist_ok=True)
+    descriptor = _open_locked(path, stage)
     try:
+        os.environ[HELD] = stage
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
+        os.environ.pop(HELD, None)
         path.unlink(missing_ok=True)  # while it is still locked: see _open_locked
         os.close(descriptor)
 
 
-def _open_locked(path: Path, folder: Path) -> int:
+def _open_locked(path: Path, stage: str) -> int:
     """Return the open file, locked. Raises ValueError where another process has it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -75,8 +77,8 @@ def _open_locked(path: Path, folder: Path) -> int:
             if not isinstance(error, BlockingIOError):
                 raise
             raise ValueError(
-                f"{folder} is in use, expected no other process there: process {holder or 'unknown'} works on the same stage "
-                "with the same inputs, perhaps for a run that was killed. Wait for its end, or end that process, then run again"
+                f"{stage} is at work already, in process {holder or 'unknown'}, perhaps for a run that was killed; wait for its "
+                "end, or end that process, then run again"
             ) from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):

@@ -14,6 +14,7 @@ from threading import Event
 
 from stages.params import stage_inputs
 from stages.params.schema import load_params
+from stages.runtime import scratch
 from stages.telemetry import stage_log, unfinished
 from stages.telemetry.interruption import INTERRUPTED, replace_unprintable, watch_ctrl_c
 from stages.telemetry.machine_errors import explain_machine_error
@@ -69,6 +70,8 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
             stage = _stage_name(sys.argv)
             if os.environ.get("DVC_STAGE", "inputs") != "inputs" and "RANK" not in os.environ:
                 stage_inputs.check_inputs(os.environ["DVC_STAGE"])
+            if stage != "inputs":  # of `aerie stale` too, beside a run
+                watched.enter_context(scratch.lock_stage(stage))
             unfinished.begin_stage(stage)
             watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)

@@ -59,33 +59,31 @@ def test_a_kill_while_work_is_removed_leaves_none_to_go_on_with(monkeypatch: pyt
 
 HOLDER = """
 import sys, time
-from pathlib import Path
 from stages.runtime import scratch
-with scratch.lock_scratch(Path(sys.argv[1])):
+with scratch.lock_stage(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
 """
 
 
-def hold(folder: Path, **more: str) -> subprocess.Popen[str]:
-    """Start a process that works in the folder, or is refused; it is at work once it has said so."""
+def hold(stage: str, **more: str) -> subprocess.Popen[str]:
+    """Start a process that works at the stage, or is refused; it is at work once it has said so."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | more
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+    command = [sys.executable, "-c", HOLDER, stage]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_second_process_on_a_scratch_folder_is_refused_until_the_first_has_ended() -> None:
+def test_a_second_process_at_a_stage_is_refused_until_the_first_has_ended() -> None:
     """Bug: after `kill -9` of dvc the stage worked on, and the next run took up the same folder beside it."""
-    work = scratch.locate_scratch("train_draft-e003", 1)
-    first = hold(work)
+    first = hold("benchmark@eval-e009-t5_1_6")
     assert first.stdout and first.stdout.readline() == "held\n"
-    refused = rf"is in use.*: process {first.pid} works on the same stage"
-    with pytest.raises(ValueError, match=refused), scratch.lock_scratch(work):
+    refused = rf"e009-t5_1_6 is at work already, in process {first.pid}"
+    with pytest.raises(ValueError, match=refused), scratch.lock_stage("benchmark@eval-e009-t5_1_6"):
         pass
-    with scratch.lock_scratch(scratch.locate_scratch("train_draft-e003", 2)):
-        pass  # other inputs, other work
+    with scratch.lock_stage("benchmark@eval-e009-t8_2_16"):
+        pass  # another
     first.kill()
     first.wait()
-    with scratch.lock_scratch(work):
-        assert (Path(".scratch") / f"{work.name}.lock").exists()
+    with scratch.lock_stage("benchmark@eval-e009-t5_1_6"):
+        assert (Path(".scratch") / "benchmark@eval-e009-t5_1_6.lock").exists()
     assert not list(Path(".scratch").iterdir())
