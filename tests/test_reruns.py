@@ -27,6 +27,7 @@ from dvc_data.hashfile.state import State
 from stages.params.draft_sections import TrainDraft
 from stages.params.schema import Params
 from stages.runtime import stage_code
+from tests.conftest import ROOT as REPO
 from tests.recorded_graph import (
     Recorder,
     build_quietly,
@@ -38,8 +39,6 @@ from tests.recorded_graph import (
     validated_once,
 )
 from tests.reruns_table import BASE, PUBLISHED, RERUNS, Row, adds, sets
-
-REPO = Path(__file__).resolve().parents[1]
 
 
 def match_stages(patterns: str, names: set[str]) -> set[str]:

@@ -15,9 +15,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import reproduce
+from tests.conftest import ROOT as REPO
 from tests.conftest import share_path
 
-REPO = Path(__file__).resolve().parents[2]
 os.environ["PYTHONPATH"] = str(REPO)  # what these tests start is this checkout's, whichever one is installed
 
 # Out of order on purpose: the order to run in must come from the dependencies.
