@@ -34,7 +34,6 @@ from stages.params.section import ROOT_CHECKPOINT
 from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
 from stages.target.feature_layers import locate_feature_layers
-from stages.target.feature_target import FeatureTarget
 from stages.telemetry.run_stage import run_stage
 from stages.training import adamw
 
@@ -269,6 +268,8 @@ def _compute_hidden_states(
     rows: list[format.HiddenStatesRow],
 ) -> Iterator[format.HiddenStatesRow]:
     """Yield the rows with hidden states computed by the target, features of `layers`."""
+    from stages.target.feature_target import FeatureTarget  # transformers' model classes: seconds
+
     target = FeatureTarget.load(target_manifest, params.target, params.target.device, layers=layers)
     image_paths = conversations.read_image_paths(SAMPLED, "sample_target")
     for row in rows:

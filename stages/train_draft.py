@@ -34,7 +34,6 @@ from stages.params.section import ROOT_CHECKPOINT, get_named
 from stages.runtime import atomic, distributed, scratch
 from stages.target import manifest
 from stages.target.feature_layers import locate_feature_layers
-from stages.target.feature_target import FeatureTarget
 from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers
@@ -112,6 +111,8 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     del progress  # the trainer has its own copy of the optimizer state
     if hidden_states.online:
         compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
+        from stages.target.feature_target import FeatureTarget  # transformers' model classes: seconds
+
         target = FeatureTarget.load(target_manifest, params.target, ranks.device, compile_tokens, layers)
         trainer.online_packs = OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
     _train_epochs(trainer, hidden_states, draft, name, work, last_epoch)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,8 +18,10 @@ from stages.hidden_states.format import HiddenStatesRow
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
-from stages.target.feature_target import FeatureTarget
 from stages.training.packed_rows import PackIndex, PackObjective, SupervisedPack, number_image_tokens
+
+if TYPE_CHECKING:  # transformers' model classes take seconds, and stored hidden states need none
+    from stages.target.feature_target import FeatureTarget
 
 MAX_OPEN_PACKS = 8
 PREFETCHED_STEPS = 3
@@ -89,7 +91,7 @@ class LoadedStep:
 class OnlinePacks:
     """Hidden states of packs from a target that runs in the trainer (`extract_hiddens.online`)."""
 
-    target: FeatureTarget
+    target: "FeatureTarget"
     image_paths: dict[str, list[str]]  # by row id
 
     def add_images(self, pack: SupervisedPack, rows: list[HiddenStatesRow]) -> SupervisedPack:
