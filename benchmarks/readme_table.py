@@ -60,11 +60,10 @@ def format_tau(tau: float, low: float | None, high: float | None, why_no_interva
 
 
 def format_speedup(speedup: float | None, low: float | None, high: float | None, why_no_interval: str) -> str:
-    """Return a speedup and its interval; bold if the interval lies above 1."""
+    """Return a speedup and its interval."""
     if speedup is None:
         return format_number(None)
-    value = f"**{speedup:.2f}**" if low is not None and low > 1 else f"{speedup:.2f}"
-    return f"{value} ({format_interval(low, high, why_no_interval)})".translate(NO_BREAK)
+    return f"{speedup:.2f} ({format_interval(low, high, why_no_interval)})".translate(NO_BREAK)
 
 
 def caption(rows: list[ResultRow], date: str, duration: str, seed_spread: str | None) -> str:
@@ -80,7 +79,7 @@ def caption(rows: list[ResultRow], date: str, duration: str, seed_spread: str | 
     shares = [row.identical_share for row in rows if row.identical_share is not None]
     sentences = [
         f"{date}, {hardware['cpu']}, decoding on {threads}, float32; `make run` took {duration} after installing.",
-        "± and brackets are 95% intervals; a speedup whose interval lies above 1 is bold.",
+        "± and brackets are 95% intervals: one of a speedup that holds 1 says neither faster nor slower.",
         *([_describe_identical(min(shares))] if shares else []),
         *([f"tau moves by about {seed_spread} with the seed of training."] if seed_spread else []),
         *([REPLAYED.format(names=", ".join(names))] if names else []),

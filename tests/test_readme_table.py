@@ -61,7 +61,7 @@ def test_the_table_has_intervals_and_marks_what_was_replayed(run: Path, monkeypa
     lines = [line for line in block[2].splitlines() if line.startswith("| ")]
     assert [line.replace("\N{NO-BREAK SPACE}", " ").replace("\N{NON-BREAKING HYPHEN}", "-") for line in lines[1:]] == [
         "| **e009** | | | | | |",
-        "| 8_2_16 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | **1.50** (1.25-1.80) |",
+        "| 8_2_16 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 1.50 (1.25-1.80) |",
         "| 5_1_6 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 1.05 (0.90-1.20) |",
         "| 5_2_8 | 0.008 | 31.2 | 0.250 | 3.50 (one prompt) | 1.50 (one prompt) |",
         "| **e003**, replayed | | | | | |",
@@ -120,6 +120,6 @@ def test_served_cells_of_the_shown_trees_are_in_the_second_table(run: Path, monk
     lines = readme_served.served_table(ResultRow.TABLE, trees).splitlines()
     shown = [line.replace("\N{NO-BREAK SPACE}", " ").replace("\N{NON-BREAKING HYPHEN}", "-") for line in lines[2:]]
     assert shown == [
-        "| 8_2_16 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 3.60 | **1.50** (1.25-1.80) |",
+        "| 8_2_16 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 3.60 | 1.50 (1.25-1.80) |",
         "| 5_1_6 | 0.008 | 31.2 | 0.250 | 3.50 ± 0.25 | 3.60 | 1.50 (0.90-1.80) |",
     ]
