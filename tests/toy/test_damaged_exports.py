@@ -4,13 +4,11 @@ import base64
 import io
 import itertools
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import toon_format
 import toons
 from PIL import Image
@@ -41,19 +39,6 @@ def test_the_committed_file_regenerates_byte_for_byte() -> None:
     assert made == RAW.read_bytes(), "run: python -m tests.toy.damaged_exports > data/raw/weather_toon.jsonl"
 
 
-def test_it_is_small_and_realistically_damaged() -> None:
-    clean = clean_by_number()
-    touched = sum(
-        [turn["value"] for turn in row["conversations"]]
-        != [message["content"] for message in clean[int(row["id"].split("-")[1])]]
-        for row in rows()
-    )
-    assert len(rows()) == damaged_exports.EXPORT_ROWS and RAW.stat().st_size < 3_000_000
-    assert 0.28 < touched / damaged_exports.EXPORT_ROWS < damaged_exports.DAMAGED_SHARE + 0.04
-    copies = [row for row in rows() if row["id"].endswith("-again")]
-    assert 10 < len(copies) < 60 and all(row["conversations"] for row in copies)
-
-
 def test_every_accepted_answer_equals_the_undamaged_one_in_both_decoders() -> None:
     clean, accepted, dropped = clean_by_number(), 0, 0
     schema = load_table_file(ROOT / "data/tables/weather.yaml")
@@ -73,27 +58,6 @@ def test_every_accepted_answer_equals_the_undamaged_one_in_both_decoders() -> No
             accepted += 1
             assert toons.loads(result.text) == toon_format.loads(result.text) == toon_format.loads(message["content"])
     assert accepted > 2_000 and dropped > 50
-
-
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        damaged_exports.SURROUNDING_CORRUPTIONS
-        | damaged_exports.SPELLING_CORRUPTIONS
-        | damaged_exports.LOSS_CORRUPTIONS
-    ),
-)
-def test_corruptions_are_pure_and_change_the_text(name: str) -> None:
-    change = (
-        damaged_exports.SURROUNDING_CORRUPTIONS
-        | damaged_exports.SPELLING_CORRUPTIONS
-        | damaged_exports.LOSS_CORRUPTIONS
-    )[name]
-    days = (weather.WeatherDay("2026-01-01", -9, -2, 40, "snow"), weather.WeatherDay("2026-01-02", -8, 4, 0, "sunny"))
-    text = weather.format_toon(weather.WeatherForecast("Nome", "C", days))
-    for seed in range(10):
-        assert change(random.Random(seed), text) == change(random.Random(seed), text) != text
-        assert change(random.Random(seed), "no table") is not None
 
 
 def test_the_committed_maps_regenerate_pixel_for_pixel() -> None:
