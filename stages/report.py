@@ -88,7 +88,8 @@ def write_report(p: schema.Params) -> None:
         p.report.analysis,
     )
     files = [ResultRow.TABLE, REPLAY_TABLE, METRICS_FILE]
-    atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p), found, metrics, files))
+    target = found.reports["sample_target"].get("target", p.target.model)
+    atomic.write_text(PAGE_FILE, page.render_page(_get_settings(p, target), found, metrics, files))
     text = format_terminal_table(found, metrics)
     atomic.write_text(TABLE_FILE, f"{text}\n")
     print(text)
@@ -132,11 +133,11 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     )
 
 
-def _get_settings(p: schema.Params) -> ReportSettings:
+def _get_settings(p: schema.Params, target: str) -> ReportSettings:
     values = json.dumps(p.model_dump(mode="json", by_alias=True), sort_keys=True)
     return ReportSettings(
         title=p.report.title,
-        model=p.target.model,
+        model=target,
         benchmark_trees=p.benchmark.trees,
         other_methods={name for name, segment in p.train_draft.checkpoints.items() if segment.method != "eagle3"},
         imported={name: source.model_dump() for name, source in p.import_draft.checkpoints.items()},

@@ -181,6 +181,7 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
     counts = sampled_split.count_rows([split for split in splits if _is_asked_for(context.p, split)])
     assert counts.rows_in == counts.rows_out + sum(counts.dropped.values())
     return {
+        "target": context.target.describe_model(),
         **asdict(counts),
         "backend": context.p.sample_target.backend,
         "asked_again": dict(context.retries),

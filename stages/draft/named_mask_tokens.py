@@ -45,7 +45,7 @@ def check_mask_tokens(params: schema.Params, tokenizer: Any, target: TargetManif
 
 def find_tokenizer_folder(target: TargetManifest) -> Path | None:
     """Return the folder of the target's tokenizer; None where it is not on this machine. Downloads nothing."""
-    if target.model.startswith("builtin/"):
+    if manifest.lie_beside_manifest(target.model):
         return manifest.TARGET_FOLDER
     if Path(target.model).is_dir():
         return Path(target.model)

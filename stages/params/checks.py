@@ -109,13 +109,16 @@ def check_target(params: Params) -> None:
 
 
 def check_target_path(params: Params) -> None:
-    """Raise ValueError for a target whose folder is missing."""
+    """Raise ValueError for a target whose folder or GGUF file is missing."""
     model = params.target.model
-    if not Path(model).is_dir() and not re.fullmatch(HUB_ID, model):
+    is_file = model.endswith(target_files.GGUF_SUFFIX)
+    is_here = Path(model).is_file() if is_file else Path(model).is_dir() or re.fullmatch(HUB_ID, model)
+    if not is_here:
         parent = Path(model).parent
-        folders = [path.as_posix() for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+        known = [path.as_posix() for path in parent.iterdir() if path.is_dir() or is_file] if parent.is_dir() else []
         raise ValueError(
-            f"{PARAMS_FILE}: target.model is {model}, expected a folder, found none there{suggest_name(model, folders)}; "
+            f"{PARAMS_FILE}: target.model is {model}, expected a {'file' if is_file else 'folder'}, found none "
+            f"there{suggest_name(model, known)}; "
             f"correct the path (~ is not expanded), or name a Hugging Face id (owner/name) or builtin/weather-tiny"
         )
 
@@ -214,7 +217,7 @@ def find_target_config(params: Params) -> Path | None:
     model, path = params.target.model, Path(params.target.model) / "config.json"
     if model.startswith("builtin/"):
         path = TARGETS_FOLDER / model.removeprefix("builtin/") / "config.json"
-    elif not path.is_file():
+    elif not path.is_file() and not model.endswith(target_files.GGUF_SUFFIX):
         from huggingface_hub import try_to_load_from_cache  # where the target is an id
 
         try:

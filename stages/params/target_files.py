@@ -10,6 +10,7 @@ from typing import Any
 from stages.params.section import PARAMS_FILE
 from stages.params.units import list_first
 
+GGUF_SUFFIX = ".gguf"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # pickles beside the weights

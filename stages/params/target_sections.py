@@ -8,7 +8,7 @@ from stages.params.section import Count, Dtype, FeatureLayers, Positive, Section
 
 
 class Target(Section):
-    # a toy of a million parameters, made by prepare_target; else a Hugging Face id or a local folder
+    # a toy of a million parameters, made by prepare_target; else a Hugging Face id, a local folder or a GGUF file
     model: Text
     revision: str | None = None  # branch, tag or commit of a Hugging Face id; pinned to a commit in target.json
     trust_remote_code: bool = False  # true runs Python that comes with the model: only for sources you trust

@@ -87,4 +87,6 @@ def format_terminal_table(found: ReportInputs, metrics: ResultSummary) -> str:
             f"warning: {lost} rows are neither out nor dropped; see 'What happened to the rows' in {PAGE_FILE}",
             "",
         ]
+    if target := found.reports["sample_target"].get("target"):
+        lines.append(f"target {target}")
     return "\n".join([*lines, f"tau by {metrics['definitions']}; plots and provenance: {PAGE_FILE}"])

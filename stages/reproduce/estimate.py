@@ -216,7 +216,7 @@ def _add_disk(result: RunEstimate, p: schema.Params, rows: RowCounts, target: Ta
     if manifest.model.startswith("builtin/"):
         size = 4 * target.parameters
         result.add_disk("prepare_target", "target", size, f"{format_count(target.parameters)} * 4 bytes")
-    elif not Path(manifest.model).is_dir():
+    elif not Path(manifest.model).exists():
         result.download_bytes += 2 * target.parameters
     if result.download_bytes:
         download = format_bytes(result.download_bytes)

@@ -11,9 +11,9 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages import prepare_target
-from stages.params import schema
+from stages.params import schema, target_files
 from stages.params.recipe import RECIPES_FOLDER
-from stages.target import loading
+from stages.target import gguf_target, loading
 from stages.target.manifest import TargetManifest
 
 TARGETS_FOLDER = RECIPES_FOLDER / "targets"
@@ -59,6 +59,8 @@ def _find_config(model: str, revision: str | None) -> _FoundConfig:
     if path.is_file():
         recorded = json.loads(path.read_text(encoding="utf-8"))
         return _FoundConfig(recorded["config"], recorded["recorded_from"])
+    if model.endswith(target_files.GGUF_SUFFIX) and Path(model).is_file():
+        return _FoundConfig(gguf_target.read_gguf_config(Path(model)).to_dict(), "its own metadata")
     own = Path(model) / "config.json"
     if not own.is_file() and not Path(model).is_absolute() and model.count("/") <= 1:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)

@@ -1,6 +1,6 @@
 """Read and write target.json: the pinned target, and the shapes that later stages need without loading it.
 
-A builtin target's weights are next to its manifest; any other target stays in Hugging Face's cache or its own folder, and
+The weights of a builtin target and of a GGUF file are next to the manifest; any other target stays in Hugging Face's cache or its own folder, and
 the manifest has the commit or a digest. A feature layer i is *the residual stream entering block i*, transformers'
 `hidden_states[i]`; engines count differently, and export converts.
 """
@@ -42,7 +42,7 @@ class MissingHeadError(ValueError):
 
 @dataclass(frozen=True)
 class TargetManifest:
-    model: str  # "builtin/NAME", a Hugging Face id, or a local folder
+    model: str  # "builtin/NAME", a Hugging Face id, a local folder or a GGUF file
     revision: str | None  # the commit, for a Hugging Face id
     modality: str  # "text", or "image" for a multimodal target
     config_digest: str  # sha256 of config.json and of the image processor's configs
@@ -67,6 +67,16 @@ class TargetManifest:
     logits_scale: float = 1.0  # the target's logits are this times final hidden states times its head (`head_check`)
     weights_digest: str | None = None  # sha256 of a local folder's weights; else the commit or DVC pins them
     weights_sample: str | None = None  # digest of a sample of their bytes, compared by every stage that loads them
+    weights: str | None = None  # what they are, where they are not the model's own: "dequantised from Q4_1"
+
+    def describe_model(self) -> str:
+        """Return the model with what its weights are, for tables."""
+        return f"{self.model}, {self.weights}" if self.weights else self.model
+
+
+def lie_beside_manifest(model: str) -> bool:
+    """Return whether the weights of a target are next to target.json: of a builtin target, and of a GGUF file."""
+    return model.startswith("builtin/") or model.endswith(target_files.GGUF_SUFFIX)
 
 
 def write_manifest(path: Path, manifest: TargetManifest) -> None:
@@ -88,7 +98,7 @@ def resolve_weights_folder(manifest: TargetManifest, path: Path = TARGET_FOLDER)
 
     Raises ValueError where a local folder's weights have changed since prepare_target.
     """
-    if manifest.model.startswith("builtin/"):
+    if lie_beside_manifest(manifest.model):
         return path
     if Path(manifest.model).is_dir():
         _check_weights(manifest)
