@@ -276,7 +276,7 @@ def test_use_keeps_the_files_mode_and_a_copy_of_the_checkpoints_that_it_replaces
         ("target", r"mine\.yaml: expected the sections target, prepare_target, .*; found 'target'"),
         ("target: x", "expected sections with keys"),
         ("target: {a: 1", "is not valid YAML"),
-        ("benchmark: {checkpoints: [e077]}", "'e077' is not trained"),
+        ("benchmark: {checkpoints: [e077]}", "no checkpoint 'e077'"),
     ],
 )
 def test_a_wrong_recipe_changes_nothing(recipe: str, message: str, project: Path) -> None:

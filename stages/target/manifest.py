@@ -1,8 +1,8 @@
 """Read and write target.json: the pinned target, and the shapes that later stages need without loading it.
 
-The weights of a builtin target and of a GGUF file are next to the manifest; any other target stays in Hugging Face's cache or its own folder, and
-the manifest has the commit or a digest. A feature layer i is *the residual stream entering block i*, transformers'
-`hidden_states[i]`; engines count differently, and export converts.
+The weights of a builtin target and of a GGUF file are next to the manifest; any other target stays in Hugging Face's cache or
+its own folder, and the manifest has the commit or a digest. A feature layer i is *the residual stream entering block i*,
+transformers' `hidden_states[i]`; engines count differently, and export converts.
 """
 
 import hashlib

