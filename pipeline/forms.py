@@ -70,8 +70,7 @@ class Changes(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     trees: list[TreeName] = Field(
-        default=[],
-        description=f"{TREE_NAME_HELP}, to time on the torch engine; {AS_PARAMS_HELP}",
+        default=[], description=f"{TREE_NAME_HELP}, to time on the torch engine; {AS_PARAMS_HELP}"
     )
     epochs: Epochs = Field(
         default=[],

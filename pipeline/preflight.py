@@ -132,8 +132,7 @@ def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:
     if params.target.device == "cpu":
         return
     needed = max(
-        params.benchmark.num_gpus_per_model,
-        params.benchmark_served.server.tp if measures_servers(params) else 1,
+        params.benchmark.num_gpus_per_model, params.benchmark_served.server.tp if measures_servers(params) else 1
     )
     gpus = resources.list_gpu_memory()
     enough = len(gpus) >= needed

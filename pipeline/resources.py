@@ -69,10 +69,7 @@ class ResourcePool:
         lease = ResourceLease(gpus=[] if self.gpus else None)
         kind = fcntl.LOCK_EX if needs.exclusive else fcntl.LOCK_SH
         slots = (f"slot-{number}" for number in range(self.slots))
-        locks = [
-            lambda: self._try_lock("machine", kind),
-            lambda: next(filter(None, map(self._try_lock, slots)), None),
-        ]
+        locks = [lambda: self._try_lock("machine", kind), lambda: next(filter(None, map(self._try_lock, slots)), None)]
         if needs.gpus and not self.gpus:  # such a stage uses all cores; two at once would slow each other down
             locks.append(lambda: self._try_lock("cores"))
         for lock in locks:

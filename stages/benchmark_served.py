@@ -53,11 +53,7 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
         server_setup.check_positions(work, measured, draft_config)
         ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
     found = _build_cell(work, measured, baseline, reason, ended, gpus_before).model_copy(
-        update={
-            "seconds": round(time.perf_counter() - started, 2),
-            "gpus": meter.names(),
-            "joules": meter.joules(),
-        }
+        update={"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
     )
     print(f"{found.name}: {f'{cell.UNSUPPORTED}: {reason}' if reason else cell.RAN} -> {found.write()}")
 
@@ -89,10 +85,7 @@ def _measure_repeats(
 
 
 def _alternate(
-    work: ServedCellContext,
-    measured: MeasuredServer,
-    baseline: MeasuredServer,
-    measure_repeat: Callable[[int], None],
+    work: ServedCellContext, measured: MeasuredServer, baseline: MeasuredServer, measure_repeat: Callable[[int], None]
 ) -> StoppingRecord:
     """Measure repeats of both servers, until the workload's rule ends them; return why there are no more."""
     rule = RepeatRule.of_workload(work.workload)

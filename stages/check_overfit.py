@@ -241,11 +241,7 @@ def _advise(name: str, measurement: OverfitMeasurement, of_whole_chains: float) 
 
 
 def _choose_row(
-    params: schema.Params,
-    target_manifest: manifest.TargetManifest,
-    run: OverfitRun,
-    name: str,
-    head: torch.Tensor,
+    params: schema.Params, target_manifest: manifest.TargetManifest, run: OverfitRun, name: str, head: torch.Tensor
 ) -> tuple[format.HiddenStatesRow, float]:
     """Return the row with the highest tau of perfect drafts, among rows of median length, and that tau.
 
@@ -282,10 +278,7 @@ def _compute_hidden_states(
 
 
 def _measure_engine_tau(
-    params: schema.Params,
-    target_manifest: manifest.TargetManifest,
-    run: OverfitRun,
-    row: format.HiddenStatesRow,
+    params: schema.Params, target_manifest: manifest.TargetManifest, run: OverfitRun, row: format.HiddenStatesRow
 ) -> float | None:
     """Return the draft's tau on the torch engine along the row's answer; print why and return None where it can't decode it.
 

@@ -73,7 +73,7 @@ SMALL = {
             "e001": {"from": "e000", "epochs": 1},
             "e003": {"from": "e001", "epochs": 2},
             "straight": {"from": "e000", "epochs": 3},
-        },
+        }
     },
     "replay_trees": {
         "checkpoints": ["e003", "straight"],
@@ -109,7 +109,7 @@ LONG = [
     "test_sample_pictures", "test_replay_blocks", "test_import_block_drafts", "test_in_a_browser",
     "test_workspaces", "test_costs", "test_values", "test_page", "test_benchmark", "test_check_overfit",
     "test_sharing", "test_pictured_stages", "test_full_disk", "test_names_and_shells", "test_freshness", "test_format",
-    "test_multimodal_forward", "test_feature_layers", "test_target_forward", "test_block_stages", "test_weather_maps",
+    "test_multimodal_forward", "test_feature_layers", "test_target_forward", "test_block_stages",
     "test_verdicts",
 ]  # fmt: skip
 

@@ -145,10 +145,7 @@ RERUNS = [
     ),
     Row(
         "Medusa's heads: in train_draft.checkpoints and benchmark.checkpoints, a shape of theirs in benchmark.trees",
-        sets(
-            train_draft={"checkpoints": HEADS},
-            benchmark={"checkpoints": adds("heads"), "trees": adds("s4_16")},
-        ),
+        sets(train_draft={"checkpoints": HEADS}, benchmark={"checkpoints": adds("heads"), "trees": adds("s4_16")}),
         "check_overfit@* train_draft@heads benchmark@*-heads-* benchmark@*-s4_16 report",
     ),
     Row(
@@ -202,11 +199,7 @@ RERUNS = [
         "prepare_prompts@chat benchmark@chat-* report",
         back="report",
     ),
-    Row(
-        "data/prompt_sets/gsm8k.jsonl: a row, where no workload has it",
-        comments("data/prompt_sets/gsm8k.jsonl"),
-        "",
-    ),
+    Row("data/prompt_sets/gsm8k.jsonl: a row, where no workload has it", comments("data/prompt_sets/gsm8k.jsonl"), ""),
     Row("sample_target.thinking", sets(sample_target={"thinking": True}), "* -fix_data -prepare_target"),
     Row("report.title", sets(report={"title": "another"}), "report", back=""),
     Row(
@@ -214,11 +207,7 @@ RERUNS = [
         sets(sample_target={"temperature": lambda old: old + 0.1}),
         "* -fix_data -prepare_target",
     ),
-    Row(
-        "extract_hiddens.processes",
-        sets(extract_hiddens={"processes": 8}),
-        "",
-    ),
+    Row("extract_hiddens.processes", sets(extract_hiddens={"processes": 8}), ""),
     Row(
         "extract_hiddens.dtype",
         sets(extract_hiddens={"dtype": "fp8"}),

@@ -110,10 +110,7 @@ def test_a_graph_that_trains_nothing_has_no_initial_draft(project: Path, tmp_pat
         ),
         ({"fc_norm": True}, "init_draft.fc_norm is True, but the weights of init_draft.from have False"),
         ({"intermediate_size": 64}, "init_draft.intermediate_size is 64, but the weights"),
-        (
-            {"from": "drafts/e003"},
-            "drafts/e003/config.json not found; expected a draft's folder",
-        ),
+        ({"from": "drafts/e003"}, "drafts/e003/config.json not found; expected a draft's folder"),
     ],
 )
 def test_a_warm_start_that_can_not_be(

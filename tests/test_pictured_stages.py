@@ -77,9 +77,7 @@ SMALL: dict[str, Any] = {
         "checkpoints": ["e003"],
         "trees": ["t3_2_6"],
         "workloads": ["eval"],
-        "server": {
-            "command": [sys.executable, "-m", "tests.serving.engine_double", "serve"],
-        },
+        "server": {"command": [sys.executable, "-m", "tests.serving.engine_double", "serve"]},
     },
 }
 
@@ -279,11 +277,7 @@ def test_a_draft_is_trained_replayed_and_decoded(
         with declared("init_draft"):
             init_draft.main()
         config = json.loads((sampled_project / "drafts/e000/draft/config.json").read_text())
-        assert config["rope_scaling"] == {
-            "rope_type": "default",
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        }
+        assert config["rope_scaling"] == {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
         with declared("check_overfit"):
             check_overfit.main()
         with declared("train_draft"):

@@ -17,10 +17,7 @@ from stages.trees import accept_length
 
 
 def pool_acceptance(
-    counts: Sequence[AcceptanceCounts],
-    cluster_names: Sequence[str] | None,
-    num_steps: int,
-    num_draft_tokens: int,
+    counts: Sequence[AcceptanceCounts], cluster_names: Sequence[str] | None, num_steps: int, num_draft_tokens: int
 ) -> Acceptance:
     """Pool the counts of requests [N]. Without `cluster_names` [N] there is no interval of tau.
 

@@ -44,9 +44,7 @@ def list_throughputs(repeats: RepeatRecords) -> list[float]:
 
 
 def grade_first_turns(
-    repeats: RepeatRecords,
-    references: Mapping[str, str],
-    decode_text: Callable[[RequestRecord], str],
+    repeats: RepeatRecords, references: Mapping[str, str], decode_text: Callable[[RequestRecord], str]
 ) -> list[bool | None]:
     """Return whether each answer is right, in the order of `list_requests`; None for later turns and for failed requests."""
     return [

@@ -96,10 +96,7 @@ def build_eagle3_config(
     }
     if feature_layers != engine_default_feature_layers(num_layers):
         # SGLang adds one to the ids in eagle_config; vLLM uses its top-level list unchanged.
-        config["eagle_config"] = {
-            "use_aux_hidden_state": True,
-            LAYER_IDS_KEY: to_after_layer_ids(feature_layers),
-        }
+        config["eagle_config"] = {"use_aux_hidden_state": True, LAYER_IDS_KEY: to_after_layer_ids(feature_layers)}
         config[LAYER_IDS_KEY] = feature_layers
     config |= {name: True for name in NORM_OPTIONS if getattr(c, name)}
     if c.sliding_window:  # vLLM applies the window only to layers of this type

@@ -372,13 +372,7 @@ class Engine:
         """Verify trees with tokens ids [B, M], accept paths, move their rows; streams of feature layers become features."""
         slots, (num_slots, path_length) = run.slots, state.next_tokens.shape
         hidden, streams = self.target.verify(
-            slots,
-            state,
-            ids,
-            state.cache_length + tree.depths,
-            tree.ancestor_mask,
-            visible_length,
-            run.feature_layers,
+            slots, state, ids, state.cache_length + tree.depths, tree.ancestor_mask, visible_length, run.feature_layers
         )
         target_tokens = self._sample_nodes(run, hidden, state.output_length + tree.depths, tree)  # [B, M]
         path, lengths = draft_tree.find_accepted_path(tree, target_tokens, path_length - 1)  # [B, R], [B]

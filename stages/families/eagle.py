@@ -26,13 +26,7 @@ from stages.draft.eagle3 import (
     compute_first_state,
 )
 from stages.draft.eagle3_config import DraftConfig
-from stages.engine.decode_state import (
-    CacheSlots,
-    DecodeState,
-    PrefillOutput,
-    VerifyOutput,
-    compute_rope_positions,
-)
+from stages.engine.decode_state import CacheSlots, DecodeState, PrefillOutput, VerifyOutput, compute_rope_positions
 from stages.engine.proposer import Drafter, DraftingMethod, Proposer
 from stages.families import ranked_drafts
 from stages.families.family import LoadedDraft

@@ -16,9 +16,7 @@ TreeNames = Annotated[
     AfterValidator(_check_unique),
 ]
 ShapeNames = Annotated[
-    list[str],
-    AfterValidator(lambda names: [parse_shape(name).name for name in names]),
-    AfterValidator(_check_unique),
+    list[str], AfterValidator(lambda names: [parse_shape(name).name for name in names]), AfterValidator(_check_unique)
 ]
 DraftTokens = Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
 

@@ -12,13 +12,7 @@ from typing import Any
 
 from stages.cells import prediction, prediction_check
 from stages.cells.cell import TORCH_ENGINE
-from stages.cells.prediction import (
-    DescribeLaunch,
-    LaunchAdvice,
-    PredictedSpeedup,
-    SpeculationLimit,
-    SpeedupConditions,
-)
+from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit, SpeedupConditions
 from stages.cells.prediction_check import ComparedPrediction
 from stages.cells.record import DraftSampling, limit_draft_sampling
 from stages.cells.replay_records import ReplayedTree, select_temperature

@@ -37,11 +37,7 @@ class LatencyGroup:
     @property
     def headings(self) -> list[str | tuple[str, str]]:
         """Return the heads of the table of percentiles."""
-        return [
-            "tree",
-            "answers",
-            *((name, f"p{share}") for name in self.names.values() for share in PERCENTILES),
-        ]
+        return ["tree", "answers", *((name, f"p{share}") for name in self.names.values() for share in PERCENTILES)]
 
 
 def summarise_latencies(lines: list[TableLine]) -> list[LatencyGroup]:

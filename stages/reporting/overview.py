@@ -58,9 +58,7 @@ def build_overview(
     timed = [row for row in rows if row.speedup is not None]
     if timed or any(line.predicted for line in lines):
         drawn["speedup"] = plots.render_svg(
-            partial(draw_tree_speedups, lines=lines, rows=timed),
-            "speedup against verified tokens",
-            PLOT_HEIGHT,
+            partial(draw_tree_speedups, lines=lines, rows=timed), "speedup against verified tokens", PLOT_HEIGHT
         )
     return Overview(lines, drawn)
 

@@ -26,10 +26,7 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
     measured = [row for row in found.rows if row.in_turns]
     shares = [row.identical_share for row in measured if row.identical_share is not None]
     summary = {
-        "verdict": {
-            "kind": found.verdict.kind,
-            "text": found.verdict.headline,
-        },
+        "verdict": {"kind": found.verdict.kind, "text": found.verdict.headline},
         "best_checkpoint": max(means, key=lambda name: means[name]),
         "checkpoints": {
             name: {"mean_replay_tau": means[name]} | _summarise_checkpoint(name, found) for name in found.replays

@@ -147,10 +147,7 @@ def _find_cells(cells: RecipeCells, tree: str | None) -> tuple[str, Cell | None,
 
 
 def build_page(
-    name: str,
-    recipe: Recipe,
-    comparisons: list[comparison.PublishedComparison],
-    left_out: Counter[str],
+    name: str, recipe: Recipe, comparisons: list[comparison.PublishedComparison], left_out: Counter[str]
 ) -> str:
     """Return results/reproduce/NAME.md."""
     verdicts = Counter(compared.verdict for compared in comparisons)

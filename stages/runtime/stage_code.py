@@ -23,11 +23,7 @@ BASELINE = "_baseline"  # suffix of a stage of dvc.yaml that runs another stage'
 
 
 def digest_stage(
-    stage: str,
-    kept: KeptDigests,
-    families: Collection[str] = (),
-    left_out: Collection[str] = (),
-    root: Path = Path(),
+    stage: str, kept: KeptDigests, families: Collection[str] = (), left_out: Collection[str] = (), root: Path = Path()
 ) -> dict[str, str]:
     """Return a digest of each file of a stage's code by its name.
 

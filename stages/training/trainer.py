@@ -92,12 +92,7 @@ class TrainingStep(nn.Module):
     """The loss of a pack as a module, whose weights FSDP gathers. The target's tables are not registered as parameters."""
 
     def __init__(
-        self,
-        draft: nn.Module,
-        embedding: Tensor,
-        head: Tensor,
-        objective: PackObjective,
-        compute_loss: ComputeLoss,
+        self, draft: nn.Module, embedding: Tensor, head: Tensor, objective: PackObjective, compute_loss: ComputeLoss
     ):
         super().__init__()
         self.draft, self.objective, self.compute_loss = draft, objective, compute_loss

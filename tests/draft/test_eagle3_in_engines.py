@@ -17,12 +17,7 @@ from transformers import AutoConfig
 
 from stages.draft import eagle3_checkpoint
 from stages.runtime import atomic
-from tests.draft.eagle3_exports import (
-    CHOSEN,
-    LAYERS,
-    every_option,
-    export,
-)
+from tests.draft.eagle3_exports import CHOSEN, LAYERS, every_option, export
 
 STACKED = (("qkv_proj", "q_proj"), ("qkv_proj", "k_proj"), ("qkv_proj", "v_proj"), ("gate_up_proj", "gate_proj"),
            ("gate_up_proj", "up_proj"))  # fmt: skip

@@ -16,17 +16,7 @@ from torch import Tensor
 from stages.draft import eagle3_checkpoint, published_eagle3_formats, published_files
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig
-from tests.draft.eagle3_exports import (
-    CHOSEN,
-    EMBEDDING,
-    HEAD,
-    LLAMA3,
-    ROPE,
-    TARGET,
-    H,
-    every_option,
-    export,
-)
+from tests.draft.eagle3_exports import CHOSEN, EMBEDDING, HEAD, LLAMA3, ROPE, TARGET, H, every_option, export
 
 Spelling = Callable[[dict[str, Any], dict[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
 

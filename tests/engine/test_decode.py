@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen3Config,
-    Qwen3NextConfig,
-)
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3NextConfig
 
 from stages.draft.eagle3 import Eagle3Draft
 from stages.draft.eagle3_config import DraftConfig

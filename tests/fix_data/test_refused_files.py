@@ -9,17 +9,7 @@ import pytest
 from stages import fix_data
 from stages.data import readers
 from stages.data.tables.table_schema import load_table_file
-from tests.fix_data.raw_rows import (
-    ASK,
-    CUT,
-    RAW,
-    nested,
-    outcome,
-    questions,
-    row,
-    set_params,
-    write_raw,
-)
+from tests.fix_data.raw_rows import ASK, CUT, RAW, nested, outcome, questions, row, set_params, write_raw
 
 
 @pytest.mark.parametrize(

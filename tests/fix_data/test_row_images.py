@@ -12,11 +12,7 @@ import pytest
 from stages import fix_data
 from stages.data import readers
 from tests.data.test_images import encode_image, png_of
-from tests.fix_data.raw_rows import (
-    RAW,
-    outcome,
-    set_lines,
-)
+from tests.fix_data.raw_rows import RAW, outcome, set_lines
 
 
 def png(n: int) -> bytes:

@@ -9,12 +9,7 @@ import torch
 
 from stages.hidden_states import format, reader, writer
 from stages.hidden_states.reader import HiddenStatesReader
-from tests.hidden_states.made_up_rows import (
-    assert_same,
-    make_pictured_rows,
-    read_refusal,
-    shards,
-)
+from tests.hidden_states.made_up_rows import assert_same, make_pictured_rows, read_refusal, shards
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, format.FP8])

@@ -56,10 +56,7 @@ def test_served_cycles_equal_those_of_replay(tree: str, project: Path) -> None:
 def test_a_baseline_cell_has_the_same_answers_without_a_draft(project: Path) -> None:
     benchmark_served.main("eval")
     benchmark_served.main("eval", "e003", "t5_1_6")
-    plain, drafted = (
-        Cell.read(ENGINE, "eval"),
-        Cell.read(ENGINE, "eval", "e003", "t5_1_6"),
-    )
+    plain, drafted = (Cell.read(ENGINE, "eval"), Cell.read(ENGINE, "eval", "e003", "t5_1_6"))
     assert plain["checkpoint"] is None and plain["points"][0]["acceptance"] is None
     answers = [{r["id"]: r["answer"] for r in found["points"][0]["requests"]} for found in (plain, drafted)]
     assert answers[0] == answers[1] and len(answers[0]) == 6

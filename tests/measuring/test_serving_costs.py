@@ -173,13 +173,7 @@ def test_servers_take_turns_and_a_killed_run_goes_on_with_the_loads_that_are_lef
 def test_vllm_simulates_by_its_speculative_config(load: Path) -> None:
     """No more tokens than a chain has drafts, and one: vLLM refuses a longer acceptance."""
     edit_server(load, command=[*DOUBLE, "vllm", "serve"])
-    edit_params(
-        load,
-        {
-            "benchmark_served": {"engine": "vllm"},
-            "serving_costs": {"trees": VLLM_TREES},
-        },
-    )
+    edit_params(load, {"benchmark_served": {"engine": "vllm"}, "serving_costs": {"trees": VLLM_TREES}})
     serving_costs.main("load")
     (grid,) = timing_grid.read_serving_costs("load", "builtin/weather-tiny")
     assert grid.engine == "vllm" and len(grid.grid) == 8 and all(found > floor for floor, found in compute_floor(grid))

@@ -57,7 +57,7 @@ def test_a_misspelt_key_is_one_line_with_the_missing_one() -> None:
     )
     found = list_problems()
     assert [line for line in found if "rename" in line] == [
-        "trian_draft: unknown key, and train_draft is missing (did you mean train_draft?); rename it",
+        "trian_draft: unknown key, and train_draft is missing (did you mean train_draft?); rename it"
     ]
     assert [line.split(";")[0] for line in found if "rename" not in line] == [
         "target.model: missing, and it has no default",

@@ -139,10 +139,7 @@ def test_zero_is_refused_but_where_it_means_something(key_path: tuple[str, ...])
     ("mixture", "line"),
     [
         ([], "sample_target.temperature: expected at least 1 item, found []"),
-        (
-            [{"temperature": 1.0}],
-            "sample_target.temperature.0.weight: missing, and it has no default; write it",
-        ),
+        ([{"temperature": 1.0}], "sample_target.temperature.0.weight: missing, and it has no default; write it"),
         (
             [{"temperature": -1, "weight": 1}],
             "sample_target.temperature.0.temperature: expected greater than or equal to 0",

@@ -11,18 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from pipeline import (
-    cli,
-    commands,
-    doctor,
-    dvc_graph,
-    estimate,
-    processes,
-    promotion,
-    recipes,
-    reproduce,
-    workspaces,
-)
+from pipeline import cli, commands, doctor, dvc_graph, estimate, processes, promotion, recipes, reproduce, workspaces
 from tests.conftest import ROOT
 
 COMMANDS = (
@@ -74,18 +63,8 @@ def test_make_help_lists_every_target_and_variable() -> None:
         (["pull", "train_draft@e009"], dvc_graph, "pull_inputs", ("train_draft@e009",)),
         (["doctor"], doctor, "report_findings", (None,)),
         (["estimate"], estimate, "describe_estimate", (None, None, "h200")),
-        (
-            ["estimate", "weather-tiny", "--gpu", "h100"],
-            estimate,
-            "describe_estimate",
-            ("weather-tiny", None, "h100"),
-        ),
-        (
-            ["estimate", "--params", "mine.yaml"],
-            estimate,
-            "describe_estimate",
-            (None, Path("mine.yaml"), "h200"),
-        ),
+        (["estimate", "weather-tiny", "--gpu", "h100"], estimate, "describe_estimate", ("weather-tiny", None, "h100")),
+        (["estimate", "--params", "mine.yaml"], estimate, "describe_estimate", (None, Path("mine.yaml"), "h200")),
         (["doctor", "weather-tiny"], doctor, "report_findings", ("weather-tiny",)),
     ],
 )

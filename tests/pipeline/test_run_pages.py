@@ -31,10 +31,7 @@ NO_MEMORY_LEFT = f"killed (SIGKILL), which the kernel does where memory is short
         (["fit: 100%|##########| 3/3 [00:00<00:00,  9.86it/s]", "Killed", "", CONCLUSION], "Killed"),
         (["ERROR: failed to reproduce 'fit': output 'x' does not exist"],) * 2,
         (["replay: 40 rows", f"{KILLED}-9"], NO_MEMORY_LEFT),  # Bug: the first line was taken for the error
-        (
-            ["replay: 40 rows", f"WARNING:{KILLED.partition(':')[2].partition(':')[2]}137"],
-            NO_MEMORY_LEFT,
-        ),
+        (["replay: 40 rows", f"WARNING:{KILLED.partition(':')[2].partition(':')[2]}137"], NO_MEMORY_LEFT),
         (["memory allocation of 1 bytes failed", f"{KILLED}134"], f"out of memory; {LESS}"),
         (["an assertion", f"{KILLED}134"], "an assertion"),
         ([CONCLUSION], None),

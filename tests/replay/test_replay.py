@@ -11,10 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.draft.eagle3 import build_prefix_mask, compute_first_state, encode_prefix
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import (
-    ReplayBatch,
-    replay_answers,
-)
+from stages.replay.replay import ReplayBatch, replay_answers
 from stages.trees.draft_tree import TREE_SCORINGS
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, expand_candidates
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft

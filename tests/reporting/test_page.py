@@ -16,14 +16,7 @@ from stages.cells.replay_records import TreeBucket
 from stages.params import schema
 from stages.runtime import atomic
 from tests.conftest import ROOT
-from tests.reporting.made_up_results import (
-    INSIDE,
-    PICTURE,
-    PLOTS,
-    _made_up_report,
-    made_up_inside,
-    make_up_import,
-)
+from tests.reporting.made_up_results import INSIDE, PICTURE, PLOTS, _made_up_report, made_up_inside, make_up_import
 
 
 def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) -> None:

@@ -16,13 +16,7 @@ def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5
     """Lines of a sweep, joined, with just these speedups: (tokens, concurrency) -> speedup."""
     return [
         ResultRow(
-            **{
-                "workload": "sweep",
-                "checkpoint": "e009",
-                "tree": tree,
-                "decoding": table.SPECULATIVE,
-                "status": "ran",
-            }
+            **{"workload": "sweep", "checkpoint": "e009", "tree": tree, "decoding": table.SPECULATIVE, "status": "ran"}
             | {
                 "max_new_tokens": tokens,
                 "concurrency": cap,

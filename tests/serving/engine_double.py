@@ -66,10 +66,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
         if found.per_request_spec_decode_metrics and not found.speculative_config:
             parser.error("--per-request-spec-decode-metrics needs --speculative-config")  # 0.33 config/vllm.py:1735
         if spec := found.speculative_config:
-            found.speculative_algorithm, found.speculative_draft_model_path = (
-                spec["method"].upper(),
-                spec["model"],
-            )
+            found.speculative_algorithm, found.speculative_draft_model_path = (spec["method"].upper(), spec["model"])
             found.speculative_num_steps, found.speculative_eagle_topk = spec["num_speculative_tokens"], 1
             found.speculative_num_draft_tokens = spec["num_speculative_tokens"] + 1
     found.depth = (

@@ -62,10 +62,7 @@ def test_pictures(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_block_that_does_not_run_leaves_no_hidden_states() -> None:
     """Bug: Mllama skips its blocks of cross-attention for texts, and what lay in memory was stored as their residual stream."""
-    text = TEXT | {
-        "cross_attention_layers": [3],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
+    text = TEXT | {"cross_attention_layers": [3], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     sight = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
         "image_size": 28, "vision_output_dim": 32, "intermediate_layers_indices": [0],

@@ -20,11 +20,6 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -62,16 +57,12 @@ def write_gguf(path: Path) -> LlamaForCausalLM:
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_chat_template(TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight":
             continue
-        numbers, stem = weight.numpy(), name.removesuffix(".weight")
-        heads = {"self_attn.q_proj": HEADS, "self_attn.k_proj": KV_HEADS}.get(stem.partition(".layers.")[2][2:])
-        if ".layers." in stem:
-            number, _, part = stem.removeprefix("model.layers.").partition(".")
-            theirs = f"blk.{number}.{NAMES[part]}.weight"
-        else:
-            theirs = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}[stem] + ".weight"
+        numbers, theirs = weight.numpy(), names.get_name(name, (".weight",))
+        heads = HEADS if "q_proj" in name else KV_HEADS if "k_proj" in name else 0
         if numbers.ndim == 1:
             writer.add_tensor(theirs, numbers)
             continue

@@ -144,8 +144,7 @@ def test_a_stage_and_its_children_end_with_the_client(
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ("given", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
 def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
     project: Path, environment: dict[str, str], given: dict[str, str], spins: str | None

@@ -112,14 +112,7 @@ class FusedDraft:
         return tuple(x[:, 0].repeat(1, 2) for x in self.draft.compute_rope(positions))
 
     def _finish_layer(
-        self,
-        mixed: Tensor,
-        residual: Tensor,
-        query: Tensor,
-        cache: DraftCache,
-        first: Tensor,
-        mask: Tensor,
-        step: int,
+        self, mixed: Tensor, residual: Tensor, query: Tensor, cache: DraftCache, first: Tensor, mask: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         """Queries [M, A, E] of M states -> states [M, H] and logits [M, D]."""
         k, draft, layer = self.kernels, self.draft, self.draft.midlayer

@@ -120,10 +120,10 @@ TARGETS: dict[str, list[Target]] = {
         ("EagleDraftWorker", "draft_forward", advance_positions, "a63f1ba87d1ad3e1"),
     ],
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner": [
-        ("EAGLEDraftCudaGraphRunner", "execute", fill_positions, "8cca5a035bcfb33c"),
+        ("EAGLEDraftCudaGraphRunner", "execute", fill_positions, "8cca5a035bcfb33c")
     ],
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner": [
-        ("EAGLEDraftExtendCudaGraphRunner", "execute", fill_positions, "99cbdbd557e1a155"),
+        ("EAGLEDraftExtendCudaGraphRunner", "execute", fill_positions, "99cbdbd557e1a155")
     ],
 }
 

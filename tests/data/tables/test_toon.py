@@ -259,10 +259,7 @@ def test_corruptions_that_lose_data_are_dropped(name: str, horizon: int | None) 
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
-@given(
-    lines=st.lists(st.sampled_from(TEXT.split("\n")) | st.text(max_size=30), max_size=9),
-    keep=st.booleans(),
-)
+@given(lines=st.lists(st.sampled_from(TEXT.split("\n")) | st.text(max_size=30), max_size=9), keep=st.booleans())
 @example(lines=["days[2]{date,low,high,rain,sky}:"], keep=False)
 @example(lines=["{", "}"], keep=True)
 @example(lines=['{"place": "\\ud800"}'], keep=False)
