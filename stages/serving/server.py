@@ -231,8 +231,8 @@ def stop_servers(servers: Sequence[ServerProcess]) -> None:
 
 def locate_program(engine: str) -> str:
     """Return the engine's program: that of its own environment if it exists, else its name, to be found on the PATH."""
-    installed = ENVIRONMENTS_FOLDER / engine / "bin" / engine
-    return str(installed.absolute()) if installed.exists() else engine
+    programs = [ENVIRONMENTS_FOLDER / name / "bin" / engine for name in (engine, f"{engine}-cpu")]
+    return next((str(program.absolute()) for program in programs if program.exists()), engine)
 
 
 def build_server_command(
