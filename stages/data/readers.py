@@ -131,7 +131,8 @@ def list_files(path: Path) -> list[Path]:
 
 def list_ignored_files(path: Path, files: Sequence[Path]) -> list[str]:
     """Return the files of the folder `path` that are not among `files`, but for images, which rows may name, and hidden ones."""
-    names = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file not in files)
+    known = set(files)
+    names = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file not in known)
     seen = (name for name in names if not any(part.startswith(".") for part in name.parts))
     return sorted(name.as_posix() for name in seen if not (guess_type(name)[0] or "").startswith("image/"))
 
