@@ -236,13 +236,13 @@ def test_a_stage_of_no_such_name_is_refused_on_the_command_line(project: Project
 
 SCRATCH = """
 from stages.runtime import scratch
-held = scratch.lock_scratch(scratch.locate_scratch('first', 1))
+held = scratch.lock_stage('first')
 held.__enter__()
 """
 
 
 def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Project) -> None:
-    """Bug: after `kill -9` of a plain `dvc repro` the stage worked on, and the next run took up the same scratch folder."""
+    """Bug: after `kill -9` of a plain `dvc repro` the stage worked on, and the next run ran it too."""
     project.write_stage("first", f"{SCRATCH}\nPath = __import__('pathlib').Path\nPath('asleep').write_text(str(os.getpid()))\n"
                             "while not os.path.exists('go'): time.sleep(0.02)")  # fmt: skip
     lines = (project.root / "first.py").read_text().splitlines()
@@ -261,7 +261,7 @@ def test_no_second_process_runs_a_stage_that_a_killed_dvc_has_left(project: Proj
     by_hand.wait()
     try:
         done = run()
-        assert done.returncode == 1 and f"process {stage} works on the same stage" in done.stderr
+        assert done.returncode == 1 and f"first is at work already, in process {stage}" in done.stderr
         assert not has_ended(stage, 0)
     finally:
         Path("go").touch()
