@@ -81,46 +81,46 @@ class Params(Section):
         trained, imported = self.train_draft.checkpoints, self.import_draft.checkpoints
         if taken := [name for name in imported if name in trained or name == ROOT_CHECKPOINT]:
             raise ValueError(f"import_draft.checkpoints.{taken[0]} is made by another stage; choose another name")
-        made, served = [*trained, *imported], self.benchmark_served
+        made, named = [*trained, *imported], self._list_named_checkpoints()
         timeable = [*self.init_draft.checkpoints, *made]  # e000 costs what a trained one does
-        lists = {  # of names, and which names there may be
-            "replay_trees.checkpoints": (self.replay_trees.checkpoints, made),
-            "benchmark.checkpoints": (self.benchmark.checkpoints, made),
-            "benchmark_served.checkpoints": (served.checkpoints if served.workloads else [], made),
-            "time_trees.checkpoints": (self.time_trees.checkpoints, timeable),
-            "serving_costs.checkpoint": (
-                [self.serving_costs.checkpoint] if self.serving_costs.workloads else [],
-                timeable,
-            ),
+        known = {
+            key: timeable if key in ("time_trees.checkpoints", "serving_costs.checkpoint") else made for key in named
         }
-        starts = {
-            f"train_draft.checkpoints.{name}.from": (
-                [segment.from_],
-                [ROOT_CHECKPOINT, *(x for x in trained if x != name)],
-            )
-            for name, segment in trained.items()
-        }
+        for name, segment in trained.items():
+            key = f"train_draft.checkpoints.{name}.from"
+            named[key], known[key] = [segment.from_], [ROOT_CHECKPOINT, *(other for other in trained if other != name)]
         unknown: dict[str, list[str]] = {}
-        for key, (names, known) in (places := lists | starts).items():
+        for key, names in named.items():
             for name in names:
-                if name not in known:
+                if name not in known[key]:
                     unknown.setdefault(name, []).append(key)
         if unknown:
             problems = [
-                f"{', '.join(keys)}: no checkpoint {name!r}{suggest_name(name, places[keys[0]][1])}, expected one of "
-                f"{', '.join(places[keys[0]][1])}"
+                f"{', '.join(keys)}: no checkpoint {name!r}{suggest_name(name, known[keys[0]])}, expected one of "
+                f"{', '.join(known[keys[0]])}"
                 for name, keys in unknown.items()
             ]
             raise ValueError(
                 f"{'; '.join(problems)}; correct it, or add it to train_draft.checkpoints or import_draft.checkpoints"
             )
-        for key, (names, _) in lists.items():
+        for key, names in self._list_named_checkpoints().items():
             for name in names if key != "benchmark.checkpoints" else []:
                 if not self.drafts.get(name, DraftKind()).family.is_replayed:
                     raise ValueError(
                         f"{key}: {name!r} is of {self.drafts[name].family.name}, expected checkpoints of EAGLE-3 or block "
                         "drafts; name it in benchmark.checkpoints, the torch engine alone runs it"
                     )
+
+    def _list_named_checkpoints(self) -> dict[str, list[str]]:
+        """Return the names of checkpoints by the key that has them; a list without a workload is not used."""
+        served, costs = self.benchmark_served, self.serving_costs
+        return {
+            "replay_trees.checkpoints": [*self.replay_trees.checkpoints],
+            "benchmark.checkpoints": [*self.benchmark.checkpoints],
+            "benchmark_served.checkpoints": [*served.checkpoints] if served.workloads else [],
+            "time_trees.checkpoints": [*self.time_trees.checkpoints],
+            "serving_costs.checkpoint": [costs.checkpoint] if costs.workloads else [],
+        }
 
     def _check_training(self) -> None:
         """Raise ValueError where a draft is trained without the initial one, or from no rows."""
@@ -276,8 +276,7 @@ class Params(Section):
 
     def list_unused_checkpoints(self) -> list[str]:
         """Return the checkpoints that are trained or imported and that nothing replays, measures or trains from."""
-        used = {*self.replay_trees.checkpoints, *self.benchmark.checkpoints, self.serving_costs.checkpoint}
-        used |= {*self.benchmark_served.checkpoints, *self.time_trees.checkpoints}
+        used = {name for names in self._list_named_checkpoints().values() for name in names}
         used |= {segment.from_ for segment in self.train_draft.checkpoints.values()}
         return [name for name in [*self.train_draft.checkpoints, *self.import_draft.checkpoints] if name not in used]
 

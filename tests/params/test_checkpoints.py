@@ -2,6 +2,8 @@
 
 import pytest
 
+from stages.params import checks
+from stages.params.schema import load_params
 from tests.params.params_edits import MEASURED, SECOND, edit_params_text, list_problems
 
 PUBLISHED = "{model: AngelSlim/Qwen3-8B_eagle3, revision: null, rope_theta: null}"
@@ -56,6 +58,12 @@ def test_checkpoints_that_can_not_be_trained_or_measured(old: str, new: str, sta
     edit_params_text((old, new))
     (line,) = list_problems()
     assert line.startswith(start), line
+
+
+def test_a_checkpoint_that_nothing_replays_or_measures_is_pointed_out() -> None:
+    """Bug: a list of benchmark_served that has no workload counted as a use."""
+    edit_params_text((SECOND, f"{SECOND}\n    e010: {{from: e009, epochs: 1}}"), ("benchmark_served|[e009]", "[e010]"))
+    assert [line.partition(":")[0] for line in checks.list_remarks(load_params())] == ["e010"]
 
 
 BLOCKS = """e009: {from: e003, epochs: 6}
