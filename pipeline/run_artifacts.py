@@ -1,12 +1,12 @@
 """The artifacts of a run's page: the plan before it, each stage's outcome, and the results."""
 
 import csv
-import os
 from collections import Counter
 from pathlib import Path
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.settings import PREFECT_UI_URL
 from prefect.states import State
 
 from pipeline.report_artifact import render_report
@@ -46,8 +46,8 @@ def publish_results(states: dict[str, State[str]], reasons: dict[str, list[str]]
         create_table_artifact(rows, key="benchmark", description=description)
     if report := render_report():
         made = create_markdown_artifact(report, key="report", description="The report: what to launch, and the table")
-        pages = os.environ.get("PREFECT_API_URL", "").removesuffix("/api")
-        get_run_logger().info(f"the report: {pages}/artifacts/artifact/{made}")
+        if pages := PREFECT_UI_URL.value():  # None of a run without a server of its own, which has no pages
+            get_run_logger().info(f"the report: {pages}/artifacts/artifact/{made}")
 
 
 def count_outcomes(states: dict[str, State[str]]) -> str:

@@ -78,9 +78,10 @@ def _fix(params: Params) -> None:
         files = [chunk.signatures_file for chunk in chunks if chunk.signatures_file.exists()]
         signatures = np.concatenate([np.load(file, mmap_mode="r") for file in files]) if files else None
         assignment = train_eval_split.assign_splits(rows, signatures, params.fix_data)
-        report = write_splits(chunks, rows.with_columns(fate=assignment.fates), params.fix_data)
+        assigned = rows.with_columns(fate=assignment.fates)
+        report = write_splits(chunks, assigned, params.fix_data)
         report |= describe_duplicates(chunks, assignment, params.fix_data)
-        report["files"] = count_files(chunks, rows.with_columns(fate=assignment.fates), Path(params.fix_data.raw))
+        report["files"] = count_files(chunks, assigned, Path(params.fix_data.raw))
     finally:
         shutil.rmtree(WAITING_FOLDER, ignore_errors=True)
     seconds = time.perf_counter() - started
@@ -204,8 +205,7 @@ def count_dropped(chunks: list[JudgedChunk], rows: pl.DataFrame) -> tuple[Counte
 
 def count_files(chunks: list[JudgedChunk], rows: pl.DataFrame, raw: Path) -> dict[str, dict[str, int]]:
     """Return the rows and kept rows of each file; note the files of which nothing is kept, and those that are not read."""
-    files = readers.list_files(raw)
-    names = [file.name if raw.is_file() else file.relative_to(raw).as_posix() for file in files]
+    names = [readers.name_source(file, raw) for file in readers.list_files(raw)]
     kept = Counter(rows.filter(IS_KEPT)["source"].to_list())
     read = Counter[str]()
     dropped = {name: Counter[str]() for name in names}
@@ -216,7 +216,7 @@ def count_files(chunks: list[JudgedChunk], rows: pl.DataFrame, raw: Path) -> dic
         if not kept[name]:
             reasons = "".join(f", {count:,} {reason}" for reason, count in dropped[name].most_common())
             print(f"note: no row of {name} is kept: {read[name]:,} rows{reasons}")
-    if raw.is_dir() and (ignored := readers.describe_ignored_files(raw, files)):
+    if ignored := readers.describe_ignored_files(raw):
         print(ignored)
     return {name: {"rows": read[name], "kept": kept[name]} for name in names}
 

@@ -77,8 +77,7 @@ def print_preview(params: FixData, rows: int, path: str = "") -> int:
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no rows"
     of_files = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     print(f"\nrows of each file: {of_files}")
-    raw = Path(path or params.raw)
-    if raw.is_dir() and (ignored := readers.describe_ignored_files(raw, readers.list_files(raw))):
+    if ignored := readers.describe_ignored_files(Path(path or params.raw)):
         print(ignored)
     print(f"{verdicts.total()} rows read, the first {rows} of each file: {counted}")
     print(f"{splits['train']} to train, {splits['eval']} to eval; nothing was written, duplicates were not looked for")
@@ -102,7 +101,7 @@ def preview_rows(params: FixData, rows: int, counts: Counter[str], path: str = "
         files = readers.list_files(raw)
         batches = readers.find_batches(files)
         for file in files:
-            source = file.name if raw.is_file() else file.relative_to(raw).as_posix()
+            source = readers.name_source(file, raw)
             chunks = batches.join(file, readers.read_chunks(file, source, {}, params.choose_columns(file)))
             counts[source] = 0
             each = _cut_rows(_count_rows(chunks, counts))

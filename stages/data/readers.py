@@ -23,7 +23,7 @@ import itertools
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from mimetypes import guess_type
 from pathlib import Path
@@ -120,7 +120,7 @@ def list_files(path: Path) -> list[Path]:
             )
         return [path]
     known = (file for file in path.rglob("*") if file.is_file() and detect_file_kind(file))
-    files = [file for file in known if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [file for file in known if not _is_hidden(file, path)]
     files = [file for file in files if detect_file_kind(file) != TEXT_KIND] or files
     if not files:
         raise ValueError(
@@ -129,22 +129,23 @@ def list_files(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def list_ignored_files(path: Path, files: Sequence[Path]) -> list[str]:
-    """Return the files of the folder `path` that are not among `files`, but for images, which rows may name, and hidden ones."""
-    known = set(files)
-    names = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file not in known)
-    seen = (name for name in names if not any(part.startswith(".") for part in name.parts))
-    return sorted(name.as_posix() for name in seen if not (guess_type(name)[0] or "").startswith("image/"))
+def describe_ignored_files(path: Path) -> str | None:
+    """Return a note on the files of a folder that are not read, but for images, which rows may name; None without any."""
+    known = set(list_files(path))
+    others = [file for file in path.rglob("*") if file.is_file() and file not in known and not _is_hidden(file, path)]
+    ignored = sorted(name_source(file, path) for file in others if not (guess_type(file)[0] or "").startswith("image/"))
+    if not ignored:
+        return None
+    return f"note: not read in {path}: {list_first(ignored, MAX_NAMED)}; what can be read: {ACCEPTED_FILES}"
 
 
-def describe_ignored_files(path: Path, files: Sequence[Path]) -> str:
-    """Return a note of one line on the files that are not read; empty where there are none."""
-    ignored = list_ignored_files(path, files)
-    return (
-        f"note: not read in {path}: {list_first(ignored, MAX_NAMED)}; what can be read: {ACCEPTED_FILES}"
-        if ignored
-        else ""
-    )
+def name_source(file: Path, path: Path) -> str:
+    """Return the name by which rows have a file of `path`: the path in that folder, or the name of the only file."""
+    return file.name if path.is_file() else file.relative_to(path).as_posix()
+
+
+def _is_hidden(file: Path, path: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(path).parts)
 
 
 def detect_file_kind(path: Path) -> str | None:
@@ -465,7 +466,7 @@ def read_all_chunks(
     `choose_columns` returns the column map of a file, as `read_chunks` takes it.
     """
     files = list_files(path)
-    names = {file: file.name if path.is_file() else file.relative_to(path).as_posix() for file in files}
+    names = {file: name_source(file, path) for file in files}
     files.sort(key=lambda file: names[file] != first)  # stable: the others stay in order
     batches = find_batches(files)
     return itertools.chain.from_iterable(

@@ -104,7 +104,7 @@ def probe_template(tokenizer: Any) -> TemplateFacts:
 
 
 def _probe(tokenizer: Any) -> TemplateFacts:
-    """Raises ValueError for a template that has not rendered the known words after PROBE_S seconds."""
+    """Return what the template shows. Raises ValueError where it has not rendered the known words after PROBE_S seconds."""
     raise_here = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident()))
     timer = threading.Timer(PROBE_S, raise_here, [ctypes.py_object(_EndlessTemplateError)])
     timer.daemon = True

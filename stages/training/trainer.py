@@ -171,16 +171,15 @@ class Trainer:
             totals += self.train_step(step.packs)
             bar.update(step.num_rows)
             if index % LOG_STEPS == 0:
-                loss = self._check_loss(totals)
+                loss = self._summarise_epoch(totals, tokens, started).loss
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
                 self.log_step(self.step, {"step/loss": loss, "step/learning_rate": self._get_learning_rate()})
             if step.ends_epoch:
                 break
         if self.ranks.world > 1:
             dist.all_reduce(totals)
-        self._check_loss(totals)
-        self.epoch += 1
-        entry = self._summarise_epoch(totals, tokens, round(time.perf_counter() - started, 2))
+        entry = self._summarise_epoch(totals, tokens, started)
+        self.epoch = entry.epoch
         self.log.append(entry)
         self.log_step(self.step, entry.list_values())
         bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
@@ -213,27 +212,22 @@ class Trainer:
         assert self.schedule is not None, "train_step before train_epochs"
         return self.schedule.get_rate(self.step)
 
-    def _check_loss(self, totals: Tensor) -> float:
-        """Return the epoch's loss so far, as EpochLog has it. Raises ValueError where a loss is not finite."""
-        loss, _, supervised = totals.tolist()
+    def _summarise_epoch(self, totals: Tensor, tokens: int, started: float) -> EpochLog:
+        """Return the log of the epoch that is at work, so far. Raises ValueError where a loss is not finite."""
+        loss, matches, supervised = totals.tolist()
         if not all(map(math.isfinite, loss)):
             raise ValueError(
                 f"train_draft: the loss is {loss} by step {self.step} (epoch {self.epoch}); lower "
                 "train_draft.learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
             )
-        means = [x / max(1.0, n) for x, n in zip(loss, supervised, strict=True)]
-        return self.objective.combine_losses(means, supervised)
-
-    def _summarise_epoch(self, totals: Tensor, tokens: int, seconds: float) -> EpochLog:
-        loss, matches, supervised = totals.tolist()
         step_loss = [x / max(1.0, n) for x, n in zip(loss, supervised, strict=True)]
         return EpochLog(
-            epoch=self.epoch,
+            epoch=self.epoch + 1,
             loss=self.objective.combine_losses(step_loss, supervised),
             step_loss=step_loss,
             step_accuracy=[x / max(1.0, n) for x, n in zip(matches, supervised, strict=True)],
             tokens=tokens,
-            seconds=seconds,
+            seconds=round(time.perf_counter() - started, 2),
         )
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
