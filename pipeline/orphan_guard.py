@@ -1,11 +1,13 @@
 """Wait until the run that started this process has ended, then end what it has left: python -m pipeline.orphan_guard MARK
 
-That is its stages on this machine, found by their mark, and the flow runs on workers of which it has written `sent RUN` to
-this process and not `back RUN`. The other way round, `end_with_parent` ends a flow's process with the one that serves it.
+That is its stages on this machine, found by their mark, the flow runs on workers of which it has written `sent RUN` to
+this process and not `back RUN`, and the temporary folders of which it has written `made FOLDER`. The other way round,
+`end_with_parent` ends a flow's process with the one that serves it.
 """
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -47,14 +49,19 @@ def cancel_flow_runs(runs: Iterable[str]) -> None:
 def main() -> None:
     if os.fork():
         os._exit(0)
-    sent = set[str]()
+    sent, made = set[str](), set[str]()
     for line in sys.stdin:  # until the other end of the pipe is closed, by its owner or by the kernel
-        event, run = line.split()
-        sent = sent | {run} if event == "sent" else sent - {run}
+        event, name = line.rstrip("\n").split(maxsplit=1)
+        if event == "made":
+            made.add(name)
+        else:
+            sent = sent | {name} if event == "sent" else sent - {name}
     cancelling = threading.Thread(target=cancel_flow_runs, args=(sent,))
     if sent:
         cancelling.start()
     end_marked(sys.argv[1])
+    for folder in made:  # of a server that was among them
+        shutil.rmtree(folder, ignore_errors=True)
     if sent:
         cancelling.join()  # before the main thread ends, after which nothing can be imported
 

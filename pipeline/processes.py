@@ -107,6 +107,7 @@ def preload_stages(number: int) -> Iterator[None]:
         yield
         return
     with TemporaryDirectory(prefix="aerie-") as folder:  # readable by this user only
+        notify_guard(f"made {folder}")
         address = str(Path(folder) / "fork_server")
         server = subprocess.Popen(
             [sys.executable, "-m", "stages.telemetry.fork_server", address],
@@ -129,7 +130,7 @@ def preload_stages(number: int) -> Iterator[None]:
 
 
 def notify_guard(line: str) -> None:
-    """Send the run's guard a line about a run on another host (pipeline/orphan_guard.py); without a guard do nothing."""
+    """Send the run's guard a line on what this run has begun (pipeline/orphan_guard.py); without a guard do nothing."""
     if _guard:
         _guard.write(f"{line}\n".encode())  # short writes to a pipe are atomic, whichever thread writes
         _guard.flush()

@@ -101,10 +101,6 @@ def serve(listener: socket.socket) -> StageRequest:
                 if request := _fork_stage(listener.accept()[0], selector, clients):
                     return request
             elif key.data is None:  # the run has ended; if it was killed, its guard ends what is left
-                address = Path(listener.getsockname())
-                with suppress(OSError):  # gone, or a folder that holds more
-                    address.unlink()
-                    address.parent.rmdir()
                 os._exit(0)
             elif key.data in clients:  # else the stage's end was read just before its client's
                 if key.fileobj is clients[key.data]:
