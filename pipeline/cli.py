@@ -113,6 +113,22 @@ def preview(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A trained or imported checkpoint.")],
+    folder: Annotated[str, typer.Argument(help="Where the two files go.")] = "gguf",
+    type_: Annotated[str, typer.Option("--type", help="f32, bf16, q8_0, q4_0 ...; else target.dtype.")] = "",
+) -> None:
+    """Write a draft and its target as GGUF files for llama.cpp.
+
+    By llama.cpp's own converter and quantiser; then llama-server loads both and answers, and the line that starts it is
+    printed. Needs make serving-env ENGINE=llama.cpp.
+
+    Example: aerie export e009 --type q8_0
+    """
+    _exec_module("stages.measuring.export_gguf", checkpoint, folder, type_)
+
+
+@app.command()
 def use(recipe: Recipe, keep: Keep = False) -> None:
     """Write a recipe's keys into params.yaml as committed, so that recipes never mix.
 

@@ -23,7 +23,7 @@ from stages.measuring import requests as served_requests
 from stages.measuring.measured_loads import OpenedServer
 from stages.measuring.requests import ServedCellContext
 from stages.params import stage_inputs
-from stages.params.tree_shape import Load, TreeShape
+from stages.params.tree_shape import Load, parse_shape
 from stages.serving import gpu_memory, load_checks
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
@@ -42,7 +42,7 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
     config_name = cell.name_configuration(checkpoint_name or None, tree_name or None)
     meter, started = gpu_energy.EnergyMeter(server_setup.list_stage_gpus(params, [config_name])), time.perf_counter()
     gpus_before = gpu_memory.list_visible_gpus()
-    tree = TreeShape.parse(tree_name) if checkpoint_name else None
+    tree = parse_shape(tree_name) if checkpoint_name else None
     draft_config = server_setup.read_draft_config(params, checkpoint_name) if checkpoint_name else {}
     work = server_setup.build_context(params, workload_name, draft_config)
     measured = server_setup.configure_server(work, checkpoint_name, tree, draft_config)

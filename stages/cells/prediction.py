@@ -24,7 +24,7 @@ from stages.runtime import atomic
 
 LAUNCH_FILE = Path("results/launch.json")
 REPLAY_COLUMNS = ("num_steps", "topk", "num_draft_tokens", "tau_low", "tau_high", "draft_sampling")
-LAUNCHABLE_ENGINES = ("sglang", "vllm")  # whose flags are known
+LAUNCHABLE_ENGINES = ("sglang", "vllm", "llama.cpp")  # whose flags are known
 # High / low of an interval around 1: of one that is wider neither "faster" nor "not faster" can be told.
 WIDEST_APART = 4.0
 LARGEST_ERROR = 600.0  # of a logarithm whose exponential is still a number

@@ -11,6 +11,7 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
+from stages.measuring import gguf_files
 from stages.measuring import requests as served_requests
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params.tree_shape import Load
@@ -40,6 +41,7 @@ def open_servers(plan: ServerPlan, servers: list[MeasuredServer], owner: str) ->
 
     `owner` is the cell or the grid that they are measured for: another may have a server of the same configuration meanwhile.
     """
+    plan = gguf_files.use_gguf_files(plan, servers)
     logs = {LOGS_FOLDER / owner / f"{server.config_name}.log": server for server in servers}
     with measured_server.open_servers(plan, logs) as opened:
         yield [OpenedServer(server, url, check) for server, (url, check) in zip(servers, opened, strict=True)]
@@ -138,6 +140,11 @@ async def _run_turns(
                 *server, requests, *limits, warmup, SECTION, work.api_key, engine, opened.check, bar.update
             )
         load_checks.check_answered(load_name, result)
+        if (
+            measured.draft is None
+        ):  # llama.cpp's figures of a request do not tell it from one in which nothing was drafted
+            for record in result.records:
+                record.counts = None
         results.append(result)
         requests, warmup = served_requests.make_next_requests(work, results, length), []
     load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(prompts))

@@ -15,7 +15,7 @@ from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params import families, schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import NamedShape, TreeShape, parse_shape
 from stages.prompts import workload_prompts
 from stages.serving import engine_flags, gpu_memory, measured_server
 from stages.serving.measured_server import MeasuredServer, ServerPlan
@@ -76,6 +76,7 @@ def _build_setup(
         context_length=positions if positions < target.max_position_embeddings else None,
         torch_compile=settings.torch_compile,
         more=tuple(settings.launch_args),
+        quantised=settings.quantised,
     )
 
 
@@ -88,7 +89,8 @@ def configure_server(
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
     shape = tree.num_steps, tree.topk, tree.num_draft_tokens
     algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
-    draft = engine_flags.ServedDraft(folder, algorithm, *shape, families.find_family(draft_config))
+    ngram = tree.numbers[0] if isinstance(tree, NamedShape) else 0
+    draft = engine_flags.ServedDraft(folder, algorithm, *shape, families.find_family(draft_config), ngram)
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
     name = cell.name_configuration(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)
@@ -108,12 +110,12 @@ def explain_unsupported(work: ServedCellContext, measured: MeasuredServer, draft
     """Return why the engine can't run this cell; None if it can."""
     engine, draft, reason = work.params.benchmark_served.engine, measured.draft, None
     if draft:
-        shape = TreeShape(draft.num_steps, draft.topk, draft.num_draft_tokens)
+        shape = parse_shape(measured.tree_name or "")
         reason = engine_flags.explain_unsupported(engine, shape, draft_config)
         if not reason and engine_flags.find_first_version(engine, draft_config):
             version = measured_server.find_engine_version(build_server_plan(work))
             reason = engine_flags.explain_old_version(engine, version, draft_config)
-    if not reason and work.image_processor and engine == "vllm":
+    if not reason and work.image_processor and engine != "sglang":
         reason = f"{engine} takes no pictures with token ids"
     return reason
 

@@ -235,6 +235,7 @@ class BenchmarkServer(Section):
     max_total_tokens: Count | None = None  # tokens of the KV cache; null: as many as fit
     max_batch: Count | None = None  # most requests in a batch, and in CUDA graphs; null: the workload's concurrency
     torch_compile: bool = False
+    quantised: Text | None = None  # llama.cpp: GGUF type of target and draft, as q8_0 or q4_0; null: target.dtype
     # more flags of the engine, as [--attention-backend, triton]; the baseline gets them too
     launch_args: list[str] = Field(default_factory=list)
     vision_patch: bool = True  # correct what SGLang 0.5.17 feeds the draft of a multimodal target: docs/serving.md
@@ -254,9 +255,18 @@ class ServingCosts(Section):
 
 
 class BenchmarkServed(Section):
-    engine: Literal["sglang", "vllm"] = "sglang"  # in its own environment: make serving-env
+    engine: Literal["sglang", "vllm", "llama.cpp"] = "sglang"  # in its own environment: make serving-env
     workloads: Names  # names of benchmark.workloads; []: no served cells
     checkpoints: Names
-    trees: TreeNames
+    trees: ShapeNames
     interleave: bool = False  # true: each repeat alternates with one on a second server without the draft
     server: BenchmarkServer = Field(default_factory=lambda: BenchmarkServer())
+
+    @model_validator(mode="after")
+    def _check_quantised(self) -> "BenchmarkServed":
+        if self.server.quantised and self.engine != "llama.cpp":
+            raise ValueError(
+                f"server.quantised is {self.server.quantised}, which only llama.cpp takes, and engine is {self.engine}; use "
+                "null, or engine: llama.cpp"
+            )
+        return self

@@ -88,7 +88,7 @@ def _describe_drafts(
         if section == "benchmark_served" and (whole := draft.whole_block):
             takes = f"{whole.name} alone"
         elif section == "benchmark_served":
-            takes = "chains" if served.engine == "vllm" else "num_draft_tokens of at least num_steps + 1"
+            takes = "chains" if served.engine != "sglang" else "num_draft_tokens of at least num_steps + 1"
         else:
             limits = [
                 f"{key} of at most {most}"

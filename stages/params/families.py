@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from stages.params.section import Count, FeatureLayers, Name, Positive, Section
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import NamedShape, TreeShape
 
 TORCH_ONLY = "torch engine only"
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "llama.cpp": "llama.cpp"}  # that serve drafts, with their titles
 BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
 SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "t": "dynamic trees, as t8_2_16",
@@ -233,14 +234,16 @@ class DraftKind:
 
     def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
         """Return why an engine can't run a shape with this draft; None if it can."""
+        if engine == "llama.cpp" and self.family is NGRAM:
+            return _explain_unserved_ngram(shape)
         if not self.family.is_replayed:
             return f"{engine} does not run {self.family.title}: the torch engine alone does"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
         if whole := self.whole_block:
             return _explain_unserved_block(shape, self.family, whole)
-        if engine == "vllm" and shape.topk > 1:
-            return f"vLLM drafts chains only, this tree has topk {shape.topk}"
+        if engine != "sglang" and shape.topk > 1:
+            return f"{ENGINES[engine]} drafts chains only, this tree has topk {shape.topk}"
         if engine == "sglang" and shape.num_draft_tokens < shape.num_steps + 1:
             return (
                 f"SGLang from 0.5.17 on needs num_draft_tokens of at least num_steps + 1 = {shape.num_steps + 1}, found "
@@ -250,12 +253,11 @@ class DraftKind:
 
     def is_served(self, shape: TreeShape) -> bool:
         """Return whether a serving engine can run the shape."""
-        return any(self.explain_unserved(engine, shape) is None for engine in ("sglang", "vllm"))
+        return any(self.explain_unserved(engine, shape) is None for engine in ENGINES)
 
     def list_engines(self, shape: TreeShape) -> str:
         """Return the engines that run the shape, in words."""
-        titles = {"sglang": "SGLang", "vllm": "vLLM"}
-        running = [title for engine, title in titles.items() if self.explain_unserved(engine, shape) is None]
+        running = [title for engine, title in ENGINES.items() if self.explain_unserved(engine, shape) is None]
         return ", ".join(running) or TORCH_ONLY
 
     def explain_torch_only(self, shapes: Iterable[TreeShape]) -> str | None:
@@ -264,14 +266,24 @@ class DraftKind:
             return None
         if whole := self.whole_block:
             return (
-                f"{TORCH_ONLY}: of a {self.family.title} draft, SGLang and vLLM run the chain of the whole block alone, "
+                f"{TORCH_ONLY}: of a {self.family.title} draft, serving engines run the chain of the whole block alone, "
                 f"{whole.label}"
             )
         if not self.family.is_replayed:
-            return f"{TORCH_ONLY}: neither SGLang nor vLLM runs {self.family.title} so"
+            return f"{TORCH_ONLY}: no serving engine runs {self.family.title} so"
+        return f"{TORCH_ONLY}: SGLang runs trees of at least num_steps + 1 draft tokens, vLLM and llama.cpp chains"
+
+
+def _explain_unserved_ngram(shape: TreeShape) -> str | None:
+    """Return why llama.cpp's ngram-simple does not draft as a shape says; None if it does."""
+    if not isinstance(shape, NamedShape) or shape.letter != "n":
+        return f"n-gram lookup drafts {SHAPES['n']}"
+    longest, shortest, length = shape.numbers
+    if longest != shortest or length < longest:
         return (
-            f"{TORCH_ONLY}: SGLang (from 0.5.17 on) runs trees of at least num_steps + 1 draft tokens, and vLLM chains"
+            f"llama.cpp looks up n-grams of one length, and drafts at least as many tokens: n{longest}_{longest}_8, say"
         )
+    return None
 
 
 def _explain_unserved_block(shape: TreeShape, family: DraftFamily, whole: TreeShape) -> str | None:

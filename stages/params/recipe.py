@@ -14,7 +14,7 @@ DataPath = Annotated[str, Field(pattern=r"^data(/\w[\w.-]*)+$")]
 class RecipeCells(Section):
     """Our cells of any tree (it is the published row's); without a checkpoint, the engine's plain decoding."""
 
-    engine: Literal["torch", "sglang", "vllm"]
+    engine: Literal["torch", "sglang", "vllm", "llama.cpp"]
     workload: Name
     checkpoint: Name | None
 

@@ -27,7 +27,9 @@ class AnswerHandler(Protocol[A]):
 
     def build_body(self, request: TargetRequest, history: list[dict[str, Any]]) -> dict[str, Any]: ...
 
-    def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]: ...
+    def build_engine_options(
+        self, request: TargetRequest, prompt_ids: list[int], temperature: float
+    ) -> dict[str, dict[str, Any]]: ...
 
     def read_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer
@@ -151,14 +153,16 @@ class ConversationSampler(Generic[A]):
         journaled = next((found for n in journals if (found := shards.journal(n).done.get(key))), None)
         if journaled is None and is_done:
             raise UnusableRequestError("refused")  # by the run that published its shard
-        answer = client.ChatAnswer(**journaled) if journaled else await self._ask_server(request, body)
+        answer = client.ChatAnswer(**journaled) if journaled else await self._ask_server(request, prompt_ids, body)
         sampled = self.handler.read_answer(request, history, prompt_ids, answer)
         for shard in journals:
             shards.journal(shard).add(key, asdict(answer))
         return answer, sampled
 
-    async def _ask_server(self, request: TargetRequest, body: dict[str, Any]) -> client.ChatAnswer:
-        options = self.handler.build_engine_options(request, body["temperature"])
+    async def _ask_server(
+        self, request: TargetRequest, prompt_ids: list[int], body: dict[str, Any]
+    ) -> client.ChatAnswer:
+        options = self.handler.build_engine_options(request, prompt_ids, body["temperature"])
         try:
             answer = await self.http.complete(body, options)
         except http_session.RequestRefusedError as error:

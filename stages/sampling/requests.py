@@ -209,12 +209,13 @@ def build_chat_body(
 
 
 def build_engine_options(
-    request: TargetRequest, temperature: float, max_new_tokens: int, eos: list[int], pad: int
+    request: TargetRequest, prompt_ids: list[int], temperature: float, max_new_tokens: int, eos: list[int], pad: int
 ) -> dict[str, dict[str, Any]]:
     """Return the fields added to a body per engine.
 
     Only temperature and top_p shape the distribution: the model's generation defaults are overridden, as in
-    `target.generation`. `transformers serve` stays greedy at any temperature unless do_sample is set.
+    `target.generation`. llama.cpp gets the prompt as token ids: its own templates render some prompts otherwise.
+    `transformers serve` stays greedy at any temperature unless do_sample is set.
     """
     config = {
         "do_sample": temperature > 0, "top_k": 0, "repetition_penalty": 1.0, "eos_token_id": eos,
@@ -227,6 +228,13 @@ def build_engine_options(
         "transformers": {"generation_config": json.dumps(config)},
         "sglang": {**plain, "return_token_ids": True},  # from 0.5.17 on; older versions ignore it
         "vllm": {**plain, **as_text, "return_token_ids": True},
+        "llama.cpp": {
+            **plain,
+            "prompt": prompt_ids,
+            "repeat_penalty": 1.0,
+            "return_tokens": True,
+            "cache_prompt": False,
+        },
     }
 
 

@@ -89,10 +89,12 @@ class ServedAnswerHandler:
             seed=sampled_split.make_seed(s.seed, request.id),
         )
 
-    def build_engine_options(self, request: TargetRequest, temperature: float) -> dict[str, dict[str, Any]]:
+    def build_engine_options(
+        self, request: TargetRequest, prompt_ids: list[int], temperature: float
+    ) -> dict[str, dict[str, Any]]:
         eos, pad = self.context.target.eos_token_ids, self.context.encoder.pad_token
         max_new_tokens = self.context.p.sample_target.max_new_tokens
-        return requests.build_engine_options(request, temperature, max_new_tokens, eos, pad)
+        return requests.build_engine_options(request, prompt_ids, temperature, max_new_tokens, eos, pad)
 
     def read_answer(
         self, request: TargetRequest, history: list[dict[str, Any]], prompt_ids: list[int], answer: client.ChatAnswer

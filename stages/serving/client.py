@@ -1,4 +1,5 @@
-"""Client of OpenAI-compatible servers: many requests in flight over a list of servers, with retries.
+"""Client of OpenAI-compatible servers, and of llama.cpp's own protocol: many requests in flight over a list of servers, with
+retries.
 
 A request goes to the server with the fewest in flight. Busy (429), broken (5xx), cut, hung and unreachable servers are
 retried, another server first, with growing pauses. A server that fails several times in a row is left alone for a while,
@@ -20,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from tqdm import tqdm
 
 from stages.serving import http_session
+from stages.serving.http_session import LLAMA_CPP_REASONS
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 FAILURES_BEFORE_BACKOFF = 3  # failures of a server in a row
@@ -66,13 +68,42 @@ class _ChatCompletion(BaseModel):
     model: str | None = None
     prompt_token_ids: list[int] | None = None  # of vLLM
 
+    def get_answer(self) -> ChatAnswer:
+        choice, usage = self.choices[0], self.usage or _Usage()
+        message = choice.message
+        return ChatAnswer(
+            text=message.content or "",
+            reasoning=message.reasoning_content or message.reasoning or None,
+            finish_reason=choice.finish_reason or "",
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            prompt_ids=self.prompt_token_ids or choice.prompt_token_ids,
+            answer_ids=choice.token_ids,
+        )
+
+
+class _LlamaCppCompletion(BaseModel):
+    """The fields that are read of a response of llama.cpp's `/completion`, which takes and returns token ids."""
+
+    content: str
+    tokens: list[int]
+    stop_type: str
+    tokens_evaluated: int
+    tokens_predicted: int
+    model: str | None = None
+
+    def get_answer(self) -> ChatAnswer:
+        reason = LLAMA_CPP_REASONS.get(self.stop_type, self.stop_type)
+        counts = self.tokens_evaluated, self.tokens_predicted
+        return ChatAnswer(self.content, None, reason, *counts, prompt_ids=None, answer_ids=self.tokens)
+
 
 @dataclass
 class Endpoint:
     """A server, and how it fares."""
 
     url: str  # without /v1
-    engine: str  # transformers, sglang, vllm, or openai for any other; empty until identified
+    engine: str  # transformers, sglang, vllm, llama.cpp, or openai for any other; empty until identified
     in_flight: int = 0
     answered: int = 0
     failures: int = 0  # in a row
@@ -173,7 +204,8 @@ class ChatClient:
                 await self._identify(endpoint)
                 async with endpoint.semaphore or contextlib.nullcontext():
                     request_body = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
-                    reply = await self._http.send(endpoint.url, "POST", "/v1/chat/completions", json=request_body)
+                    path = "/completion" if endpoint.engine == "llama.cpp" else "/v1/chat/completions"
+                    reply = await self._http.send(endpoint.url, "POST", path, json=request_body)
                     self._http.check(endpoint.url, reply)
                     answer = self._read_answer(endpoint, reply.body)
             except http_session.ExchangeFailedError as error:
@@ -211,32 +243,26 @@ class ChatClient:
     def _read_answer(self, endpoint: Endpoint, body: bytes) -> ChatAnswer:
         """Parse a response; one that is cut or malformed is retried."""
         try:
-            found = _ChatCompletion.model_validate_json(body)
+            protocol = _LlamaCppCompletion if endpoint.engine == "llama.cpp" else _ChatCompletion
+            found: _LlamaCppCompletion | _ChatCompletion = protocol.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             problem = f"not a chat completion: {'.'.join(map(str, first['loc']))} {first['msg']}, in {body[:80]!r}"
             raise http_session.ExchangeFailedError("malformed", problem) from None
-        choice, usage, name = found.choices[0], found.usage or _Usage(), found.model
-        message, finish_reason = choice.message, choice.finish_reason
+        answer, name = found.get_answer(), found.model
         # transformers appends @revision to the name.
         if name is not None and name != self.model and name.rpartition("@")[0] != self.model:
             raise ValueError(
                 f"{endpoint.url} answered as model {name!r}, expected {self.model!r}: it serves another model. Correct "
                 "sample_target.server.base_urls, or set server.model to that name if it is the target"
             )
-        if finish_reason not in http_session.FINISH_REASONS:
-            if finish_reason in (None, "abort", "error"):
-                raise http_session.ExchangeFailedError("malformed", f"finish_reason {finish_reason!r}")
-            raise http_session.RequestRefusedError(200, f"finish_reason {finish_reason!r}, expected stop or length")
-        return ChatAnswer(
-            text=message.content or "",
-            reasoning=message.reasoning_content or message.reasoning or None,
-            finish_reason=finish_reason,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            prompt_ids=found.prompt_token_ids or choice.prompt_token_ids,
-            answer_ids=choice.token_ids,
-        )
+        if answer.finish_reason not in http_session.FINISH_REASONS:
+            if answer.finish_reason in ("", "abort", "error"):
+                raise http_session.ExchangeFailedError("malformed", f"finish_reason {answer.finish_reason!r}")
+            raise http_session.RequestRefusedError(
+                200, f"finish_reason {answer.finish_reason!r}, expected stop or length"
+            )
+        return answer
 
     async def _choose_endpoint(self, avoid: Endpoint | None) -> Endpoint:
         """Return the least-loaded endpoint not in back-off, preferring another than `avoid`; wait if all are in back-off."""

@@ -1,8 +1,8 @@
-"""SGLang and vLLM as measured engines: command lines, unsupported configurations, and what a server reports of itself.
+"""SGLang, vLLM and llama.cpp as measured engines: command lines, unsupported configurations, and what a server reports of itself.
 
-Flags are those of SGLang 0.5.17 and vLLM 0.30 and later, read from their sources; engine_versions.py has what other versions
-call otherwise. `server.build_server_command` has the flags that sampling needs; this module adds those of speculation and
-measuring.
+Flags are those of SGLang 0.5.17, vLLM 0.30 and llama.cpp 0c1e57098 and later, read from their sources; engine_versions.py has
+what other versions call otherwise. `server.build_server_command` has the flags that sampling needs; this module adds those of
+speculation and measuring.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.params.families import ALGORITHMS, DFLASH2, DSPARK, EAGLE3, DraftFamily, DraftKind, find_family
+from stages.params.families import ALGORITHMS, DFLASH2, DSPARK, EAGLE3, NGRAM, DraftFamily, DraftKind, find_family
 from stages.params.tree_shape import TreeShape
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
@@ -29,6 +29,7 @@ class ServedDraft:
     topk: int
     num_draft_tokens: int
     family: DraftFamily = EAGLE3
+    ngram: int = 0  # tokens that n-gram lookup looks up
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ServerSetup:
     context_length: int | None  # null: the target's own
     torch_compile: bool
     more: tuple[str, ...]  # further flags
+    quantised: str | None = None  # GGUF type of the target, for llama.cpp; None: `dtype`
 
     def build_flags(self, version: str | None = None) -> list[str]:
         """Return the flags beyond those of `server.build_server_command`, for a version of the engine; None: the newest."""
@@ -74,6 +76,7 @@ class ServerSetup:
                 "--max-num-seqs": batch,
                 "--max-model-len": self.context_length,
             },
+            "llama.cpp": {},  # ServerPlan.build_slot_flags
         }[self.engine]
         return [*server.format_flags(flags), *self.more]
 
@@ -99,7 +102,7 @@ def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
 
 def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
     """Return the first version of an engine that knows a draft of that config.json; None where all that aerie starts do."""
-    if find_family(config) is not DFLASH2:
+    if find_family(config) is not DFLASH2 or engine == "llama.cpp":
         return None
     return ".".join(map(str, engine_versions.CHANGES[f"DFlash2 in {engine}"].since))
 
@@ -121,6 +124,8 @@ def samples_drafts(
     algorithms if told; neither for requests of top_k 1. `flags` are those of the server, `environment` its variables.
     """
     if top_k == 1:
+        return False
+    if engine == "llama.cpp":
         return False
     if engine == "vllm":
         return re.search(r"draft_sample_method\W+probabilistic", " ".join(flags)) is not None
@@ -147,6 +152,12 @@ def build_speculation_flags(engine: str, draft: ServedDraft, config: dict[str, A
     if engine == "vllm":
         fields = {"method": draft.algorithm.lower(), "model": draft.folder, "num_speculative_tokens": draft.num_steps}
         return ["--speculative-config", json.dumps(fields)]
+    if draft.family is NGRAM:
+        sizes = {"--spec-ngram-simple-size-n": draft.ngram, "--spec-ngram-simple-size-m": draft.num_steps}
+        return ["--spec-type", "ngram-simple", *server.format_flags(sizes)]
+    if engine == "llama.cpp":  # by default it drafts no token that the draft is unsure of, which replay does not know
+        kind = ["--spec-type", f"draft-{draft.algorithm.lower()}", "--spec-draft-p-min", "0"]
+        return [*kind, "--spec-draft-n-max", str(draft.num_steps), "--spec-draft-model", draft.folder]
     window = config.get("sliding_window")  # SGLang ignores the key, and doesn't count the query itself
     settings = _list_sglang_settings(draft) | {"speculative_draft_window_size": window and window - 1}
     return server.format_flags({f"--{key.replace('_', '-')}": value for key, value in settings.items()})
@@ -176,7 +187,8 @@ def build_setup_command(setup: ServerSetup, port: int, program: list[str], versi
     command = server.build_server_command(
         setup.engine, setup.folder, port, setup.dtype, setup.device, setup.trust_remote_code
     )
-    return [*(program or command[:2]), *command[2:], *setup.build_flags(version)]  # sglang serve, vllm serve
+    own = 1 if setup.engine == "llama.cpp" else 2  # llama-server, sglang serve, vllm serve
+    return [*(program or command[:own]), *command[own:], *setup.build_flags(version)]
 
 
 # What a server reports of itself
@@ -193,10 +205,14 @@ SERVER_INFO_KEYS = (  # of SGLang's /server_info, those that explain a measureme
 
 async def fetch_server_info(http: HttpSession, url: str, engine: str) -> dict[str, Any]:
     """Return what the server reports, by its own names. Raises ExchangeFailedError if it can't be asked."""
-    reply = await http.send(url, "GET", "/version" if engine == "vllm" else "/server_info")
+    reply = await http.send(url, "GET", {"vllm": "/version", "llama.cpp": "/props"}.get(engine, "/server_info"))
     found = _parse_json(reply.body) if reply.status == 200 else {}
     if engine == "vllm":
         return found
+    if engine == "llama.cpp":
+        facts = {"version": "build_info", "max_running_requests": "total_slots", "weights": "model_ftype"}
+        context = (found.get("default_generation_settings") or {}).get("n_ctx")
+        return {"context_length": context} | {name: found[key] for name, key in facts.items() if key in found}
     state = (found.get("internal_states") or [{}])[0]
     info = {key: found[key] for key in SERVER_INFO_KEYS if key in found}
     return info | {key: state[key] for key in ("memory_usage", "effective_max_running_requests_per_dp") if key in state}
@@ -221,7 +237,7 @@ def list_engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith(("SGLANG_", "VLLM_")) and not any(word in name for word in secret)
+        if name.startswith(("SGLANG_", "VLLM_", "LLAMA_ARG_")) and not any(word in name for word in secret)
     }
 
 

@@ -18,6 +18,8 @@ TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504, 529}
 NOT_READY_STATUSES = {502, 503, 504}  # of a server that loads its model, or of the proxy before it
 ROW_REFUSED_STATUSES = {400, 413, 422}  # this request is at fault; any other 4xx concerns all requests
 FINISH_REASONS = ("stop", "length")
+LLAMA_CPP_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}  # by its `stop_type`
+OWNERS = {"sglang": "sglang", "vllm": "vllm", "llamacpp": "llama.cpp"}  # engines by `owned_by` of the models they list
 KEEPALIVE_S = 3.0  # of an idle connection; uvicorn, which SGLang and vLLM use, closes it after 5
 
 
@@ -152,7 +154,7 @@ class HttpSession:
             )
 
     async def identify_engine(self, url: str) -> str:
-        """Return transformers, sglang, vllm, or openai for any other.
+        """Return transformers, sglang, vllm, llama.cpp, or openai for any other.
 
         Raises:
             ExchangeFailedError: if the server can't be asked yet.
@@ -168,7 +170,7 @@ class HttpSession:
         try:
             if reply.status == 200:
                 served = [m for m in json.loads(reply.body)["data"] if isinstance(m, dict)]
-            engine = next((m["owned_by"] for m in served if m.get("owned_by") in ("sglang", "vllm")), "openai")
+            engine = next((OWNERS[m["owned_by"]] for m in served if m.get("owned_by") in OWNERS), "openai")
             if engine == "openai":
                 spec = await self.send(url, "GET", "/openapi.json", within_s=briefly)
                 paths = json.loads(spec.body)["paths"] if spec.status == 200 else {}

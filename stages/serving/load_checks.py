@@ -32,11 +32,11 @@ def check_answered(load_name: str, load: LoadResult) -> None:
 def check_drafts_accepted(
     server_name: str, draft: ServedDraft | None, loads: list[LoadResult], server_info: dict[str, Any], num_prompts: int
 ) -> None:
-    """Raises ValueError if a draft is served and no draft token was accepted: no draft is that bad."""
+    """Raises ValueError if a draft is served and no draft token was accepted: no trained draft is that bad."""
     if draft is None:
         return
     cycles, accepted = sum_counts(loads)
-    if cycles >= MIN_JUDGED_CYCLES and accepted == 0:
+    if cycles >= MIN_JUDGED_CYCLES and accepted == 0 and draft.family.segment:
         raise ValueError(
             f"{server_name}: tau is exactly 1.00, no draft was accepted in {cycles} cycles. The engine drafts from something "
             f"else than this draft: benchmark_served.server.algorithm is {draft.algorithm}, and with EAGLE SGLang leaves "

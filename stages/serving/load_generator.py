@@ -179,7 +179,9 @@ class LoadGenerator:
 
     async def _send_request(self, request: LoadRequest, path: str, body: bytes, due: float) -> RequestRecord:
         record = RequestRecord(request.id, due, sent=time.perf_counter())
-        stream, headers = AnswerStream(record, path == "/generate"), {"Content-Type": "application/json"}
+        stream, headers = AnswerStream(record, path), {"Content-Type": "application/json"}
+        if path == "/completion":  # llama.cpp ends a connection after some answers, and does not say so before
+            headers["Connection"] = "close"
         try:
             async with self.http.open(self.url, "POST", path, data=body, headers=headers) as response:
                 if response.status != 200:
@@ -212,7 +214,7 @@ class LoadGenerator:
 
 
 def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, bytes]:
-    """Return (path, body). SGLang gets its own protocol if possible: only there it reports accepted drafts.
+    """Return (path, body). SGLang and llama.cpp get their own protocols if possible: only there they report accepted drafts.
 
     Raises:
         ValueError: if the engine doesn't take such a request.
@@ -229,6 +231,13 @@ def build_request(request: LoadRequest, engine: str, model: str) -> tuple[str, b
         }
         body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True, **request.engine_fields}
         return "/generate", orjson.dumps(body)
+    if has_token_ids and engine == "llama.cpp":
+        sampling = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k or 0, "min_p": 0}
+        body = {
+            "prompt": request.prompt, "n_predict": request.max_tokens, "ignore_eos": request.ignore_eos, "stream": True,
+            "return_tokens": True, "cache_prompt": False, **sampling,
+        }  # fmt: skip
+        return "/completion", orjson.dumps(body)
     extensions: dict[str, Any] = {"ignore_eos": request.ignore_eos, **top_k}
     if engine == "sglang":
         extensions["return_spec_tokens_details"] = True  # ignored by SGLang up to 0.5.17

@@ -27,6 +27,7 @@ from stages.serving.server import ServerGroup
 from stages.serving.server_startup.sglang_vision_patch import PREFIX, TARGETS, VERSION
 from stages.serving.simulated_acceptance import SimulatedAcceptance
 
+DEFAULT_SLOTS = 4  # of llama.cpp, for loads without a limit; its own default
 CheckServer = Callable[[], None]  # raises ValueError if the server has ended
 
 
@@ -68,10 +69,9 @@ class MeasuredServer:
         return replace(found, weights=None if found.weights is None else min(limits))
 
     def measure_draft_gib(self) -> float | None:
-        """Return the size of the draft's file: engines don't report the memory of a draft."""
-        if self.draft is None:
-            return None
-        return round((Path(self.draft.folder) / "model.safetensors").stat().st_size / 2**30, 3)
+        """Return the size of the draft's file: engines don't report the memory of a draft. None without one."""
+        file = Path(self.draft.folder) / "model.safetensors" if self.draft else None
+        return round(file.stat().st_size / 2**30, 3) if file and file.exists() else None
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,19 @@ class ServerPlan:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         }
         return {name: value for name, value in own.items() if name not in os.environ}
+
+    def build_slot_flags(self, num_draft_tokens: int) -> list[str]:
+        """Return llama.cpp's flags of cores, slots and their cache: by itself it takes a cache for the target's whole context.
+
+        A prompt that spans several batches would be drafted from a row that is overwritten (-b; docs/serving.md). A slot stops
+        drafting two tokens before its end.
+        """
+        if self.setup.engine != "llama.cpp":
+            return []
+        slots = self.setup.max_batch or self.max_concurrency or DEFAULT_SLOTS
+        tokens = self.setup.max_total_tokens or slots * (self.request_tokens + num_draft_tokens + 2)
+        threads = {"-t": self.num_threads, "-td": self.num_threads} if self.setup.device == "cpu" else {}
+        return server.format_flags({"--alias": self.served_model, "-np": slots, "-c": tokens, "-b": tokens, **threads})
 
     def can_start_together(self) -> bool:
         """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""
@@ -199,7 +212,8 @@ def _prepare_process(plan: ServerPlan, measured: MeasuredServer, log: Path) -> s
     port = find_free_port()
     version = find_engine_version(plan)
     command = engine_flags.build_setup_command(setup, port, plan.program, version)
-    measured.command = [*command, *measured.speculation_flags]
+    slots = plan.build_slot_flags(measured.num_draft_tokens)
+    measured.command = [*command[:1], *slots, *command[1:], *measured.speculation_flags]
     if measured.draft:
         measured.command += engine_flags.build_acceptance_flags(setup.engine, version)
     print(f"starting {setup.engine} for {name}; its log is {log}", flush=True)

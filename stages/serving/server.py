@@ -33,6 +33,7 @@ STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 LOG_TAIL_BYTES = 20_000
+PROGRAMS = {"llama.cpp": "llama-server"}  # of engines whose program has another name
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
@@ -229,16 +230,18 @@ def stop_servers(servers: Sequence[ServerProcess]) -> None:
         server.close()
 
 
-def locate_program(engine: str) -> str:
-    """Return the engine's program: that of its own environment if it exists, else its name, to be found on the PATH."""
-    programs = [ENVIRONMENTS_FOLDER / name / "bin" / engine for name in (engine, f"{engine}-cpu")]
-    return next((str(program.absolute()) for program in programs if program.exists()), engine)
+def locate_program(engine: str, program: str = "") -> str:
+    """Return a program of the engine, by default its server: of its own environment, else the name, to be found on the PATH."""
+    program = program or PROGRAMS.get(engine, engine)
+    paths = [ENVIRONMENTS_FOLDER / name / "bin" / program for name in (engine, f"{engine}-cpu")]
+    return next((str(path.absolute()) for path in paths if path.exists()), program)
 
 
 def build_server_command(
     engine: str, folder: str, port: int, dtype: str, device: str, trust_remote_code: bool
 ) -> list[str]:
-    """Return the command line of `engine`, from its own environment if that exists or else the PATH, for the target in `folder`.
+    """Return the command line of `engine`, from its own environment if that exists or else the PATH, for the target in `folder`,
+    which is a GGUF file for llama.cpp.
 
     The flags keep SGLang and vLLM from taking top_k, top_p and penalties from the model's generation_config.json, which would
     change the distribution of the answers. SGLang's processes meet on a port of their own, which it would take from the kernel
@@ -246,6 +249,8 @@ def build_server_command(
     """
     program: list[str]
     engine_flags: dict[str, Any]
+    if engine == "llama.cpp":  # the file has the data type; --cache-ram 0: no cache of earlier prompts
+        return [locate_program(engine), "-m", folder, "--host", HOST, "--port", str(port), "--cache-ram", "0"]
     program, engine_flags = {
         "transformers": ([sys.executable, "-m", "transformers.cli.transformers", "serve"], {"--device": device}),
         "sglang": ([locate_program("sglang"), "serve", "--model-path"], {"--sampling-defaults": "openai"}),

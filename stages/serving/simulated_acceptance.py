@@ -5,6 +5,7 @@ It tells what a cycle costs without a trained draft. Answers have no meaning the
 - SGLang: an environment variable. All requests of a batch accept the same number in a cycle, one of the two integers around the
   given one; every token is id 100, and tokens never end an answer with `ignore_eos` (0.5.17 and 0.5.23,
   speculative/spec_utils.py: generate_simulated_accept_index).
+- llama.cpp: a flag, by which each draft is accepted at random, with chances that give the length (server-context.cpp).
 - vLLM from 0.30 on: two keys of --speculative-config (config/speculative.py: synthetic_acceptance_length).
 """
 
@@ -21,6 +22,7 @@ SGLANG_METHOD = "SGLANG_SIMULATE_ACC_METHOD"
 SGLANG_TOKEN_ID = 100  # a target's vocabulary must have it
 VLLM_METHOD_KEY, VLLM_LENGTH_KEY = "rejection_sample_method", "synthetic_acceptance_length"
 VLLM_CONFIG_FLAG = "--speculative-config"
+LLAMA_CPP_FLAG = "--spec-synth-len"
 # As JSON, also escaped, or as a dotted flag; elsewhere the word is a folder's name.
 VLLM_SIMULATES = re.compile(VLLM_METHOD_KEY + r"""["'\\\s:=]+synthetic""")
 MIN_JUDGED_CYCLES = 50  # fewer say little
@@ -41,6 +43,8 @@ class SimulatedAcceptance:
 
     def build_flags(self, engine: str, flags: list[str]) -> list[str]:
         """Return a server's flags of speculation with those of simulation."""
+        if engine == "llama.cpp":
+            return [*flags, LLAMA_CPP_FLAG, f"{self.length:g}"]
         if engine != "vllm":
             return flags
         index = flags.index(VLLM_CONFIG_FLAG) + 1
@@ -51,6 +55,7 @@ class SimulatedAcceptance:
 def check_real(environment: Mapping[str, str], command: list[str]) -> None:
     """Raise ValueError if a server that is started with this environment and command would simulate acceptance."""
     found = [name for name in (SGLANG_VARIABLE, SGLANG_METHOD) if environment.get(name)]
+    found += [word for word in command if word.startswith("--spec-synth-")]
     if VLLM_SIMULATES.search(" ".join(command).replace("-", "_")):
         found.append("synthetic in the server's command")
     if found:

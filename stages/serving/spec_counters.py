@@ -50,6 +50,8 @@ def count_request(engine_meta: dict[str, Any], output_tokens: int) -> Acceptance
         _check_sums("num_spec_steps", engine_meta["num_spec_steps"], sum(histogram))
         _check_sums("num_accepted_draft_tokens", engine_meta["num_accepted_draft_tokens"], _sum_accepted(histogram))
         return _leave_out_cut(_add_draftless_steps(histogram, output_tokens), 1, output_tokens)
+    if "predicted_n" in engine_meta:  # llama.cpp
+        return _count_llama_cpp(engine_meta, output_tokens)
     # The second is the older name.
     histogram = engine_meta.get("spec_correct_drafts_histogram") or engine_meta.get("spec_accept_histogram")
     prefills = 1 + engine_meta.get("num_retractions", 0)  # after a retraction another prefill yields a token again
@@ -57,6 +59,21 @@ def count_request(engine_meta: dict[str, Any], output_tokens: int) -> Acceptance
         return AcceptanceCounts(0, 0, True, []) if output_tokens == prefills else None  # no cycle was needed
     _check_sums("spec_verify_ct", engine_meta.get("spec_verify_ct", sum(histogram)), sum(histogram))
     return _leave_out_cut(histogram, prefills, output_tokens)
+
+
+def _count_llama_cpp(timings: dict[str, Any], output_tokens: int) -> AcceptanceCounts:
+    """Return the counts of a request of llama.cpp, which has no histogram; its first token comes from the prefill.
+
+    Its counts end with the answer: it drafts at most as many tokens as fit before the last (docs/serving.md).
+    """
+    accepted = timings.get("draft_n_accepted", 0)
+    cycles = timings["predicted_n"] - 1 - accepted
+    if timings["predicted_n"] != output_tokens or not 0 <= accepted <= timings.get("draft_n", 0) or cycles < 0:
+        raise ValueError(
+            f"the engine's figures don't add up: predicted_n {timings['predicted_n']} for {output_tokens} tokens, "
+            f"draft_n_accepted {accepted} of draft_n {timings.get('draft_n', 0)}"
+        )
+    return AcceptanceCounts(cycles, accepted, True, [])
 
 
 def _sum_accepted(histogram: list[int]) -> int:

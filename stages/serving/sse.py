@@ -1,8 +1,9 @@
 """Parser of one answer streamed as server-sent events: when tokens came, how many, and how the answer ended.
 
-Two protocols: SGLang's own `/generate`, and OpenAI's `/v1/completions` and `/v1/chat/completions`. Servers are asked to send
-the number of tokens so far with every chunk (`meta_info`, `continuous_usage_stats`), since under speculation a chunk holds
-several. Without these counts each piece of text counts as one token.
+Three protocols: SGLang's own `/generate`, llama.cpp's own `/completion`, and OpenAI's `/v1/completions` and
+`/v1/chat/completions`. Servers are asked to send the number of tokens so far with every chunk (`meta_info`,
+`continuous_usage_stats`), since under speculation a chunk holds several. Without these counts each piece of text counts as one
+token.
 """
 
 from typing import Any
@@ -16,9 +17,10 @@ from stages.serving.latency import RequestRecord
 class AnswerStream:
     """Parser of the answer to one request, into its record. Call `feed` with each piece of data, then `end`."""
 
-    def __init__(self, record: RequestRecord, generate: bool) -> None:
+    def __init__(self, record: RequestRecord, path: str) -> None:
         self.record = record
-        self._read_message = self._read_generate if generate else self._read_openai
+        own = {"/generate": self._read_generate, "/completion": self._read_completion}
+        self._read_message = own.get(path, self._read_openai)
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
@@ -79,6 +81,19 @@ class AnswerStream:
             r.finish_reason, r.engine_meta = reason["type"], meta
             if r.finish_reason == "abort":
                 raise http_session.ExchangeFailedError("aborted", str(reason.get("message")))
+
+    def _read_completion(self, message: dict[str, Any], now: float) -> None:
+        r = self.record
+        self._record_tokens(message["tokens_predicted"], now)
+        r.text, r.ids, r.input_tokens = (
+            r.text + message["content"],
+            r.ids + message["tokens"],
+            message["tokens_evaluated"],
+        )
+        if message["stop"]:
+            r.finish_reason, r.engine_meta = http_session.LLAMA_CPP_REASONS[message["stop_type"]], message["timings"]
+            if len(r.ids) != r.output_tokens:  # it sends no id of a token that ends within a character
+                r.ids = []
 
     def _read_openai(self, message: dict[str, Any], now: float) -> None:
         r, usage, piece = self.record, message.get("usage"), ""

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,8 @@ from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
+from stages.measuring import export_gguf, server_setup
 from stages.measuring import requests as served_requests
-from stages.measuring import server_setup
 from stages.params.benchmark_sections import Workload
 from stages.params.families import FAMILIES
 from stages.prompts import workload_prompts
@@ -155,6 +156,27 @@ def test_a_real_vllm_on_a_cpu_accepts_what_replay_says(project: Path) -> None:
     (point,) = found["points"]
     assert point["acceptance"]["cycles"] == int(expected["cycles"])
     assert point["acceptance"]["tau"] == pytest.approx(expected["tau"], abs=1e-12)
+
+
+LLAMA_CPP = ROOT / "serving-env/llama.cpp"
+EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]  # f16 attention parts at near ties
+
+
+@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="no llama-server here: make serving-env ENGINE=llama.cpp")
+def test_a_real_llama_cpp_accepts_what_replay_says(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its own counters; the last draft before the limit it does not verify (docs/serving.md)."""
+    (project / "serving-env").mkdir(exist_ok=True)
+    (project / "serving-env/llama.cpp").symlink_to(LLAMA_CPP)
+    edit_server(project, command=[], launch_args=EXACT)
+    edit_params(project, {"benchmark_served": {"engine": "llama.cpp"}})
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found, expected = Cell.read(ENGINE, "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")
+    (point,) = found["points"]
+    tokens = sum(request["output_tokens"] - 1 for request in point["requests"])  # those of the prefill are of no cycle
+    assert point["acceptance"]["cycles"] == int(expected["cycles"]) == tokens - point["acceptance"]["accepted"]
+    export_gguf.main("e003", "exported", "q8_0")
+    out = capsys.readouterr().out
+    assert re.search(r"answers with both: 64 tokens in \d\d cycles", out) and "exported/e003-q8_0.gguf" in out
 
 
 def test_a_cell_says_whether_its_server_samples_drafts() -> None:

@@ -91,7 +91,7 @@ class Fake:
                 body = await reader.readexactly(length)
                 path = words.split(" ", 2)[1]
                 self.paths.append(path)
-                if path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+                if path in ("/v1/chat/completions", "/v1/completions", "/generate", "/completion"):
                     self.arrived.append(time.perf_counter())
                     self.headers.append(words)
                     self._at_once += 1

@@ -74,6 +74,18 @@ def test_an_engine_is_known_by_its_models_and_gets_its_own_fields() -> None:
     assert fake.bodies == [{"model": "tiny", **BODY, "return_token_ids": True}]
 
 
+def test_llama_cpp_is_asked_and_answers_by_token_ids() -> None:
+    async def run(url: str) -> client.ChatAnswer:
+        async with client.ChatClient([url], "tiny", 4, 1.0, 2) as http:
+            return await http.complete(BODY, {"llama.cpp": {"prompt": [1, 2]}})
+
+    reply = {"content": "hi", "tokens": [4, 5], "stop_type": "eos", "tokens_evaluated": 2, "tokens_predicted": 2}
+    with Fake(lambda *_: reply, models={"data": [{"id": "tiny", "owned_by": "llamacpp"}]}) as fake:
+        answer = asyncio.run(run(fake.url))
+    assert (answer.text, answer.answer_ids, answer.finish_reason, answer.prompt_tokens) == ("hi", [4, 5], "stop", 2)
+    assert fake.bodies == [{"model": "tiny", **BODY, "prompt": [1, 2]}]
+
+
 def test_no_answer_is_lost_to_broken_cut_and_hung_replies() -> None:
     """Issue 3's faults: 10% of responses 500, 5% reset in the middle, 2% hang."""
     rng = random.Random(1)

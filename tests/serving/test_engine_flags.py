@@ -48,10 +48,28 @@ def test_vllm_is_told_of_a_chain_in_json() -> None:
     assert json.loads(flags) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
 
 
+def test_llama_cpp_is_told_of_a_chain_and_of_n_grams() -> None:
+    setup = engine_flags.ServerSetup("llama.cpp", "t.gguf", "float32", "cpu", False, 1, 0.9, None, 8, None, False, ())
+    line = engine_flags.build_setup_command(setup, 8000, ["/env/bin/llama-server"])
+    assert line[:3] == ["/env/bin/llama-server", "-m", "t.gguf"] and flag(line, "--port") == "8000"
+    draft = engine_flags.ServedDraft("d.gguf", "DSPARK", 5, 1, 6, FAMILIES["dspark"])
+    flags = engine_flags.build_speculation_flags("llama.cpp", draft, {})
+    assert [flag(flags, f"--spec-{name}") for name in ("type", "draft-n-max", "draft-p-min")] == [
+        "draft-dspark",
+        "5",
+        "0",
+    ]
+    looked_up = engine_flags.ServedDraft("", "", 8, 1, 9, FAMILIES["ngram"], 3)
+    flags = engine_flags.build_speculation_flags("llama.cpp", looked_up, {})
+    assert (flag(flags, "--spec-ngram-simple-size-n"), flag(flags, "--spec-ngram-simple-size-m")) == ("3", "8")
+
+
 @pytest.mark.parametrize(
     ("engine", "tree", "config", "problem"),
     [
         ("vllm", (5, 2, 8), {}, "topk 2"),
+        ("llama.cpp", (5, 2, 8), {}, "llama.cpp drafts chains only, this tree has topk 2"),
+        ("llama.cpp", (5, 1, 6), {"method": "ngram"}, "n-gram lookup drafts chains looked up"),
         ("sglang", (8, 2, 8), {}, "num_steps \\+ 1 = 9, found 8"),
         ("sglang", (5, 1, 6), {"model_type": "qwen3"}, "no q/k norms"),
     ],

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stages.serving import http_session
+from stages.serving import http_session, spec_counters
 from stages.serving.latency import RequestRecord
 from stages.serving.sse import AnswerStream
 
@@ -27,12 +27,16 @@ def native(text: str, ids: list[int], total: int, finish: Any = None, **meta: An
     return {"text": text, "output_ids": ids, "meta_info": meta_info}
 
 
-def read(data: bytes, generate: bool = False, size: int = 10**9) -> RequestRecord:
-    stream = AnswerStream(RequestRecord("a"), generate)
+def read(data: bytes, path: str = "/v1/completions", size: int = 10**9) -> RequestRecord:
+    stream = AnswerStream(RequestRecord("a"), path)
     for index, start in enumerate(range(0, len(data), size)):
         stream.feed(data[start : start + size], float(index))
     stream.end(99.0)
     return stream.record
+
+
+def llama_cpp(text: str, ids: list[int], total: int, **end: Any) -> dict[str, Any]:
+    return {"content": text, "tokens": ids, "tokens_predicted": total, "tokens_evaluated": 3, "stop": bool(end), **end}
 
 
 CHAT = sse(chunk("", 0), chunk("né", 1), chunk("two three", 3), chunk("", 4), chunk(None, None, "stop"),
@@ -52,7 +56,7 @@ def test_chunks_of_tokens_are_counted_however_the_bytes_come(size: int) -> None:
     assert stream.finish_reason == "stop" and stream.has_token_counts
     times = [when for when, _ in stream.events]
     assert times == sorted(times)
-    stream = read(NATIVE, generate=True, size=size)
+    stream = read(NATIVE, "/generate", size)
     assert [tokens for _, tokens in stream.events] == [1, 2, 1]
     assert (stream.text, stream.ids, stream.finish_reason) == ("né two.", [7, 8, 9, 2], "stop")
     assert stream.engine_meta["spec_verify_ct"] == 2
@@ -69,30 +73,44 @@ def test_plain_completions_and_sglangs_details() -> None:
     assert (stream.text, stream.output_tokens, stream.engine_meta) == ("a b c", 4, details)
 
 
+def test_llama_cpps_answer_has_its_counts_and_no_ids_where_some_were_not_sent() -> None:
+    """A token whose text ends within a character comes without an id; a request without a draft has no draft_n."""
+    timings = {"predicted_n": 5, "draft_n": 4, "draft_n_accepted": 2}
+    end = llama_cpp("", [], 5, stop_type="eos", timings=timings)
+    whole = read(sse(*(llama_cpp("é", [7], n) for n in range(1, 6)), end), "/completion")
+    assert (whole.text, whole.ids, whole.finish_reason, whole.input_tokens) == ("ééééé", [7] * 5, "stop", 3)
+    cut = read(sse(llama_cpp("a", [7], 1), llama_cpp("é", [9], 5), end), "/completion")
+    assert (cut.text, cut.ids, [tokens for _, tokens in cut.events]) == ("aé", [], [1, 4])
+    assert spec_counters.count_request(cut.engine_meta, 5) == (2, 2, True, [])
+    assert spec_counters.count_request({"predicted_n": 5}, 5) == (4, 0, True, [])
+
+
 @pytest.mark.parametrize(
-    ("data", "generate", "reason"),
+    ("data", "path", "reason"),
     [
-        (sse(chunk("a", 1)), False, "cut"),
-        (sse(native("a", [7], 1)), True, "cut"),
-        (b"", False, "cut"),
-        (sse(chunk("a", 1), {"error": {"message": "out of memory", "code": 500}}), False, "error"),
-        (sse({"error": "out of memory"}), False, "error"),
-        (sse(native("a", [7], 1, {"type": "abort", "message": "by its operator"})), True, "aborted"),
-        (sse(chunk("a", 1, "abort")), False, "aborted"),
-        (sse(chunk("", 0, "stop")), False, "empty"),
-        (sse(b'{"choices": ['), False, "malformed"),
-        (sse({"text": "a"}), True, "malformed"),
-        (sse([1]), False, "malformed"),
-        (sse(chunk("a", 3), chunk("b", 2)), False, "malformed"),
+        (sse(chunk("a", 1)), "/v1/completions", "cut"),
+        (sse(native("a", [7], 1)), "/generate", "cut"),
+        (b"", "/v1/completions", "cut"),
+        (sse(chunk("a", 1), {"error": {"message": "out of memory", "code": 500}}), "/v1/completions", "error"),
+        (sse({"error": "out of memory"}), "/v1/completions", "error"),
+        (sse(native("a", [7], 1, {"type": "abort", "message": "by its operator"})), "/generate", "aborted"),
+        (sse(chunk("a", 1, "abort")), "/v1/completions", "aborted"),
+        (sse(chunk("", 0, "stop")), "/v1/completions", "empty"),
+        (sse(b'{"choices": ['), "/v1/completions", "malformed"),
+        (sse({"text": "a"}), "/generate", "malformed"),
+        (sse([1]), "/v1/completions", "malformed"),
+        (sse(chunk("a", 3), chunk("b", 2)), "/v1/completions", "malformed"),
+        (sse(llama_cpp("a", [7], 1)), "/completion", "cut"),
+        (sse(llama_cpp("a", [7], 1, stop_type="none", timings={})), "/completion", "malformed"),
     ],
 )
-def test_an_incomplete_answer_fails_with_a_reason(data: bytes, generate: bool, reason: str) -> None:
+def test_an_incomplete_answer_fails_with_a_reason(data: bytes, path: str, reason: str) -> None:
     with pytest.raises(http_session.ExchangeFailedError) as failed:
-        read(data, generate)
+        read(data, path)
     assert failed.value.reason == reason
 
 
 def test_a_refusal_inside_the_stream_is_raised_as_one() -> None:
     """SGLang looks at the request when the response has begun: 200, and then that it is too long."""
     with pytest.raises(http_session.RequestRefusedError, match="HTTP 400 too long"):
-        read(sse({"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}), True)
+        read(sse({"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}), "/generate")

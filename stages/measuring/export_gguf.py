@@ -1,0 +1,109 @@
+"""Write a draft and its target as GGUF files, and let llama-server load them and answer.   aerie export CHECKPOINT [FOLDER]
+
+python -m stages.measuring.export_gguf CHECKPOINT FOLDER TYPE
+"""
+
+import asyncio
+import dataclasses
+import math
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from stages.draft import checkpoint
+from stages.measuring import gguf_files, server_setup
+from stages.params import schema
+from stages.params.families import find_family
+from stages.params.tree_shape import TreeShape
+from stages.runtime import atomic, free_port
+from stages.serving import engine_flags, load_generator, server
+from stages.serving.latency import RequestRecord
+from stages.serving.load_generator import Arrivals, LoadRequest
+from stages.target import chat_template, manifest
+from stages.telemetry.run_stage import run_stage
+
+ENGINE = "llama.cpp"
+STEPS = 3  # drafts a cycle in the line that is printed; a block draft's are its block
+QUESTION, ANSWER_TOKENS = "What is the weather like in winter?", 64
+TIMEOUT_S = 600.0
+
+
+def main(checkpoint_name: str, folder: str, outtype: str) -> None:
+    """Raises ValueError where a file can't be made, or llama-server drafts nothing with the two."""
+    params = schema.load_params()
+    config = server_setup.read_draft_config(params, checkpoint_name)
+    draft = _choose_chain(params, checkpoint_name, config)
+    files = _write_files(params, draft, Path(folder), outtype)
+    flags = engine_flags.build_speculation_flags(ENGINE, dataclasses.replace(draft, folder=str(files[1])), config)
+    record = _ask_server(params, str(files[0]), flags)
+    if record.failure_reason or record.counts is None:
+        raise ValueError(
+            f"llama-server does not draft with {files[1]}: {record.failure_message or 'it counts no drafts'}; its log is "
+            f"{_locate_log()}"
+        )
+    print(
+        f"llama-server answers with both: {record.output_tokens} tokens in {record.counts.cycles} cycles, "
+        f"{record.counts.accepted} drafts accepted. Start it with\n"
+        f"  {shlex.join(['llama-server', '-m', str(files[0]), *flags])}"
+    )
+
+
+def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str, Any]) -> engine_flags.ServedDraft:
+    """Return the draft with the chain that is tried. Raises ValueError where llama.cpp does not run it."""
+    family = find_family(config)
+    num_steps = family.count_drafts(config["block_size"]) if family.is_block else STEPS
+    shape = TreeShape(num_steps, 1, num_steps + 1)
+    if reason := engine_flags.explain_unsupported(ENGINE, shape, config):
+        raise ValueError(f"{checkpoint_name}: {reason}; llama.cpp takes EAGLE-3 and block drafts")
+    folder = checkpoint.locate_checkpoint(checkpoint_name) / "draft"
+    algorithm = engine_flags.choose_algorithm(config, params.benchmark_served.server.algorithm)
+    return engine_flags.ServedDraft(str(folder), algorithm, num_steps, 1, num_steps + 1, family)
+
+
+def _write_files(
+    params: schema.Params, draft: engine_flags.ServedDraft, folder: Path, outtype: str
+) -> tuple[Path, Path]:
+    """Return the files of target and draft in `folder`, of a GGUF type, or that of target.dtype where none is named."""
+    by_type = {name: dtype for dtype, name in gguf_files.CONVERTED_TYPES.items()}
+    dtype, quantised = by_type.get(outtype, params.target.dtype), None if outtype in by_type else outtype or None
+    target = manifest.resolve_weights_folder(manifest.read_manifest())
+    made = {
+        "target": gguf_files.make_gguf(target, dtype, quantised),
+        Path(draft.folder).parent.name: gguf_files.make_gguf(Path(draft.folder), dtype, quantised, target),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, file in made.items():
+        paths.append(folder / f"{name}-{outtype or gguf_files.CONVERTED_TYPES[dtype]}.gguf")
+        with atomic.write_file(paths[-1]) as temporary:
+            shutil.copyfile(file, temporary)
+        print(f"{paths[-1]}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+    return paths[0], paths[1]
+
+
+def _ask_server(params: schema.Params, target: str, flags: list[str]) -> RequestRecord:
+    """Return one answer of a llama-server that is started for it."""
+    t, found = params.target, manifest.read_manifest()
+    tokenizer = chat_template.load_tokenizer(
+        manifest.resolve_weights_folder(found), t.trust_remote_code, found.chat_template
+    )
+    prompt = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
+    request = LoadRequest("export#0", prompt, ANSWER_TOKENS, 0.0, 1.0, None, ignore_eos=True)
+    port, threads = free_port.find_free_port(), str(t.num_threads)
+    line = server.build_server_command(ENGINE, target, port, t.dtype, t.device, t.trust_remote_code)
+    line += ["-np", "1", "-c", "1024", "-t", threads, "-td", threads, *flags]
+    log = _locate_log()
+    with server.ServerProcess(ENGINE, line, port, log, TIMEOUT_S, section="aerie export") as own:
+        load = load_generator.run_load(
+            own.base_url, target, [request], Arrivals(math.inf, 1, 0), TIMEOUT_S, [], "aerie export", engine=ENGINE
+        )
+        return asyncio.run(load).records[0]
+
+
+def _locate_log() -> Path:
+    return gguf_files.FOLDER / "export.log"
+
+
+if __name__ == "__main__":
+    run_stage(main)
