@@ -11,9 +11,9 @@ from pathlib import Path
 from pipeline import dvc_graph, preflight, recipes, reproduce, resources, target_checks
 from pipeline.preflight import Finding, check_files, find_engine
 from pipeline.remote import dvc_remote
-from pipeline.workspaces import SERVING_ENVIRONMENTS
 from stages.params import checks
 from stages.params.cell_trees import describe_left_out
+from stages.params.families import ENGINES
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 from stages.params.units import format_bytes
@@ -94,8 +94,7 @@ def _check_hardware() -> Iterator[Finding]:
 
 
 def _check_engines() -> Iterator[Finding]:
-    for folder in map(Path, SERVING_ENVIRONMENTS):
-        name = folder.name
+    for name in ENGINES:
         if location := find_engine(name):
             yield Finding(name, f"{location} on the PATH" if location.startswith("/") else f"installed in {location}")
         else:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import resources
-from pipeline.workspaces import SERVING_ENVIRONMENTS
 from stages.params.data_sections import PromptSet
+from stages.params.families import PROGRAMS, list_environments
 from stages.params.recipe import Recipe
 from stages.params.schema import Params
 from stages.params.units import GIB, format_bytes
@@ -121,10 +121,9 @@ def measures_servers(params: Params) -> bool:
 
 def find_engine(engine: str) -> str | None:
     """Return where an engine's program is, None if it is not installed."""
-    for folder in map(Path, SERVING_ENVIRONMENTS):
-        if folder.name == engine and (folder / "bin" / engine).exists():
-            return str(folder)
-    return shutil.which(engine)
+    program = PROGRAMS[engine]
+    found = next((folder for folder in list_environments(engine) if (folder / "bin" / program).exists()), None)
+    return str(found) if found else shutil.which(program)
 
 
 def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:

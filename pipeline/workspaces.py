@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from pipeline import dvc_graph
 from pipeline.processes import capture_output
 from pipeline.resources import try_lock
+from stages.params.families import ENGINES, list_environments
 from stages.params.section import PARAMS_FILE, suggest_name
 
 RUNS_FOLDER = Path(".scratch/runs")
@@ -27,7 +28,6 @@ LOCK_PATH = Path(".scratch/run.lock")
 STARTED_PARAMS = Path(".scratch/started_params.yaml")  # params.yaml of this checkout when a workspace was made
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
 NAME_LENGTH = 64
-SERVING_ENVIRONMENTS = ("serving-env/sglang", "serving-env/vllm")  # environments of 10 GB, in no commit
 
 
 @contextmanager
@@ -102,10 +102,10 @@ def share_settings(folder: Path) -> None:
         for name, path in remotes.items():
             if Path(path).is_absolute():  # a folder of this machine, or mounted here
                 settings["remote"].setdefault(name, {})["url"] = path
-    for engine in map(Path, SERVING_ENVIRONMENTS):
-        if engine.is_dir():
-            (folder / engine).parent.mkdir(exist_ok=True)
-            (folder / engine).symlink_to(engine.resolve())
+    for environment in (path for engine in ENGINES for path in list_environments(engine)):
+        if environment.is_dir():  # of gigabytes, in no commit
+            (folder / environment).parent.mkdir(exist_ok=True)
+            (folder / environment).symlink_to(environment.resolve())
 
 
 def make_bare_project(folder: Path) -> None:

@@ -215,6 +215,9 @@ def _predict_speedups(
         if config is None or engine_flags.explain_unsupported(engine, row.shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"
+        if engine == "llama.cpp":  # as `aerie export` names it
+            outtype = p.benchmark_served.server.quantised or engine_flags.GGUF_TYPES[p.target.dtype]
+            folder = f"gguf/{row.checkpoint}-{outtype}.gguf"
         algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
         draft = engine_flags.ServedDraft(folder, algorithm, row.num_steps, row.topk, row.num_draft_tokens)
         flags = engine_flags.build_speculation_flags(engine, draft, config)

@@ -118,7 +118,7 @@ class HostFiles(DraftFiles):
         return LoadedDraft(self.facts, nn.Module(), {"method": self.facts.name}, [])
 
     def read_config(self, folder: Path, made_by: str) -> dict[str, Any]:
-        raise AssertionError(f"no server runs {self.facts.title}")
+        return {"method": self.facts.name}
 
     def write(self, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         with atomic.write_folder(folder / "draft") as temporary:

@@ -65,7 +65,7 @@ def _write_files(
     params: schema.Params, draft: engine_flags.ServedDraft, folder: Path, outtype: str
 ) -> tuple[Path, Path]:
     """Return the files of target and draft in `folder`, of a GGUF type, or that of target.dtype where none is named."""
-    by_type = {name: dtype for dtype, name in gguf_files.CONVERTED_TYPES.items()}
+    by_type = {name: dtype for dtype, name in engine_flags.GGUF_TYPES.items()}
     dtype, quantised = by_type.get(outtype, params.target.dtype), None if outtype in by_type else outtype or None
     target = manifest.resolve_weights_folder(manifest.read_manifest())
     made = {
@@ -75,7 +75,7 @@ def _write_files(
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, file in made.items():
-        paths.append(folder / f"{name}-{outtype or gguf_files.CONVERTED_TYPES[dtype]}.gguf")
+        paths.append(folder / f"{name}-{outtype or engine_flags.GGUF_TYPES[dtype]}.gguf")
         with atomic.write_file(paths[-1]) as temporary:
             shutil.copyfile(file, temporary)
         print(f"{paths[-1]}: {file.stat().st_size / 1e6:.1f} MB", flush=True)

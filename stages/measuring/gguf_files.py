@@ -17,15 +17,16 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from stages.params.families import list_environments
 from stages.runtime import atomic
+from stages.serving import engine_flags
 from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.serving.server import ENVIRONMENTS_FOLDER, locate_program
+from stages.serving.server import locate_program
 from stages.target import manifest
 
 FOLDER = Path(".scratch/gguf")
-ENVIRONMENT = ENVIRONMENTS_FOLDER / "llama.cpp"
+ENVIRONMENT = list_environments("llama.cpp")[0]
 CONVERTER = ENVIRONMENT / "converter/convert_hf_to_gguf.py"
-CONVERTED_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # by dtype; others are quantised from these
 SHOWN_LINES = 8  # of the log of a converter that fails
 
 
@@ -70,7 +71,7 @@ def make_gguf(folder: Path, dtype: str, quantised: str | None = None, target: Pa
     """
     inputs = [manifest.digest_files(each, "*.json", "*.jinja") + manifest.sample_weights(each)
               for each in (folder, target) if each]  # fmt: skip
-    outtype = CONVERTED_TYPES[dtype]
+    outtype = engine_flags.GGUF_TYPES[dtype]
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     path = FOLDER / f"{digest}-{outtype}.gguf"
     if not path.exists():

@@ -9,6 +9,7 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -18,6 +19,8 @@ from stages.params.tree_shape import NamedShape, TreeShape
 
 TORCH_ONLY = "torch engine only"
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "llama.cpp": "llama.cpp"}  # that serve drafts, with their titles
+ENVIRONMENTS_FOLDER = Path("serving-env")  # with an environment for each
+PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama.cpp": "llama-server"}  # that start their servers
 BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
 SHAPES = {  # by the first letter of a shape's name (tree_shape.py)
     "t": "dynamic trees, as t8_2_16",
@@ -121,6 +124,7 @@ class DraftFamily:
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
+    served_by: str | None = None  # the one engine that runs it where it is not replayed
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
 
     @property
@@ -134,7 +138,9 @@ class DraftFamily:
 
     def list_facts(self) -> dict[str, Any]:
         """Return what may change a result, by name."""
-        return {key: value for key, value in vars(self).items() if key not in ("segment", "title", "depth_of")}
+        return {
+            key: value for key, value in vars(self).items() if key not in ("segment", "title", "depth_of", "served_by")
+        }
 
 
 def _block(name: str, title: str, segment: type[Segment], architecture: str, first_slot: int) -> DraftFamily:
@@ -153,12 +159,17 @@ EAGLE = DraftFamily(
     depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
 )  # fmt: skip
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
-NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False)
+NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False, served_by="llama.cpp")
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
 FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
 BLOCKS = {name: family for name, family in FAMILIES.items() if family.is_block}
 ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
+
+
+def list_environments(engine: str) -> list[Path]:
+    """Return the folders of an engine's own environment, the first that exists is used (make serving-env)."""
+    return [ENVIRONMENTS_FOLDER / name for name in (engine, f"{engine}-cpu")]
 
 
 SEGMENT_TAG = "a segment of {}"  # in pydantic's locations, where it is no key of the file
@@ -234,7 +245,7 @@ class DraftKind:
 
     def explain_unserved(self, engine: str, shape: TreeShape) -> str | None:
         """Return why an engine can't run a shape with this draft; None if it can."""
-        if engine == "llama.cpp" and self.family is NGRAM:
+        if engine == self.family.served_by:
             return _explain_unserved_ngram(shape)
         if not self.family.is_replayed:
             return f"{engine} does not run {self.family.title}: the torch engine alone does"

@@ -105,9 +105,11 @@ class Params(Section):
             )
         for key, names in self._list_named_checkpoints().items():
             for name in names if key != "benchmark.checkpoints" else []:
-                if not self.drafts.get(name, DraftKind()).family.is_replayed:
+                family = self.drafts.get(name, DraftKind()).family
+                is_served = (key, self.benchmark_served.engine) == ("benchmark_served.checkpoints", family.served_by)
+                if not family.is_replayed and not is_served:
                     raise ValueError(
-                        f"{key}: {name!r} is of {self.drafts[name].family.name}, expected checkpoints of EAGLE-3 or block "
+                        f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block "
                         "drafts; name it in benchmark.checkpoints, the torch engine alone runs it"
                     )
 

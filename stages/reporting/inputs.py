@@ -10,6 +10,7 @@ from stages.cells.prediction import LaunchAdvice
 from stages.cells.replay_records import ReplayedTree, TreeBucket
 from stages.cells.table import ResultRow, TableLine
 from stages.cells.training_records import DraftReport, TrainingReport
+from stages.params import families
 from stages.reporting.costs import CostPrediction
 from stages.reporting.families import Families
 from stages.reporting.text import format_interval, format_tree
@@ -117,9 +118,9 @@ def _describe_runner_up(row: LaunchAdvice, installed: str | None) -> list[str]:
 def _advise_install(engine: str, version: str) -> str:
     """Return how to get the version: by one of the lists in serving-env/, where there is one."""
     name = f"{engine}-{version}"
-    if not (server.ENVIRONMENTS_FOLDER / f"{name}.txt").exists():
+    if not (families.ENVIRONMENTS_FOLDER / f"{name}.txt").exists():
         return f"to launch the first, get {engine} {version} or later"
-    program = server.ENVIRONMENTS_FOLDER / name / "bin" / engine
+    program = families.ENVIRONMENTS_FOLDER / name / "bin" / engine
     how = f"benchmark_served.server.command: [{program}, serve]"
     if program.exists():
         return f"{engine} {version} is in {program.parent.parent}: {how}"

@@ -24,16 +24,15 @@ from typing import Any
 
 import httpx
 
+from stages.params.families import PROGRAMS, list_environments
 from stages.runtime.free_port import HOST, find_free_port
 from stages.serving import server_guard
 from stages.telemetry import waits
 
-ENVIRONMENTS_FOLDER = Path("serving-env")  # one for each engine: make serving-env
 STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 LOG_TAIL_BYTES = 20_000
-PROGRAMS = {"llama.cpp": "llama-server"}  # of engines whose program has another name
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
 
 
@@ -232,8 +231,8 @@ def stop_servers(servers: Sequence[ServerProcess]) -> None:
 
 def locate_program(engine: str, program: str = "") -> str:
     """Return a program of the engine, by default its server: of its own environment, else the name, to be found on the PATH."""
-    program = program or PROGRAMS.get(engine, engine)
-    paths = [ENVIRONMENTS_FOLDER / name / "bin" / program for name in (engine, f"{engine}-cpu")]
+    program = program or PROGRAMS[engine]
+    paths = [folder / "bin" / program for folder in list_environments(engine)]
     return next((str(path.absolute()) for path in paths if path.exists()), program)
 
 
