@@ -110,7 +110,7 @@ def _copy_from_package(source: RecipeFile, part: Path) -> None:
         names = {path: path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
         found = [path for path, name in names.items() if fnmatch(name, str(source.file))]
         if len(found) != 1:
-            raise ValueError(f"expected one file of that name in the package, found {len(found)}")
+            raise ValueError(f"expected one file {source.file} in the package, found {len(found)}")
         shutil.copyfile(found[0], part)
 
 

@@ -272,7 +272,7 @@ class PromptSet(Section):
 
     @property
     def is_file(self) -> bool:
-        return self.from_.endswith((".jsonl", ".json", ".parquet"))
+        return re.search(r"\.(jsonl?(\.(gz|bz2|xz|zst))?|parquet)$", self.from_) is not None
 
     @property
     def can_be_graded(self) -> bool:
