@@ -16,7 +16,7 @@ from stages.measuring import requests as served_requests
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
-from stages.serving import engine_flags, latency, load_checks, load_generator, measured_server
+from stages.serving import engine_flags, latency, load_checks, load_generator, measured_server, spec_counters
 from stages.serving.load_generator import Arrivals, LoadResult
 from stages.serving.measured_server import CheckServer, MeasuredServer, ServerPlan
 
@@ -140,11 +140,10 @@ async def _run_turns(
                 *server, requests, *limits, warmup, SECTION, work.api_key, engine, opened.check, bar.update
             )
         load_checks.check_answered(load_name, result)
-        if (
-            measured.draft is None
-        ):  # llama.cpp's figures of a request do not tell it from one in which nothing was drafted
-            for record in result.records:
-                record.counts = None
+        for record in result.records:
+            record.counts = spec_counters.settle_llama_cpp(
+                record.counts, record.engine_meta, measured.draft.num_steps if measured.draft else None
+            )
         results.append(result)
         requests, warmup = served_requests.make_next_requests(work, results, length), []
     load_checks.check_drafts_accepted(measured.config_name, measured.draft, results, measured.info, len(prompts))

@@ -76,6 +76,22 @@ def _count_llama_cpp(timings: dict[str, Any], output_tokens: int) -> AcceptanceC
     return AcceptanceCounts(cycles, accepted, True, [])
 
 
+def settle_llama_cpp(
+    counts: AcceptanceCounts | None, engine_meta: dict[str, Any], num_steps: int | None
+) -> AcceptanceCounts | None:
+    """Return a request's counts, those of llama.cpp by what its figures alone do not tell; others unchanged.
+
+    Without a draft (`num_steps` None) they look like those of a request in which nothing was drafted. And where the end token is
+    the last draft of a cycle, that is accepted and no bonus follows: a cycle more than the tokens tell. A cycle drafts at most
+    `num_steps`, so the number of drafts tells it, but for answers that end within the last `num_steps` tokens before the limit.
+    """
+    if counts is None or "predicted_n" not in engine_meta:
+        return counts
+    if num_steps is None:
+        return None
+    return counts._replace(cycles=max(counts.cycles, -(-engine_meta.get("draft_n", 0) // num_steps)))
+
+
 def _sum_accepted(histogram: list[int]) -> int:
     return sum(i * times for i, times in enumerate(histogram))
 

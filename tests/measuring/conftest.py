@@ -17,16 +17,8 @@ from tests.serving.engine_double import FORK_VARIABLE
 def shared_project(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What served cells need, of a graph that ran: target, drafts, prompts, replays; and the double's code."""
     project = tmp_path_factory.mktemp("served")
-    for name in (
-        "artifacts",
-        "drafts/e003",
-        "data/prompts",
-        "data/prompt_sets",
-        "results/replay",
-        "stages",
-        "tests/serving",
-        "templates",
-    ):
+    used = "artifacts drafts/e003 data/prompts data/prompt_sets results/replay stages tests/serving templates"
+    for name in used.split():
         shutil.copytree(small_run / name, project / name)
     shutil.copytree(ROOT / "tests/serving", project / "tests/serving", dirs_exist_ok=True)
     for name in ("params.yaml", "tests/conftest.py"):
@@ -46,23 +38,10 @@ def forked_doubles(torch_server: str) -> Iterator[None]:
 def running_url(shared_project: Path, forked_doubles: None) -> Iterator[str]:
     """The URL of a server of e003 and t5_1_6 that somebody else started."""
     port = free_port.find_free_port()
-    line = [
-        *DOUBLE,
-        "serve",
-        "--model-path",
-        "artifacts/target",
-        "--port",
-        str(port),
-        "--speculative-algorithm",
-        "EAGLE3",
-    ]
-    line += [
-        "--speculative-draft-model-path",
-        str(shared_project / "drafts/e003/draft"),
-        "--speculative-num-steps",
-        "5",
-    ]
-    line += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6", "--cuda-graph-max-bs-decode", "8"]
+    draft = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shared_project}/drafts/e003/draft"
+    tree = "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6"
+    words = f"serve --model-path artifacts/target --port {port} {draft} {tree} --cuda-graph-max-bs-decode 8"
+    line = [*DOUBLE, *words.split()]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(shared_project)
         patch.setenv("PYTHONPATH", str(shared_project))

@@ -82,7 +82,16 @@ def test_llama_cpps_answer_has_its_counts_and_no_ids_where_some_were_not_sent() 
     cut = read(sse(llama_cpp("a", [7], 1), llama_cpp("é", [9], 5), end), "/completion")
     assert (cut.text, cut.ids, [tokens for _, tokens in cut.events]) == ("aé", [], [1, 4])
     assert spec_counters.count_request(cut.engine_meta, 5) == (2, 2, True, [])
-    assert spec_counters.count_request({"predicted_n": 5}, 5) == (4, 0, True, [])
+    counts = spec_counters.count_request({"predicted_n": 5}, 5)
+    assert counts == (4, 0, True, []) and spec_counters.settle_llama_cpp(counts, {"predicted_n": 5}, None) is None
+
+
+def test_llama_cpps_last_cycle_is_counted_where_its_last_draft_is_the_end_token() -> None:
+    """As SmolLM2's answer of 63 tokens, of at most 64, in 28 cycles of three drafts, the last cut to one: it says 27."""
+    timings = {"predicted_n": 63, "draft_n": 82, "draft_n_accepted": 35}
+    counts = spec_counters.count_request(timings, 63)
+    assert spec_counters.settle_llama_cpp(counts, timings, 3) == (28, 35, True, [])
+    assert spec_counters.settle_llama_cpp(counts, {**timings, "draft_n": 81}, 3) == (27, 35, True, [])
 
 
 @pytest.mark.parametrize(
