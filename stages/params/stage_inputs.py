@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
+from stages.params.benchmark_sections import BenchmarkServer
 from stages.params.checks import TEMPLATES_FOLDER
 from stages.params.families import FAMILIES, DraftFamily
 from stages.params.schema import Params, check_initial, load_params
@@ -48,6 +49,12 @@ class Declared:
 SERVER = "benchmark_served.server"
 MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
 SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
+NOT_OF_BASELINES = {
+    "api_key_env",
+    "start_timeout_s",
+    "algorithm",
+    "vision_patch",
+}  # keys of a server's connection and draft
 CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
 TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
 DECLARED = {
@@ -147,10 +154,7 @@ DECLARED = {
     "benchmark_served_baseline": Declared(
         (
             "target", *CELL_WORKLOAD, "benchmark.run_generated_code", "benchmark_served.engine",
-            *(f"{SERVER}.{key}" for key in (
-                "base_urls", "model", "command", "tp", "mem_fraction", "max_total_tokens", "max_batch", "torch_compile",
-                "launch_args",
-            )),
+            *(f"{SERVER}.{key}" for key in BenchmarkServer.model_fields if key not in NOT_OF_BASELINES),
         ),
         free=("benchmark_served.interleave", SERVER),
         items=("workload",),

@@ -87,14 +87,14 @@ def test_what_does_not_compare_has_no_speedup_but_the_reason(baseline: Row, cell
         join(first | baseline, make_speculative_cell(point(64, 4, 0.01, tau=2.9, accuracy=0.4), **cell_))
     )
     assert why in row["remark"]
-    joined_keys = (
+    joined_keys = [
         "speedup",
         "speedup_low",
         "speedup_high",
         "identical_share",
         "baseline_accuracy",
         "baseline_output_throughput",
-    )
+    ]
     assert {row[k] for k in joined_keys} == {None}
     assert row["tau"] == 2.9 and row["output_throughput"] > 0 and row["accuracy"] is not None
 

@@ -95,14 +95,7 @@ def dead() -> int:
 
 def test_what_is_not_a_leftover_of_this_place_stays(tmp_path: Path, dead: int) -> None:
     """A living writer's temporary (process 1 lives), another path's, and a user's own hidden files."""
-    kept = [
-        ".out.1.part",
-        f".out2.{dead}.part",
-        f".out.json.{dead}.part",
-        ".out.backup",
-        f".out.{dead}.part.gz",
-        ".outx",
-    ]
+    kept = f".out.1.part .out2.{dead}.part .out.json.{dead}.part .out.backup .out.{dead}.part.gz .outx".split()
     for name in kept:
         (tmp_path / name).write_text("mine")
     atomic.write_text(tmp_path / "out", "new")
