@@ -14,9 +14,19 @@ from pathlib import Path
 OPEN, IS_FOLDER, OVERFLOW = 0x20, 0x40000000, 0x4000  # <sys/inotify.h>
 EVENT = struct.Struct("iIII")
 # Code, which tests/test_house.py compares by imports; git's and DVC's own; unfinished work.
-SKIPPED = set(
-    ["stages", "pipeline", "tests", "benchmarks", "docs", ".git", ".dvc", ".scratch", "logs", ".venv", "__pycache__"]
-)
+SKIPPED = {
+    "stages",
+    "pipeline",
+    "tests",
+    "benchmarks",
+    "docs",
+    ".git",
+    ".dvc",
+    ".scratch",
+    "logs",
+    ".venv",
+    "__pycache__",
+}
 
 
 class Watch:
