@@ -20,11 +20,13 @@ import torch
 from ruamel.yaml import YAML
 from transformers import AutoTokenizer
 
-from pipeline import recipes, reproduce
+from pipeline import fetch, recipes, reproduce
 from pipeline.recipes import use_recipe
 from stages import fix_data, init_draft, prepare_target, sample_target
+from stages.cells.cell import Cell
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params import schema
+from stages.params.families import list_environments
 from stages.published import tables as published
 from stages.reproduce import estimate, target_size
 from stages.target import generation, loading, packed_forward, vision
@@ -380,3 +382,29 @@ def test_a_recipe_runs_from_raw_data_to_the_table(name: str, tmp_path: Path, mon
         cells = [row for row in csv.DictReader(file) if row["source"] == "measured"]
     assert len(cells) == len(SMALL["benchmark"]["trees"])
     assert all(float(cell["identical_share"]) == 1.0 for cell in cells)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("engine", "flags"), [("llama.cpp", []), ("vllm", ["--enforce-eager", "--max-model-len", "512"])]
+)
+def test_engines_accept_what_ours_does_on_a_real_target(
+    engine: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2 from its package with the shipped draft: cycles of each request, by the counters of an engine we did not write."""
+    environment = next((path for path in list_environments(engine) if (ROOT / path).exists()), None)
+    if environment is None:
+        pytest.skip(f"no {engine} here: make serving-env")
+    monkeypatch.chdir(copy_project(tmp_path))
+    environment.parent.mkdir(exist_ok=True)
+    environment.symlink_to(ROOT / environment)
+    print(*fetch.fetch_recipe("smollm2-135m"), sep="\n")
+    use_recipe("smollm2-135m")
+    served = {"engine": engine, "workloads": ["problems", "humaneval"], "server": {"launch_args": flags}}
+    edit_params(tmp_path, {"benchmark_served": served})
+    done = run_graph(tmp_path)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    for workload in served["workloads"]:
+        cells = [Cell.read(name, workload, "gsm8k", "t3_1_4") for name in ("torch", engine)]
+        own, theirs = ([(r["id"], r["cycles"]) for r in cell["points"][0]["requests"]] for cell in cells)
+        assert own == theirs and len(own) == 6
