@@ -132,7 +132,8 @@ def build_verdict(
     left_out = _collect_measured((row for row, can in zip(rows, served, strict=True) if not can), doubted)
     lines = judge_loads(guesses, judged, replayable)
     groups = [list(group) for _, group in groupby(lines, key=lambda line: line.group)]
-    texts = [_format_group(group) for group in groups[:MAX_LINES]]
+    prompts = {line.conditions.workload for line in lines if not line.conditions.max_new_tokens} - {None}
+    texts = [_format_group(group, len(prompts) > 1) for group in groups[:MAX_LINES]]
     if len(groups) > MAX_LINES:
         texts.append(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
@@ -263,18 +264,24 @@ def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
 # Words
 
 
-def _format_group(group: list[VerdictLine]) -> str:
-    """Return one text for lines that give the same advice; the evidence is that of the first."""
+def _format_group(group: list[VerdictLine], names_workload: bool) -> str:
+    """Return one text for lines that give the same advice; the evidence is that of the first.
+
+    `names_workload`: answers one by one are of several workloads, whose names tell them apart.
+    """
     line = group[0]
     conditions, detail = line.conditions, f"; {line.detail}" if line.detail else ""
+    suffix = conditions.workload_suffix
+    if names_workload and conditions.workload and not suffix:
+        suffix = f" ({conditions.workload})"
     if len(group) > 1:
         has_several_workloads = len({member.conditions.workload for member in group}) > 1
         limits = [_format_limit(member.conditions, has_several_workloads) for member in group]
         loads = f"at concurrency {', '.join(limits[:-1])} and {limits[-1]}{conditions.workload_suffix}"
         return f"{line.advice} {loads}: {line.evidence} {conditions.at_concurrency}{detail}"
     if line.kind == "launch":
-        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{conditions.workload_suffix}{detail}"
-    return f"{line.advice} {conditions.at_concurrency}{conditions.workload_suffix}: {line.evidence}{detail}"
+        return f"{line.advice}: {line.evidence} {conditions.at_concurrency}{suffix}{detail}"
+    return f"{line.advice} {conditions.at_concurrency}{suffix}: {line.evidence}{detail}"
 
 
 def _format_limit(conditions: SpeedupConditions, with_workload: bool) -> str:

@@ -173,6 +173,13 @@ def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> N
     assert slower == f"Do not speculate at concurrency 32 and 64 {conditions}: {best} at concurrency 32"
 
 
+def test_answers_one_by_one_of_several_workloads_are_told_apart() -> None:
+    """Bug: "Do not speculate at concurrency 1" below a launch at concurrency 1, with no word of the other prompts."""
+    alone = {"engine": "torch", "in_turns": True}
+    found = give(served=[serve(1, 1.4, 1.2, 1.6, workload="math", **alone), serve(1, 0.7, 0.6, 0.8, **alone)])
+    assert "at concurrency 1 (math)" in found.headline and "at concurrency 1 (code)" in found.details[0]
+
+
 def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_its_own() -> None:
     own = predict(1.3, 1.1, 1.5, engine="sglang", workload="code", max_new_tokens=200, concurrency=8)
     found = give([own, predict(1.6, 1.2, 2.1)], [timed_cell("t8_3_16")], [serve(8, 1.2, 1.05, 1.4)])
