@@ -113,6 +113,27 @@ def preview(
 
 
 @app.command()
+def write_questions(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A new .jsonl file.")],
+    rows: Annotated[int, typer.Option(min=1, help="Questions to write; fewer are kept.")] = 1000,
+    system: Annotated[list[str] | None, typer.Option(help="A system prompt in place of six general ones.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.01)] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0)] = 0.95,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longer questions are dropped.")] = 96,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Let the target write questions, for those who have none.
+
+    It is given its chat template up to the user's turn. What is not ended, or like an earlier one, is dropped; the last line
+    has counts, lengths and scripts. Needs the target: dvc repro prepare_target.
+
+    Example: aerie write-questions data/raw/own/written.jsonl --rows 5000, and fix_data.raw: data/raw/own
+    """
+    words = (rows, temperature, top_p, max_new_tokens, seed)
+    _exec_module("stages.sampling.write_questions", file, *map(str, words), *(system or ()))
+
+
+@app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A trained or imported checkpoint.")],
     folder: Annotated[str, typer.Argument(help="Where the two files go.")] = "gguf",

@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 # A command that is in none of these is listed under the last group.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Run the pipeline": ("doctor", "preview", "stale", "estimate", "run"),
+    "Run the pipeline": ("doctor", "preview", "write-questions", "stale", "estimate", "run"),
     "Read the results": ("table", "launch", "export"),
     "Use a recipe": ("use", "fetch", "reproduce"),
     "Runs started in the pages": ("ui", "promote", "drop"),

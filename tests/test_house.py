@@ -178,12 +178,6 @@ def test_prose_is_plain_technical_english(file: Path) -> None:
     assert not found, f"{file.relative_to(ROOT)}: name the subject, use the field's term: {found}"
 
 
-def test_the_words_of_the_dialect_are_found() -> None:
-    for text in ("nobody's token", '"""Of each turn its row."""', '    """Whether it is."""', "a target that sees"):
-        assert DIALECT.search(text)
-    assert not DIALECT.search('"""Return what of it is finite."""')
-
-
 def _list_anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

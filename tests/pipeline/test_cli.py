@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 COMMANDS = (
     "run", "stale", "use", "estimate", "reproduce", "promote", "drop", "pull", "launch", "table", "ui", "worker",
-    "doctor", "preview", "fetch",
+    "doctor", "preview", "fetch", "export", "write-questions",
 )  # fmt: skip
 
 

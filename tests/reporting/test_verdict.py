@@ -174,7 +174,6 @@ def test_each_load_of_a_server_has_its_advice_and_alike_ones_are_one_line() -> N
 
 
 def test_answers_one_by_one_of_several_workloads_are_told_apart() -> None:
-    """Bug: "Do not speculate at concurrency 1" below a launch at concurrency 1, with no word of the other prompts."""
     alone = {"engine": "torch", "in_turns": True}
     found = give(served=[serve(1, 1.4, 1.2, 1.6, workload="math", **alone), serve(1, 0.7, 0.6, 0.8, **alone)])
     assert "at concurrency 1 (math)" in found.headline and "at concurrency 1 (code)" in found.details[0]

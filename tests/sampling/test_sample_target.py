@@ -1,5 +1,6 @@
 """What sample_target asks of servers and of this process, which rows it drops, and what it tells."""
 
+import json
 import re
 import shutil
 from collections import Counter
@@ -11,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
+from stages.sampling import write_questions
 from stages.target import generation
 from tests.sampling.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -149,3 +151,18 @@ def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.Capt
     assert "with the data's own answers" in capsys.readouterr().out
     with pytest.raises(ValueError, match="expected no arguments or --preview N, found --preview"):
         sample_target.main("--preview")
+
+
+def test_a_target_writes_questions_of_which_those_it_ends_are_kept_once(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(small_run)
+    words = [str(tmp_path / "written.jsonl"), "24", "1.0", "0.95", "48", "3"]
+    write_questions.main(*words)
+    rows = [json.loads(line)["prompt"] for line in Path(words[0]).read_text().splitlines()]
+    assert len(set(rows)) == len(rows) and f"24 written, {len(rows)} kept" in capsys.readouterr().out
+    seen, texts = set[str](), ["Why is it so?", "why is it so", "So is it, why", "?!"]
+    judged = [write_questions.judge_question(text, "stop", seen) for text in texts]
+    assert judged == ["kept", "like another", "like another", "empty"]
+    with pytest.raises(ValueError, match="may hold questions that you want to keep"):
+        write_questions.main(*words)  # the file is there

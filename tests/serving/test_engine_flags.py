@@ -32,11 +32,8 @@ def test_the_command_lines_of_seed_002() -> None:
     assert plain[-2:] == ["--attention-backend", "triton"]  # the user's own come last, so that they win
     flags = engine_flags.build_speculation_flags("sglang", DRAFT, {})
     assert flag(flags, "--speculative-algorithm") == "EAGLE3"
-    assert [flag(flags, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
-        "5",
-        "8",
-        "32",
-    ]
+    shape = [flag(flags, f"--speculative-{x}") for x in ("num-steps", "eagle-topk", "num-draft-tokens")]
+    assert shape == ["5", "8", "32"]
 
 
 def test_vllm_is_told_of_a_chain_in_json() -> None:
@@ -92,10 +89,8 @@ def test_dflash2_needs_engines_that_know_it() -> None:
     config = {"architectures": ["DFlash2DraftModel"], "block_size": 16}
     reason = engine_flags.explain_old_version("sglang", "0.5.17", config)
     assert reason == "sglang 0.5.17 does not know DFlash2DraftModel, expected 0.5.23 or later"
-    assert (engine_flags.find_first_version("sglang", config), engine_flags.find_first_version("vllm", config)) == (
-        "0.5.23",
-        "0.33",
-    )
+    firsts = [engine_flags.find_first_version(engine, config) for engine in ("sglang", "vllm", "llama.cpp")]
+    assert firsts == ["0.5.23", "0.33", None]
     assert "0.33 or later" in str(engine_flags.explain_old_version("vllm", "0.26.0", config))
     for engine, version in (("sglang", "0.5.23"), ("sglang", None), ("vllm", "0.33.0")):
         assert engine_flags.explain_old_version(engine, version, config) is None

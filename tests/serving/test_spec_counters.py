@@ -47,7 +47,6 @@ def test_drafts_beyond_the_end_are_left_out(seed: int) -> None:
         ({"spec_accept_histogram": [0, 2]}, 3),  # the last cycle would have said nothing
         ({"spec_accept_histogram": [0, 2], "spec_verify_ct": 3}, 5),
         ({"predicted_n": 5, "draft_n": 3, "draft_n_accepted": 4}, 5),
-        ({"predicted_n": 5}, 6),
     ],
 )
 def test_figures_that_do_not_add_up_are_refused(figures: dict[str, Any], tokens: int) -> None:

@@ -110,7 +110,6 @@ def test_llama_cpps_last_cycle_is_counted_where_its_last_draft_is_the_end_token(
         (sse([1]), "/v1/completions", "malformed"),
         (sse(chunk("a", 3), chunk("b", 2)), "/v1/completions", "malformed"),
         (sse(llama_cpp("a", [7], 1)), "/completion", "cut"),
-        (sse(llama_cpp("a", [7], 1, stop_type="none", timings={})), "/completion", "malformed"),
     ],
 )
 def test_an_incomplete_answer_fails_with_a_reason(data: bytes, path: str, reason: str) -> None:
