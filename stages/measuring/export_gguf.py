@@ -69,8 +69,10 @@ def _write_files(
     dtype, quantised = by_type.get(outtype, params.target.dtype), None if outtype in by_type else outtype or None
     target = manifest.resolve_weights_folder(manifest.read_manifest())
     made = {
-        "target": gguf_files.make_gguf(target, dtype, quantised),
-        Path(draft.folder).parent.name: gguf_files.make_gguf(Path(draft.folder), dtype, quantised, target),
+        "target": gguf_files.make_gguf(target, dtype, quantised, params.target.trust_remote_code),
+        Path(draft.folder).parent.name: gguf_files.make_gguf(
+            Path(draft.folder), dtype, quantised, params.target.trust_remote_code, target
+        ),
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import AutoConfig, AutoTokenizer
+
 from stages.params.families import list_environments
 from stages.runtime import atomic
 from stages.serving import engine_flags
@@ -27,6 +29,7 @@ from stages.target import manifest
 FOLDER = Path(".scratch/gguf")
 ENVIRONMENT = list_environments("llama.cpp")[0]
 CONVERTER = ENVIRONMENT / "converter/convert_hf_to_gguf.py"
+TRUST = "trust"  # the first argument of this module, where the user trusts the target's code
 SHOWN_LINES = 8  # of the log of a converter that fails
 
 
@@ -40,15 +43,16 @@ def use_gguf_files(plan: ServerPlan, servers: Iterable[MeasuredServer]) -> Serve
     if setup.engine != "llama.cpp" or plan.base_urls:
         return plan
     program, folder = [*plan.program, locate_program(setup.engine)][0], Path(setup.folder)
+    wanted = setup.dtype, setup.quantised, setup.trust_remote_code
     for server in servers:
         if server.draft:
             check_spec_type(program, server.speculation_flags)
         if server.draft and server.draft.family.segment:
-            file = str(make_gguf(Path(server.draft.folder), setup.dtype, setup.quantised, folder))
+            file = str(make_gguf(Path(server.draft.folder), *wanted, target=folder))
             server.speculation_flags = [
                 file if word == server.draft.folder else word for word in server.speculation_flags
             ]
-    return replace(plan, setup=replace(setup, folder=str(make_gguf(folder, setup.dtype, setup.quantised))))
+    return replace(plan, setup=replace(setup, folder=str(make_gguf(folder, *wanted))))
 
 
 def check_spec_type(program: str, flags: list[str]) -> None:
@@ -63,7 +67,9 @@ def check_spec_type(program: str, flags: list[str]) -> None:
             )
 
 
-def make_gguf(folder: Path, dtype: str, quantised: str | None = None, target: Path | None = None) -> Path:
+def make_gguf(
+    folder: Path, dtype: str, quantised: str | None, trust_remote_code: bool, target: Path | None = None
+) -> Path:
     """Return the GGUF file of a target's folder, or of a draft's whose target is in folder `target`, made if it is missing.
 
     Raises:
@@ -75,7 +81,7 @@ def make_gguf(folder: Path, dtype: str, quantised: str | None = None, target: Pa
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     path = FOLDER / f"{digest}-{outtype}.gguf"
     if not path.exists():
-        convert(folder, path, outtype, target)
+        convert(folder, path, outtype, target, trust_remote_code)
     if quantised is None:
         return path.absolute()
     smaller = FOLDER / f"{digest}-{quantised}.gguf"
@@ -86,7 +92,7 @@ def make_gguf(folder: Path, dtype: str, quantised: str | None = None, target: Pa
     return smaller.absolute()
 
 
-def convert(folder: Path, path: Path, outtype: str, target: Path | None) -> None:
+def convert(folder: Path, path: Path, outtype: str, target: Path | None, trust_remote_code: bool) -> None:
     """Write a GGUF file. Raises ValueError where it can't."""
     if not CONVERTER.exists():
         raise ValueError(
@@ -97,7 +103,8 @@ def convert(folder: Path, path: Path, outtype: str, target: Path | None) -> None
     more = ["--target-model-dir", str(target)] if target else []
     with atomic.write_file(path) as temporary:
         files = [str(folder), *more, "--outtype", outtype, "--outfile", str(temporary)]
-        run_tool([sys.executable, "-m", "stages.measuring.gguf_files", *files], str(folder))
+        trust = TRUST if trust_remote_code else "no"
+        run_tool([sys.executable, "-m", "stages.measuring.gguf_files", trust, *files], str(folder))
 
 
 def run_tool(command: list[str], subject: str) -> None:
@@ -116,8 +123,8 @@ def run_tool(command: list[str], subject: str) -> None:
         )
 
 
-def run_converter(arguments: list[str]) -> None:
-    """Run llama.cpp's converter in this process.
+def run_converter(trust: str, *arguments: str) -> None:
+    """Run llama.cpp's converter in this process. It trusts the code of every model; here target.trust_remote_code decides.
 
     It knows how a tokenizer splits text by a digest of its output, and refuses one that it does not know. Prompts are sent as
     token ids here, so such a tokenizer is converted as one that splits as GPT-2's does, with a note.
@@ -126,6 +133,11 @@ def run_converter(arguments: list[str]) -> None:
     sys.path += [str(packages)] if packages else []  # sentencepiece, after this project's own packages
     sys.path.insert(0, str(CONVERTER.parent.absolute()))
     os.environ["HF_HUB_OFFLINE"] = "1"
+    for loader in (AutoConfig, AutoTokenizer):
+        load = loader.from_pretrained
+        loader.from_pretrained = lambda *words, _load=load, **keys: _load(
+            *words, **keys | {"trust_remote_code": trust == TRUST}
+        )
     from conversion import base  # type: ignore[import-not-found]  # llama.cpp's, not a package of ours
 
     find_split = base.TextModel.get_vocab_base_pre
@@ -143,4 +155,4 @@ def run_converter(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_converter(sys.argv[1:])
+    run_converter(*sys.argv[1:])

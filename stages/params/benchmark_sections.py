@@ -235,7 +235,8 @@ class BenchmarkServer(Section):
     max_total_tokens: Count | None = None  # tokens of the KV cache; null: as many as fit
     max_batch: Count | None = None  # most requests in a batch, and in CUDA graphs; null: the workload's concurrency
     torch_compile: bool = False
-    quantised: Text | None = None  # llama.cpp: GGUF type of target and draft, as q8_0 or q4_0; null: target.dtype
+    # llama.cpp: GGUF type of target and draft, as q8_0 or q4_0; null: target.dtype
+    quantised: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")] | None = None
     # more flags of the engine, as [--attention-backend, triton]; the baseline gets them too
     launch_args: list[str] = Field(default_factory=list)
     vision_patch: bool = True  # correct what SGLang 0.5.17 feeds the draft of a multimodal target: docs/serving.md

@@ -1,6 +1,7 @@
 """benchmark_served: against servers that speak SGLang's and vLLM's protocols and really decode (engine_double.py)."""
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.measuring import export_gguf, server_setup
+from stages.measuring import export_gguf, gguf_files, server_setup
 from stages.measuring import requests as served_requests
 from stages.params.benchmark_sections import Workload
 from stages.params.families import FAMILIES
@@ -177,6 +178,25 @@ def test_a_real_llama_cpp_accepts_what_replay_says(project: Path, capsys: pytest
     export_gguf.main("e003", "exported", "q8_0")
     out = capsys.readouterr().out
     assert re.search(r"answers with both: 64 tokens in \d\d cycles", out) and "exported/e003-q8_0.gguf" in out
+
+
+def test_llama_cpps_converter_runs_no_code_of_a_target_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trusts every tokenizer's code, as this stand-in for it does."""
+    monkeypatch.chdir(tmp_path)
+    asks = "import sys, transformers as t\nt.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    texts = {
+        gguf_files.CONVERTER.parent / "conversion/base.py": "class TextModel:\n    get_vocab_base_pre = None\n",
+        gguf_files.CONVERTER: asks, Path("target/config.json"): '{"model_type": "llama"}',
+        Path("target/tokenizer_config.json"): '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}',
+        Path("target/own.py"): f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: from_pretrained = print",
+    }  # fmt: skip
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for trust in (False, True):
+        with contextlib.suppress(ValueError):
+            gguf_files.convert(Path("target"), Path("x.gguf"), "f32", None, trust)
+        assert Path("ran").exists() == trust
 
 
 def test_a_cell_says_whether_its_server_samples_drafts() -> None:

@@ -82,13 +82,9 @@ def test_a_served_workload_repeats_until_only_beside_its_own_baseline() -> None:
 def test_a_number_is_a_number(key_path: tuple[str, ...], value: Any) -> None:
     """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
     may_be_null = {
-        "fix_data.max_dropped_share",
-        "sample_target.train_rows",
-        "sample_target.eval_rows",
-        "init_draft.draft_vocab_size",
-        "benchmark.workloads.eval.num_prompts",
-        "benchmark.workloads.eval.concurrency",
-    }
+        "fix_data.max_dropped_share", "sample_target.train_rows", "sample_target.eval_rows", "init_draft.draft_vocab_size",
+        "benchmark.workloads.eval.num_prompts", "benchmark.workloads.eval.concurrency",
+    }  # fmt: skip
     set_value(key_path, value)
     if value is None and ".".join(key_path) in may_be_null:
         schema.load_params()

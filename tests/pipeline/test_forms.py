@@ -169,10 +169,7 @@ HARMLESS = {
     "sample_target.thinking",
     "extract_hiddens.compile",
     "extract_hiddens.online",
-    "init_draft.fc_norm",
-    "init_draft.norm_before_fc",
-    "init_draft.norm_output",
-    "init_draft.qk_norm",
+    *(f"init_draft.{key}" for key in ("fc_norm", "norm_before_fc", "norm_output", "qk_norm")),
     "benchmark.workloads.*.ignore_eos",
     "benchmark.workloads.*.grade",  # runs what the target wrote only with run_generated_code
     "benchmark_served.interleave",
@@ -180,10 +177,8 @@ HARMLESS = {
     "benchmark_served.server.vision_patch",
     "schedule.stages.*.exclusive",
     # names of trees, which Tree.parse reads whole
+    *(f"{section}.trees" for section in ("benchmark", "benchmark_served", "serving_costs")),
     "replay_trees.trace_trees",
-    "benchmark.trees",
-    "benchmark_served.trees",
-    "serving_costs.trees",
 }
 
 

@@ -57,14 +57,8 @@ def test_served_cells_stand_beside_plain_decoding_and_replays(
     assert f"{float(chain['speedup']):.2f}×" in said and f"{replayed('t5_1_6'):.2f} × 1.00" in said
     assert "unsupported: topk above 1 isn&#39;t built there" in said and f"{replayed('t8_2_16'):.2f}" in said
     assert 'class="off"' not in page
-    for part in (
-        "Memory",
-        "Right answers",
-        "The engine's own figures",
-        "spec_accept_length",
-        "Warnings",
-        "launch_server",
-    ):
+    parts = ["Memory", "Right answers", "The engine's own figures", "spec_accept_length", "Warnings", "launch_server"]
+    for part in parts:
         assert part in said
     assert "&lt;b&gt;hot" in page and "<b>hot" not in page
     assert "When not to speculate" not in page
