@@ -124,7 +124,7 @@ def copy_project(to: Path) -> Path:
         check=True,
     ).stdout.split("\n")
     for name in filter(None, listed):
-        if (ROOT / name).is_file() and name != "dvc.lock":
+        if (ROOT / name).is_file() and name != "dvc.lock" and not name.startswith("data/drafts/"):  # 20 MB
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
     subprocess.run(["git", "init", "-q"], cwd=to, check=True)

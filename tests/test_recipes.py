@@ -397,6 +397,7 @@ def test_engines_accept_what_ours_does_on_a_real_target(
         pytest.skip(f"no {engine} here: make serving-env")
     monkeypatch.chdir(copy_project(tmp_path))
     environment.parent.mkdir(exist_ok=True)
+    Path("data/drafts").symlink_to(ROOT / "data/drafts")
     environment.symlink_to(ROOT / environment)
     print(*fetch.fetch_recipe("smollm2-135m"), sep="\n")
     use_recipe("smollm2-135m")
