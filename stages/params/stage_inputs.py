@@ -49,12 +49,8 @@ class Declared:
 SERVER = "benchmark_served.server"
 MAKERS = "import_draft.checkpoints"  # which stage makes a draft, for messages
 SERVER_CONNECTION = (MAKERS, f"{SERVER}.api_key_env", f"{SERVER}.start_timeout_s")
-NOT_OF_BASELINES = {
-    "api_key_env",
-    "start_timeout_s",
-    "algorithm",
-    "vision_patch",
-}  # keys of a server's connection and draft
+# Keys of a server's connection and of its draft.
+NOT_OF_BASELINES = {"api_key_env", "start_timeout_s", "algorithm", "vision_patch"}
 CELL_WORKLOAD = ("benchmark.workloads.{workload}", "sample_target.thinking")
 TORCH_KEYS = ("target", "benchmark.tree_scoring", "benchmark.num_threads")
 DECLARED = {

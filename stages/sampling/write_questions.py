@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from stages.params import schema
 from stages.target import chat_template, generation, loading, manifest
+from stages.target.prompt_encoder import PromptEncoder
 from stages.telemetry.run_stage import run_stage
 
 MARK = "MARKOFAUSERSTURN"  # in the place of the user's turn
@@ -42,11 +43,11 @@ def main(
         raise ValueError(f"{path} exists, and may hold questions that you want to keep; name another file")
     params, target = schema.load_params(), manifest.read_manifest()
     t, folder = params.target, manifest.resolve_weights_folder(target)
-    tokenizer = chat_template.load_tokenizer(folder, t.trust_remote_code, target.chat_template)
+    encoder = PromptEncoder.load(target, folder, t.trust_remote_code, params.sample_target.thinking)
+    tokenizer = encoder.tokenizer
     openings = [_render_opening(tokenizer, system) for system in system_prompts or SYSTEM_PROMPTS]
     model = loading.load_target(str(folder), t.dtype, t.device, t.trust_remote_code)
     settings = int(max_new_tokens), float(temperature), float(top_p)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else target.eos_token_ids[0]
     size, seen, counts, questions = params.sample_target.batch_size, set[str](), Counter[str](), list[str]()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as out, tqdm(total=int(rows), unit="question", mininterval=2) as bar:
@@ -54,7 +55,9 @@ def main(
             batch = [openings[number % len(openings)] for number in range(first, min(first + size, int(rows)))]
             ends = sorted({*target.eos_token_ids, *(end for _, end in batch if end is not None)})
             prompts = [ids for ids, _ in batch]
-            for ids, reason in generation.generate_answers(model, prompts, *settings, ends, pad, int(seed) + first):
+            for ids, reason in generation.generate_answers(
+                model, prompts, *settings, ends, encoder.pad_token, int(seed) + first
+            ):
                 text = tokenizer.decode(ids, skip_special_tokens=True).strip()
                 outcome = judge_question(text, reason, seen)
                 counts[outcome] += 1

@@ -52,7 +52,7 @@ class ServerSetup:
     context_length: int | None  # null: the target's own
     torch_compile: bool
     more: tuple[str, ...]  # further flags
-    quantised: str | None = None  # GGUF type of the target, for llama.cpp; None: `dtype`
+    quantised: str | None = None  # GGUF type of target and draft, for llama.cpp; None: `dtype`
 
     def build_flags(self, version: str | None = None) -> list[str]:
         """Return the flags beyond those of `server.build_server_command`, for a version of the engine; None: the newest."""
