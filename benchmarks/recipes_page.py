@@ -97,7 +97,7 @@ def render_page() -> str:
     for path in sorted(RECIPES_FOLDER.glob("*.yaml")):
         recipe, _ = schema.read_recipe(path)
         assert recipe, path
-        with recipes.merge_recipe(path.stem) as (file, _):
+        with recipes.merge_recipe(path.stem, anywhere=True) as (file, _):
             p = schema.load_params(file)
         target, result = read_target_size(p), estimate.estimate_run(p, recipe.train_rows, recipe.row_tokens)
         draft = sum(estimate.count_draft_parameters(estimate.init_draft.infer_config(p, target.manifest)).values())

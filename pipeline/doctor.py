@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline import dvc_graph, preflight, recipes, reproduce, resources, target_checks
-from pipeline.preflight import Finding, check_files, find_engine
+from pipeline.preflight import Finding, check_files
 from pipeline.remote import dvc_remote
 from stages.params import checks
 from stages.params.cell_trees import describe_left_out
-from stages.params.families import ENGINES
+from stages.params.families import ENGINES, find_program
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
 from stages.params.units import format_bytes
@@ -95,8 +95,8 @@ def _check_hardware() -> Iterator[Finding]:
 
 def _check_engines() -> Iterator[Finding]:
     for name in ENGINES:
-        if location := find_engine(name):
-            yield Finding(name, f"{location} on the PATH" if location.startswith("/") else f"installed in {location}")
+        if location := find_program(name):
+            yield Finding(name, location)
         else:
             stages = "benchmark_served, serving_costs and sample_target.server.launch"
             yield Finding(name, f"not found; needed by {stages}: make serving-env ENGINE={name}")

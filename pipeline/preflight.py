@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline import resources
 from stages.params.data_sections import PromptSet
-from stages.params.families import PROGRAMS, list_environments
+from stages.params.families import find_program
 from stages.params.recipe import Recipe
 from stages.params.schema import Params
 from stages.params.units import GIB, format_bytes
@@ -109,7 +109,7 @@ def check_engines(params: Params) -> Iterator[Finding]:
     if measures_servers(params) and not served.server.command and not served.server.base_urls:
         wanted["benchmark_served.engine"] = served.engine
     for key, engine in wanted.items():
-        location = find_engine(engine)
+        location = find_program(engine)
         found = f"{engine} in {location}" if location else f"{engine} is neither in serving-env/ nor on the PATH"
         yield Finding(key, found, location is not None, "" if location else f"run: make serving-env ENGINE={engine}")
 
@@ -117,13 +117,6 @@ def check_engines(params: Params) -> Iterator[Finding]:
 def measures_servers(params: Params) -> bool:
     """Return whether a stage measures servers: benchmark_served or serving_costs, which start the same ones."""
     return bool(params.benchmark_served.workloads or params.serving_costs.workloads)
-
-
-def find_engine(engine: str) -> str | None:
-    """Return where an engine's program is, None if it is not installed."""
-    program = PROGRAMS[engine]
-    found = next((folder for folder in list_environments(engine) if (folder / "bin" / program).exists()), None)
-    return str(found) if found else shutil.which(program)
 
 
 def check_gpus(params: Params, weight_bytes: float) -> Iterator[Finding]:

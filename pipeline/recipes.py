@@ -21,6 +21,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.params import schema
+from stages.params.families import find_program
 from stages.params.recipe import RECIPES_FOLDER
 from stages.params.section import PARAMS_FILE, Section, suggest_name
 from stages.runtime import atomic, guarded_yaml
@@ -57,7 +58,7 @@ def use_recipe(name: str, keep: bool = False) -> list[str]:
         if keep:
             raise ValueError(f"{OWN} is a whole {PARAMS_FILE}, expected no --keep; set your keys in it afterwards")
         return _begin_own()
-    _, sections = schema.read_recipe(locate_recipe(name))
+    sections = _read_recipe(name)
     edits = _find_local_edits()
     with merge_recipe(name, keep) as (file, changes):
         _write_used(sections)
@@ -99,12 +100,26 @@ def keep_copy(name: str) -> Path:
     return kept
 
 
-def merge_recipe(name: str, keep: bool = False) -> AbstractContextManager[tuple[Path, list[str]]]:
-    """Return a context with a temporary params.yaml as `use_recipe` would write it, and a line for each change of a key."""
-    _, recipe = schema.read_recipe(locate_recipe(name))
+def merge_recipe(
+    name: str, keep: bool = False, anywhere: bool = False
+) -> AbstractContextManager[tuple[Path, list[str]]]:
+    """Return a context with a temporary params.yaml as `use_recipe` would write it, and a line for each change of a key.
+
+    `anywhere`: without the keys for engines that are installed here.
+    """
+    recipe = _read_recipe(name, anywhere)
     base, edits, label = _read_committed(), _find_local_edits() if keep else {}, f"recipe {name}"
     _refuse_clashes(base, recipe, edits, label)
     return _write_merged(base, [recipe, _nest_keys(edits)], label)
+
+
+def _read_recipe(name: str, anywhere: bool = False) -> Sections:
+    """Return a recipe's keys, with those for the engines of this machine."""
+    about, sections = schema.read_recipe(locate_recipe(name))
+    for engine, more in about.where_installed.items() if about and not anywhere else ():
+        if find_program(engine):
+            sections |= {section: sections.get(section, {}) | keys for section, keys in more.items()}
+    return sections
 
 
 def write_sections(sections: Sections) -> list[str]:

@@ -21,6 +21,7 @@ from stages.cells.table import ResultRow, TableLine
 from stages.params import schema, stage_inputs
 from stages.params.families import FAMILIES, DraftKind
 from stages.params.section import ROOT_CHECKPOINT
+from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import parse_shape
 from stages.reporting import angelslim_export, costs, inputs, page, timing_noise, verdict
 from stages.reporting.families import Families
@@ -216,7 +217,7 @@ def _predict_speedups(
             return None
         folder = f"drafts/{row.checkpoint}/draft"
         if engine == "llama.cpp":  # as `aerie export` names it
-            outtype = p.benchmark_served.server.quantised or engine_flags.GGUF_TYPES[p.target.dtype]
+            outtype = p.benchmark_served.server.quantised or GGUF_TYPES[p.target.dtype]
             folder = f"gguf/{row.checkpoint}-{outtype}.gguf"
         algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
         draft = engine_flags.ServedDraft(folder, algorithm, row.num_steps, row.topk, row.num_draft_tokens)

@@ -1,8 +1,10 @@
 """Engines of tests: a target with a draft of any family beside it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from stages.draft.block_draft import BlockDraft
@@ -11,6 +13,18 @@ from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.engine.proposer import Drafter, DraftingMethod
 from stages.families.block.decoding import BlockDrafter
 from stages.families.eagle3.decoding import Eagle3Drafter
+
+LLAMA_CPP = Path(__file__).parents[1] / "serving-env/llama.cpp"
+# f16 attention parts at near ties
+EXACT_LLAMA_CPP = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
+needs_llama_cpp = pytest.mark.skipif(
+    not LLAMA_CPP.exists(), reason="no llama-server: make serving-env ENGINE=llama.cpp"
+)
+
+
+def link_llama_cpp(project: Path) -> None:
+    (project / "serving-env").mkdir(exist_ok=True)
+    (project / "serving-env/llama.cpp").symlink_to(LLAMA_CPP)
 
 
 def build_drafter(model: Any, layers: list[int], draft: Any, tree_scoring: str = "sglang") -> Drafter:

@@ -89,6 +89,15 @@ def test_a_recipe_changes_its_keys_and_loses_no_comment_but_of_what_it_replaces(
     assert use_recipe(name) == []
 
 
+def test_a_recipe_measures_on_an_engine_where_it_is_installed(project: Path) -> None:
+    use_recipe("smollm2-135m")
+    assert not schema.load_params().benchmark_served.workloads
+    (project / "serving-env/llama.cpp/bin").mkdir(parents=True)
+    (project / "serving-env/llama.cpp/bin/llama-server").touch()
+    assert use_recipe("smollm2-135m")[0] == "benchmark_served.workloads: [] -> ['problems', 'humaneval']"
+    assert schema.load_params().benchmark_served.workloads == ["problems", "humaneval"]
+
+
 @every_recipe
 def test_a_recipe_is_valid_its_graph_resolves_and_what_it_takes_is_known(name: str, project: Path) -> None:
     about, _ = schema.read_recipe(project / f"recipes/{name}.yaml")

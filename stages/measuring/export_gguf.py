@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from stages.draft import checkpoint
-from stages.measuring import gguf_files, server_setup
+from stages.measuring import server_setup
 from stages.params import schema
 from stages.params.families import find_family
+from stages.params.target_files import GGUF_TYPES
 from stages.params.tree_shape import TreeShape
 from stages.runtime import atomic, free_port
 from stages.serving import engine_flags, load_generator, server
 from stages.serving.latency import RequestRecord
 from stages.serving.load_generator import Arrivals, LoadRequest
-from stages.target import chat_template, manifest
+from stages.target import chat_template, gguf_files, manifest
 from stages.telemetry.run_stage import run_stage
 
 ENGINE = "llama.cpp"
 STEPS = 3  # drafts a cycle in the line that is printed; a block draft's are its block
+SLOT_TOKENS = 1024
 QUESTION, ANSWER_TOKENS = "What is the weather like in winter?", 64
 TIMEOUT_S = 600.0
 
@@ -65,7 +67,7 @@ def _write_files(
     params: schema.Params, draft: engine_flags.ServedDraft, folder: Path, outtype: str
 ) -> tuple[Path, Path]:
     """Return the files of target and draft in `folder`, of a GGUF type, or that of target.dtype where none is named."""
-    by_type = {name: dtype for dtype, name in engine_flags.GGUF_TYPES.items()}
+    by_type = {name: dtype for dtype, name in GGUF_TYPES.items()}
     dtype, quantised = by_type.get(outtype, params.target.dtype), None if outtype in by_type else outtype or None
     target = manifest.resolve_weights_folder(manifest.read_manifest())
     made = {
@@ -77,7 +79,7 @@ def _write_files(
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, file in made.items():
-        paths.append(folder / f"{name}-{outtype or engine_flags.GGUF_TYPES[dtype]}.gguf")
+        paths.append(folder / f"{name}-{outtype or GGUF_TYPES[dtype]}.gguf")
         with atomic.write_file(paths[-1]) as temporary:
             shutil.copyfile(file, temporary)
         print(f"{paths[-1]}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
@@ -92,9 +94,9 @@ def _ask_server(params: schema.Params, target: str, flags: list[str]) -> Request
     )
     prompt = chat_template.encode_prompt(tokenizer, [{"role": "user", "content": QUESTION}])
     request = LoadRequest("export#0", prompt, ANSWER_TOKENS, 0.0, 1.0, None, ignore_eos=True)
-    port, threads = free_port.find_free_port(), str(t.num_threads)
+    port = free_port.find_free_port()
     line = server.build_server_command(ENGINE, target, port, t.dtype, t.device, t.trust_remote_code)
-    line += ["-np", "1", "-c", "1024", "-t", threads, "-td", threads, *flags]
+    line += [*server.format_flags(server.build_slot_flags(1, SLOT_TOKENS, t.num_threads)), *flags]
     log = _locate_log()
     with server.ServerProcess(ENGINE, line, port, log, TIMEOUT_S, section="aerie export") as own:
         load = load_generator.run_load(

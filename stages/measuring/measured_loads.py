@@ -11,8 +11,8 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
-from stages.measuring import gguf_files
 from stages.measuring import requests as served_requests
+from stages.measuring import server_setup
 from stages.measuring.requests import SECTION, ServedCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
@@ -41,7 +41,7 @@ def open_servers(plan: ServerPlan, servers: list[MeasuredServer], owner: str) ->
 
     `owner` is the cell or the grid that they are measured for: another may have a server of the same configuration meanwhile.
     """
-    plan = gguf_files.use_gguf_files(plan, servers)
+    plan = server_setup.use_gguf_files(plan, servers)
     logs = {LOGS_FOLDER / owner / f"{server.config_name}.log": server for server in servers}
     with measured_server.open_servers(plan, logs) as opened:
         yield [OpenedServer(server, url, check) for server, (url, check) in zip(servers, opened, strict=True)]

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from stages.params.tree_shape import NamedShape, TreeShape, parse_shape
 from stages.prompts import workload_prompts
 from stages.serving import engine_flags, gpu_memory, measured_server
 from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.target import manifest, vision
+from stages.serving.server import locate_program
+from stages.target import gguf_files, manifest, vision
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROMPT_COLUMNS = ("id", "prompt_ids", "length_share")  # of a cell's fingerprint
@@ -160,6 +164,40 @@ def build_server_plan(work: ServedCellContext) -> ServerPlan:
         cache_tokens=max(min(cap or prompts, prompts) * (work.longest_prompt + length) for length, cap in loads),
         token_bytes=2 * target.num_layers * target.num_key_value_heads * target.head_dim * dtype_bytes,
     )
+
+
+def use_gguf_files(plan: ServerPlan, servers: Iterable[MeasuredServer]) -> ServerPlan:
+    """Return the plan with GGUF files in the place of folders, for llama.cpp; the servers' flags are changed too.
+
+    Raises:
+        ValueError: where llama-server is too old for a draft, or a file can't be made.
+    """
+    setup = plan.setup
+    if setup.engine != "llama.cpp" or plan.base_urls:
+        return plan
+    program, folder = [*plan.program, locate_program(setup.engine)][0], Path(setup.folder)
+    wanted = setup.dtype, setup.quantised, setup.trust_remote_code
+    for server in servers:
+        if server.draft:
+            check_spec_type(program, server.speculation_flags)
+        if server.draft and server.draft.family.segment:
+            file = str(gguf_files.make_gguf(Path(server.draft.folder), *wanted, target=folder))
+            server.speculation_flags = [
+                file if word == server.draft.folder else word for word in server.speculation_flags
+            ]
+    return replace(plan, setup=replace(setup, folder=str(gguf_files.make_gguf(folder, *wanted))))
+
+
+def check_spec_type(program: str, flags: list[str]) -> None:
+    """Raise ValueError where this llama-server is too old for the flags of speculation; one that can't be asked is not judged."""
+    with suppress(OSError):
+        told = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace").stdout
+        missing = [word for word in flags if word.startswith(("draft-", "ngram-", "--")) and word not in told]
+        if told and missing:
+            raise ValueError(
+                f"{program} does not know {', '.join(missing)}, expected llama.cpp of October 2026 or later; run: "
+                "make serving-env ENGINE=llama.cpp, or name a newer one in benchmark_served.server.command"
+            )
 
 
 def describe_hardware(work: ServedCellContext, measured: MeasuredServer, gpus: list[gpu_memory.GpuMemory]) -> Hardware:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
+from stages.params.families import Engine
 from stages.params.section import (
     TEXT_OR_NUMBER,
     Count,
@@ -256,7 +257,7 @@ class ServingCosts(Section):
 
 
 class BenchmarkServed(Section):
-    engine: Literal["sglang", "vllm", "llama.cpp"] = "sglang"  # in its own environment: make serving-env
+    engine: Engine = "sglang"  # in its own environment: make serving-env
     workloads: Names  # names of benchmark.workloads; []: no served cells
     checkpoints: Names
     trees: ShapeNames

@@ -154,8 +154,8 @@ class FixData(Section):
 class SamplingServer(Section):
     """The servers of sample_target. Settings of the connection are tracked by no stage."""
 
-    # start and stop servers, one per GPU: transformers, sglang or vllm; null: use those in base_urls
-    launch: Literal["transformers", "sglang", "vllm"] | None = None
+    # start and stop servers, one per GPU: transformers, sglang, vllm or llama.cpp; null: use those in base_urls
+    launch: Literal["transformers", "sglang", "vllm", "llama.cpp"] | None = None
     # more flags of those servers, as [--tp, "2"], which makes it one per two GPUs
     launch_args: list[str] = Field(default_factory=list)
     start_timeout_s: Positive = 900  # loading a large target takes minutes
@@ -221,7 +221,7 @@ class SampleTarget(Section):
         if self.backend == "server" and not self.server.is_configured:
             raise ValueError(
                 "backend is server, but neither server.launch nor server.base_urls is set; name your servers in "
-                "base_urls, or set launch to transformers, sglang or vllm"
+                "base_urls, or set launch to transformers, sglang, vllm or llama.cpp"
             )
         if self.history == "target" and self.backend != "server":
             raise ValueError(

@@ -7,6 +7,7 @@ drafts (stage_inputs.py); this file is not.
 
 import functools
 import operator
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,12 @@ from stages.params.section import Count, FeatureLayers, Name, Positive, Section
 from stages.params.tree_shape import NamedShape, TreeShape
 
 TORCH_ONLY = "torch engine only"
-ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "llama.cpp": "llama.cpp"}  # that serve drafts, with their titles
+Engine = Literal["sglang", "vllm", "llama.cpp"]
+ENGINES: dict[str, str] = {
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "llama.cpp": "llama.cpp",
+}  # that serve drafts, with their titles
 ENVIRONMENTS_FOLDER = Path("serving-env")  # with an environment for each
 PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama.cpp": "llama-server"}  # that start their servers
 BUILTIN = "builtin/"  # begins the `model` of an imported checkpoint that has no weights: builtin/ngram
@@ -170,6 +176,13 @@ ALGORITHMS = frozenset(family.algorithm for family in BLOCKS.values())
 def list_environments(engine: str) -> list[Path]:
     """Return the folders of an engine's own environment, the first that exists is used (make serving-env)."""
     return [ENVIRONMENTS_FOLDER / name for name in (engine, f"{engine}-cpu")]
+
+
+def find_program(engine: str, program: str = "") -> str | None:
+    """Return the path of a program of the engine, by default its server: in its own environment, else on the PATH."""
+    program = program or PROGRAMS[engine]
+    paths = [folder / "bin" / program for folder in list_environments(engine)]
+    return next((str(path) for path in paths if path.exists()), shutil.which(program))
 
 
 SEGMENT_TAG = "a segment of {}"  # in pydantic's locations, where it is no key of the file

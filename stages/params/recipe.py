@@ -1,10 +1,11 @@
 """The block `recipe` of a recipe: the publication that it reproduces, and the cells that can be compared."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stages.params.families import Engine
 from stages.params.section import Count, Name, Section, Text
 
 RECIPES_FOLDER = Path("recipes")
@@ -14,7 +15,7 @@ DataPath = Annotated[str, Field(pattern=r"^data(/\w[\w.-]*)+$")]
 class RecipeCells(Section):
     """Our cells of any tree (it is the published row's); without a checkpoint, the engine's plain decoding."""
 
-    engine: Literal["torch", "sglang", "vllm", "llama.cpp"]
+    engine: Literal["torch"] | Engine
     workload: Name
     checkpoint: Name | None
 
@@ -62,6 +63,8 @@ class Recipe(Section):
     tolerance: dict[str, Annotated[float, Field(ge=0, lt=1)]]  # relative tolerance by metric
     beside: list[PublishedMatch]
     files: dict[DataPath, RecipeFile] = Field(default_factory=dict)  # what `aerie fetch` gets, by its path here
+    # by engine, sections with further keys for a machine where it is installed
+    where_installed: dict[Engine, dict[str, dict[str, Any]]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def has_targets(self) -> "Recipe":

@@ -11,6 +11,7 @@ from stages.params.section import PARAMS_FILE
 from stages.params.units import list_first
 
 GGUF_SUFFIX = ".gguf"
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # by dtype; others are quantised from these
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 NO_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt")  # pickles beside the weights

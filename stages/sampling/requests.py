@@ -224,18 +224,15 @@ def build_engine_options(
     plain = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     # For vLLM "none" leaves a call as text, as wanted here; for SGLang it removes the tools from the prompt.
     as_text = {"tool_choice": "none"} if request.tools else {}
-    return {
+    by_engine: dict[str, dict[str, Any]] = {
         "transformers": {"generation_config": json.dumps(config)},
         "sglang": {**plain, "return_token_ids": True},  # from 0.5.17 on; older versions ignore it
         "vllm": {**plain, **as_text, "return_token_ids": True},
-        "llama.cpp": {
-            **plain,
-            "prompt": prompt_ids,
-            "repeat_penalty": 1.0,
-            "return_tokens": True,
-            "cache_prompt": False,
-        },
     }
+    if not request.images:  # the ids of a prompt hold no picture
+        by_id = {"prompt": prompt_ids, "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": False}
+        by_engine["llama.cpp"] = {**plain, **by_id}
+    return by_engine
 
 
 def _get_content_parts(message: dict[str, Any]) -> list[dict[str, str]]:

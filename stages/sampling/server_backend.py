@@ -14,9 +14,12 @@ from stages.sampling.conversation_sampling import ConversationSampler, SamplingP
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
-from stages.serving import client, http_session, replicas
-from stages.target import answer_token_ids, chat_template, generation
+from stages.serving import client, http_session, replicas, server
+from stages.target import answer_token_ids, chat_template, generation, gguf_files
 from stages.target.answer_token_ids import SampledAnswer
+
+CPU_SLOTS = 8  # of llama.cpp: more requests at once are no faster on a few cores
+PROMPT_TOKENS = 2048  # of a conversation in a slot, on average at most
 
 
 def open_servers(
@@ -39,9 +42,19 @@ def open_servers(
                 context.folder, scratch_folder.parent / "served_target", context.target.eos_token_ids
             )
         )
+    slots: list[str] = []
+    if (
+        s.launch == "llama.cpp"
+    ):  # its cache is one for all slots (-kvu), so that a long conversation may take of the others'
+        folder = str(gguf_files.make_gguf(context.folder, t.dtype, None, t.trust_remote_code))
+        count = min(s.concurrency, CPU_SLOTS) if t.device == "cpu" else s.concurrency
+        tokens = count * (context.p.sample_target.max_new_tokens + PROMPT_TOKENS)
+        slots = server.format_flags(
+            {"--alias": folder, "-kvu": True, **server.build_slot_flags(count, tokens, threads)}
+        )
     target = folder, t.dtype, t.device, t.trust_remote_code
     logs = scratch_folder.parent  # they outlive the run, to explain a failure
-    planned = replicas.plan_replicas(s.launch, *target, s.launch_args, s.start_timeout_s, logs, threads)
+    planned = replicas.plan_replicas(s.launch, *target, [*slots, *s.launch_args], s.start_timeout_s, logs, threads)
     own = context.local_servers = stack.enter_context(planned)
     return lambda: client.ChatClient(own.base_urls, folder, *limits, None, s.launch, own.check_alive)
 

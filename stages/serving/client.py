@@ -205,6 +205,9 @@ class ChatClient:
                 async with endpoint.semaphore or contextlib.nullcontext():
                     request_body = {"model": self.model, **body, **engine_fields.get(endpoint.engine, {})}
                     path = "/completion" if endpoint.engine == "llama.cpp" else "/v1/chat/completions"
+                    if path == "/completion" and "prompt" not in request_body:
+                        raise ValueError(f"{endpoint.url} is a llama-server, which is asked by token ids and so sees no "
+                                         "pictures; sample conversations with pictures by another engine")  # fmt: skip
                     reply = await self._http.send(endpoint.url, "POST", path, json=request_body)
                     self._http.check(endpoint.url, reply)
                     answer = self._read_answer(endpoint, reply.body)

@@ -16,7 +16,6 @@ from stages.params.tree_shape import TreeShape
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
-GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # by dtype; others are quantised from these
 VLLM_BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache
 
 

@@ -125,17 +125,14 @@ class ServerPlan:
         return {name: value for name, value in own.items() if name not in os.environ}
 
     def build_slot_flags(self, num_draft_tokens: int) -> list[str]:
-        """Return llama.cpp's flags of cores, slots and their cache: by itself it takes a cache for the target's whole context.
-
-        A prompt that spans several batches would be drafted from a row that is overwritten (-b; docs/serving.md). A slot stops
-        drafting two tokens before its end.
-        """
+        """Return llama.cpp's flags of slots and cores. A slot stops drafting two tokens before its end."""
         if self.setup.engine != "llama.cpp":
             return []
         slots = self.setup.max_batch or self.max_concurrency or DEFAULT_SLOTS
         tokens = self.setup.max_total_tokens or slots * (self.request_tokens + num_draft_tokens + 2)
-        threads = {"-t": self.num_threads, "-td": self.num_threads} if self.setup.device == "cpu" else {}
-        return server.format_flags({"--alias": self.served_model, "-np": slots, "-c": tokens, "-b": tokens, **threads})
+        threads = self.num_threads if self.setup.device == "cpu" else None
+        flags = server.build_slot_flags(slots, tokens, threads)
+        return server.format_flags({"--alias": self.served_model, **flags})
 
     def can_start_together(self) -> bool:
         """Return whether servers may start at once: an engine sizes a cache of no given size by the memory that it finds free."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from stages.params.families import PROGRAMS, list_environments
+from stages.params.families import PROGRAMS, find_program
 from stages.runtime.free_port import HOST, find_free_port
 from stages.serving import server_guard
 from stages.telemetry import waits
@@ -231,9 +231,8 @@ def stop_servers(servers: Sequence[ServerProcess]) -> None:
 
 def locate_program(engine: str, program: str = "") -> str:
     """Return a program of the engine, by default its server: of its own environment, else the name, to be found on the PATH."""
-    program = program or PROGRAMS[engine]
-    paths = [folder / "bin" / program for folder in list_environments(engine)]
-    return next((str(path.absolute()) for path in paths if path.exists()), program)
+    found = find_program(engine, program)
+    return str(Path(found).absolute()) if found else program or PROGRAMS[engine]
 
 
 def build_server_command(
@@ -259,6 +258,15 @@ def build_server_command(
     flags = {"--host": HOST, "--port": port, "--nccl-port": nccl_port, "--dtype": dtype, **engine_flags}
     flags["--trust-remote-code"] = trust_remote_code
     return [*program, folder, *format_flags(flags)]
+
+
+def build_slot_flags(slots: int, tokens: int, threads: int | None) -> dict[str, Any]:
+    """Return llama-server's flags of slots, a cache of that many tokens for all of them, and CPU threads.
+
+    By itself it takes a cache for the target's whole context. A prompt that spans several batches would be drafted from a row
+    that is overwritten (-b; docs/serving.md).
+    """
+    return {"-np": slots, "-c": tokens, "-b": tokens, "-t": threads, "-td": threads}
 
 
 def format_flags(flags: Mapping[str, Any]) -> list[str]:

@@ -12,9 +12,19 @@ from typing import TypeVar
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from gguf import GGUFReader
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+try:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+except ImportError:  # before 5.20
+    GGUF_PRE_TOKENIZER_SPLITS = {}
+
+# llama.cpp's names of splits (llama-vocab.cpp): as GPT-2's, and those that part digits first
+GPT2_SPLITS = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "a.x-4.0", "mellum"}
+DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"}
 T = TypeVar("T")
 LEAST_SHARE = 0.01  # of the weights, for a type to be named: norms are F32 in every file
 
@@ -33,6 +43,9 @@ def write_gguf_target(file: Path, folder: Path) -> str:
     options = {}
     if packed := getattr(transformers, "GgufConfig", None):  # from 5.20 on weights stay packed unless asked otherwise
         options["quantization_config"] = packed(dequantize=True)
+    reader = _explain_failure(file, lambda: GGUFReader(file))
+    tokenizer = _explain_failure(file, lambda: AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name))
+    _set_split(file, reader, tokenizer)
     model = _explain_failure(
         file,
         lambda: AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options),
@@ -40,17 +53,39 @@ def write_gguf_target(file: Path, folder: Path) -> str:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    tokenizer = _explain_failure(file, lambda: AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name))
     tokenizer.save_pretrained(folder)
-    return f"dequantised from {', '.join(_list_types(file))}"
+    return f"dequantised from {', '.join(_list_types(reader))}"
 
 
-def _list_types(file: Path) -> list[str]:
+def _set_split(file: Path, reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a byte-level tokenizer split text as the file says, before it merges.
+
+    transformers knows some of llama.cpp's names for it and takes GPT-2's split for all others, by which SmolLM2 had other
+    tokens than it was trained on in 1% of GSM8K's questions: "  3" as two blanks and a digit.
+
+    Raises:
+        ValueError: for a name that is known to neither.
+    """
+    kind, split = (
+        field.contents() if (field := reader.get_field(f"tokenizer.ggml.{key}")) else None for key in ("model", "pre")
+    )
+    if kind != "gpt2" or split in GGUF_PRE_TOKENIZER_SPLITS or split in GPT2_SPLITS:
+        return
+    if split not in DIGIT_SPLITS:
+        raise ValueError(
+            f"{file}: its tokenizer splits text as {split!r} (tokenizer.ggml.pre), expected one that transformers or aerie "
+            f"knows: {', '.join(sorted({*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_SPLITS, *DIGIT_SPLITS}))}; with another one its "
+            "prompts would have other tokens. Take the model's own folder or id as target.model"
+        )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def _list_types(reader: GGUFReader) -> list[str]:
     """Return the types of the file's weights, as Q4_1, by their share."""
-    from gguf import GGUFReader
-
     sizes = Counter[str]()
-    for tensor in GGUFReader(file).tensors:
+    for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_elements)
     return [name for name, size in sizes.most_common() if size >= LEAST_SHARE * sizes.total()]
 

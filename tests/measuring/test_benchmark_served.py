@@ -22,7 +22,7 @@ from PIL import Image
 
 from stages import benchmark_served, prepare_prompts
 from stages.cells.cell import Cell, locate_cell
-from stages.measuring import export_gguf, gguf_files, server_setup
+from stages.measuring import export_gguf, server_setup
 from stages.measuring import requests as served_requests
 from stages.params.benchmark_sections import Workload
 from stages.params.families import FAMILIES
@@ -31,8 +31,9 @@ from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import atomic
 from stages.serving import engine_flags, engine_versions, load_generator
 from stages.serving.measured_server import MeasuredServer
-from stages.target import vision
+from stages.target import gguf_files, vision
 from tests.conftest import ROOT, edit_params, has_ended
+from tests.engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.measuring.served_project import DOUBLE, LOAD, edit_server, read_replayed_tree
 from tests.serving.engine_double import FORK_VARIABLE
 
@@ -159,16 +160,11 @@ def test_a_real_vllm_on_a_cpu_accepts_what_replay_says(project: Path) -> None:
     assert point["acceptance"]["tau"] == pytest.approx(expected["tau"], abs=1e-12)
 
 
-LLAMA_CPP = ROOT / "serving-env/llama.cpp"
-EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]  # f16 attention parts at near ties
-
-
-@pytest.mark.skipif(not LLAMA_CPP.exists(), reason="no llama-server here: make serving-env ENGINE=llama.cpp")
+@needs_llama_cpp
 def test_a_real_llama_cpp_accepts_what_replay_says(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By its own counters; the last draft before the limit it does not verify (docs/serving.md)."""
-    (project / "serving-env").mkdir(exist_ok=True)
-    (project / "serving-env/llama.cpp").symlink_to(LLAMA_CPP)
-    edit_server(project, command=[], launch_args=EXACT)
+    link_llama_cpp(project)
+    edit_server(project, command=[], launch_args=EXACT_LLAMA_CPP)
     edit_params(project, {"benchmark_served": {"engine": "llama.cpp"}})
     benchmark_served.main("eval", "e003", "t5_1_6")
     found, expected = Cell.read(ENGINE, "eval", "e003", "t5_1_6"), read_replayed_tree("t5_1_6")

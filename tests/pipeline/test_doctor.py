@@ -81,7 +81,7 @@ def test_gpus_engines_and_remotes_are_named(home: Path, monkeypatch: pytest.Monk
     (home / ".dvc/config").write_text(f"{config}['remote \"ours\"']\n    url = {home}/kept\n")
     found = check()
     assert found["GPUs"].found == "0, 3"
-    assert found["vllm"].found == "installed in serving-env/vllm" and found["sglang"].found.endswith("on the PATH")
+    assert found["vllm"].found == "serving-env/vllm/bin/vllm" and found["sglang"].found.startswith("/")
     assert found["DVC remote"].found == f"ours ({home}/kept)"
 
 

@@ -15,6 +15,7 @@ import pytest
 from stages import sample_target
 from stages.runtime import free_port
 from stages.serving import client, load_generator, server
+from tests.engines import EXACT_LLAMA_CPP, link_llama_cpp, needs_llama_cpp
 from tests.sampling.sampled_project import (
     SPLITS,
     answers,
@@ -125,6 +126,16 @@ def test_a_real_server_says_what_this_process_says(project: Path, real: dict[str
         assert answers(project, split).equals(first[split])
     hot, cold = answers(project, "eval_t")["answer_ids"].to_list(), answers(project, "eval")["answer_ids"].to_list()
     assert hot != cold  # bug of a plain request: `transformers serve` is greedy at any temperature without do_sample
+
+
+@needs_llama_cpp
+def test_a_llama_server_that_is_started_says_what_this_process_says(project: Path) -> None:
+    link_llama_cpp(project)
+    own = {row["id"]: row for row in answers(project, "eval").to_dicts()}
+    set_backend(project, "server", {"launch": "llama.cpp", "launch_args": EXACT_LLAMA_CPP})
+    sample_target.main()
+    assert {row["id"]: row for row in answers(project, "eval").to_dicts()} == own
+    assert set(report(project)["token_ids"]) == {"server"}
 
 
 def test_killed_at_random_before_a_real_server(project: Path, real: dict[str, Any]) -> None:

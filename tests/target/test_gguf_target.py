@@ -27,12 +27,12 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path) -> LlamaForCausalLM:
+def write_gguf(path: Path, split: str = "smollm") -> LlamaForCausalLM:
     """Write a random model, matrices as Q8_0; return the model of the very numbers that the blocks say."""
     letters = [chr(i) for i in [*range(33, 127), *range(161, 173), *range(174, 256)]] + [
         chr(256 + n) for n in range(68)
     ]
-    tokens = [*letters, "ab", "<|im_start|>", "<|im_end|>"]
+    tokens = [*letters, "ab", "ĠĠ", "<|im_start|>", "<|im_end|>"]
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
@@ -52,9 +52,10 @@ def write_gguf(path: Path) -> LlamaForCausalLM:
     writer.add_rope_dimension_count(16)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types([1] * (len(tokens) - 2) + [3, 3])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "Ġ Ġ"])
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
@@ -93,10 +94,19 @@ def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     encoder = chat_template.load_tokenizer(manifest.TARGET_FOLDER, False, None)
     prompt = "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n"
     assert encoder.decode(chat_template.encode_prompt(encoder, [{"role": "user", "content": "Hi!"}])) == prompt
-    assert target.eos_token_ids == [258]
+    assert target.eos_token_ids == [259]
+    # Bug: split as GPT-2 does, one of the two blanks went to the "3"
+    ids = encoder.encode("ab  3", add_special_tokens=False)
+    assert [encoder.decode(each) for each in ids] == ["ab", "  ", "3"]
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(ValueError, match=r"cut\.gguf: expected a GGUF file that transformers can read, found"):
         gguf_target.write_gguf_target(tmp_path / "cut.gguf", tmp_path / "made")
+
+
+def test_a_split_that_is_not_known_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "mine.gguf", "whitespace")
+    with pytest.raises(ValueError, match=r"mine\.gguf: its tokenizer splits text as 'whitespace'.*llama-bpe.*smollm"):
+        gguf_target.write_gguf_target(tmp_path / "mine.gguf", tmp_path / "made")

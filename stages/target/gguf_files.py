@@ -12,18 +12,13 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from stages.params.families import list_environments
+from stages.params.families import find_program, list_environments
+from stages.params.target_files import GGUF_TYPES
 from stages.runtime import atomic
-from stages.serving import engine_flags
-from stages.serving.measured_server import MeasuredServer, ServerPlan
-from stages.serving.server import locate_program
 from stages.target import manifest
 
 FOLDER = Path(".scratch/gguf")
@@ -31,40 +26,6 @@ ENVIRONMENT = list_environments("llama.cpp")[0]
 CONVERTER = ENVIRONMENT / "converter/convert_hf_to_gguf.py"
 TRUST = "trust"  # the first argument of this module, where the user trusts the target's code
 SHOWN_LINES = 8  # of the log of a converter that fails
-
-
-def use_gguf_files(plan: ServerPlan, servers: Iterable[MeasuredServer]) -> ServerPlan:
-    """Return the plan with GGUF files in the place of folders, for llama.cpp; the servers' flags are changed too.
-
-    Raises:
-        ValueError: where llama-server is too old for a draft, or a file can't be made.
-    """
-    setup = plan.setup
-    if setup.engine != "llama.cpp" or plan.base_urls:
-        return plan
-    program, folder = [*plan.program, locate_program(setup.engine)][0], Path(setup.folder)
-    wanted = setup.dtype, setup.quantised, setup.trust_remote_code
-    for server in servers:
-        if server.draft:
-            check_spec_type(program, server.speculation_flags)
-        if server.draft and server.draft.family.segment:
-            file = str(make_gguf(Path(server.draft.folder), *wanted, target=folder))
-            server.speculation_flags = [
-                file if word == server.draft.folder else word for word in server.speculation_flags
-            ]
-    return replace(plan, setup=replace(setup, folder=str(make_gguf(folder, *wanted))))
-
-
-def check_spec_type(program: str, flags: list[str]) -> None:
-    """Raise ValueError where this llama-server is too old for the flags of speculation; one that can't be asked is not judged."""
-    with suppress(OSError):
-        told = subprocess.run([program, "--help"], capture_output=True, text=True, errors="replace").stdout
-        missing = [word for word in flags if word.startswith(("draft-", "ngram-", "--")) and word not in told]
-        if told and missing:
-            raise ValueError(
-                f"{program} does not know {', '.join(missing)}, expected llama.cpp of October 2026 or later; run: "
-                "make serving-env ENGINE=llama.cpp, or name a newer one in benchmark_served.server.command"
-            )
 
 
 def make_gguf(
@@ -77,7 +38,7 @@ def make_gguf(
     """
     inputs = [manifest.digest_files(each, "*.json", "*.jinja") + manifest.sample_weights(each)
               for each in (folder, target) if each]  # fmt: skip
-    outtype = engine_flags.GGUF_TYPES[dtype]
+    outtype = GGUF_TYPES[dtype]
     digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     path = FOLDER / f"{digest}-{outtype}.gguf"
     if not path.exists():
@@ -87,8 +48,11 @@ def make_gguf(
     smaller = FOLDER / f"{digest}-{quantised}.gguf"
     if not smaller.exists():
         with atomic.write_file(smaller) as temporary:
-            program = locate_program("llama.cpp", "llama-quantize")
-            run_tool([program, str(path), str(temporary), quantised], f"{folder} as {quantised}")
+            program = "llama-quantize"
+            run_tool(
+                [find_program("llama.cpp", program) or program, str(path), str(temporary), quantised],
+                f"{folder} as {quantised}",
+            )
     return smaller.absolute()
 
 
@@ -104,7 +68,7 @@ def convert(folder: Path, path: Path, outtype: str, target: Path | None, trust_r
     with atomic.write_file(path) as temporary:
         files = [str(folder), *more, "--outtype", outtype, "--outfile", str(temporary)]
         trust = TRUST if trust_remote_code else "no"
-        run_tool([sys.executable, "-m", "stages.measuring.gguf_files", trust, *files], str(folder))
+        run_tool([sys.executable, "-m", "stages.target.gguf_files", trust, *files], str(folder))
 
 
 def run_tool(command: list[str], subject: str) -> None:
