@@ -6,25 +6,31 @@
 
 SGLang skips unknown tensor names, and neither engine misses absent ones: random weights remain, and few draft tokens are
 accepted. So names and shapes are compared with a list on every write and read. Keys that would make an engine run another model
-(another first slot, causal or sliding layers, another Markov head) are refused by name.
+(another first slot, another Markov head) are refused by name.
+
+Layers with a sliding window are `layer_types` and `sliding_window`, which counts the slot itself. `is_causal` is for all layers;
+where it is absent, SGLang and vLLM take sliding layers as causal and full ones as not, and llama.cpp all as not. So it is written
+wherever the layers agree.
 
 Feature layers: ours count the residual stream entering block i of the target, as vLLM's `eagle_aux_hidden_state_layer_ids` do;
 `target_layer_ids` of block drafts counts the output of layer i (SGLang, vLLM, SpecForge, DeepSpec, z-lab): ours less one.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
 from stages.draft.config_types import check_types
 from stages.params.families import BLOCKS, DFLASH2_SIZES, find_family
 from stages.runtime import atomic
 from stages.target import feature_layers
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 SIZE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "block_size",
@@ -47,9 +53,7 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
         "rope_parameters": rope,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "layer_types": ["full_attention"] * c.num_hidden_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        **_write_sights(c.layer_sights),
         "num_target_layers": num_target_layers,
         "dtype": dtype,
         "dflash_config": shared,
@@ -66,6 +70,39 @@ def build_block_config(c: BlockDraftConfig, num_target_layers: int, dtype: str =
         }
     parse_block_config(config)
     return config
+
+
+def _write_sights(sights: Sequence[Sight]) -> dict[str, Any]:
+    """Return the keys of what layers see. Raises ValueError where engines have no keys for it."""
+    window = next((sight.window for sight in sights if sight.window is not None), None)
+    keys: dict[str, Any] = {
+        "layer_types": ["full_attention" if sight.window is None else SLIDING for sight in sights],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+    if len(causal := {sight.is_causal for sight in sights}) == 1 and (window is not None or True in causal):
+        keys["is_causal"] = causal.pop()
+    if read_sights(keys, len(sights)) != tuple(sights):
+        raise ValueError(
+            f"layers see {list(sights)}, expected all of them causal, none, or those with a sliding window: engines read no other"
+        )
+    return keys
+
+
+def read_sights(config: Mapping[str, Any], num_layers: int) -> tuple[Sight, ...]:
+    """Return what the slots of a block see in each layer, by config.json's keys. Raises ValueError for those of other layers."""
+    kinds = config.get("layer_types") or [FULL] * num_layers
+    window, is_causal, slides = config.get("sliding_window"), config.get("is_causal"), SLIDING in kinds
+    is_known = len(kinds) == num_layers and {*kinds} <= {SLIDING, FULL} and not (slides and window is None)
+    if not is_known or config.get("use_sliding_window", slides) != slides:  # transformers drops the window of false
+        raise ValueError(
+            f"layer_types is {kinds}, sliding_window {window} and use_sliding_window {config.get('use_sliding_window')}; "
+            f"expected {num_layers} of {FULL} and {SLIDING}, and a window and true where one slides"
+        )
+    return tuple(
+        Sight(window if kind == SLIDING else None, kind == SLIDING if is_causal is None else is_causal)
+        for kind in kinds
+    )
 
 
 def parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
@@ -89,9 +126,6 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
-        "is_causal": False,
-        "use_sliding_window": False,
-        "layer_types": ["full_attention"] * num_layers,
         "markov_head_type": "vanilla",
         "output_multiplier": 1.0,
         "final_logit_softcapping": None,
@@ -103,10 +137,11 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         for key, value in expected.items():
             if keys.get(key, value) != value:
                 raise ValueError(f"{prefix}{key} is {keys[key]!r}, expected {value!r} for {config['architectures'][0]}")
-    if nested.get("causal") or nested.get("use_swa"):
+    if nested.get("causal") is not None or nested.get("use_swa"):
         raise ValueError(
-            "dflash_config has causal or use_swa, expected neither: slots see their whole block and context"
+            "dflash_config has causal or use_swa, expected is_causal and layer_types, which all engines read"
         )
+    sights = read_sights(config, num_layers)
     parsed = BlockDraftConfig(
         **{key: config[key] for key in SIZE_KEYS},
         rope=config["rope_parameters"],
@@ -116,6 +151,7 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         markov_rank=config["markov_rank"] if dspark else config.get("markov_rank", 0),
         confidence_head=config.get("enable_confidence_head", False),
         confidence_head_with_markov=config.get("confidence_head_with_markov", True),
+        sights=sights if any(sight != EVERYTHING for sight in sights) else (),
         **{key: nested[key] if method.name == "dflash2" else nested.get(key, 0) for key in DFLASH2_SIZES},
     )
     parsed.check()

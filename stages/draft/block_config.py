@@ -1,9 +1,19 @@
 """Sizes, method and heads of a block draft, apart from the model: files and servers need these, and no tensors."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stages.params.families import BLOCKS, DFLASH2_SIZES
+
+
+class Sight(NamedTuple):
+    """What a slot sees in a layer, of its context and its block."""
+
+    window: int | None = None  # positions up to its own, itself counted; None: all of its document
+    is_causal: bool = False  # no later slots of its block
+
+
+EVERYTHING = Sight()
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,11 @@ class BlockDraftConfig:
     conv_group_size: int = 0  # channels that share a dynamic kernel
     selector_rank: int = 0  # r of the candidate selector
     selector_top_k: int = 0  # candidates of a slot
+    sights: tuple[Sight, ...] = ()  # by layer; empty: all of them see everything
+
+    @property
+    def layer_sights(self) -> tuple[Sight, ...]:
+        return self.sights or (EVERYTHING,) * self.num_hidden_layers
 
     @property
     def first_slot(self) -> int:
@@ -71,8 +86,16 @@ class BlockDraftConfig:
                 "markov_rank and confidence_head belong to dspark: leave them out, or set method to dspark"
             )
         self._check_convolutions_and_selector()
+        self._check_sights()
         if self.method == "dspark" and self.markov_rank < 1:
             raise ValueError(f"markov_rank is {self.markov_rank}, expected 1 or more for dspark: SGLang refuses others")
+
+    def _check_sights(self) -> None:
+        windows = {sight.window for sight in self.sights if sight.window is not None}
+        if len(self.layer_sights) != self.num_hidden_layers or len(windows) > 1 or min(windows, default=1) < 1:
+            raise ValueError(
+                f"layers see {list(self.sights)}, expected {self.num_hidden_layers} of them, and one sliding window of 1 or more"
+            )
 
     def _check_convolutions_and_selector(self) -> None:
         sizes = {name: getattr(self, name) for name in DFLASH2_SIZES}

@@ -20,6 +20,13 @@ of its own block, later ones too. Two blocks of 3 slots, anchors 2 and 4 of one 
     anchor 2:             1 1 . . . .      1 1 1         . . .       three rows alike
     anchor 4:             1 1 1 1 . .      . . .         1 1 1       three rows alike
 
+A layer with a sliding window of W sees of these the last W positions up to the slot's own, and a causal layer no later slot.
+Engines take sliding layers as causal and others as not, unless is_causal says one for all. Anchor 4 with a window of 3, causal:
+
+    slot 0 at 4:          . . 1 1 . .      . . .         1 . .
+    slot 1 at 5:          . . . 1 . .      . . .         1 1 .
+    slot 2 at 6:          . . . . . .      . . .         1 1 1
+
 Layouts, which differ in the labels alone. Draft d (from 0) is always the token at a + 1 + d:
 
     dflash   fill-in: slot i predicts its own position a + i; slot 0 predicts nothing, so a block of B slots drafts B - 1
@@ -40,13 +47,13 @@ Dimensions: N requests, S context tokens, R anchors, B slots of a block, D draft
 H hidden, V vocabulary, A attention heads, G key-value heads, E head width, r rank of the Markov head or selector, C candidates.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.eagle3 import DraftMLP, RMSNorm, apply_rotary
 from stages.draft.rotary import RotaryModule
 
@@ -280,7 +287,7 @@ class BlockDraft(RotaryModule):
         anchor_tokens: Tensor,  # [N, R]
         anchor_positions: Tensor,  # [N, R] in their documents
         context: BlockContext,
-        attend: BlockAttention,  # over [S context rows | R * B block rows]
+        attentions: Sequence[BlockAttention],  # of each layer, over [S context rows | R * B block rows]
         parts: LayerParts = PLAIN_PARTS,
     ) -> Tensor:
         """Return the hidden states [N, R, B, H] of R blocks of each of N requests, after the final norm."""
@@ -289,7 +296,7 @@ class BlockDraft(RotaryModule):
         ids = torch.where(is_anchor, anchor_tokens[..., None], self.config.mask_token_id)  # [N, R, B]
         positions = anchor_positions[..., None] + torch.arange(size, device=anchor_tokens.device)
         hidden, rope = embedding[ids.flatten(1)], self.compute_rope(positions.flatten(1))
-        for layer, keys, values in zip(self.layers, *context, strict=True):
+        for layer, attend, keys, values in zip(self.layers, attentions, *context, strict=True):
             attended = attend(*parts.prepare_attention(layer, hidden, rope, keys, values))
             hidden = parts.finish(layer, hidden, attended)
         return self.norm(hidden).unflatten(1, (-1, size))
@@ -302,16 +309,20 @@ class BlockDraft(RotaryModule):
         documents: Tensor,  # [S]
         anchors: Tensor,  # [R] indices into the pack
         context: BlockContext,  # of the pack, N = 1
-        attend: BlockAttention | None = None,  # default: a dense mask
+        attentions: Sequence[BlockAttention] | None = None,  # of each layer; default: dense masks
         parts: LayerParts = PLAIN_PARTS,
     ) -> Tensor:
         """Return the hidden states [R, B, H] of the blocks at anchors of packed documents: training and replay.
 
         Blocks do not see each other, so anchors may be split into chunks at will.
         """
-        if attend is None:
-            attend = build_dense_attention(build_block_mask(anchors, documents, self.config.block_size)[None])
-        return self.forward_blocks(embedding, ids[anchors][None], positions[anchors][None], context, attend, parts)[0]
+        if attentions is None:
+            attentions = build_attentions(
+                self.config, lambda sight: build_block_mask(anchors, documents, self.config.block_size, sight)[None]
+            )
+        return self.forward_blocks(embedding, ids[anchors][None], positions[anchors][None], context, attentions, parts)[
+            0
+        ]
 
     def forward_cached(
         self, embedding: Tensor, anchor_tokens: Tensor, lengths: Tensor, context: BlockContext
@@ -321,11 +332,16 @@ class BlockDraft(RotaryModule):
         The anchor [N] of a request stands at position lengths [N], the number of its verified tokens; `context` holds the keys
         and values of these, and anything after.
         """
-        num_tokens, size = context.keys[0].shape[1], self.config.block_size
-        visible = torch.arange(num_tokens, device=lengths.device) < lengths[:, None]  # [N, T]
-        visible = nn.functional.pad(visible, (0, size), value=True)  # the block itself
-        attend = build_dense_attention(visible[:, None].expand(-1, size, -1))
-        return self.forward_blocks(embedding, anchor_tokens[:, None], lengths[:, None], context, attend)[:, 0]
+        slots = torch.arange(self.config.block_size, device=lengths.device)
+        position = (lengths[:, None] + slots)[..., None]  # [N, B, 1] of each slot
+        index = torch.arange(context.keys[0].shape[1], device=lengths.device)  # [T]
+
+        def build_mask(sight: Sight) -> Tensor:
+            in_context = (index < lengths[:, None, None]) & is_seen(position, index, sight)  # [N, B, T]
+            return torch.cat([in_context, is_seen(position, position.mT, sight)], -1)
+
+        attentions = build_attentions(self.config, build_mask)
+        return self.forward_blocks(embedding, anchor_tokens[:, None], lengths[:, None], context, attentions)[:, 0]
 
     def select_drafting_slots(self, hidden: Tensor) -> Tensor:
         """Return the states [..., D, H] that predict drafts, of a block's hidden states [..., B, H]."""
@@ -380,12 +396,28 @@ class BlockDraft(RotaryModule):
         return torch.stack(drafts[1:], -1)
 
 
-def build_block_mask(anchors: Tensor, documents: Tensor, block_size: int) -> Tensor:
+def build_block_mask(anchors: Tensor, documents: Tensor, block_size: int, sight: Sight = EVERYTHING) -> Tensor:
     """Return the mask [R*B, S + R*B] bool drawn above, of anchors [R] into packed documents [S]."""
     index = torch.arange(len(documents), device=documents.device)
     context = (index < anchors[:, None]) & (documents == documents[anchors, None])  # [R, S]
     own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device).repeat_interleave(block_size, 1)  # [R, R*B]
-    return torch.cat([context, own], 1).repeat_interleave(block_size, 0)
+    mask = torch.cat([context, own], 1).repeat_interleave(block_size, 0)
+    positions = (anchors[:, None] + torch.arange(block_size, device=anchors.device)).flatten()  # [R*B] in the pack
+    return mask & is_seen(positions[:, None], torch.cat([index, positions]), sight)
+
+
+def is_seen(query: Tensor, key: Tensor, sight: Sight) -> Tensor:
+    """Return whether a slot at position `query` sees position `key`, where the mask of a full layer lets it; bool, broadcast."""
+    seen = torch.ones_like(query - key, dtype=torch.bool)
+    if sight.window is not None:
+        seen = seen & (key > query - sight.window)
+    return seen & (key <= query) if sight.is_causal else seen
+
+
+def build_attentions(c: BlockDraftConfig, build_mask: Callable[[Sight], Tensor]) -> list[BlockAttention]:
+    """Return the attention of each layer with masks [N, Q, S + Q] bool; layers that see the same share theirs."""
+    built = {sight: build_dense_attention(build_mask(sight)) for sight in dict.fromkeys(c.layer_sights)}
+    return [built[sight] for sight in c.layer_sights]
 
 
 def build_dense_attention(mask: Tensor) -> BlockAttention:

@@ -74,6 +74,11 @@ class DraftKeys(_Keys):
     sliding_window: Size | None = None
     layer_types: list[str] | None = None
     use_sliding_window: bool | None = None
+    sliding_window_non_causal: bool | None = None
+    is_causal: bool | None = None
+    causal: bool | None = None
+    use_swa: bool | None = None
+    swa_window_size: Size | None = None
     tie_word_embeddings: bool | None = None
     fc_norm: bool | None = None
     use_aux_norm: bool | None = None

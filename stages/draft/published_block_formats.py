@@ -6,8 +6,8 @@
     z-lab, vLLM    DFlash2DraftModel                      keys under dflash_config
     speculators    speculators_model_type                 the layer under transformer_layer_config, feature layers counted as here
 
-A draft that would run differently here than where it was trained is refused by name: another method under the same name, causal
-or sliding layers, heads without weights. A value that is not used as written gives a note. Sources: the configs and models of
+A draft that would run differently here than where it was trained is refused by name: another method under the same name, layers
+of another kind, heads without weights. A value that is not used as written gives a note. Sources: the configs and models of
 z-lab/dflash, deepseek-ai/DeepSpec, SpecForge and speculators 0.9.0, and the loaders of SGLang 0.5.23 and vLLM 0.33.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stages.draft import block_checkpoint, mask_token, published_files
-from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
 from stages.params.families import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
@@ -42,7 +42,7 @@ COPIES = {  # of the target's embedding and head
 CONFIDENCE_TENSOR = "confidence_head.proj.weight"
 # The only supported value of each key, at the top or in a section; an absent key has this value.
 REQUIRED_VALUES: dict[str, Any] = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_causal": False, "causal": False, "use_swa": False,
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "markov_head_type": "vanilla", "attention_mode": "gqa", "kv_lora_rank": None, "q_lora_rank": None,
     "attention_sink_bias": False, "attention_value_scale": 1.0, "use_gemma_norm": False, "input_embedding_scale": 1.0,
     "output_multiplier": 1.0, "final_logit_softcapping": None, "gru_hidden_dim": None,
@@ -77,7 +77,7 @@ def read_published_block_draft(
     with published_files.name_config(folder):
         rope = published_files.unify_rope_parameters(raw) | ({} if rope_theta is None else {"rope_theta": rope_theta})
     mask, block_size = (keys.require_count(key) for key in ("mask_token_id", "block_size"))
-    layers = _read_feature_layers(keys, manifest)
+    layers, sights = _read_feature_layers(keys, manifest), _read_sights(keys, notes)
     with published_files.name_config(folder):
         notes += filter(None, [mask_token.check_published_mask_token(mask, tokenizer, manifest)])
     tensors = published_files.read_tensors(folder, TENSOR_RENAMES)
@@ -98,6 +98,7 @@ def read_published_block_draft(
         markov_rank=rank,
         confidence_head=has_confidence,
         confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", True)),
+        sights=sights if any(sight != EVERYTHING for sight in sights) else (),
         **heads,
     )
     _check_width(keys, parsed, notes)
@@ -114,7 +115,7 @@ def _build_config(
         config = block_checkpoint.build_block_config(parsed, manifest.num_layers, dtype)
     if problem := block_checkpoint.find_block_draft_problem(config, tensors):
         raise ValueError(
-            f"{folder} is no {parsed.method} draft that we can run: {problem}. Expected full-attention layers of Qwen3 without "
+            f"{folder} is no {parsed.method} draft that we can run: {problem}. Expected layers of Qwen3 without "
             "biases, a fusion of the target's features, and of DSpark its vanilla Markov head; get the draft again, or choose "
             "another"
         )
@@ -219,14 +220,14 @@ def _read_method(keys: _BlockKeys, notes: list[str]) -> str:
 
 
 def _check_values(keys: _BlockKeys) -> None:
-    """Raise ValueError where a key of REQUIRED_VALUES has another value, and for layers that are not of full attention."""
+    """Raise ValueError where a key of REQUIRED_VALUES has another value, and for layers that are not Qwen3's."""
     raw = keys.raw
     for key, required in REQUIRED_VALUES.items():
         for path, found in keys.find(key).items():
             if found != required:
                 raise ValueError(
                     f"{keys.folder}/config.json: {path} is {found!r}, expected {required!r}: we run block drafts of plain "
-                    "full-attention layers with a vanilla Markov head, and this is another model; choose another draft"
+                    "layers with a vanilla Markov head, and this is another model; choose another draft"
                 )
     model_type = raw.get("model_type", MODEL_TYPES[0])
     if model_type not in MODEL_TYPES and not raw.get("speculators_model_type"):
@@ -234,13 +235,30 @@ def _check_values(keys: _BlockKeys) -> None:
             f"{keys.folder}/config.json: model_type is {model_type!r}, expected {MODEL_TYPES[0]!r}: only layers of Qwen3 are "
             "run; choose another draft"
         )
-    kinds = raw.get("layer_types") or (["sliding_attention"] if raw.get("use_sliding_window") else [])
-    if any(kind != "full_attention" for kind in kinds):
+
+
+def _read_sights(keys: _BlockKeys, notes: list[str]) -> tuple[Sight, ...]:
+    """Return what slots see in each layer. Raises ValueError for layers of another kind, and keys that disagree."""
+    raw, num_layers = keys.raw, keys.raw["num_hidden_layers"]
+    told = {name: keys.get(name) for name in ("is_causal", "causal")}  # vLLM's of dflash_config is for all layers too
+    if keys.get("sliding_window_non_causal"):
+        told["sliding_window_non_causal"] = False
+    stated = {name: value for name, value in told.items() if value is not None}
+    if len({*stated.values()}) > 1:
         raise ValueError(
-            f"{keys.folder}/config.json: layer_types is {raw.get('layer_types')!r} and use_sliding_window "
-            f"{raw.get('use_sliding_window')!r}, expected full_attention in every layer: sliding layers see less, and are causal "
-            "within a block; choose another draft"
+            f"{keys.folder}/config.json has {stated} as to whether layers are causal, expected one answer: engines would run "
+            "different drafts; keep the one that it was trained with"
         )
+    slides = {"layer_types": [block_checkpoint.SLIDING] * num_layers} if keys.get("use_swa") else {}
+    window = keys.get("swa_window_size") or raw.get("sliding_window")
+    layers = {"layer_types": raw.get("layer_types"), "sliding_window": window, **slides}
+    if raw.get("use_sliding_window") is not None and not slides:
+        layers["use_sliding_window"] = raw["use_sliding_window"]
+    with published_files.name_config(keys.folder):
+        sights = block_checkpoint.read_sights(layers | {"is_causal": next(iter(stated.values()), None)}, num_layers)
+    if raw.get("speculators_model_type") and any(sight.window for sight in sights):
+        notes.append("its sliding window did not move within a block in training; engines move it, and so does aerie")
+    return sights
 
 
 def _check_vocabulary(folder: Path, raw: Mapping[str, Any]) -> None:

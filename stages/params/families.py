@@ -79,6 +79,10 @@ class BlockSegment(Segment):
         None  # None: a row of the embedding that the tokenizer does not use
     )
     decay: Positive | None = None  # of draft d's weight, exp(-d / decay); None: that of the method's authors
+    sliding_window: Count | None = None  # positions that a slot sees in every layer, its own counted; None: all
+    is_causal: bool | None = (
+        None  # whether slots see no later ones of their block; None: with a window, as engines read it
+    )
 
     @property
     def num_drafts(self) -> int:

@@ -102,17 +102,25 @@ def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
 
 def find_first_version(engine: str, config: dict[str, Any]) -> str | None:
     """Return the first version of an engine that knows a draft of that config.json; None where all that aerie starts do."""
-    if find_family(config) is not DFLASH2 or engine == "llama.cpp":
-        return None
-    return ".".join(map(str, engine_versions.CHANGES[f"DFlash2 in {engine}"].since))
+    change = _find_change(engine, config)
+    return ".".join(map(str, engine_versions.CHANGES[change].since)) if change else None
+
+
+def _find_change(engine: str, config: dict[str, Any]) -> str | None:
+    """Return the change of an engine that a draft needs, by its name."""
+    if find_family(config) is DFLASH2 and engine != "llama.cpp":
+        return f"DFlash2 in {engine}"
+    is_early = config.get("use_sliding_window") and config.get("is_causal") is False and engine == "sglang"
+    return "is_causal of windows in sglang" if is_early else None
 
 
 def explain_old_version(engine: str, version: str | None, config: dict[str, Any]) -> str | None:
     """Return why this version of an engine does not know a draft of that config.json; None if it does, or is not known."""
-    first_version = find_first_version(engine, config)
-    if first_version is None or engine_versions.has_change(f"DFlash2 in {engine}", engine, version):
+    change = _find_change(engine, config)
+    if change is None or engine_versions.has_change(change, engine, version):
         return None
-    return f"{engine} {version} does not know {DFLASH2.architecture}, expected {first_version} or later"
+    feature, first_version = engine_versions.CHANGES[change].feature, find_first_version(engine, config)
+    return f"{engine} {version} does not know {feature}, expected {first_version} or later"
 
 
 def samples_drafts(
@@ -144,6 +152,8 @@ def explain_unsupported(engine: str, shape: TreeShape, config: dict[str, Any]) -
         return reason
     if engine == "sglang" and family is EAGLE3 and config.get("model_type") == "qwen3":
         return "SGLang's EAGLE-3 draft has no q/k norms, and this one does (init_draft.qk_norm)"
+    if engine == "llama.cpp" and config.get("use_sliding_window") and config.get("is_causal") is None:
+        return "llama.cpp runs all layers of a block draft as causal or none, and here those with a sliding window alone are"
     return None
 
 
@@ -158,7 +168,8 @@ def build_speculation_flags(engine: str, draft: ServedDraft, config: dict[str, A
     if engine == "llama.cpp":  # by default it drafts no token that the draft is unsure of, which replay does not know
         kind = ["--spec-type", f"draft-{draft.algorithm.lower()}", "--spec-draft-p-min", "0"]
         return [*kind, "--spec-draft-n-max", str(draft.num_steps), "--spec-draft-model", draft.folder]
-    window = config.get("sliding_window")  # SGLang ignores the key, and doesn't count the query itself
+    # Of EAGLE-3 SGLang ignores the key; its flag does not count the query itself.
+    window = None if draft.family.is_block else config.get("sliding_window")
     settings = _list_sglang_settings(draft) | {"speculative_draft_window_size": window and window - 1}
     return server.format_flags({f"--{key.replace('_', '-')}": value for key, value in settings.items()})
 

@@ -35,6 +35,8 @@ CHANGES = {
     # Before, its tensors are skipped, or the server does not start.
     "DFlash2 in sglang": Change("sglang", (0, 5, 23), "DFlash2DraftModel"),
     "DFlash2 in vllm": Change("vllm", (0, 33), "DFlash2DraftModel"),
+    # Before, sliding layers are causal whatever is_causal says.
+    "is_causal of windows in sglang": Change("sglang", (0, 5, 23), "is_causal: false of layers with a sliding window"),
     "synthetic acceptance": Change("vllm", (0, 30), "`rejection_sample_method: synthetic` in --speculative-config"),
 }
 

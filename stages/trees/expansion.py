@@ -25,6 +25,7 @@ StepAttention = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Elements of an intermediate tensor: few enough for a CPU's cache, many for a GPU.
 MAX_INTERMEDIATE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 27}
+LEAST_LOGIT_ROWS = 32  # whose logits are computed at once, however wide: each time the whole head is read
 
 
 class Beam(NamedTuple):
@@ -115,11 +116,16 @@ def expand_beams(
     return {k: Candidates(*(torch.cat(parts, 1) for parts in records[k])) for k in topks}
 
 
+def count_logit_rows(width: int, device: torch.device) -> int:
+    """Return of how many rows logits, and what is sorted beside them, are held at once: `width` elements of each."""
+    return max(LEAST_LOGIT_ROWS, MAX_INTERMEDIATE_ELEMENTS[device.type] // width)
+
+
 def _score_children(
     draft: Eagle3Draft, state: Tensor, scoring: draft_tree.TreeScoring, count: int
 ) -> tuple[Tensor, Tensor]:
     """Return the scores and target ids [M, count] of each node's best successors; state [M, H]."""
-    rows = max(1, MAX_INTERMEDIATE_ELEMENTS[state.device.type] // draft.config.draft_vocab_size)
+    rows = count_logit_rows(draft.config.draft_vocab_size, state.device)
     parts = [
         draft_tree.select_topk(scoring.score_logits(draft.logits(part).float()), count) for part in state.split(rows)
     ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.block_draft import BlockDraft
 from stages.families.block.loss import BlockLossWeights
 
@@ -27,6 +27,8 @@ METHOD_OPTIONS: dict[str, dict[str, Any]] = {
         "method": "dflash2", "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 4,
     },
     "dspark": {"method": "dspark", "markov_rank": 3, "confidence_head": True},
+    "dflash_windows": {"sights": (Sight(3, is_causal=True), EVERYTHING)},  # one shorter than a block
+    "dflash_causal": {"sights": (Sight(5, is_causal=True),) * 2},
     "dspark_plain": {
         "method": "dspark", "markov_rank": 3, "confidence_head": True, "confidence_head_with_markov": False,
     },
@@ -87,7 +89,7 @@ def block_states(
     c = draft.config
     context = context or read_context(draft, features[:a])
     rows = [embedding[ids[a]]] + [embedding[c.mask_token_id]] * (c.block_size - 1)
-    for layer, context_keys, context_values in zip(draft.layers, *context, strict=True):
+    for layer, sight, context_keys, context_values in zip(draft.layers, c.layer_sights, *context, strict=True):
         w = layer.self_attn
         inputs = [norm(h, layer.input_layernorm.weight, c.rms_norm_eps) for h in rows]
         normed = convolve(layer.attention_conv, inputs, inputs, 0, c)
@@ -95,11 +97,15 @@ def block_states(
         keys, values = torch.cat([context_keys[:a], own_keys]), torch.cat([context_values[:a], own_values])
         attended = []
         for i, x in enumerate(normed):
-            heads = []
+            heads, first, end = [], 0, len(keys)  # the rows that slot i sees
+            if sight.window is not None:
+                first = max(0, a + i + 1 - sight.window)
+            if sight.is_causal:
+                end = a + i + 1
             for index, q in enumerate((w.q_proj.weight @ x).split(c.head_dim)):
                 g = index // (c.num_attention_heads // c.num_key_value_heads)
                 q = turn(norm(q, w.q_norm.weight, c.rms_norm_eps), a + i, c)
-                heads.append(torch.softmax(keys[:, g] @ q / c.head_dim**0.5, 0) @ values[:, g])
+                heads.append(torch.softmax(keys[first:end, g] @ q / c.head_dim**0.5, 0) @ values[first:end, g])
             attended.append(w.o_proj.weight @ torch.cat(heads))
         attended = convolve(layer.attention_conv, attended, inputs, 1, c)
         rows = [row + out for row, out in zip(rows, attended, strict=True)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stages.draft import published_block_formats
 from stages.draft.block_checkpoint import parse_block_config
+from stages.draft.block_config import Sight
 from stages.draft.block_draft import BlockContext, BlockDraft
 from stages.draft.published_files import PublishedDraft
 from stages.target.manifest import TargetManifest
@@ -120,6 +121,41 @@ def test_an_imported_draft_drafts_what_the_original_does(tmp_path: Path, method:
     assert found.notes == [] and found.config["dtype"] == "float32"
     assert parse_block_config(found.config) == replace(truth.config, rope=found.config["rope_parameters"])
     assert found.options == {"method": method, "block_size": truth.config.block_size}
+    check_same_drafts(truth, (tables[0], tables[1]), config, found)
+
+
+W = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 5}
+SWA = {"use_swa": True, "swa_window_size": 5, "causal": False}
+MIXED = W | {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "keys", "sights"),
+    [
+        (published_blocks.z_lab, W, [Sight(5, True)] * 2),
+        (published_blocks.z_lab, MIXED, [Sight(5, True), Sight()]),
+        (published_blocks.z_lab, MIXED | {"is_causal": True}, [Sight(5, True), Sight(None, True)]),
+        (
+            published_blocks.z_lab,
+            {"dflash_config": {"use_swa": True, "swa_window_size": 5, "causal": False}},
+            [Sight(5, False)] * 2,
+        ),
+        (published_blocks.speculators, {"transformer_layer_config": MIXED}, [Sight(5, True), Sight()]),
+        (
+            published_blocks.speculators,
+            {"transformer_layer_config": W, "sliding_window_non_causal": True},
+            [Sight(5, False)] * 2,
+        ),
+    ],
+)
+def test_layers_see_what_engines_let_them(tmp_path: Path, form: Form, keys: Config, sights: list[Sight]) -> None:
+    truth, *tables = original("dflash", sights=tuple(sights))
+    config, tensors = form(truth, LAYERS)
+    for key, value in keys.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    found = read(publish(tmp_path, config, tensors), (tables[0], tables[1]))
+    assert parse_block_config(found.config).layer_sights == tuple(sights)
+    assert [note for note in found.notes if "did not move" in note] == found.notes
     check_same_drafts(truth, (tables[0], tables[1]), config, found)
 
 
@@ -235,12 +271,11 @@ REFUSED: dict[str, tuple[str, Form, Config, Spoil, str]] = {
         "dspark", SF, {"dflash_config": {"markov_head_type": "rnn"}}, keep, "dflash_config.markov_head_type is 'rnn'"),
     "another rank": ("dspark", DEEP, {"markov_rank": 5}, keep, r"markov_w1.weight is \(23, 3\), expected \(23, 5\)"),
     # Other models
-    "causal layers": ("dflash", ZLAB, {"is_causal": True}, keep, "is_causal is True, expected False"),
-    "causal by its section": ("dflash", ZLAB, {"dflash_config": {"causal": True}}, keep, "dflash_config.causal is True"),
-    "sliding layers": (
+    "causal and not": ("dflash", ZLAB, {"is_causal": False, "dflash_config": {"causal": True}}, keep, "expected one answer"),
+    "sliding layers without a window": (
         "dflash", SP, {"transformer_layer_config": {"layer_types": ["sliding_attention", "full_attention"]}}, keep,
-        "expected full_attention in every layer: sliding layers see less"),
-    "sliding layers by default": (
+        "sliding_window None and use_sliding_window False; expected 2 of full_attention and sliding_attention"),
+    "a window of no layer": (
         "dflash", ZLAB, {"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, keep, "use_sliding_window True"),
     "DFlash called DFlash2": (
         "dflash", ZLAB, {"architectures": ["DFlash2DraftModel"]}, keep, "conv_kernel_size is None, expected a number"),

@@ -39,7 +39,7 @@ FEATURES = (1, 2, 3)  # the layers whose input the draft reads
 NUM_DRAFTS = 5
 TREES = [TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(3, 2, 6), TreeShape(5, 3, 16)]
 CUT, WIDE = TreeShape(5, 2, 4), TreeShape(2, 11, 40)  # fewer nodes than steps, and nearly every token of a level
-every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash_windows", "dflash2", "dspark"])
 
 
 @cache

@@ -24,7 +24,7 @@ VOCAB = 5  # so few tokens that random drafts are often right
 FEATURES = (1, 2, 4)  # the layers whose input the draft reads
 PROMPTS = ([1], [3, 0, 2], [2, 2, 1, 0], [0, 3])
 ANSWER_LENGTHS = (14, 1, 9, 12)  # one without a cycle
-every_method = pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+every_method = pytest.mark.parametrize("method", ["dflash", "dflash_windows", "dflash2", "dspark"])
 seeds = pytest.mark.parametrize("seed", [3, 8, 9])
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stages.draft.block_config import EVERYTHING, Sight
 from stages.draft.block_draft import build_block_mask, build_dense_attention
 from stages.families.block import objective as block_training
 from stages.training import attention_mask
@@ -10,8 +11,9 @@ from stages.training import attention_mask
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(3, is_causal=True), Sight(9)])
 @pytest.mark.parametrize("anchors", [[2], [0, 3, 40, 41, 139], [*range(60, 100)]])
-def test_flex_attention_equals_a_dense_mask(anchors: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_equals_a_dense_mask(anchors: list[int], sight: Sight, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled, as no GPU is here; its gradients, which flex attention has on a GPU alone, are compared by nobody."""
     monkeypatch.setattr(attention_mask, "FLEX_PAD_MULTIPLE", 128)
     monkeypatch.setattr(attention_mask, "_compile_static", lambda function: function)
@@ -20,8 +22,8 @@ def test_flex_attention_equals_a_dense_mask(anchors: list[int], monkeypatch: pyt
     draw = torch.Generator().manual_seed(len(anchors))
     query = torch.randn(1, len(anchors) * size, 4, 16, generator=draw)
     keys, values = torch.randn(2, 1, len(documents) + len(anchors) * size, 2, 16, generator=draw)
-    dense = build_dense_attention(build_block_mask(index, documents, size)[None])(query, keys, values)
-    flex = block_training._build_flex_attention(index, documents, size)(query, keys, values)
+    dense = build_dense_attention(build_block_mask(index, documents, size, sight)[None])(query, keys, values)
+    flex = block_training._build_flex_attention(index, documents, size, sight)(query, keys, values)
     torch.testing.assert_close(flex, dense, rtol=1e-5, atol=1e-6)
 
 

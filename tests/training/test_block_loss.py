@@ -36,7 +36,7 @@ def test_anchors_are_candidates_without_repeats() -> None:
 CASES: dict[str, tuple[dict[str, Any], BlockLossWeights]] = {
     "dflash": (METHOD_OPTIONS["dflash"], BlockLossWeights(decay=7.0)),
     "dflash2": (METHOD_OPTIONS["dflash2"], DFLASH2_OBJECTIVE),
-    "dflash_flat": (METHOD_OPTIONS["dflash"], BlockLossWeights(decay=None)),
+    "dflash_flat": (METHOD_OPTIONS["dflash_windows"], BlockLossWeights(decay=None)),
     "dflash_l1": (METHOD_OPTIONS["dflash"], BlockLossWeights(ce=0.5, l1=0.7)),
     "dspark": (METHOD_OPTIONS["dspark"], DSPARK_OBJECTIVE),
     "dspark_plain": (METHOD_OPTIONS["dspark_plain"], DSPARK_OBJECTIVE),

@@ -41,7 +41,7 @@ from stages.replay.replay import (
 )
 from stages.replay.tree_statistics import TreeCycles, describe_cycles
 from stages.trees.draft_tree import Candidates
-from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
+from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, count_logit_rows
 
 
 class AnswerPositions(NamedTuple):
@@ -121,7 +121,7 @@ def replay_block_trees(
     positions: AnswerPositions,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
-    positions_per_batch: int | None = None,  # None: as many as MAX_INTERMEDIATE_ELEMENTS allows
+    positions_per_batch: int | None = None,  # None: `count_logit_rows`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay trees over the blocks of all positions. Raises ValueError for a tree that can't be built from such blocks."""
@@ -147,9 +147,9 @@ def _expand_positions(
     tree_scoring: str,
     positions_per_batch: int | None,
 ) -> Iterator[tuple[slice, Candidates]]:
-    """Yield the candidates of batches of positions, as large as keeps their logits within MAX_INTERMEDIATE_ELEMENTS."""
+    """Yield the candidates of batches of positions (`count_logit_rows`)."""
     nodes = states.shape[1] + (topk if draft.is_conditional else 0)  # whose logits are held at once
-    size = MAX_INTERMEDIATE_ELEMENTS[states.device.type] // (nodes * draft.config.vocab_size)
+    size = count_logit_rows(draft.config.vocab_size, states.device) // nodes
     size = max(1, size if positions_per_batch is None else min(size, positions_per_batch))
     for start in range(0, max(1, len(states)), size):  # of no positions, a batch of none
         batch = slice(start, min(start + size, len(states)))

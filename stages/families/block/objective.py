@@ -17,15 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stages.draft.block_draft import (
-    PLAIN_PARTS,
-    BlockAttention,
-    BlockDraft,
-    BlockLayer,
-    LayerParts,
-    build_block_mask,
-    build_dense_attention,
-)
+from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
+from stages.draft.block_draft import PLAIN_PARTS, BlockAttention, BlockDraft, BlockLayer, LayerParts
 from stages.families.block import loss as block_loss
 from stages.families.block.loss import BlockLabels, BlockLossWeights
 from stages.params.families import BlockSegment
@@ -34,18 +27,23 @@ from stages.training.compile_on_cuda import compile_on_cuda
 from stages.training.packed_rows import LossOutput, PackedRows, PackIndex, PackRow, SupervisedPack
 
 
-def build_block_attention(anchors: Tensor, documents: Tensor, block_size: int) -> BlockAttention:
-    """Return the attention of the blocks at anchors [R] into packed documents [S], on the pack's device."""
+def build_block_attentions(c: BlockDraftConfig, anchors: Tensor, documents: Tensor) -> list[BlockAttention] | None:
+    """Return the attention of each layer for blocks at anchors [R] into packed documents [S]; None: dense masks, on a CPU."""
     if not documents.is_cuda:
-        return build_dense_attention(build_block_mask(anchors, documents, block_size)[None])
-    return _build_flex_attention(anchors, documents, block_size)
+        return None
+    built = {sight: _build_flex_attention(anchors, documents, c.block_size, sight) for sight in set(c.layer_sights)}
+    return [built[sight] for sight in c.layer_sights]
 
 
-def _build_flex_attention(anchors: Tensor, documents: Tensor, block_size: int) -> BlockAttention:
+def _build_flex_attention(
+    anchors: Tensor, documents: Tensor, block_size: int, sight: Sight = EVERYTHING
+) -> BlockAttention:
     """Return FlexAttention over [S context rows | Q block rows], padded; padding is masked out."""
     num_tokens, num_queries = len(documents), len(anchors) * block_size
     num_padded_queries, num_padded_keys = _round_up(num_queries), _round_up(num_tokens + num_queries)
-    block = torch.arange(num_queries, device=anchors.device) // block_size  # [Q]
+    index = torch.arange(num_queries, device=anchors.device)
+    block = index // block_size  # [Q]
+    position = anchors[block] + index % block_size  # [Q] in the pack
 
     def pad(x: Tensor, size: int, value: int) -> Tensor:
         return nn.functional.pad(x, (0, size - len(x)), value=value).int()
@@ -55,9 +53,16 @@ def _build_flex_attention(anchors: Tensor, documents: Tensor, block_size: int) -
     key_document = pad(documents, num_padded_keys, -1)
     key_block = pad(nn.functional.pad(block, (num_tokens, 0), value=-1), num_padded_keys, -1)
 
+    # As tensors: the compiler takes one mask for another where they differ in a number of their closures alone.
+    first = position * 0 if sight.window is None else position - sight.window + 1
+    last = position if sight.is_causal else position + block_size
+    first_seen, last_seen = pad(first, num_padded_queries, 0), pad(last, num_padded_queries, 0)
+    key_position = pad(torch.cat([torch.arange(num_tokens, device=anchors.device), position]), num_padded_keys, 0)
+
     def is_visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         in_context = (key_document[k] == query_document[q]) & (k < query_anchor[q])
-        return in_context | (key_block[k] == query_block[q])
+        is_in_sight = (key_position[k] >= first_seen[q]) & (key_position[k] <= last_seen[q])
+        return (in_context | (key_block[k] == query_block[q])) & is_in_sight
 
     mask = attention_mask.build_flex_mask(is_visible, num_padded_queries, num_padded_keys, anchors.device)
 
@@ -167,9 +172,9 @@ def compute_loss(
     divisor = (counts * _copy_weights(objective, counts.device)).sum()
     features, parts = pack.features.to(draft.fc.weight.dtype), _COMPILED_PARTS if pack.ids.is_cuda else PLAIN_PARTS
     context = draft.project_context(features[None], pack.position[None], parts)
-    attend = build_block_attention(pack.anchors, pack.row_index, draft.config.block_size)
+    attentions = build_block_attentions(draft.config, pack.anchors, pack.row_index)
     hidden = draft.forward_pack(
-        embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attend, parts
+        embedding, pack.ids, pack.position, pack.row_index, pack.anchors, context, attentions, parts
     )
     inputs = draft, hidden, pack.labels, pack.last, head, objective.loss, divisor
     found = block_loss.compute_block_loss(*inputs, watch_acceptance=False, logits_scale=objective.logits_scale)

@@ -26,7 +26,7 @@ from stages.families.block.exact_replay import AnswerPositions, compute_row_stat
 from stages.families.draft_replay import ExpectedCounts
 from stages.replay.replay import ReplayBatch
 from stages.target.token_probabilities import compute_probabilities
-from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS
+from stages.trees.expansion import count_logit_rows
 
 
 @torch.inference_mode()
@@ -75,7 +75,9 @@ def compute_target_probabilities(
     before top-p.
     """
     found = [last.new_zeros(0, dtype=torch.float64)]
-    for chunk, chunk_tokens in zip(*(x.split(_count_rows(head)) for x in (last, tokens)), strict=True):
+    for chunk, chunk_tokens in zip(
+        *(x.split(count_logit_rows(4 * len(head), head.device)) for x in (last, tokens)), strict=True
+    ):
         logits, token_column = chunk @ head.T, chunk_tokens[:, None]
         probabilities = compute_probabilities(logits, temperature, top_p).gather(1, token_column)[:, 0]
         uncut = compute_probabilities(logits, temperature).gather(1, token_column)[:, 0]
@@ -94,7 +96,7 @@ def compute_draft_probabilities(
     labels = positions.following.clamp(min=0)
     previous = torch.cat([positions.anchor_tokens[:, None], labels[:, :-1]], 1)
     found = [states.new_zeros(0, states.shape[1], dtype=torch.float64)]
-    size = max(1, _count_rows(head) // states.shape[1])
+    size = max(1, count_logit_rows(4 * len(head), head.device) // states.shape[1])
     for chunk, tokens_before, next_tokens in zip(*(x.split(size) for x in (states, previous, labels)), strict=True):
         probabilities = compute_probabilities(draft.compute_logits(chunk, tokens_before, head), temperature)
         found.append(probabilities.gather(2, next_tokens[..., None])[..., 0].double())
@@ -136,8 +138,3 @@ def walk_expected_cycles(acceptance: Tensor, counts: Tensor) -> ExpectedCounts:
         cycles += position_visits
         reaching += position_visits[..., None] * tail_probabilities[..., 1:-1]
     return ExpectedCounts(reaching.sum(-1), cycles, reaching)
-
-
-def _count_rows(head: Tensor) -> int:
-    """Return of how many rows the logits, and what is sorted beside them, stay within MAX_INTERMEDIATE_ELEMENTS."""
-    return max(1, MAX_INTERMEDIATE_ELEMENTS[head.device.type] // (4 * len(head)))

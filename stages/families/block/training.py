@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
-from stages.draft.block_config import BlockDraftConfig
+from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3_config import DraftConfig
 from stages.draft.mask_token import choose_mask_token
@@ -94,10 +94,17 @@ def choose_sizes(
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
         feature_layers=tuple(segment.feature_layers or choose_block_feature_layers(*stored)),
+        sights=_choose_sights(segment),
         markov_rank=segment.markov_rank if isinstance(segment, DsparkSegment) else 0,
         confidence_head=isinstance(segment, DsparkSegment),
         **({key: getattr(segment, key) for key in DFLASH2_SIZES} if isinstance(segment, Dflash2Segment) else {}),
     )
+
+
+def _choose_sights(segment: BlockSegment) -> tuple[Sight, ...]:
+    window, is_causal = segment.sliding_window, segment.is_causal
+    sight = Sight(window, window is not None if is_causal is None else is_causal)
+    return () if sight == EVERYTHING else (sight,) * segment.layers
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
