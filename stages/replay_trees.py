@@ -9,7 +9,7 @@ more with sampled drafts, which are verified by the ratio of both probabilities 
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from stages.cells import interval, replay_records
 from stages.cells.record import DraftSampling
-from stages.cells.replay_records import ReplayedTree, TreeBucket
+from stages.cells.replay_records import ReplayedTree, SourceTau, TreeBucket
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
@@ -37,7 +37,7 @@ from stages.telemetry.run_stage import run_stage
 from stages.trees import accept_length
 from stages.trees.draft_tree import check_tree
 
-HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
+HIDDENS, SAMPLED, FIXED_EVAL = Path("data/hiddens"), Path("data/sampled"), Path("data/fixed/eval.parquet")
 SPLITS = ("eval", "eval_t")
 
 
@@ -58,10 +58,11 @@ class AnswerSplit:
 
 @dataclass(frozen=True)
 class TreeTraces:
-    """Statistics of the cycles of some trees."""
+    """What is known of the answers at temperature 0 beside the trees' taus: statistics of the cycles of some, taus by source."""
 
     statistics: dict[TreeShape, tree_statistics.TreeStatistics]
     tokenizer: Any
+    sources: list[SourceTau] = field(default_factory=list)  # of all trees
 
     def list_buckets(self, checkpoint: str) -> list[TreeBucket]:
         return [
@@ -119,6 +120,7 @@ def main(name: str) -> None:
     tables += [_build_sampled_rows(name, replayed, answers, settings) for answers in splits if answers.temperature]
     ReplayedTree.write_csv(replay_records.locate_replay(name), [row for table in tables for row in table])
     TreeBucket.write_csv(replay_records.locate_tree_statistics(name), traces.list_buckets(name))
+    SourceTau.write_csv(replay_records.locate_source_taus(name), traces.sources)
     best = max(tables[0], key=lambda tree: tree.tau)
     sets = " and ".join(f"{answers.num_answers} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
@@ -182,6 +184,8 @@ def _build_replay_rows(
     names = [interval.get_conversation(row.id) for row in rows]
     sums = interval.sum_by_cluster(names, counts.accepted), interval.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
+    if traces:
+        traces.sources.extend(_build_source_rows(grid, names, counts))
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[ReplayedTree] = []
@@ -201,6 +205,30 @@ def _build_replay_rows(
                 draft_sampling="greedy",
             )
         )
+    return found
+
+
+def _build_source_rows(grid: list[TreeShape], names: list[str], counts: ReplayCounts) -> list[SourceTau]:
+    """Return the tau of each tree on the answers to each file's questions; `names` are the rows' conversations.
+
+    None where the stage runs without the graph, on answers whose questions are not here.
+    """
+    if not FIXED_EVAL.exists():
+        return []
+    fixed = conversations.read_table(FIXED_EVAL, conversations.FIXED_SCHEMA, "fix_data")
+    files = dict(fixed.select("id", "source").iter_rows())
+    of_row = np.array([files[name] for name in names])
+    found: list[SourceTau] = []
+    for source in sorted(set(files.values()) & set(of_row.tolist())):
+        rows = np.flatnonzero(of_row == source)
+        own = [names[row] for row in rows]
+        accepted, cycles = counts.accepted[rows, : len(grid)], counts.cycles[rows, : len(grid)]
+        sums = interval.sum_by_cluster(own, accepted), interval.sum_by_cluster(own, cycles)
+        intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in grid])
+        for g, (tree, ends) in enumerate(zip(grid, intervals, strict=True)):
+            tau, (low, high) = accept_length.compute_tau(accepted[:, g], cycles[:, g]), ends or (None, None)
+            counted = {"answers": len(rows), "cycles": int(cycles[:, g].sum())}
+            found.append(SourceTau(source=source, tree=tree.name, tau=tau, tau_low=low, tau_high=high, **counted))
     return found
 
 

@@ -130,6 +130,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             replayed,
             families,
             reports["sample_target"].get("warnings", ()),
+            {name: replay_records.read_source_taus(name) for name in replayed},
         ),
     )
 

@@ -68,6 +68,9 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             conversations.write_table(
                 Path("data/sampled") / split / conversations.name_shard(0), table, conversations.SAMPLED_SCHEMA
             )
+        fixed = [{"id": f"row{n}", "source": f"{n % 2}.jsonl", "verdict": "clean"} for n in range(PROMPTS)]
+        table = pl.DataFrame(fixed, schema=conversations.FIXED_SCHEMA)
+        conversations.write_table(Path("data/fixed/eval.parquet"), table, conversations.FIXED_SCHEMA)
         extract_hiddens.main()
         for workload in p.benchmark.torch_workloads:
             prepare_prompts.main(workload)
@@ -103,6 +106,16 @@ def project(shared_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def table() -> list[dict[str, str]]:
     with replay_records.locate_replay("e003").open() as file:
         return list(csv.DictReader(file))
+
+
+def test_taus_by_source_add_up(project: Path) -> None:
+    replay_trees.main("e003")
+    sources = replay_records.read_source_taus("e003")
+    for tree in replay_records.select_temperature(replay_records.read_replay("e003"), 0):
+        parts = [source for source in sources if source.tree == tree.shape.name]
+        assert [part.source for part in parts] == ["0.jsonl", "1.jsonl"] and parts[0].tau != parts[1].tau
+        assert sum(part.cycles for part in parts) == tree.cycles and sum(part.answers for part in parts) == PROMPTS
+        assert sum((part.tau - 1) * part.cycles for part in parts) == pytest.approx(tree.accepted)
 
 
 def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_as_integers(project: Path) -> None:

@@ -43,6 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "dspark": {
         "method": "dspark", "layers": 1, "block_size": 3, "anchors": 6, "markov_rank": 8, "feature_layers": [1, 3], "decay": 2.0,
+        "sliding_window": 8,
     },
 }  # fmt: skip
 CHECKPOINTS = {

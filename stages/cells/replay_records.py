@@ -2,7 +2,8 @@
 
 `results/replay/<checkpoint>.csv`: a row for each tree on the target's answers at temperature 0, then a row for each tree on
 answers sampled above it, and there one more for each chain of a block draft, with sampled drafts. `<checkpoint>.inside.csv`:
-statistics of the cycles of some trees at temperature 0, a row a bucket.
+statistics of the cycles of some trees at temperature 0, a row a bucket. `<checkpoint>.sources.csv`: each tree at temperature 0 on
+the questions of each file of fix_data.raw.
 """
 
 from collections.abc import Iterable
@@ -78,6 +79,18 @@ class TreeBucket(Record):
     accepted: int
 
 
+class SourceTau(Record):
+    """A tree on the eval answers, at temperature 0, to the questions of one file of fix_data.raw."""
+
+    source: str
+    answers: int
+    tree: str
+    cycles: int
+    tau: float
+    tau_low: float | None  # None if one conversation was replayed, as `tau_high`
+    tau_high: float | None
+
+
 def locate_replay(checkpoint: str) -> Path:
     return REPLAY_FOLDER / f"{checkpoint}.csv"
 
@@ -122,3 +135,12 @@ def locate_tree_statistics(checkpoint: str) -> Path:
 def read_tree_statistics(checkpoint: str) -> list[TreeBucket]:
     """Return every bucket; none if no tree was traced. Raises ValueError as `read_replay`."""
     return TreeBucket.read_csv(locate_tree_statistics(checkpoint), f"replay_trees@{checkpoint}")
+
+
+def locate_source_taus(checkpoint: str) -> Path:
+    return REPLAY_FOLDER / f"{checkpoint}.sources.csv"
+
+
+def read_source_taus(checkpoint: str) -> list[SourceTau]:
+    """Return every tree on every source. Raises ValueError as `read_replay`."""
+    return SourceTau.read_csv(locate_source_taus(checkpoint), f"replay_trees@{checkpoint}")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
-from stages.cells.replay_records import ReplayedTree
+from stages.cells.replay_records import ReplayedTree, SourceTau
 from stages.cells.table import ResultRow
 from stages.params.tree_shape import TreeShape
 from stages.params.units import list_first
@@ -75,12 +75,25 @@ class VerdictLine:
     advice: str  # "Launch t8_2_16 with e009", "Do not speculate"
     evidence: str
     detail: str  # further evidence, or what to run
-    checkpoint: str  # of the tree that it is about
+    chosen: SpeedupEvidence  # the tree that it is about
 
     @property
     def group(self) -> tuple[str, str, str]:
         """Return what lines that are told as one share."""
         return self.kind, self.advice, self.conditions.workload_suffix
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """The headline's tree on the questions of one file of fix_data.raw: its replayed tau, and the speedup that this gives."""
+
+    tau: SourceTau
+    speedup: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        return f"{self.tau.source} ({self.speedup:.2f}x, tau {self.tau.tau:.2f})"
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class Verdict:
     remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
+    sources: tuple["SourceLine", ...] = ()  # of the headline's tree
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
@@ -115,8 +129,9 @@ def build_verdict(
     replays: Mapping[str, list[ReplayedTree]],
     families: Families,
     sample_warnings: Sequence[str] = (),
+    source_taus: Mapping[str, list[SourceTau]] | None = None,
 ) -> Verdict:
-    """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of.
+    """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of; `source_taus` by checkpoint.
 
     `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these. Trees
     that no serving engine runs (DraftKind.is_served) are never advised.
@@ -138,6 +153,7 @@ def build_verdict(
         texts.append(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
+    sources = _judge_sources(lines[0], replayable, replays, source_taus or {}) if lines else ()
     if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
@@ -147,11 +163,17 @@ def build_verdict(
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_TIMED,
-        details=(*texts[1:], *_describe_torch_only(left_out, judged, guesses, replayable), *refused),
+        details=(
+            *_describe_sources(lines[:1], sources),
+            *texts[1:],
+            *_describe_torch_only(left_out, judged, guesses, replayable),
+            *refused,
+        ),
         warnings=(*sample_warnings, *_warn_of_measured(rows), *_warn_of_replays(replays)),
         remarks=tuple(remarks),
         doubted=doubted,
-        checkpoint=lines[0].checkpoint if lines else None,
+        checkpoint=lines[0].chosen.checkpoint if lines else None,
+        sources=sources,
     )
 
 
@@ -226,15 +248,13 @@ def judge_load(
     how, next_step = "measured" if chosen.stage else "predicted", _describe_guess(conditions, guess, chosen, measured)
     text = f"the best {how}, {best.name}, is {best}"
     if faster:
-        return VerdictLine(
-            conditions, "launch", f"Launch {chosen.name}", f"{how} {chosen}", next_step, chosen.checkpoint
-        )
+        return VerdictLine(conditions, "launch", f"Launch {chosen.name}", f"{how} {chosen}", next_step, chosen)
     if all(tree.low is None for tree in known) or (best.speedup <= 1 and best.low is None):
         advice = next_step or "ask more prompts, or take three repeats"
-        return VerdictLine(conditions, "unknown", "No speedup is sure", text, advice, best.checkpoint)
+        return VerdictLine(conditions, "unknown", "No speedup is sure", text, advice, best)
     if (best.speedup <= 1 and best.is_clear) or all(tree.high is not None and tree.high < 1 for tree in known):
-        return VerdictLine(conditions, "plain", "Do not speculate", text, next_step, best.checkpoint)
-    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best), best.checkpoint)
+        return VerdictLine(conditions, "plain", "Do not speculate", text, next_step, best)
+    return VerdictLine(conditions, "noisy", NOISY, text, _advise_rerun(conditions, best), best)
 
 
 def _describe_guess(
@@ -261,7 +281,41 @@ def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
     return f"dvc repro -fs {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
 
 
+def _judge_sources(
+    line: VerdictLine,
+    replayable: Collection[str],
+    replays: Mapping[str, list[ReplayedTree]],
+    source_taus: Mapping[str, list[SourceTau]],
+) -> tuple[SourceLine, ...]:
+    """Return the line's tree by source, the slowest first; none where there is one source, or the load is of other prompts.
+
+    A cycle costs the same on all questions, so the speedup goes with tau.
+    """
+    chosen, workload = line.chosen, line.conditions.workload
+    tau = next(
+        (t.tau for t in replays.get(chosen.checkpoint, ()) if not t.temperature and t.shape.name == chosen.tree), None
+    )
+    found = [row for row in source_taus.get(chosen.checkpoint, ()) if row.tree == chosen.tree]
+    if tau is None or len(found) < 2 or line.conditions.temperature or not (workload is None or workload in replayable):
+        return ()
+    one = chosen.speedup / tau
+    ends = [[None if end is None else end * one for end in (row.tau_low, row.tau_high)] for row in found]
+    judged = [SourceLine(row, row.tau * one, *pair) for row, pair in zip(found, ends, strict=True)]
+    return tuple(sorted(judged, key=lambda source: source.speedup))
+
+
 # Words
+
+
+def _describe_sources(lines: list[VerdictLine], sources: Sequence[SourceLine]) -> list[str]:
+    """Return where the advised tree loses, or an unadvised one would pay: a mean over sources hides either."""
+    if not sources:
+        return []
+    if lines[0].kind == "launch":
+        losing = [str(source) for source in sources if source.high is not None and source.high < 1]
+        return [f"It loses on {list_first(losing, MAX_NAMES)}: do not launch it for such questions"] if losing else []
+    paying = [str(source) for source in reversed(sources) if source.low is not None and source.low > 1]
+    return [f"It would pay on {list_first(paying, MAX_NAMES)} alone"] if paying else []
 
 
 def _format_group(group: list[VerdictLine], names_workload: bool) -> str:
