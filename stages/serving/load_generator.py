@@ -27,6 +27,7 @@ from stages.serving.spec_counters import AcceptanceCounts, CounterReader, VllmCo
 from stages.serving.sse import AnswerStream
 
 FLUSH_TIMEOUT_S = 30  # until a server is idle, so that it may drop its cache
+ENDING_CHECKS, ENDING_PAUSE_S = 6, 0.5  # of a server that fails the whole warm-up
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ async def run_load(
         warmed = await LoadGenerator(http, url, engine, check).send(warmup, Arrivals(math.inf, arrivals.concurrency, 0))
         failed = [r for r in warmed if r.failure_reason]
         if failed and len(failed) == len(warmed):
+            for _ in range(ENDING_CHECKS):  # a server that aborts answers until its last words are in its log
+                await asyncio.to_thread(check)
+                await asyncio.sleep(ENDING_PAUSE_S)
             raise ValueError(
                 f"{url} failed all {len(failed)} requests of the warm-up, the first: {failed[0].failure_message}"
             )
