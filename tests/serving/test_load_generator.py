@@ -140,6 +140,18 @@ def test_what_concerns_every_request_ends_the_load(status: int) -> None:
     assert len(fake.bodies) <= 3
 
 
+def test_a_server_that_ends_in_the_warm_up_says_so_itself() -> None:
+    """Bug: llama-server aborted at its first request, and all that was told was a payload that is not complete."""
+    checks = iter([None, ValueError("the llama.cpp server ended with status 134; its log")])
+
+    def check() -> None:
+        if error := next(checks):
+            raise error
+
+    with Fake(lambda *_: 500) as fake, pytest.raises(ValueError, match="ended with status 134; its log"):
+        run_load(fake.url, make_requests(5), warmup=make_requests(2), check=check)
+
+
 def test_a_load_stops_where_the_whole_warm_up_fails() -> None:
     with (
         Fake(lambda *_: 500) as fake,
