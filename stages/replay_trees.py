@@ -58,7 +58,7 @@ class AnswerSplit:
 
 @dataclass(frozen=True)
 class TreeTraces:
-    """What is known of the answers at temperature 0 beside the trees' taus: statistics of the cycles of some, taus by source."""
+    """Statistics of the cycles of some trees, and the taus of all by source, of answers at temperature 0."""
 
     statistics: dict[TreeShape, tree_statistics.TreeStatistics]
     tokenizer: Any

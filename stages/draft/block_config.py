@@ -7,7 +7,7 @@ from stages.params.families import BLOCKS, DFLASH2_SIZES
 
 
 class Sight(NamedTuple):
-    """What a slot sees in a layer, of its context and its block."""
+    """The part of its context and its block that a slot sees in a layer."""
 
     window: int | None = None  # positions up to its own, itself counted; None: all of its document
     is_causal: bool = False  # no later slots of its block
