@@ -106,6 +106,9 @@ def draw_tree_speedups(axes: Any, lines: list[TreeLine], rows: list[ResultRow]) 
         point = _make_speedup_point(x, shape, row.speedup, row.speedup_low, row.speedup_high, how)
         plot_points.append(replace(point, name=shape.name[1:]))
     axes.set(xlabel="num_draft_tokens, verified in a cycle", ylabel="speedup over plain decoding")
+    left, right = axes.get_xlim()
+    if right - left < 1:  # trees of one size: the axis has room for their names
+        axes.set_xlim(left - 2, right + 2)
     return plot_points
 
 
