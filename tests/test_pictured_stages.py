@@ -312,6 +312,32 @@ def test_a_draft_is_trained_replayed_and_decoded(
     assert {stage for stage, saw in SAW.items() if saw} == {"extract_hiddens", "benchmark", "benchmark_served"}
 
 
+def test_a_block_draft_is_trained_replayed_and_decoded(
+    project: Path, sampled_project: Path, extracted_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its positions have one axis: they count tokens, those of pictures too."""
+    monkeypatch.chdir(project)
+    (project / "data/hiddens").mkdir()
+    for split, learned in {"train": "eval", "eval": "eval", "eval_t": "eval_t"}.items():  # else it learns noise
+        (project / "data/hiddens" / split).symlink_to(sampled_project / "data/hiddens" / learned)
+    block = {"from": "e000", "epochs": 40, "method": "dflash", "layers": 1, "block_size": 4, "anchors": 16}
+    edit_params(project, {
+        "train_draft": {"learning_rate": 0.01, "checkpoints": {"e003": {"from": "e000", "epochs": 3}, "f003": block}},
+        "replay_trees": {"checkpoints": ["f003"]}, "benchmark": {"checkpoints": ["f003"]},
+    })  # fmt: skip
+    for stage in (init_draft, check_overfit):
+        stage.main()
+    train_draft.main("f003")
+    assert "mrope_section" not in json.loads(Path("drafts/f003/draft/config.json").read_text())["rope_parameters"]
+    replay_trees.main("f003")
+    prepare_prompts.main("eval")
+    benchmark.main("eval", "f003", "t3_1_4")
+    line = read_line("eval", "f003", "t3_1_4")
+    (known,) = pl.read_csv("results/replay/f003.csv").filter(num_steps=3, topk=1, num_draft_tokens=4).to_dicts()
+    assert known["accepted"] == sum(r.accepted for r in line.point.requests) > 0 and line.row.identical_share == 1.0
+    assert known["cycles"] == sum(r.cycles for r in line.point.requests)
+
+
 def test_online_the_trainer_shows_the_pictures_itself(
     project: Path, sampled_project: Path, extracted_files: dict[str, bytes]
 ) -> None:

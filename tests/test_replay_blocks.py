@@ -3,7 +3,6 @@
 The target and its answers are those of test_replay_trees: nine tokens, so that random drafts are often right.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,15 +261,6 @@ def refused() -> str:
         replay_trees.main(NAME)
     assert not replay_records.locate_replay(NAME).exists()
     return str(error.value)
-
-
-def test_a_multimodal_target(project: Path) -> None:  # noqa: F811
-    write_block("dflash")
-    path = Path("artifacts/target/target.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"modality": "image"}))
-    message = refused()
-    assert message.startswith("the draft is a block draft (dflash) and tiny a multimodal target")
-    assert "mrope_section" in message and message.endswith("take an EAGLE-3 checkpoint, or a text target")
 
 
 def test_a_topk_beyond_the_candidates_of_a_selector(project: Path) -> None:  # noqa: F811

@@ -72,8 +72,7 @@ class BlockDraftConfig:
             )
         if sections := self.rope.get("mrope_section"):
             raise ValueError(
-                f"rope: mrope_section is {sections}, expected RoPE on one axis, which is all that block drafts have here: take a "
-                "text target"
+                f"rope: mrope_section is {sections}, expected RoPE on one axis, which is all that block drafts have in engines"
             )
         layers = list(self.feature_layers)
         if not layers or layers[0] < 1 or layers != sorted(set(layers)):

@@ -5,7 +5,8 @@ the same layers with another label of each slot and other heads. Tensor names an
 `DFlash2DraftModel` and `Qwen3DSparkModel` and vLLM load them.
 
 A block starts at an **anchor**, the last verified token, at position a. Its rows are the target's embedding of the anchor and
-of the mask token; slot i has rotary position a + i. Per layer:
+of the mask token; slot i has rotary position a + i. Positions count tokens, those of images too, on one axis, also of a target
+whose own have three (mrope): engines give block drafts no others. Per layer:
 
     c   = hidden_norm(fc(features))                                       once per context token, for all layers
     x   = input_layernorm(h)                                              block rows only
@@ -320,9 +321,8 @@ class BlockDraft(RotaryModule):
             attentions = build_attentions(
                 self.config, lambda sight: build_block_mask(anchors, documents, self.config.block_size, sight)[None]
             )
-        return self.forward_blocks(embedding, ids[anchors][None], positions[anchors][None], context, attentions, parts)[
-            0
-        ]
+        rows = ids[anchors][None], positions[anchors][None]
+        return self.forward_blocks(embedding, *rows, context, attentions, parts)[0]
 
     def forward_cached(
         self, embedding: Tensor, anchor_tokens: Tensor, lengths: Tensor, context: BlockContext

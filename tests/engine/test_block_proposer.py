@@ -1,7 +1,6 @@
 """Block drafts in the engine: the answers of plain decoding, and the accept lengths of replay, alone and together."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
 from tests.engine import test_decode
 from tests.engine.test_batch_decode import make_requests, search_greedily, steps
 from tests.engine.test_decode import FakeCudaGraphs, FakeReadback, sample_by_transformers
-from tests.target.multimodal_documents import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -255,11 +253,3 @@ def test_a_captured_proposal_reads_nothing_on_the_host(
     steps(build_engine(draft("random", method)).decode_batch(make_requests(), 3, tree), len(make_requests()))
     assert {"index_put_", "mm"} <= noted.names, noted.names
     assert not noted.names & {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
-
-
-def test_a_multimodal_target_is_refused(tmp_path: Path) -> None:
-    model = load(tmp_path, "qwen3 vl")
-    vocab_size, hidden_size = model.get_input_embeddings().weight.shape
-    made = make("dflash", vocab_size=vocab_size, hidden_size=hidden_size)
-    with pytest.raises(ValueError, match=r"a block draft \(dflash\) and the target multimodal, expected a text target"):
-        engines.build_engine(model, [END], list(FEATURES), made)

@@ -25,7 +25,6 @@ from stages.families.block.expansion import check_block_tree
 from stages.families.block.kernels import FusedBlockExpansion
 from stages.families.family import LoadedDraft
 from stages.params.tree_shape import TreeShape
-from stages.target.multimodal import is_multimodal
 from stages.target.token_probabilities import compute_probabilities
 from stages.trees import draft_tree as trees
 
@@ -62,11 +61,6 @@ class BlockDrafter(Drafter):
                 f"the block draft reads feature layers {list(config.feature_layers)} of the target, expected these to be "
                 f"captured, and ids below {num_blocks}, its blocks; found {list(self.feature_layers)}; take a draft that was "
                 "trained for this target"
-            )
-        if is_multimodal(model):
-            raise ValueError(
-                f"the draft is a block draft ({config.method}) and the target multimodal, expected a text target: its rotary "
-                "positions have three axes, those of block drafts one; take an EAGLE-3 checkpoint, or a text target"
             )
 
     def build_method(self, shape: TreeShape, draft_temperature: float | None = None) -> "BlockMethod":

@@ -20,7 +20,7 @@ from stages.target.manifest import TargetManifest
 
 @dataclass
 class BlockReplay(DraftReplay):
-    """A block draft, of a text target."""
+    """A block draft."""
 
     draft: BlockDraft
     embedding: Tensor  # [V, H] the target's
@@ -55,12 +55,5 @@ class BlockReplay(DraftReplay):
 def build_replay(
     draft: LoadedDraft, embedding: Tensor, head: Tensor, target: TargetManifest, tree_scoring: str
 ) -> DraftReplay:
-    """Raises ValueError for a multimodal target, whose rotary positions have three axes (mrope)."""
     assert isinstance(draft.module, BlockDraft)
-    if target.modality != "text":
-        raise ValueError(
-            f"the draft is a block draft ({draft.family.name}) and {target.model} a multimodal target (modality "
-            f"{target.modality}), expected a text target: its rotary positions have three axes (mrope_section), those of block "
-            "drafts one; take an EAGLE-3 checkpoint, or a text target"
-        )
     return BlockReplay(draft.module, embedding, head, tree_scoring, target.logits_scale)

@@ -89,7 +89,7 @@ def choose_sizes(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_hidden_layers=segment.layers,
-        rope=root.rope,
+        rope={key: value for key, value in root.rope.items() if not key.startswith("mrope")},
         method=segment.method,
         block_size=segment.block_size,
         mask_token_id=mask_token_id,
