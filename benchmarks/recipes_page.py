@@ -40,6 +40,7 @@ The block `recipe` describes what is reproduced (`stages/params/recipe.py`):
 | `pins` | engines and packages, with the version to reproduce with |
 | `substitutes` | what replaces a target, a draft or data that is not available; such numbers are never compared |
 | `notes` | other differences |
+| `where_installed` | by engine, keys for machines that have it |
 | `train_rows`, `row_tokens` | for the estimate: training rows where `sample_target.train_rows` is null, mean tokens of a row |
 | `tolerance` | for a metric, the relative difference that two correct runs may have |
 | `beside` | rows of `published/`, the cells to compare them with, assumptions for unstated settings, and which of our measures has their definition |
