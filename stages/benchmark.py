@@ -18,7 +18,17 @@ import time
 import torch
 
 from stages.cells import cell, metrics, points, stopping
-from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell, DraftSize, LoadPoint, Memory, StoppingRecord
+from stages.cells.cell import (
+    PLAIN,
+    SPECULATIVE,
+    TORCH_ENGINE,
+    UNSUPPORTED,
+    Cell,
+    DraftSize,
+    LoadPoint,
+    Memory,
+    StoppingRecord,
+)
 from stages.cells.points import RepeatRecords
 from stages.cells.record import name_draft_sampling
 from stages.cells.stopping import RepeatRule
@@ -26,7 +36,7 @@ from stages.engine.device_placement import measure_remaining_memory
 from stages.engine.memory_estimate import MemoryEstimate
 from stages.grading import grade
 from stages.measuring import torch_context, torch_loads
-from stages.measuring.torch_context import PLAIN, SPECULATIVE, TorchCellContext
+from stages.measuring.torch_context import TorchCellContext
 from stages.params import schema, stage_inputs
 from stages.params.section import get_named
 from stages.params.tree_shape import Load, parse_shape

@@ -7,7 +7,8 @@ removed from params.yaml stay on disk.
 """
 
 import platform
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Self
@@ -22,6 +23,7 @@ from stages.serving.latency import LoadSummary
 
 CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
+PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 TORCH_ENGINE = "torch"
 RAN, UNSUPPORTED = "ran", "unsupported"
 
@@ -273,4 +275,9 @@ def describe_hardware(device: str, num_threads: int, num_gpus_total: int = 1) ->
 
 
 def list_versions(*packages: str) -> dict[str, str]:
-    return {package: version(package) for package in packages}
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -12,13 +12,12 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from stages.cells import interval, replay_records
-from stages.cells.cell import RAN, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
+from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
 from stages.cells.prediction import PredictedSpeedup
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import Load, TreeShape, parse_shape
 
-SPECULATIVE, PLAIN = "speculative", "plain"
 MEASURED, REPLAYED = "measured", "replayed"
 REPLAY_TOLERANCE = 0.1  # of tau, served against replayed
 Number = float | None

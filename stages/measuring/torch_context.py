@@ -22,8 +22,6 @@ from stages.runtime import distributed
 from stages.target import chat_template, head_check, loading, manifest, vision
 from stages.target.vision import ImagePatches
 
-PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
-
 
 @dataclass(frozen=True)
 class TorchCellContext:

@@ -10,9 +10,10 @@ from functools import partial
 
 import torch
 
+from stages.cells.cell import PLAIN, SPECULATIVE
 from stages.engine.decode_state import DecodeRequest, DecodeStep
 from stages.measuring import torch_context
-from stages.measuring.torch_context import PLAIN, SPECULATIVE, QuestionTurn, TorchCellContext
+from stages.measuring.torch_context import QuestionTurn, TorchCellContext
 from stages.params.tree_shape import Load
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt

@@ -1,7 +1,7 @@
 """The sections of benchmark cells: workloads, and the engines that run them (benchmark, benchmark_served)."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
 
@@ -95,11 +95,6 @@ class Workload(Section):
         if self.stop is not None and self.stop <= self.start:
             raise ValueError(f"stop is {self.stop}, expected more than start, {self.start}; no prompt is between")
         return self
-
-    def list_settings(self) -> dict[str, Any]:
-        """Return the settings under the names that fingerprints hash: `begin` for `start`, so that old cells stay valid."""
-        old_names = {"start": "begin", "stop": "end"}
-        return {old_names.get(key, key): value for key, value in self.model_dump().items()}
 
     @property
     def fewest_repeats(self) -> int:

@@ -6,10 +6,9 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from stages.cells.cell import TORCH_ENGINE, Cell, Hardware
+from stages.cells.cell import TORCH_ENGINE, Cell, Hardware, list_versions
 from stages.reporting.inputs import ReportInputs, ReportSettings
 from stages.telemetry.stage_log import StageRun
 
@@ -52,7 +51,7 @@ def build_provenance(settings: ReportSettings, found: ReportInputs, tables: Iter
         seeds=sorted({cell.seed for cell in found.cells}),
         digest=settings.params_digest,
         commit=read_commit(),
-        versions=list_installed_versions("aerie", "matplotlib", "jinja2"),
+        versions=list_versions("aerie", "matplotlib", "jinja2"),
         target=next((cost.target for cost in found.predicted.costs if cost.target), None),
         weights={name: report.weights for name, report in found.checkpoints.items()},
         tables={str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in tables},
@@ -78,17 +77,6 @@ def _run_git(*arguments: str) -> str | None:
     except OSError:
         return None
     return None if done.returncode else done.stdout
-
-
-def list_installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            pass
-    return found
 
 
 # Seconds and joules

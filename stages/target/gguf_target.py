@@ -8,15 +8,16 @@ llama.cpp, and not as the original weights: so target.json and the report say wh
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import transformers
-from gguf import GGUFReader
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 try:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 except ImportError:  # before 5.20
@@ -39,6 +40,8 @@ def write_gguf_target(file: Path, folder: Path) -> str:
 
     Raises ValueError where transformers can't read the file, as of an architecture that its loader does not know.
     """
+    from gguf import GGUFReader
+
     logging.disable_progress_bar()  # one step per tensor
     options = {}
     if packed := getattr(transformers, "GgufConfig", None):  # from 5.20 on weights stay packed unless asked otherwise
@@ -57,7 +60,7 @@ def write_gguf_target(file: Path, folder: Path) -> str:
     return f"dequantised from {', '.join(_list_types(reader))}"
 
 
-def _set_split(file: Path, reader: GGUFReader, tokenizer: PreTrainedTokenizerBase) -> None:
+def _set_split(file: Path, reader: "GGUFReader", tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a byte-level tokenizer split text as the file says, before it merges.
 
     transformers knows some of llama.cpp's names for it and takes GPT-2's split for all others, by which SmolLM2 had other
@@ -82,7 +85,7 @@ def _set_split(file: Path, reader: GGUFReader, tokenizer: PreTrainedTokenizerBas
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
-def _list_types(reader: GGUFReader) -> list[str]:
+def _list_types(reader: "GGUFReader") -> list[str]:
     """Return the types of the file's weights, as Q4_1, by their share."""
     sizes = Counter[str]()
     for tensor in reader.tensors:

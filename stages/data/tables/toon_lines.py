@@ -68,12 +68,6 @@ class Header:
         """Return the number of cells of a row: of `id,name,at{x,y}` 4, since a group is its inner fields."""
         return len(split_cells(self.fields or "", self.field_delimiter))
 
-    @cached_property
-    def leaf_names(self) -> list[str]:
-        """Return the innermost names, without quotes; of `id,at{x,y}` id, x, y."""
-        names = split_cells(self.fields or "", self.field_delimiter)
-        return [name.rpartition("{")[2].rstrip("} ").strip().strip('"') for name in names]
-
     def declare(self, count: int | None = None, delimiter: str | None = None) -> "Header":
         """Return the header with another count or delimiter."""
         delimiter = self.delimiter if delimiter is None else delimiter
