@@ -27,7 +27,7 @@ METHOD_OPTIONS: dict[str, dict[str, Any]] = {
         "method": "dflash2", "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 4,
     },
     "dspark": {"method": "dspark", "markov_rank": 3, "confidence_head": True},
-    "dflash_windows": {"sights": (Sight(3, is_causal=True), EVERYTHING)},  # one shorter than a block
+    "dflash_windows": {"sights": (Sight(2, is_causal=True), EVERYTHING)},  # one shorter than a block
     "dflash_causal": {"sights": (Sight(5, is_causal=True),) * 2},
     "dspark_plain": {
         "method": "dspark", "markov_rank": 3, "confidence_head": True, "confidence_head_with_markov": False,
