@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import transformers
-from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ try:
 except ImportError:  # before 5.20
     GGUF_PRE_TOKENIZER_SPLITS = {}
 
-# llama.cpp's names of splits (llama-vocab.cpp): as GPT-2's, and those that part digits first
+METASPACE = "\u2581"  # SentencePiece's blank
+# llama.cpp's names of splits (llama-vocab.cpp): as GPT-2's, those that part digits first, and those of tokens that are words
 GPT2_SPLITS = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "a.x-4.0", "mellum"}
 DIGIT_SPLITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"}
+WHOLE_WORD_SPLITS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 T = TypeVar("T")
 LEAST_SHARE = 0.01  # of the weights, for a type to be named: norms are F32 in every file
 
@@ -48,7 +50,7 @@ def write_gguf_target(file: Path, folder: Path) -> str:
         options["quantization_config"] = packed(dequantize=True)
     reader = _explain_failure(file, lambda: GGUFReader(file))
     tokenizer = _explain_failure(file, lambda: AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name))
-    _set_split(file, reader, tokenizer)
+    _correct_tokenizer(file, reader, tokenizer.backend_tokenizer)
     model = _explain_failure(
         file,
         lambda: AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options),
@@ -60,18 +62,26 @@ def write_gguf_target(file: Path, folder: Path) -> str:
     return f"dequantised from {', '.join(_list_types(reader))}"
 
 
-def _set_split(file: Path, reader: "GGUFReader", tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a byte-level tokenizer split text as the file says, before it merges.
+def _correct_tokenizer(file: Path, reader: "GGUFReader", tokenizer: Tokenizer) -> None:
+    """Correct what transformers 5.23 makes of the file's tokenizer, so that texts have the tokens that the model was trained on.
 
-    transformers knows some of llama.cpp's names for it and takes GPT-2's split for all others, by which SmolLM2 had other
-    tokens than it was trained on in 1% of GSM8K's questions: "  3" as two blanks and a digit.
+    SentencePiece: a text has a blank before it, also where it begins with one. Byte-level: text is split before tokens are
+    merged; transformers knows some of llama.cpp's names of splits, and takes GPT-2's for all others (SmolLM2 had other tokens
+    in 1% of GSM8K's questions: "  3" as two blanks and a digit); and of Llama 3 a word that is a token is not merged from parts.
 
     Raises:
-        ValueError: for a name that is known to neither.
+        ValueError: for a split that is known to neither.
     """
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace):
+        begins = reader.get_field("tokenizer.ggml.add_space_prefix")
+        blank = [normalizers.Prepend(METASPACE)] if begins is None or begins.contents() else []
+        tokenizer.normalizer = normalizers.Sequence([*blank, normalizers.Replace(" ", METASPACE)])
+        tokenizer.pre_tokenizer = None
     kind, split = (
         field.contents() if (field := reader.get_field(f"tokenizer.ggml.{key}")) else None for key in ("model", "pre")
     )
+    if split in WHOLE_WORD_SPLITS:
+        tokenizer.model.ignore_merges = True
     if kind != "gpt2" or split in GGUF_PRE_TOKENIZER_SPLITS or split in GPT2_SPLITS:
         return
     if split not in DIGIT_SPLITS:
@@ -82,7 +92,7 @@ def _set_split(file: Path, reader: "GGUFReader", tokenizer: PreTrainedTokenizerB
         )
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
 def _list_types(reader: "GGUFReader") -> list[str]:

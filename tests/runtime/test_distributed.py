@@ -5,10 +5,8 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 from stages.runtime import distributed
-from stages.telemetry import fork_server
 
 
 def test_a_rank_whose_stage_died_before_it_could_ask_ends_itself() -> None:
@@ -22,8 +20,3 @@ def test_a_rank_whose_stage_died_before_it_could_ask_ends_itself() -> None:
         assert orphan.wait(30) == -signal.SIGKILL
     finally:
         orphan.kill()
-
-
-def test_ranks_are_told_of_the_fork_server_by_the_name_they_read() -> None:
-    source = Path(distributed.__file__).read_text()
-    assert f'"{fork_server.RANKS_VARIABLE}"' in source and f'"{fork_server.ADDRESS_VARIABLE}"' in source

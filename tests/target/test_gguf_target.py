@@ -1,6 +1,8 @@
 """A GGUF file as a target: its weights are what each block says, under the names that transformers gives them."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
 from stages import prepare_target
 from stages.target import chat_template, gguf_target, loading, manifest
@@ -110,3 +113,18 @@ def test_a_split_that_is_not_known_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "mine.gguf", "whitespace")
     with pytest.raises(ValueError, match=r"mine\.gguf: its tokenizer splits text as 'whitespace'.*llama-bpe.*smollm"):
         gguf_target.write_gguf_target(tmp_path / "mine.gguf", tmp_path / "made")
+
+
+@pytest.mark.parametrize(
+    ("described", "text", "tokens"),
+    [  # bugs: ["▁a"], and ["a", "bc"]
+        ({"model": "llama", "tokens": ["<unk>", "▁", "a", "▁a"], "scores": [0.0, -1.0, -2.0, -3.0]}, " a", ["▁", "▁a"]),
+        ({"model": "gpt2", "pre": "llama-bpe", "tokens": [*"abc", "bc", "abc"], "merges": ["b c"]}, "abc", ["abc"]),
+    ],
+)
+def test_a_text_has_llama_cpps_tokens(described: dict[str, Any], text: str, tokens: list[str]) -> None:
+    names = {"model": "tokenizer_type", "pre": "pre_tokenizer_type"}
+    made, _ = convert_gguf_tokenizer("llama", {names.get(key, key): value for key, value in described.items()})
+    fields = {f"tokenizer.ggml.{k}": SimpleNamespace(contents=lambda v=v: v) for k, v in described.items()}
+    gguf_target._correct_tokenizer(Path(), SimpleNamespace(get_field=fields.get), made)  # type: ignore[arg-type]
+    assert made.encode(text).tokens == tokens

@@ -1,22 +1,9 @@
 """The waits of a stage, as logs/stages.jsonl has them."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from stages.telemetry import waits
-
-
-def test_the_first_kernel_is_noted_when_cuda_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    queued = []
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(_lazy_call=queued.append)))
-    meter = waits.WaitMeter()
-    assert meter.read().first_kernel_s is None
-    queued[0]()
-    found = meter.read()
-    assert found.first_kernel_s is not None and found.first_kernel_s >= found.import_s > 0
 
 
 def test_loading_and_compiling_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
