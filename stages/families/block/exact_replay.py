@@ -28,17 +28,7 @@ from stages.draft.block_draft import BlockDraft
 from stages.families.block.expansion import check_block_tree, expand_block
 from stages.params.tree_shape import TreeShape
 from stages.replay.oracle_bounds import choose_integer_type
-from stages.replay.replay import (
-    PositionTables,
-    ReplayBatch,
-    ReplayCapacity,
-    ReplayOutput,
-    WalkCounts,
-    count_candidate_bytes,
-    count_table_bytes,
-    mark_cycle_starts,
-    walk_cycles,
-)
+from stages.replay.replay import PositionTables, ReplayBatch, ReplayOutput, WalkCounts, mark_cycle_starts, walk_cycles
 from stages.replay.tree_statistics import TreeCycles, describe_cycles
 from stages.trees.draft_tree import Candidates
 from stages.trees.expansion import MAX_INTERMEDIATE_ELEMENTS, count_logit_rows
@@ -168,7 +158,7 @@ def replay_block_answers(
     answers: ReplayBatch,
     trees: Sequence[TreeShape],
     tree_scoring: str = "sglang",  # a key of TREE_SCORINGS
-    positions_per_batch: int = 1024,  # see `compute_block_capacity`
+    positions_per_batch: int = 1024,  # see `replay.compute_block_capacity`
     traced: Sequence[int] = (),  # indices of W trees whose cycle starts are returned too
 ) -> ReplayOutput:
     """Replay every tree on every answer. Raises ValueError for a tree that can't be built from such blocks."""
@@ -198,17 +188,6 @@ def trace_block_cycles(
     columns = zip(*((c.scores, c.tokens, c.parents) for c in parts), strict=True)
     candidates = Candidates(*(torch.cat(column) for column in columns))
     return describe_cycles(row, position, candidates, positions.following[index, : tree.num_steps], tree, tree_scoring)
-
-
-def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-    """Return how many tokens and positions fit into `memory` bytes, half of it for each."""
-    c, size = draft.config, draft.fc.weight.element_size()
-    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    numbers = (2 * len(c.feature_layers) + 2 + c.num_drafts) * c.hidden_size + cached  # features, last, c, states
-    token = numbers * size + count_table_bytes(trees)
-    layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
-    per_position = c.block_size * layer * size + count_candidate_bytes(trees)
-    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // per_position))
 
 
 def find_positions(answers: ReplayBatch, num_drafts: int) -> AnswerPositions:

@@ -13,7 +13,7 @@ from stages.families.block import exact_replay, sampled_replay
 from stages.families.draft_replay import DraftReplay, ExpectedCounts
 from stages.families.family import LoadedDraft
 from stages.params.tree_shape import TreeShape
-from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput
+from stages.replay.replay import ReplayBatch, ReplayCapacity, ReplayOutput, count_candidate_bytes, count_table_bytes
 from stages.replay.tree_statistics import TreeCycles
 from stages.target.manifest import TargetManifest
 
@@ -32,7 +32,7 @@ class BlockReplay(DraftReplay):
         self.num_tokens, self.most_steps = self.draft.config.vocab_size, self.draft.config.num_drafts
 
     def compute_capacity(self, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
-        return exact_replay.compute_block_capacity(self.draft, trees, memory)
+        return compute_block_capacity(self.draft, trees, memory)
 
     def replay(
         self, batch: ReplayBatch, trees: Sequence[TreeShape], num_positions: int, traced: Sequence[int]
@@ -50,6 +50,17 @@ class BlockReplay(DraftReplay):
         """Return the expected counts of the chains of the first 1, 2, ... drafts, if these are sampled as the answers were."""
         inputs = self.draft, self.embedding, self.head, batch
         return sampled_replay.replay_sampled_answers(*inputs, temperature, top_p, num_positions, self.logits_scale)
+
+
+def compute_block_capacity(draft: BlockDraft, trees: Sequence[TreeShape], memory: int) -> ReplayCapacity:
+    """Return how many tokens and positions fit into `memory` bytes, half of it for each."""
+    c, size = draft.config, draft.fc.weight.element_size()
+    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    numbers = (2 * len(c.feature_layers) + 2 + c.num_drafts) * c.hidden_size + cached  # features, last, c, states
+    token = numbers * size + count_table_bytes(trees)
+    layer = 8 * c.hidden_size + 3 * c.intermediate_size + 6 * c.num_attention_heads * c.head_dim
+    per_position = c.block_size * layer * size + count_candidate_bytes(trees)
+    return ReplayCapacity(max(1, memory // 2 // token), max(1, memory // 2 // per_position))
 
 
 def build_replay(

@@ -55,7 +55,7 @@ def replay_sampled_answers(
     answers: ReplayBatch,  # with the last hidden states
     temperature: float,
     top_p: float,
-    positions_per_batch: int = 1024,  # see `compute_block_capacity`
+    positions_per_batch: int = 1024,  # see `replay.compute_block_capacity`
     logits_scale: float = 1.0,  # of the target's manifest
 ) -> ExpectedCounts:
     """Return the expected counts of padded rows, as `replay_block_answers` takes them."""
