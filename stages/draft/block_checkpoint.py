@@ -76,7 +76,7 @@ def _write_sights(sights: Sequence[Sight]) -> dict[str, Any]:
     """Return the keys of what layers see. Raises ValueError where engines have no keys for it."""
     window = next((sight.window for sight in sights if sight.window is not None), None)
     keys: dict[str, Any] = {
-        "layer_types": ["full_attention" if sight.window is None else SLIDING for sight in sights],
+        "layer_types": [FULL if sight.window is None else SLIDING for sight in sights],
         "use_sliding_window": window is not None,
         "sliding_window": window,
     }

@@ -318,8 +318,10 @@ class BlockDraft(RotaryModule):
         Blocks do not see each other, so anchors may be split into chunks at will.
         """
         if attentions is None:
+            size = self.config.block_size
             attentions = build_attentions(
-                self.config, lambda sight: build_block_mask(anchors, documents, self.config.block_size, sight)[None]
+                self.config,
+                lambda sight: build_dense_attention(build_block_mask(anchors, documents, size, sight)[None]),
             )
         rows = ids[anchors][None], positions[anchors][None]
         return self.forward_blocks(embedding, *rows, context, attentions, parts)[0]
@@ -336,11 +338,11 @@ class BlockDraft(RotaryModule):
         position = (lengths[:, None] + slots)[..., None]  # [N, B, 1] of each slot
         index = torch.arange(context.keys[0].shape[1], device=lengths.device)  # [T]
 
-        def build_mask(sight: Sight) -> Tensor:
+        def build(sight: Sight) -> BlockAttention:
             in_context = (index < lengths[:, None, None]) & is_seen(position, index, sight)  # [N, B, T]
-            return torch.cat([in_context, is_seen(position, position.mT, sight)], -1)
+            return build_dense_attention(torch.cat([in_context, is_seen(position, position.mT, sight)], -1))
 
-        attentions = build_attentions(self.config, build_mask)
+        attentions = build_attentions(self.config, build)
         return self.forward_blocks(embedding, anchor_tokens[:, None], lengths[:, None], context, attentions)[:, 0]
 
     def select_drafting_slots(self, hidden: Tensor) -> Tensor:
@@ -414,9 +416,9 @@ def is_seen(query: Tensor, key: Tensor, sight: Sight) -> Tensor:
     return seen & (key <= query) if sight.is_causal else seen
 
 
-def build_attentions(c: BlockDraftConfig, build_mask: Callable[[Sight], Tensor]) -> list[BlockAttention]:
-    """Return the attention of each layer with masks [N, Q, S + Q] bool; layers that see the same share theirs."""
-    built = {sight: build_dense_attention(build_mask(sight)) for sight in dict.fromkeys(c.layer_sights)}
+def build_attentions(c: BlockDraftConfig, build: Callable[[Sight], BlockAttention]) -> list[BlockAttention]:
+    """Return the attention of each layer; layers that see the same share theirs."""
+    built = {sight: build(sight) for sight in dict.fromkeys(c.layer_sights)}
     return [built[sight] for sight in c.layer_sights]
 
 

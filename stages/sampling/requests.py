@@ -214,7 +214,7 @@ def build_engine_options(
     """Return the fields added to a body per engine.
 
     Only temperature and top_p shape the distribution: the model's generation defaults are overridden, as in
-    `target.generation`. llama.cpp gets the prompt as token ids: asked by messages it counted 79 tokens for one of 80.
+    `target.generation`. llama.cpp gets the prompt as token ids, and answers in them.
     `transformers serve` stays greedy at any temperature unless do_sample is set.
     """
     config = {

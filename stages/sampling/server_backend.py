@@ -43,9 +43,8 @@ def open_servers(
             )
         )
     slots: list[str] = []
-    if (
-        s.launch == "llama.cpp"
-    ):  # its cache is one for all slots (-kvu), so that a long conversation may take of the others'
+    if s.launch == "llama.cpp":
+        # Its cache is one for all slots (-kvu), so that a long conversation may take of the others'.
         folder = str(gguf_files.make_gguf(context.folder, t.dtype, None, t.trust_remote_code))
         count = min(s.concurrency, CPU_SLOTS) if t.device == "cpu" else s.concurrency
         tokens = count * (context.p.sample_target.max_new_tokens + PROMPT_TOKENS)

@@ -135,11 +135,7 @@ MIXED = W | {"layer_types": ["sliding_attention", "full_attention"]}
         (published_blocks.z_lab, W, [Sight(5, True)] * 2),
         (published_blocks.z_lab, MIXED, [Sight(5, True), Sight()]),
         (published_blocks.z_lab, MIXED | {"is_causal": True}, [Sight(5, True), Sight(None, True)]),
-        (
-            published_blocks.z_lab,
-            {"dflash_config": {"use_swa": True, "swa_window_size": 5, "causal": False}},
-            [Sight(5, False)] * 2,
-        ),
+        (published_blocks.z_lab, {"dflash_config": SWA}, [Sight(5, False)] * 2),
         (published_blocks.speculators, {"transformer_layer_config": MIXED}, [Sight(5, True), Sight()]),
         (
             published_blocks.speculators,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
-from stages.draft.block_draft import PLAIN_PARTS, BlockAttention, BlockDraft, BlockLayer, LayerParts
+from stages.draft.block_draft import PLAIN_PARTS, BlockAttention, BlockDraft, BlockLayer, LayerParts, build_attentions
 from stages.families.block import loss as block_loss
 from stages.families.block.loss import BlockLabels, BlockLossWeights
 from stages.params.families import BlockSegment
@@ -31,8 +31,7 @@ def build_block_attentions(c: BlockDraftConfig, anchors: Tensor, documents: Tens
     """Return the attention of each layer for blocks at anchors [R] into packed documents [S]; None: dense masks, on a CPU."""
     if not documents.is_cuda:
         return None
-    built = {sight: _build_flex_attention(anchors, documents, c.block_size, sight) for sight in set(c.layer_sights)}
-    return [built[sight] for sight in c.layer_sights]
+    return build_attentions(c, lambda sight: _build_flex_attention(anchors, documents, c.block_size, sight))
 
 
 def _build_flex_attention(
