@@ -7,11 +7,12 @@ unbiased estimate of that of decoding, with an interval over conversations. The 
 more with sampled drafts, which are verified by the ratio of both probabilities (families/block/sampled_replay.py).
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from stages.cells import interval, replay_records
 from stages.cells.record import DraftSampling
-from stages.cells.replay_records import ReplayedTree, SourceTau, TreeBucket
+from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.data import conversations
 from stages.draft import checkpoint
 from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
@@ -30,7 +31,7 @@ from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, tree_statistics
-from stages.replay.replay import ReplayBatch, ReplayOutput
+from stages.replay.replay import CONTEXT_EDGES, ReplayBatch, ReplayOutput, assign_contexts
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import locate_feature_layers
 from stages.telemetry.run_stage import run_stage
@@ -58,11 +59,11 @@ class AnswerSplit:
 
 @dataclass(frozen=True)
 class TreeTraces:
-    """Statistics of the cycles of some trees, and the taus of all by source, of answers at temperature 0."""
+    """Statistics of the cycles of some trees, and the taus of all by source and context, of answers at temperature 0."""
 
     statistics: dict[TreeShape, tree_statistics.TreeStatistics]
     tokenizer: Any
-    sources: list[SourceTau] = field(default_factory=list)  # of all trees
+    groups: list[GroupTau] = field(default_factory=list)  # of all trees
 
     def list_buckets(self, checkpoint: str) -> list[TreeBucket]:
         return [
@@ -88,6 +89,7 @@ class ReplayCounts(NamedTuple):
     summed_tree_depth: np.ndarray  # [trees] of every cycle
     oracle: np.ndarray  # [2, trees] the oracle's accepted drafts and cycles
     adaptive: np.ndarray  # [3, topks, thresholds, steps] threshold trees' accepted drafts, cycles and drafted nodes
+    by_context: np.ndarray  # [2, rows, trees, contexts] accepted drafts and cycles
 
 
 class TreeCounts(NamedTuple):
@@ -120,7 +122,7 @@ def main(name: str) -> None:
     tables += [_build_sampled_rows(name, replayed, answers, settings) for answers in splits if answers.temperature]
     ReplayedTree.write_csv(replay_records.locate_replay(name), [row for table in tables for row in table])
     TreeBucket.write_csv(replay_records.locate_tree_statistics(name), traces.list_buckets(name))
-    SourceTau.write_csv(replay_records.locate_source_taus(name), traces.sources)
+    GroupTau.write_csv(replay_records.locate_group_taus(name), traces.groups)
     best = max(tables[0], key=lambda tree: tree.tau)
     sets = " and ".join(f"{answers.num_answers} answers at temperature {answers.temperature:g}" for answers in splits)
     print(
@@ -185,7 +187,7 @@ def _build_replay_rows(
     sums = interval.sum_by_cluster(names, counts.accepted), interval.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     if traces:
-        traces.sources.extend(_build_source_rows(grid, names, counts))
+        traces.groups.extend([*_build_source_rows(grid, names, counts), *_build_context_rows(grid, names, counts)])
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[ReplayedTree] = []
@@ -208,7 +210,7 @@ def _build_replay_rows(
     return found
 
 
-def _build_source_rows(grid: list[TreeShape], names: list[str], counts: ReplayCounts) -> list[SourceTau]:
+def _build_source_rows(grid: list[TreeShape], names: list[str], counts: ReplayCounts) -> list[GroupTau]:
     """Return the tau of each tree on the answers to each file's questions; `names` are the rows' conversations.
 
     None where the stage runs without the graph, on answers whose questions are not here.
@@ -218,17 +220,43 @@ def _build_source_rows(grid: list[TreeShape], names: list[str], counts: ReplayCo
     fixed = conversations.read_table(FIXED_EVAL, conversations.FIXED_SCHEMA, "fix_data")
     files = dict(fixed.select("id", "source").iter_rows())
     of_row = np.array([files[name] for name in names])
-    found: list[SourceTau] = []
+    found: list[GroupTau] = []
     for source in sorted(set(files.values()) & set(of_row.tolist())):
         rows = np.flatnonzero(of_row == source)
         own = [names[row] for row in rows]
-        accepted, cycles = counts.accepted[rows, : len(grid)], counts.cycles[rows, : len(grid)]
-        sums = interval.sum_by_cluster(own, accepted), interval.sum_by_cluster(own, cycles)
-        intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in grid])
-        for g, (tree, ends) in enumerate(zip(grid, intervals, strict=True)):
-            tau, (low, high) = accept_length.compute_tau(accepted[:, g], cycles[:, g]), ends or (None, None)
-            counted = {"answers": len(rows), "cycles": int(cycles[:, g].sum())}
-            found.append(SourceTau(source=source, tree=tree.name, tau=tau, tau_low=low, tau_high=high, **counted))
+        found += _build_group_rows("source", source, grid, own, counts.accepted[rows], counts.cycles[rows])
+    return found
+
+
+def _build_context_rows(grid: list[TreeShape], names: list[str], counts: ReplayCounts) -> list[GroupTau]:
+    """Return the tau of each tree in each range of context lengths; an answer has cycles in several."""
+    found: list[GroupTau] = []
+    for context, (low, high) in enumerate(itertools.pairwise(CONTEXT_EDGES[: counts.by_context.shape[3] + 1])):
+        rows = np.flatnonzero(counts.by_context[1, ..., context].any(1))
+        if len(rows):
+            own = [names[row] for row in rows]
+            accepted, cycles = counts.by_context[..., context][:, rows]
+            found += _build_group_rows("context", f"{low}-{high}", grid, own, accepted, cycles)
+    return found
+
+
+def _build_group_rows(
+    by: Literal["source", "context"],
+    group: str,
+    grid: list[TreeShape],
+    names: list[str],
+    accepted: np.ndarray,
+    cycles: np.ndarray,
+) -> list[GroupTau]:
+    """Return the tau of each tree of the grid, the first of those of `accepted` and `cycles` [rows, trees]."""
+    accepted, cycles = accepted[:, : len(grid)], cycles[:, : len(grid)]
+    sums = interval.sum_by_cluster(names, accepted), interval.sum_by_cluster(names, cycles)
+    intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in grid])
+    found: list[GroupTau] = []
+    for g, (tree, ends) in enumerate(zip(grid, intervals, strict=True)):
+        tau, (low, high) = accept_length.compute_tau(accepted[:, g], cycles[:, g]), ends or (None, None)
+        counted = {"answers": len(names), "cycles": int(cycles[:, g].sum())}
+        found.append(GroupTau(by=by, group=group, tree=tree.name, tau=tau, tau_low=low, tau_high=high, **counted))
     return found
 
 
@@ -369,6 +397,7 @@ def _replay_rows(
 ) -> ReplayCounts:
     """Replay the trees on all rows, batch by batch, and count."""
     num_steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
+    num_contexts = 1 + int(assign_contexts(torch.tensor(max(len(row.ids) for row in rows))))
     counts = ReplayCounts(
         np.zeros((len(rows), len(trees)), dtype=np.int64),
         np.zeros((len(rows), len(trees)), dtype=np.int64),
@@ -376,6 +405,7 @@ def _replay_rows(
         np.zeros(len(trees), dtype=np.int64),
         np.zeros((2, len(trees)), dtype=np.int64),
         np.zeros((3, len(topks), len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), num_steps), dtype=np.int64),
+        np.zeros((2, len(rows), len(trees), num_contexts), dtype=np.int32),
     )
     traced = list(traces.statistics) if traces else []
     for batch_rows, batch, num_positions in _collate_batches(replayed, rows, trees, settings):
@@ -407,6 +437,8 @@ def _add_batch_counts(counts: ReplayCounts, rows: slice, found: ReplayOutput) ->
     counts.summed_tree_depth[:] += found.summed_tree_depth.sum(0).cpu().numpy()
     counts.cycles_reaching_depth[:] += found.cycles_reaching_depth.sum(0).cpu().numpy()
     counts.oracle[:] += torch.stack([found.oracle_accepted, found.oracle_cycles]).sum(1).cpu().numpy()
+    by_context = torch.stack(found.by_context).cpu().numpy()  # [2, B, trees, contexts of this batch]
+    counts.by_context[:, rows, :, : by_context.shape[3]] = by_context
     adaptive = found.adaptive
     sums = torch.stack([adaptive.accepted, adaptive.cycles, adaptive.summed_tree_depth]).sum(1)
     counts.adaptive[:] += sums.view(counts.adaptive.shape).cpu().numpy()

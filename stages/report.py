@@ -130,7 +130,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             replayed,
             families,
             reports["sample_target"].get("warnings", ()),
-            {name: replay_records.read_source_taus(name) for name in replayed},
+            {name: replay_records.read_group_taus(name) for name in replayed},
         ),
     )
 

@@ -35,8 +35,10 @@ DRAWN = {**EVAL, "num_prompts": PROMPTS, "warmup": 0, "max_new_tokens": ANSWER, 
 SETTINGS: dict[str, Any] = {
     "target": {"model": "tiny", "num_threads": 1, "feature_layers": [1, 2, 3]},
     "sample_target": {"temperature": 0.7, "top_p": 0.9},
+    "extract_hiddens": {"max_length": 256},
     "init_draft": {"draft_vocab_size": 6},
-    "replay_trees": {"checkpoints": ["e003"], "num_steps": [1, 3], "topk": [1, 2], "num_draft_tokens": [4, 6]},
+    "replay_trees": {"checkpoints": ["e003"], "num_steps": [1, 3], "topk": [1, 2], "num_draft_tokens": [4, 6],
+        "trace_trees": ["t3_2_6"]},
     "benchmark": {
         "workloads": {"eval": {**DRAWN, "temperature": 0.0}, "drawn": DRAWN}, "torch_workloads": ["eval", "drawn"],
         "checkpoints": ["e003"], "trees": ["t3_1_4", "t3_2_6"],
@@ -59,8 +61,11 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = init_draft.build_config_json(draft.config, layers, target)
         scatter(draft, 0.3, 2)
         eagle3_checkpoint.write_eagle3_draft(checkpoint.locate_checkpoint("e003"), config, dict(draft.state_dict()))
-        engine = build_engine(small_target(V, 1), target.eos_token_ids, target.feature_layers)
+        engine = build_engine(
+            small_target(V, 1, max_position_embeddings=256), target.eos_token_ids, target.feature_layers
+        )
         prompts = torch.randint(0, END, (PROMPTS, 5), generator=torch.Generator().manual_seed(4)).tolist()
+        prompts[::4] = torch.randint(0, END, (PROMPTS // 4, 118), generator=torch.Generator().manual_seed(8)).tolist()
         for split, workload in (("train", "eval"), ("eval", "eval"), ("eval_t", "drawn")):
             work: Any = SimpleNamespace(workload=p.benchmark.workloads[workload], samples_drafts=False)
             rows = [answer_prompt(engine, work, f"row{n}.0", prompt) for n, prompt in enumerate(prompts)]
@@ -78,7 +83,7 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_target(seed: int) -> None:
-    model = small_target(V, seed, eos_token_id=END)
+    model = small_target(V, seed, eos_token_id=END, max_position_embeddings=256)
     model.save_pretrained("tiny")
     manifest.write_manifest(
         Path("artifacts/target"), prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
@@ -108,14 +113,24 @@ def table() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_taus_by_source_add_up(project: Path) -> None:
+def test_taus_by_source_and_context_add_up(project: Path) -> None:
+    """The contexts' are those of the trees that are grown again and traced."""
     replay_trees.main("e003")
-    sources = replay_records.read_source_taus("e003")
+    found, traced = replay_records.read_group_taus("e003"), replay_records.read_tree_statistics("e003")
     for tree in replay_records.select_temperature(replay_records.read_replay("e003"), 0):
-        parts = [source for source in sources if source.tree == tree.shape.name]
-        assert [part.source for part in parts] == ["0.jsonl", "1.jsonl"] and parts[0].tau != parts[1].tau
-        assert sum(part.cycles for part in parts) == tree.cycles and sum(part.answers for part in parts) == PROMPTS
-        assert sum((part.tau - 1) * part.cycles for part in parts) == pytest.approx(tree.accepted)
+        for by, groups in (("source", ["0.jsonl", "1.jsonl"]), ("context", ["0-128", "128-256"])):
+            parts = [part for part in found if part.tree == tree.shape.name and part.by == by]
+            assert [part.group for part in parts] == groups and parts[0].tau != parts[1].tau
+            assert sum(part.cycles for part in parts) == tree.cycles
+            assert parts[1].answers == (PROMPTS // 2 if by == "source" else 2)
+            assert sum((part.tau - 1) * part.cycles for part in parts) == pytest.approx(tree.accepted)
+        long = [
+            b for b in traced if (b.tree, b.by) == (tree.shape.name, "context") and int(b.bucket.split("-")[0]) >= 128
+        ]
+        if tree.shape.name == "t3_2_6":
+            accepted = sum(bucket.accepted for bucket in long)
+            assert accepted == pytest.approx((parts[1].tau - 1) * parts[1].cycles)
+            assert sum(bucket.cycles or 0 for bucket in long) == parts[1].cycles > 5
 
 
 def test_a_cell_above_temperature_0_accepts_what_the_replay_of_its_answers_says_as_integers(project: Path) -> None:

@@ -84,14 +84,17 @@ def test_a_window_shorter_than_what_is_decoded_is_told_before_sampling_where_mas
     prepare_target.main()
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 2e4, "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+}  # fmt: skip
 
 
 def test_rope_that_no_draft_has_is_refused_before_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a target with YaRN (DeepSeek-V3, long Qwen) was refused by init_draft, after sampling and extraction."""
-    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA, rope_parameters=YARN)))
+    """Bug: a target with LongRoPE (Phi-3) was refused by init_draft, after sampling and extraction."""
+    pinned(tmp_path, monkeypatch, LlamaForCausalLM(LlamaConfig(**LLAMA, rope_parameters=LONGROPE)))
     with pytest.raises(
-        ValueError, match=r"rope_type 'yarn' is not supported .*draft_configs/ with \{\"rope_theta\": 20000"
+        ValueError, match=r"rope_type 'longrope' is not supported .*draft_configs/ with \{\"rope_theta\": 20000"
     ):
         prepare_target.main()
     assert not manifest.TARGET_FOLDER.exists()

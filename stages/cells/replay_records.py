@@ -2,13 +2,13 @@
 
 `results/replay/<checkpoint>.csv`: a row for each tree on the target's answers at temperature 0, then a row for each tree on
 answers sampled above it, and there one more for each chain of a block draft, with sampled drafts. `<checkpoint>.inside.csv`:
-statistics of the cycles of some trees at temperature 0, a row a bucket. `<checkpoint>.sources.csv`: each tree at temperature 0 on
-the questions of each file of fix_data.raw.
+statistics of the cycles of some trees at temperature 0, a row a bucket. `<checkpoint>.groups.csv`: each tree at temperature 0 on
+the questions of each file of fix_data.raw, and in each range of context lengths.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from stages.cells.record import GREEDY, DraftSampling, Record, limit_draft_sampling
 from stages.params.tree_shape import TreeShape
@@ -79,10 +79,11 @@ class TreeBucket(Record):
     accepted: int
 
 
-class SourceTau(Record):
-    """A tree on the eval answers, at temperature 0, to the questions of one file of fix_data.raw."""
+class GroupTau(Record):
+    """A tree on a part of the eval answers at temperature 0."""
 
-    source: str
+    by: Literal["source", "context"]
+    group: str  # a file of fix_data.raw, or a range of the tokens before the drafts, "128-256"
     answers: int
     tree: str
     cycles: int
@@ -137,10 +138,10 @@ def read_tree_statistics(checkpoint: str) -> list[TreeBucket]:
     return TreeBucket.read_csv(locate_tree_statistics(checkpoint), f"replay_trees@{checkpoint}")
 
 
-def locate_source_taus(checkpoint: str) -> Path:
-    return REPLAY_FOLDER / f"{checkpoint}.sources.csv"
+def locate_group_taus(checkpoint: str) -> Path:
+    return REPLAY_FOLDER / f"{checkpoint}.groups.csv"
 
 
-def read_source_taus(checkpoint: str) -> list[SourceTau]:
-    """Return every tree on every source. Raises ValueError as `read_replay`."""
-    return SourceTau.read_csv(locate_source_taus(checkpoint), f"replay_trees@{checkpoint}")
+def read_group_taus(checkpoint: str) -> list[GroupTau]:
+    """Return every tree on every part. Raises ValueError as `read_replay`."""
+    return GroupTau.read_csv(locate_group_taus(checkpoint), f"replay_trees@{checkpoint}")

@@ -272,8 +272,7 @@ class BlockDraft(RotaryModule):
 
     def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., 1, E/2] for positions [...], in the weights' dtype; angles are float32."""
-        angles = positions[..., None, None].to(torch.float32) * self.inverse_frequency
-        return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
+        return self.compute_cos_sin(positions[..., None], self.fc.weight.dtype)
 
     def project_context(self, features: Tensor, positions: Tensor, parts: LayerParts = PLAIN_PARTS) -> BlockContext:
         """Return keys and values of context tokens from features [N, S, K*H] and positions [N, S] in their documents."""

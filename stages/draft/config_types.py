@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Layers = Annotated[int, Field(ge=0, le=4096)]
 Number = Annotated[float, Field(gt=0)]
-ROPE_NUMBERS = {  # by rope_type, what compute_inverse_frequency reads besides rope_theta
+ROPE_NUMBERS = {  # by rope_type, what compute_frequencies reads besides rope_theta
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 
@@ -31,6 +32,12 @@ class RopeKeys(_Keys):
     low_freq_factor: Number | None = None
     high_freq_factor: Number | None = None
     original_max_position_embeddings: Number | None = None
+    beta_fast: Number | None = None
+    beta_slow: Number | None = None
+    attention_factor: Number | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
     alpha: Number | None = None
     partial_rotary_factor: float | None = None
     mrope_section: list[Size] | None = None

@@ -144,8 +144,7 @@ class Eagle3Draft(RotaryModule):
     def compute_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [..., 1, E/2] for positions of `get_rope_positions`, in the weights' dtype; angles are float32."""
         by_frequency = positions[..., None] if self.frequency_axes is None else positions[..., self.frequency_axes]
-        angles = by_frequency[..., None, :].to(torch.float32) * self.inverse_frequency
-        return angles.cos().to(self.fc.weight.dtype), angles.sin().to(self.fc.weight.dtype)
+        return self.compute_cos_sin(by_frequency, self.fc.weight.dtype)
 
     def compute_queries(self, layer_input: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Return rotated queries [..., A, E] from the layer input [..., 2H]."""

@@ -10,7 +10,7 @@ position, and its walk.
 Positions are not padded: those of all answers are concatenated, and expanded in batches that fit into memory.
 
 Letters: B rows, T tokens, L positions of all answers, N positions of a batch, S num_steps, C candidates, D nodes to rank, G trees
-of the grid, K topks, Q thresholds.
+of the grid, K topks, Q thresholds, X contexts.
 """
 
 from collections import defaultdict
@@ -81,6 +81,19 @@ def _collate_multimodal(rows: list[HiddenStatesRow], device: torch.device) -> Mu
 
 
 MISSING_RANK = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
+CONTEXT_EDGES = (0, *(2**e for e in range(7, 22)))  # of the buckets of `ContextCounts`
+
+
+def assign_contexts(lengths: Tensor) -> Tensor:
+    """Return the index of each length's bucket between CONTEXT_EDGES; a length on an edge is in the bucket above it."""
+    return torch.bucketize(lengths, torch.tensor(CONTEXT_EDGES[1:], device=lengths.device), right=True)
+
+
+class ContextCounts(NamedTuple):
+    """Counts of each answer and tree by the tokens before the drafts: prompt and answer up to the root of the tree."""
+
+    accepted: Tensor  # [B, G, X] drafts
+    cycles: Tensor  # [B, G, X] verify cycles
 
 
 class WalkCounts(NamedTuple):
@@ -104,6 +117,7 @@ class ReplayOutput(NamedTuple):
     # Threshold trees: for each topk, ascending, each threshold, and its first 1, 2, ... steps: [B, K * Q * S, ...]. Their
     # summed_tree_depth holds the drafted nodes of the cycles' trees, summed.
     adaptive: WalkCounts
+    by_context: ContextCounts
     cycle_starts: Tensor | None = None  # [W, B, P] bool: whether a cycle of each traced tree starts at a position
 
 
@@ -178,12 +192,13 @@ class PositionTables:
             scores, numbers, topk, self.thresholds
         )
 
-    def walk(self, counts: Tensor) -> ReplayOutput:
-        """Walk every tree over the answers; counts [B]: positions of each answer."""
+    def walk(self, counts: Tensor, prompt_lengths: Tensor) -> ReplayOutput:
+        """Walk every tree over the answers; counts [B]: positions of each answer, prompt_lengths [B]: tokens before it."""
         threshold_tables = self.threshold_accepted.flatten(0, 2), self.threshold_nodes.flatten(0, 2)
-        adaptive = walk_cycles(*threshold_tables, counts, self.num_steps)
-        static = walk_cycles(self.accepted, self.tree_depth, counts, self.num_steps)
-        return ReplayOutput(*static, *find_fewest_cycles(self.oracle_drafts, counts, self.num_steps), adaptive)
+        adaptive, _ = walk_cycles(*threshold_tables, counts, self.num_steps)
+        static, by_context = walk_cycles(self.accepted, self.tree_depth, counts, self.num_steps, prompt_lengths)
+        oracle = find_fewest_cycles(self.oracle_drafts, counts, self.num_steps)
+        return ReplayOutput(*static, *oracle, adaptive, by_context)
 
 
 @torch.inference_mode()
@@ -226,7 +241,7 @@ def replay_answers(
         positions = slice(filled, filled := filled + len(batch.position))
         for topk, candidates in expanded.items():
             tables.fill_positions(positions, topk, candidates, following[index])
-    output = tables.walk(counts)
+    output = tables.walk(counts, answers.starts)
     return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], counts)) if traced else output
 
 
@@ -366,16 +381,21 @@ def rank_candidates(scores: Tensor, numbers: Tensor, num_steps: int, topk: int) 
     return torch.stack(rank, 1)
 
 
-def walk_cycles(accepted: Tensor, tree_depth: Tensor, counts: Tensor, num_steps: int) -> WalkCounts:
+def walk_cycles(
+    accepted: Tensor, tree_depth: Tensor, counts: Tensor, num_steps: int, prompt_lengths: Tensor | None = None
+) -> tuple[WalkCounts, ContextCounts]:
     """Count the cycles of each tree: from an answer's first position on, accept, step over the bonus token, and go on from there.
 
     accepted, tree_depth [G, L + 1]: drafts accepted, and depth of the tree, of a cycle that starts at a position; positions of
-    all answers are concatenated, with one padding entry at index L. counts [B]: positions of each answer.
+    all answers are concatenated, with one padding entry at index L. counts [B]: positions of each answer. prompt_lengths [B];
+    without them all cycles are of one context.
     """
     start = torch.zeros(len(accepted), len(counts), dtype=torch.int64, device=accepted.device)  # [G, B]
-    total, cycles, depth = torch.zeros_like(start), torch.zeros_like(start), torch.zeros_like(start)
-    # Cycles that accepted s drafts.
-    histogram = torch.zeros(*start.shape, num_steps + 1, dtype=torch.int64, device=accepted.device)
+    depth, num_contexts = torch.zeros_like(start), 1
+    if prompt_lengths is not None and len(counts):
+        num_contexts += int(assign_contexts((prompt_lengths + counts).max()))
+    # Cycles of a context that accepted s drafts.
+    histogram = torch.zeros(*start.shape, num_contexts, num_steps + 1, dtype=torch.int64, device=accepted.device)
     offsets = counts.cumsum(0) - counts
     for cycle in range(int(counts.max())):
         active = start < counts
@@ -383,13 +403,16 @@ def walk_cycles(accepted: Tensor, tree_depth: Tensor, counts: Tensor, num_steps:
             break
         index = offsets + torch.minimum(start, counts)
         drafts = torch.gather(accepted, 1, index).long()
-        total += drafts * active
-        cycles += active
         depth += torch.gather(tree_depth, 1, index) * active
-        histogram.scatter_add_(2, drafts[..., None], active[..., None].long())
+        counted = drafts
+        if num_contexts > 1:
+            counted = drafts + (num_steps + 1) * assign_contexts(prompt_lengths + torch.minimum(start, counts - 1) + 1)
+        histogram.flatten(2).scatter_add_(2, counted[..., None], active[..., None].long())
         start = torch.where(active, start + drafts + 1, start)
-    reaching = histogram.flip(2).cumsum(2).flip(2)[..., 1:]
-    return WalkCounts(total.T, cycles.T, reaching.transpose(0, 1), depth.T)
+    histogram = histogram.transpose(0, 1)  # [B, G, X, S + 1]
+    by_context = ContextCounts((histogram * torch.arange(num_steps + 1, device=start.device)).sum(3), histogram.sum(3))
+    reaching = histogram.sum(2).flip(2).cumsum(2).flip(2)[..., 1:]
+    return WalkCounts(by_context.accepted.sum(2), by_context.cycles.sum(2), reaching, depth.T), by_context
 
 
 def mark_cycle_starts(accepted: Tensor, counts: Tensor) -> Tensor:

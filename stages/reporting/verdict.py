@@ -5,6 +5,7 @@ speedup counts only where the low end of its interval is above 1. What was measu
 decides only where no tree was measured, else it is named as what to measure next.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +13,7 @@ from typing import Literal
 
 from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
-from stages.cells.replay_records import ReplayedTree, SourceTau
+from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
 from stages.params.tree_shape import TreeShape
 from stages.params.units import list_first
@@ -84,16 +85,17 @@ class VerdictLine:
 
 
 @dataclass(frozen=True)
-class SourceLine:
-    """The headline's tree on the questions of one file of fix_data.raw: its replayed tau, and the speedup that this gives."""
+class GroupLine:
+    """The headline's tree on a part of the eval answers: its replayed tau, and the speedup that this gives."""
 
-    tau: SourceTau
+    tau: GroupTau
     speedup: float
     low: float | None
     high: float | None
 
     def __str__(self) -> str:
-        return f"{self.tau.source} ({self.speedup:.2f}x, tau {self.tau.tau:.2f})"
+        name = self.tau.group if self.tau.by == "source" else f"contexts of {self.tau.group} tokens"
+        return f"{name} ({self.speedup:.2f}x, tau {self.tau.tau:.2f})"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Verdict:
     remarks: tuple[TimingRemark, ...]  # of times
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
-    sources: tuple["SourceLine", ...] = ()  # of the headline's tree
+    groups: tuple["GroupLine", ...] = ()  # of the headline's tree
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
@@ -129,9 +131,9 @@ def build_verdict(
     replays: Mapping[str, list[ReplayedTree]],
     families: Families,
     sample_warnings: Sequence[str] = (),
-    source_taus: Mapping[str, list[SourceTau]] | None = None,
+    group_taus: Mapping[str, list[GroupTau]] | None = None,
 ) -> Verdict:
-    """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of; `source_taus` by checkpoint.
+    """Return the verdict. `sample_warnings` are those of sample_target, on what all results are of; `group_taus` by checkpoint.
 
     `replays` are by checkpoint; `replayable` are the workloads whose prompts were replayed: predictions hold for these. Trees
     that no serving engine runs (DraftKind.is_served) are never advised.
@@ -153,7 +155,7 @@ def build_verdict(
         texts.append(
             f"{len(groups) - MAX_LINES} more groups of loads are in results/benchmark.csv and results/launch.json"
         )
-    sources = _judge_sources(lines[0], replayable, replays, source_taus or {}) if lines else ()
+    parts = _judge_groups(lines[0], replayable, replays, group_taus or {}) if lines else ()
     if texts and lines[0].kind != "launch" and (untrained := _describe_undertrained(replays)):
         texts.insert(0, untrained)
     unsupported = dict.fromkeys(
@@ -164,7 +166,7 @@ def build_verdict(
         kind=lines[0].kind if lines else "unknown",
         headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_TIMED,
         details=(
-            *_describe_sources(lines[:1], sources),
+            *_describe_groups(lines[:1], parts),
             *texts[1:],
             *_describe_torch_only(left_out, judged, guesses, replayable),
             *refused,
@@ -173,7 +175,7 @@ def build_verdict(
         remarks=tuple(remarks),
         doubted=doubted,
         checkpoint=lines[0].chosen.checkpoint if lines else None,
-        sources=sources,
+        groups=parts,
     )
 
 
@@ -281,40 +283,42 @@ def _advise_rerun(conditions: SpeedupConditions, best: SpeedupEvidence) -> str:
     return f"dvc repro -fs {best.stage} on an idle machine, or set benchmark.workloads.{conditions.workload}.until"
 
 
-def _judge_sources(
+def _judge_groups(
     line: VerdictLine,
     replayable: Collection[str],
     replays: Mapping[str, list[ReplayedTree]],
-    source_taus: Mapping[str, list[SourceTau]],
-) -> tuple[SourceLine, ...]:
-    """Return the line's tree by source, the slowest first; none where there is one source, or the load is of other prompts.
+    group_taus: Mapping[str, list[GroupTau]],
+) -> tuple[GroupLine, ...]:
+    """Return the line's tree by source, the slowest first, and by context; none of which there is one, or of other prompts.
 
-    A cycle costs the same on all questions, so the speedup goes with tau.
+    A cycle costs the same on all questions, so the speedup goes with tau; with longer contexts plain decoding costs more too.
     """
     chosen, workload = line.chosen, line.conditions.workload
     tau = next(
         (t.tau for t in replays.get(chosen.checkpoint, ()) if not t.temperature and t.shape.name == chosen.tree), None
     )
-    found = [row for row in source_taus.get(chosen.checkpoint, ()) if row.tree == chosen.tree]
-    if tau is None or len(found) < 2 or line.conditions.temperature or not (workload is None or workload in replayable):
+    rows = [row for row in group_taus.get(chosen.checkpoint, ()) if row.tree == chosen.tree]
+    numbers = Counter(row.by for row in rows)
+    found = [row for row in rows if numbers[row.by] > 1]
+    if tau is None or line.conditions.temperature or not (workload is None or workload in replayable):
         return ()
     one = chosen.speedup / tau
     ends = [[None if end is None else end * one for end in (row.tau_low, row.tau_high)] for row in found]
-    judged = [SourceLine(row, row.tau * one, *pair) for row, pair in zip(found, ends, strict=True)]
-    return tuple(sorted(judged, key=lambda source: source.speedup))
+    judged = [GroupLine(row, row.tau * one, *pair) for row, pair in zip(found, ends, strict=True)]
+    return tuple(sorted(judged, key=lambda line: (line.tau.by != "source", line.tau.by == "source" and line.speedup)))
 
 
 # Words
 
 
-def _describe_sources(lines: list[VerdictLine], sources: Sequence[SourceLine]) -> list[str]:
-    """Return where the advised tree loses, or an unadvised one would pay: a mean over sources hides either."""
-    if not sources:
+def _describe_groups(lines: list[VerdictLine], groups: Sequence[GroupLine]) -> list[str]:
+    """Return where the advised tree loses, or an unadvised one would pay: a mean over all answers hides either."""
+    if not groups:
         return []
     if lines[0].kind == "launch":
-        losing = [str(source) for source in sources if source.high is not None and source.high < 1]
-        return [f"It loses on {list_first(losing, MAX_NAMES)}: do not launch it for such questions"] if losing else []
-    paying = [str(source) for source in reversed(sources) if source.low is not None and source.low > 1]
+        losing = [str(group) for group in groups if group.high is not None and group.high < 1]
+        return [f"It loses on {list_first(losing, MAX_NAMES)}: do not launch it for these"] if losing else []
+    paying = [str(group) for group in reversed(groups) if group.low is not None and group.low > 1]
     return [f"It would pay on {list_first(paying, MAX_NAMES)} alone"] if paying else []
 
 

@@ -76,6 +76,8 @@ def read_rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     found.setdefault("rope_type", kind)
     if found["rope_type"] == "mrope":  # Qwen2-VL's name for the default with mrope_section
         found["rope_type"] = "default"
+    if found["rope_type"] == "yarn" and found.get("original_max_position_embeddings") is None:
+        found["original_max_position_embeddings"] = config.max_position_embeddings  # transformers' default too
     return found
 
 

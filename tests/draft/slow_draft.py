@@ -62,7 +62,7 @@ def small_target(vocab_size: int, seed: int, num_layers: int = 4, **options: Any
     model = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
             vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=num_layers, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False, **options,
+            num_key_value_heads=2, head_dim=8, tie_word_embeddings=False, **{"max_position_embeddings": 128, **options},
         )
     )  # fmt: skip
     scatter(model, 0.3, seed)

@@ -99,7 +99,7 @@ class Pack:
         self.documents = torch.arange(len(rows)).repeat_interleave(lengths)
         ends = lengths.cumsum(0)
         starts = ends - torch.tensor([len(answer) for _, answer in rows])
-        self.places = AnswerPositions.build(self.ids, starts, ends, NUM_DRAFTS)
+        self.places = AnswerPositions.build(self.ids, ends - lengths, starts, ends, NUM_DRAFTS)
         pack = ReplayPack(self.ids, self.features, self.positions, self.documents)
         self.inputs = pack, self.places.anchors
 

@@ -135,8 +135,12 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     ),
     "window": (Qwen2_5_VLConfig(text_config=MISTRAL | WINDOW), r"see 24 tokens \(sliding_window\)"),
     "rope": (
-        LlamaConfig(**MISTRAL, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
-        r"rope_type 'yarn'",
+        LlamaConfig(
+            **MISTRAL,
+            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}
+            | dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4),
+        ),
+        r"rope_type 'longrope'",
     ),
     "layers": (Llama4TextConfig(**MISTRAL), r"get_decoder\(\) has no `layers`"),
     "norms": (Starcoder2Config(**MISTRAL), r"no rms_norm_eps"),

@@ -48,7 +48,8 @@ class Case:
         self.positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
         self.documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         starts = offsets + torch.tensor([len(p) for p in PROMPTS])
-        self.answer_positions = AnswerPositions.build(self.ids, starts, offsets + lengths, self.draft.config.num_drafts)
+        bounds = offsets, starts, offsets + lengths
+        self.answer_positions = AnswerPositions.build(self.ids, *bounds, self.draft.config.num_drafts)
         self.states = compute_anchor_states(
             self.draft,
             self.embedding,

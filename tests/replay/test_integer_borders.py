@@ -32,7 +32,7 @@ def test_deep_chains_are_counted(steps: int, matching: int) -> None:
     tables = PositionTables([TreeShape(steps, 1, steps + 1)], 1, "sglang", torch.device("cpu"))
     following = torch.where(torch.arange(steps) < matching, torch.arange(steps), -1)[None]
     tables.fill_positions(slice(0, 1), 1, chain(steps), following)
-    found = tables.walk(torch.tensor([1]))
+    found = tables.walk(torch.tensor([1]), torch.tensor([9]))
     assert (found.accepted.item(), found.summed_tree_depth.item(), found.cycles.item()) == (matching, steps, 1)
     assert tables.oracle_drafts[0, 0].item() == matching
     assert found.cycles_reaching_depth[0, 0].tolist() == [1] * matching + [0] * (steps - matching)
@@ -56,7 +56,7 @@ def test_the_nodes_of_wide_trees_are_counted(topk: int, seed: int) -> None:
         slice(0, 1), topk, Candidates(scores, torch.arange(count)[None], parents), torch.full((1, steps), -1)
     )
     found = (
-        tables.walk(torch.tensor([1]))
+        tables.walk(torch.tensor([1]), torch.tensor([9]))
         .adaptive.summed_tree_depth.view(len(oracle_bounds.PATH_PROBABILITY_THRESHOLDS), steps)
         .tolist()
     )

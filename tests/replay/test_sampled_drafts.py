@@ -76,7 +76,7 @@ class Pair:
                     self.read_rows(pack),
                     torch.arange(len(pack)),
                 )
-                bounds = documents * length + start, documents * length + length
+                bounds = documents * length, documents * length + start, documents * length + length
                 positions = AnswerPositions.build(ids, *bounds, self.draft.config.num_drafts)
                 layout = row.repeat(len(pack)), documents.repeat_interleave(length)
                 packed = ReplayPack(ids, features.flatten(0, 1), *layout)

@@ -42,7 +42,7 @@ def add_block_draft(p: schema.Params) -> schema.Params:
         )
     ReplayedTree.write_csv(replay_records.locate_replay(NAME), rows)
     replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
-    replay_records.SourceTau.write_csv(replay_records.locate_source_taus(NAME), [])
+    replay_records.GroupTau.write_csv(replay_records.locate_group_taus(NAME), [])
     return schema.load_params()
 
 

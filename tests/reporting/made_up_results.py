@@ -14,7 +14,7 @@ import pytest
 from stages import report
 from stages.cells import replay_records, timing_grid
 from stages.cells.cell import Cell
-from stages.cells.replay_records import ReplayedTree, SourceTau, TreeBucket
+from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.params import schema
 from stages.params.section import ROOT_CHECKPOINT
 from stages.params.tree_shape import TreeShape
@@ -78,7 +78,7 @@ def make_up_results(p: schema.Params) -> None:
             )
         atomic.write_text(Path(f"results/replay/{checkpoint}.csv"), "\n".join(lines) + "\n")
         TreeBucket.write_csv(replay_records.locate_tree_statistics(checkpoint), [])
-        SourceTau.write_csv(replay_records.locate_source_taus(checkpoint), [])
+        GroupTau.write_csv(replay_records.locate_group_taus(checkpoint), [])
         epochs = [
             {
                 "epoch": e,

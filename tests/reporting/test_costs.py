@@ -71,7 +71,7 @@ def test_an_untimed_import_has_no_prediction_and_a_reason(project: schema.Params
     text = Path("results/replay/e009.csv").read_text().replace("e009", "theirs")
     Path("results/replay/theirs.csv").write_text(text)
     replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics("theirs"), [])
-    replay_records.SourceTau.write_csv(replay_records.locate_source_taus("theirs"), [])
+    replay_records.GroupTau.write_csv(replay_records.locate_group_taus("theirs"), [])
     report.main()
     assert {row["checkpoint"] for row in table(PredictedSpeedup.TABLE)} == {"e003", "e009"}
     assert "theirs: the torch engine has timed no draft of its shapes" in words(report.PAGE_FILE.read_text())

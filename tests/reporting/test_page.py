@@ -90,7 +90,7 @@ def test_where_nothing_is_trained_the_page_has_no_curves(made_up: schema.Params)
         Path(f"results/train/{kind}.json").unlink()
     for tree in made_up.benchmark.trees:
         Cell.read("torch", "eval", "e009", tree).model_copy(update={"checkpoint": "theirs"}).write()
-    for kind in (".csv", ".inside.csv", ".sources.csv"):
+    for kind in (".csv", ".inside.csv", ".groups.csv"):
         text = Path(f"results/replay/e009{kind}").read_text().replace("e009", "theirs")
         atomic.write_text(Path(f"results/replay/theirs{kind}"), text)
     whole = YAML(typ="safe").load(Path("params.yaml").read_text())

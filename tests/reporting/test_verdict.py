@@ -7,7 +7,7 @@ import pytest
 from stages.cells import table
 from stages.cells.cell import Cell
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
-from stages.cells.replay_records import ReplayedTree, SourceTau
+from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
 from stages.params.families import DSPARK, DraftKind
 from stages.reporting import verdict
@@ -48,13 +48,13 @@ def give(
     launch: list[LaunchAdvice] | None = None,
     families: Families | None = None,
     replays: dict[str, list[ReplayedTree]] | None = None,
-    sources: dict[str, list[SourceTau]] | None = None,
+    groups: dict[str, list[GroupTau]] | None = None,
 ) -> Verdict:
     rows = predicted or []
     launch = [advise(row) for row in rows if row.engine != "torch"] if launch is None else launch
     measured = [line.row for line in table.join_lines(cells or [], {}, [])]
     given = launch, rows, [*measured, *(served or [])], remarks or []
-    return verdict.build_verdict(*given, ["eval"], replays or {}, families or {}, (), sources)
+    return verdict.build_verdict(*given, ["eval"], replays or {}, families or {}, (), groups)
 
 
 def replayed_chain(first: float) -> ReplayedTree:
@@ -66,25 +66,31 @@ def replayed_chain(first: float) -> ReplayedTree:
     return ReplayedTree.model_validate(values)
 
 
-def test_a_mean_over_sources_hides_none_that_loses_or_pays() -> None:
+def test_a_mean_hides_no_source_or_context_that_loses_or_pays() -> None:
     """tau 4.0 at 1.5x: a source pays from tau 2.67 on."""
     tree = replayed_chain(0.7).model_copy(update={"num_steps": 6, "topk": 4, "num_draft_tokens": 32, "tau": 4.0})
     ends = {"code.jsonl": (4.4, 4.1, 4.7), "chat.jsonl": (2.2, 2.0, 2.5), "maths.jsonl": (2.6, 2.4, 2.8)}
     taus = [
-        SourceTau(source=name, answers=40, cycles=99, tree="t6_4_32", tau=tau, tau_low=low, tau_high=high)
+        GroupTau(by="source", group=name, answers=40, cycles=99, tree="t6_4_32", tau=tau, tau_low=low, tau_high=high)
         for name, (tau, low, high) in ends.items()
     ]
-    found = give([predict(1.5, 1.4, 1.6)], replays={"e009": [tree]}, sources={"e009": taus})
+    found = give([predict(1.5, 1.4, 1.6)], replays={"e009": [tree]}, groups={"e009": taus})
     assert found.kind == "launch"
-    assert found.details == ("It loses on chat.jsonl (0.83x, tau 2.20): do not launch it for such questions",)
-    assert [f"{source.speedup:.3f}" for source in found.sources] == ["0.825", "0.975", "1.650"]
-    found = give([predict(0.9, 0.8, 0.95)], replays={"e009": [tree]}, sources={"e009": [*taus[1:], *taus[:1]]})
+    assert found.details == ("It loses on chat.jsonl (0.83x, tau 2.20): do not launch it for these",)
+    assert [f"{group.speedup:.3f}" for group in found.groups] == ["0.825", "0.975", "1.650"]
+    found = give([predict(0.9, 0.8, 0.95)], replays={"e009": [tree]}, groups={"e009": [*taus[1:], *taus[:1]]})
     assert found.kind == "plain" and not found.details  # 4.4 is 0.99x
-    found = give([predict(0.96, 0.9, 0.99)], replays={"e009": [tree]}, sources={"e009": taus})
-    assert found.details == () and give([predict(1.5, 1.4, 1.6)], replays={"e009": [tree]}).sources == ()
+    found = give([predict(0.96, 0.9, 0.99)], replays={"e009": [tree]}, groups={"e009": taus})
+    assert found.details == () and give([predict(1.5, 1.4, 1.6)], replays={"e009": [tree]}).groups == ()
     better = [taus[0].model_copy(update={"tau_low": 4.3}), taus[1]]
-    found = give([predict(0.96, 0.9, 0.99)], replays={"e009": [tree]}, sources={"e009": better})
+    found = give([predict(0.96, 0.9, 0.99)], replays={"e009": [tree]}, groups={"e009": better})
     assert found.details == ("It would pay on code.jsonl (1.06x, tau 4.40) alone",)
+    lengths = {"group": ["0-128", "128-256"], "tau": [4.1, 2.2], "tau_low": [4.0, 2.0], "tau_high": [4.2, 2.4]}
+    columns = (dict(zip(lengths, values, strict=True)) for values in zip(*lengths.values(), strict=True))
+    contexts = [taus[0].model_copy(update={"by": "context", **column}) for column in columns]
+    found = give([predict(1.5, 1.4, 1.6)], replays={"e009": [tree]}, groups={"e009": [*taus[:1], *contexts]})
+    assert found.details == ("It loses on contexts of 128-256 tokens (0.83x, tau 2.20): do not launch it for these",)
+    assert [group.tau.by for group in found.groups] == ["context", "context"]  # one source is all of them
 
 
 MEASURE = "measure it before you rely on it (benchmark.checkpoints, workloads and trees)"

@@ -41,10 +41,11 @@ class AnswerPositions(NamedTuple):
     anchor_tokens: Tensor  # [L]
     following: Tensor  # [L, D] the answer's tokens after each anchor, -1 past its end
     counts: Tensor  # [B] positions of each answer
+    prompt_lengths: Tensor  # [B] tokens of its row before it
 
     @classmethod
-    def build(cls, ids: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> "AnswerPositions":
-        """Find the positions of answers ids[starts:ends]: ids [S] of the pack, starts and ends [B] indices into it."""
+    def build(cls, ids: Tensor, row_starts: Tensor, starts: Tensor, ends: Tensor, num_drafts: int) -> "AnswerPositions":
+        """Find the positions of answers ids[starts:ends] of rows from row_starts on: [B] indices into ids [S] of the pack."""
         counts = (ends - 1 - starts).clamp(min=0)
         offsets = counts.cumsum(0) - counts
         index = torch.arange(int(counts.sum()), device=ids.device)
@@ -52,7 +53,7 @@ class AnswerPositions(NamedTuple):
         draft_positions = anchors[:, None] + 1 + torch.arange(num_drafts, device=ids.device)
         is_inside = draft_positions < ends.repeat_interleave(counts)[:, None]
         following = torch.where(is_inside, ids[draft_positions.clamp(max=len(ids) - 1)], -1)
-        return cls(anchors, ids[anchors], following, counts)
+        return cls(anchors, ids[anchors], following, counts, starts - row_starts)
 
 
 class ReplayPack(NamedTuple):
@@ -94,7 +95,7 @@ def replay_chains(drafts: Tensor, positions: AnswerPositions) -> WalkCounts:
     accepted = torch.nn.functional.pad(count_accepted(drafts, positions.following), (0, 1))  # [L + 1]
     widths = torch.arange(1, num_drafts + 1, device=drafts.device)[:, None]
     by_width = torch.minimum(accepted, widths).to(choose_integer_type(num_drafts))  # [D, L + 1]
-    return walk_cycles(by_width, widths.to(by_width.dtype).expand_as(by_width), positions.counts, num_drafts)
+    return walk_cycles(by_width, widths.to(by_width.dtype).expand_as(by_width), positions.counts, num_drafts)[0]
 
 
 def compute_histogram(walk: WalkCounts) -> Tensor:
@@ -122,7 +123,7 @@ def replay_block_trees(
         inputs = states[:, : tables.num_steps], positions.anchor_tokens, topk, tree_scoring, positions_per_batch
         for batch, candidates in _expand_positions(draft, head, *inputs):
             tables.fill_positions(batch, topk, candidates, positions.following[batch, : tables.num_steps])
-    output = tables.walk(positions.counts)
+    output = tables.walk(positions.counts, positions.prompt_lengths)
     if not traced:
         return output
     return output._replace(cycle_starts=mark_cycle_starts(tables.accepted[list(traced)], positions.counts))
@@ -194,7 +195,8 @@ def find_positions(answers: ReplayBatch, num_drafts: int) -> AnswerPositions:
     """Find the positions of padded rows; anchors are indices into the flattened rows."""
     ids = answers.ids
     row_starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]  # [B] index of each row's first token
-    return AnswerPositions.build(ids.flatten(), row_starts + answers.starts, row_starts + answers.ends, num_drafts)
+    bounds = row_starts, row_starts + answers.starts, row_starts + answers.ends
+    return AnswerPositions.build(ids.flatten(), *bounds, num_drafts)
 
 
 def compute_row_states(
