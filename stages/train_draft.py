@@ -127,7 +127,8 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     first, last = trainer.log[0], trainer.log[-1]
     epochs = f"{trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, {trainer.step} steps"
     before = "" if first is last else f"{first.loss:.3f} -> "
-    print(f"{name}: {epochs}, loss {before}{last.loss:.3f}")
+    drawn = f", {last.coverage:.0%} of the anchors an epoch" if last.coverage < 1 else ""
+    print(f"{name}: {epochs}, loss {before}{last.loss:.3f}{drawn}")
 
 
 def _train_epochs(

@@ -160,7 +160,8 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
     assert len(packs) == 3 and any(len(pack.lengths) > 1 for pack in packs)
     trainer.schedule = SimpleNamespace(get_rate=lambda step: 0.0)  # type: ignore[assignment]
     monkeypatch.setattr(trainer.optimizer, "step", lambda rate, clip: None)
-    loss, matches, counts = trainer.train_step(packs)
+    loss, matches, counts, candidates = trainer.train_step(packs)
+    assert candidates.tolist() == [sum(pack.num_candidates for pack in packs)] * 3 and candidates[0] > counts[0]
 
     draft, objective = trainer.draft, trainer.objective.loss
     embedding, head = trainer.training_step.tables

@@ -82,6 +82,7 @@ class SupervisedPack(PackedRows):
     """A pack, and how much of it is supervised."""
 
     supervised_per_step: list[int]  # L
+    num_candidates: int  # positions that could be supervised at the first step
 
     def without_supervision(self) -> Self:
         """Return the same rows with no supervised position."""

@@ -69,12 +69,14 @@ class EpochLog:
     loss: float  # of the objective (`PackObjective.combine_losses`)
     step_loss: list[float]  # mean of each step of the training-time test, or of each draft of a block
     step_accuracy: list[float]
+    coverage: float  # share of the positions that could be supervised at the first step: anchors of candidates
     tokens: int
     seconds: float
 
     def list_values(self) -> dict[str, float]:
         by_step = {f"epoch/loss_{k}": x for k, x in enumerate(self.step_loss)}
         by_step |= {f"epoch/accuracy_{k}": x for k, x in enumerate(self.step_accuracy)}
+        by_step["epoch/coverage"] = self.coverage
         return {"epoch/loss": self.loss, **by_step, "epoch/tokens_per_s": self.tokens / max(self.seconds, 0.01)}
 
 
@@ -165,8 +167,8 @@ class Trainer:
     def _train_epoch(self, steps: Iterator[LoadedStep], tokens: int, bar: tqdm) -> EpochLog:
         """Take the steps up to the epoch's last, and append its results to the log."""
         started = time.perf_counter()
-        # Summed loss, argmax matches and supervised positions of each step.
-        totals = torch.zeros(3, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
+        # Summed loss, argmax matches and supervised positions of each step, and candidates of the first.
+        totals = torch.zeros(4, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
         for index, step in enumerate(steps):
             totals += self.train_step(step.packs)
             bar.update(step.num_rows)
@@ -190,14 +192,14 @@ class Trainer:
         return self.online_packs.fill_hidden_states(pack) if self.online_packs else pack
 
     def train_step(self, packs: list[SupervisedPack]) -> Tensor:
-        """Run one optimizer step; return summed loss, argmax matches and supervised positions [3, L], without synchronising."""
+        """Run one optimizer step; return what is summed over an epoch [4, L], without synchronising."""
         counts = torch.tensor([p.supervised_per_step for p in packs]).sum(0)
         counts = counts.to(self.ranks.device, non_blocking=True)  # [L]
         own_counts = counts.clone()
         if self.ranks.world > 1:
             dist.all_reduce(counts)
-        sums = torch.zeros(3, len(counts), dtype=torch.float64, device=self.ranks.device)
-        sums[2] = own_counts
+        sums = torch.zeros(4, len(counts), dtype=torch.float64, device=self.ranks.device)
+        sums[2], sums[3] = own_counts, sum(p.num_candidates for p in packs)
         for pack in packs:
             total_loss, loss_per_step, matches = self.training_step(self.fill_hidden_states(pack), counts)
             (total_loss * self.num_shards).backward()
@@ -214,7 +216,7 @@ class Trainer:
 
     def _summarise_epoch(self, totals: Tensor, tokens: int, started: float) -> EpochLog:
         """Return the log of the epoch that is at work, so far. Raises ValueError where a loss is not finite."""
-        loss, matches, supervised = totals.tolist()
+        loss, matches, supervised, candidates = totals.tolist()
         if not all(map(math.isfinite, loss)):
             raise ValueError(
                 f"train_draft: the loss is {loss} by step {self.step} (epoch {self.epoch}); lower "
@@ -226,6 +228,7 @@ class Trainer:
             loss=self.objective.combine_losses(step_loss, supervised),
             step_loss=step_loss,
             step_accuracy=[x / max(1.0, n) for x, n in zip(matches, supervised, strict=True)],
+            coverage=round(supervised[0] / max(1.0, candidates[0]), 4),
             tokens=tokens,
             seconds=round(time.perf_counter() - started, 2),
         )

@@ -119,12 +119,13 @@ class TrainingPack(SupervisedPack):
             label_tokens=label_tokens,
             queries_per_step=queries_per_step,
             supervised_per_step=supervised.sum(1).tolist(),
+            num_candidates=int(supervised[0].sum()),
             chunks=_split_pairs(pair_label),
         )
 
     def without_supervision(self) -> "TrainingPack":
         """Return the same rows with no supervised position."""
-        return replace(self, chunks=[], supervised_per_step=[0] * len(self.supervised_per_step))
+        return replace(self, chunks=[], supervised_per_step=[0] * len(self.supervised_per_step), num_candidates=0)
 
     def select_step(self, step: int) -> "TrainingPack":
         """Return a pack of one step: the pairs of `step` alone."""

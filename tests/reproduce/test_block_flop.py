@@ -34,7 +34,7 @@ def config(method: str, **sizes: int) -> BlockDraftConfig:
 @pytest.mark.parametrize(("method", "rank"), [("dflash", 0), ("dflash2", 0), ("dspark", 6)])
 def test_the_count_is_what_torch_counts(method: str, rank: int) -> None:
     c = config(method, markov_rank=rank)
-    draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 0, OBJECTIVES[method])
+    draft, objective = BlockDraft(c), BlockTrainingObjective(c.num_drafts, 9, 1, OBJECTIVES[method])
     draw = torch.Generator().manual_seed(0)
     rows = [
         SimpleNamespace(

@@ -25,6 +25,7 @@ CANDIDATES = [2, 3, 6, 7, 9, 10, 11, 12, 13]  # not 8: its next token belongs to
 def test_anchors_are_candidates_without_repeats() -> None:
     found = [sample_anchors(SUPERVISED, DOCUMENTS, 4, torch.Generator().manual_seed(s)).tolist() for s in range(200)]
     assert all(len(x) == 4 and x == sorted(set(x)) for x in found)
+    assert {sum(a < LENGTHS[0] for a in x) for x in found} == {1, 2}  # 4 of 9 candidates are in the first document: 1.8
     counts = [sum(c in x for x in found) for c in CANDIDATES]
     assert {a for x in found for a in x} == set(CANDIDATES)
     assert min(counts) > 50 and max(counts) < 130  # 200 * 4 / 9 = 89, standard deviation 7

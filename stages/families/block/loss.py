@@ -87,10 +87,22 @@ class BlockLoss(NamedTuple):
 
 
 def sample_anchors(is_supervised: Tensor, documents: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """Return up to `num_anchors` anchors [R], ascending, of a pack, supervised [S] bool and documents [S], on the CPU."""
+    """Return up to `num_anchors` anchors [R], ascending, of a pack, supervised [S] bool and documents [S], on the CPU.
+
+    Each document has its share by its candidates, rounded up or down at random, so all candidates are as likely.
+    """
     index = list_anchors(is_supervised, documents)
-    chosen = torch.randperm(len(index), generator=generator)[:num_anchors]
-    return index[chosen].sort().values
+    if len(index) <= num_anchors:
+        return index
+    of, counts = documents[index], torch.bincount(documents[index])
+    shift = torch.rand((), generator=generator, dtype=torch.float64)
+    ends = counts.cumsum(0).double() * num_anchors / len(index) + shift  # the last is num_anchors + shift
+    shares = ends.long().diff(prepend=torch.zeros(1, dtype=torch.int64))  # [documents]
+    order = torch.argsort(
+        of + torch.rand(len(index), generator=generator, dtype=torch.float64)
+    )  # by document, at random
+    place = torch.arange(len(index)) - (counts.cumsum(0) - counts)[of]  # in its document
+    return index[order[place < shares[of]]].sort().values
 
 
 def list_anchors(is_supervised: Tensor, documents: Tensor) -> Tensor:

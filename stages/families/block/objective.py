@@ -1,7 +1,8 @@
 """Training of block drafts (DFlash, DFlash2, DSpark) on packs: which blocks are supervised, and the loss of a pack.
 
 Of each pack up to `num_anchors` anchors are drawn, again in every epoch, by train_draft.seed and the pack's index in training
-(epoch, step, pack); so neither the number of processes nor a resume changes them. Labels and loss: loss.py.
+(epoch, step, pack), a share of each document; so neither the number of processes nor a resume changes them. Labels and loss:
+loss.py.
 
 The steps of the log are the drafts of a block, d = 0 .. D-1. The loss of an optimizer step is the weighted sum over all valid
 drafts of all packs of the step on all processes, divided by the sum of their weights; and that of an epoch likewise.
@@ -106,6 +107,7 @@ class BlockPack(SupervisedPack):
             anchors=anchors,
             **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
             supervised_per_step=labels.is_valid.sum(0).tolist(),
+            num_candidates=len(block_loss.list_anchors(is_supervised, packed.row_index)),
         )
 
     @property
@@ -114,7 +116,7 @@ class BlockPack(SupervisedPack):
 
     def without_supervision(self) -> "BlockPack":
         none = {name: getattr(self, name)[:0] for name in vars(self) if name == "anchors" or name.startswith("label_")}
-        return replace(self, **none, supervised_per_step=[0] * len(self.supervised_per_step))
+        return replace(self, **none, supervised_per_step=[0] * len(self.supervised_per_step), num_candidates=0)
 
 
 @dataclass(frozen=True)
