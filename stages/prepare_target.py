@@ -32,6 +32,7 @@ from stages.target import (
     layer_state,
     loading,
     manifest,
+    quantisation,
 )
 from stages.target.manifest import TargetManifest
 from stages.telemetry.run_stage import run_stage
@@ -129,7 +130,10 @@ def _pin_target(p: schema.Params) -> TargetManifest:
         folder, revision = _fetch_from_hub(p.target.model, p.target.revision)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=p.target.trust_remote_code)
     supported_targets.check_target_config(p, config)
-    target = describe_target(p.target.model, revision, config, folder, p.target.feature_layers)
+    weights = quantisation.describe_weights(config)
+    target = replace(
+        describe_target(p.target.model, revision, config, folder, p.target.feature_layers), weights=weights
+    )
     if revision is not None:
         return target
     digest, sample = manifest.digest_files(folder, manifest.WEIGHTS), manifest.sample_weights(folder)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from stages.draft import rotary
 from stages.params import checks, schema
 from stages.params.section import PARAMS_FILE
-from stages.target import chat_template, config_facts, feature_layers, head_check, layer_state, loading
+from stages.target import chat_template, config_facts, feature_layers, head_check, layer_state, loading, quantisation
 from stages.target.manifest import TargetManifest
 
 
@@ -25,6 +25,7 @@ def check_target_config(params: schema.Params, config: PretrainedConfig) -> None
     """
     model = params.target.model
     loading.check_attention(config, model)
+    quantisation.check_layout(model, config)
     if state := layer_state.describe_other_state(config):
         raise ValueError(
             f"{PARAMS_FILE}: target.model {model} is a {config.model_type}, which keeps state other than keys and values of its "

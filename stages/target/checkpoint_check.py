@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from stages.params import target_files
 from stages.params.units import list_first
+from stages.target import quantisation
 from stages.target.loading import select_auto_class
 
 MAX_NAMES = 4  # of tensors in a message; further ones are counted
@@ -77,8 +78,10 @@ def _load_names(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        _, report = select_auto_class(config).from_pretrained(
-            folder,
+        _, report = quantisation.load_dequantised(
+            select_auto_class(config),
+            str(folder),
+            config,
             device_map={"": "meta"},
             use_safetensors=True,
             generation_config=GenerationConfig(),  # in place of the target's, which transformers may refuse

@@ -22,6 +22,7 @@ from torch.nn import Module
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from stages.target import quantisation
 from stages.target.layer_state import build_layer_masks, read_sliding_window
 from stages.target.loading import select_auto_class
 
@@ -58,9 +59,10 @@ def load_first_block(source: str, trust_remote_code: bool) -> PreTrainedModel:
     logging.set_verbosity(logging.CRITICAL)  # it lists every tensor of the other blocks as unexpected
     logging.disable_progress_bar()
     try:
-        model = select_auto_class(config).from_pretrained(
+        model = quantisation.load_dequantised(
+            select_auto_class(config),
             source,
-            config=config,
+            config,
             dtype=torch.float32,
             attn_implementation="sdpa",
             use_safetensors=True,

@@ -15,6 +15,7 @@ from transformers import (
 from transformers.utils import is_accelerate_available, logging
 
 import stages.runtime.mkl_first_calls  # noqa: F401 - imported for its effect
+from stages.target import quantisation
 from stages.telemetry import waits
 
 
@@ -27,8 +28,10 @@ def load_target(source: str, dtype: str, device: str, trust_remote_code: bool = 
     logging.disable_progress_bar()  # one bar per tensor
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model = select_auto_class(config).from_pretrained(
+        model = quantisation.load_dequantised(
+            select_auto_class(config),
             source,
+            config,
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             use_safetensors=True,

@@ -55,7 +55,7 @@ def test_a_target_that_transformers_would_complete_at_random_is_refused(
         ({"num_hidden_layers": 3}, r"lack model\.layers\.2\."),
         ({"num_hidden_layers": 1}, r"have model\.layers\.1\..* which its class does not know"),
         (
-            {"quantization_config": {"quant_method": "compressed-tensors"}},
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             r"transformers can't load it \(its weights are quantised\): ",
         ),
     ],
