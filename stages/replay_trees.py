@@ -7,19 +7,18 @@ unbiased estimate of that of decoding, with an interval over conversations. The 
 more with sampled drafts, which are verified by the ratio of both probabilities (families/block/sampled_replay.py).
 """
 
-import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
 from tqdm import tqdm
 
-from stages.cells import interval, replay_records
+from stages.cells import group_taus, interval, replay_records
 from stages.cells.record import DraftSampling
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
 from stages.data import conversations
@@ -38,7 +37,7 @@ from stages.telemetry.run_stage import run_stage
 from stages.trees import accept_length
 from stages.trees.draft_tree import check_tree
 
-HIDDENS, SAMPLED, FIXED_EVAL = Path("data/hiddens"), Path("data/sampled"), Path("data/fixed/eval.parquet")
+HIDDENS, SAMPLED = Path("data/hiddens"), Path("data/sampled")
 SPLITS = ("eval", "eval_t")
 
 
@@ -187,7 +186,8 @@ def _build_replay_rows(
     sums = interval.sum_by_cluster(names, counts.accepted), interval.sum_by_cluster(names, counts.cycles)
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     if traces:
-        traces.groups.extend([*_build_source_rows(grid, names, counts), *_build_context_rows(grid, names, counts)])
+        traces.groups.extend(group_taus.list_by_source(grid, names, counts.accepted, counts.cycles))
+        traces.groups.extend(group_taus.list_by_context(grid, names, CONTEXT_EDGES, *counts.by_context))
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[ReplayedTree] = []
@@ -207,56 +207,6 @@ def _build_replay_rows(
                 draft_sampling="greedy",
             )
         )
-    return found
-
-
-def _build_source_rows(grid: list[TreeShape], names: list[str], counts: ReplayCounts) -> list[GroupTau]:
-    """Return the tau of each tree on the answers to each file's questions; `names` are the rows' conversations.
-
-    None where the stage runs without the graph, on answers whose questions are not here.
-    """
-    if not FIXED_EVAL.exists():
-        return []
-    fixed = conversations.read_table(FIXED_EVAL, conversations.FIXED_SCHEMA, "fix_data")
-    files = dict(fixed.select("id", "source").iter_rows())
-    of_row = np.array([files[name] for name in names])
-    found: list[GroupTau] = []
-    for source in sorted(set(files.values()) & set(of_row.tolist())):
-        rows = np.flatnonzero(of_row == source)
-        own = [names[row] for row in rows]
-        found += _build_group_rows("source", source, grid, own, counts.accepted[rows], counts.cycles[rows])
-    return found
-
-
-def _build_context_rows(grid: list[TreeShape], names: list[str], counts: ReplayCounts) -> list[GroupTau]:
-    """Return the tau of each tree in each range of context lengths; an answer has cycles in several."""
-    found: list[GroupTau] = []
-    for context, (low, high) in enumerate(itertools.pairwise(CONTEXT_EDGES[: counts.by_context.shape[3] + 1])):
-        rows = np.flatnonzero(counts.by_context[1, ..., context].any(1))
-        if len(rows):
-            own = [names[row] for row in rows]
-            accepted, cycles = counts.by_context[..., context][:, rows]
-            found += _build_group_rows("context", f"{low}-{high}", grid, own, accepted, cycles)
-    return found
-
-
-def _build_group_rows(
-    by: Literal["source", "context"],
-    group: str,
-    grid: list[TreeShape],
-    names: list[str],
-    accepted: np.ndarray,
-    cycles: np.ndarray,
-) -> list[GroupTau]:
-    """Return the tau of each tree of the grid, the first of those of `accepted` and `cycles` [rows, trees]."""
-    accepted, cycles = accepted[:, : len(grid)], cycles[:, : len(grid)]
-    sums = interval.sum_by_cluster(names, accepted), interval.sum_by_cluster(names, cycles)
-    intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in grid])
-    found: list[GroupTau] = []
-    for g, (tree, ends) in enumerate(zip(grid, intervals, strict=True)):
-        tau, (low, high) = accept_length.compute_tau(accepted[:, g], cycles[:, g]), ends or (None, None)
-        counted = {"answers": len(names), "cycles": int(cycles[:, g].sum())}
-        found.append(GroupTau(by=by, group=group, tree=tree.name, tau=tau, tau_low=low, tau_high=high, **counted))
     return found
 
 
