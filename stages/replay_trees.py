@@ -154,7 +154,8 @@ def _load_replayed_draft(p: schema.Params, name: str, made: manifest.TargetManif
     sizes = draft.config["vocab_size"], draft.config["hidden_size"]
     check_draft_fits(f"{checkpoint.locate_checkpoint(name)}/draft", *sizes, made.model, embedding)
     replay = build_replay(draft, embedding.to(dtype), head.to(dtype), made, settings.tree_scoring)
-    grid, traced = settings.list_trees(replay.most_steps), settings.traced_trees()
+    grid = settings.list_trees(replay.most_steps)
+    traced = settings.list_traced_trees(grid)
     if replay.most_steps is not None:
         traced = _select_traced(name, traced, replay.most_steps)
     layers, samples = draft.feature_layers, draft.family.samples_drafts

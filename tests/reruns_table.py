@@ -177,9 +177,7 @@ RERUNS = [
     ),
     Row("replay_trees.topk: another one", sets(replay_trees={"topk": adds(7)}), "replay_trees@* report"),
     Row(
-        "replay_trees.trace_trees: another one",
-        sets(replay_trees={"trace_trees": adds("t2_2_4")}),
-        "replay_trees@* report",
+        "replay_trees.trace_trees: another one", sets(replay_trees={"trace_trees": ["t2_2_4"]}), "replay_trees@* report"
     ),
     Row("time_trees.topk: another one", sets(time_trees={"topk": adds(7)}), "time_trees@* report"),
     Row("time_trees.checkpoints: add e009", sets(time_trees={"checkpoints": adds("e009")}), "time_trees@e009 report"),

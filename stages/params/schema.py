@@ -232,7 +232,7 @@ class Params(Section):
                 f"{self.train_draft.ttt_steps} drafts commits at most {self.train_draft.ttt_steps + 1} "
                 "tokens per verify cycle; lower it"
             )
-        names = [*self.replay_trees.trace_trees, *self.benchmark.trees, *self.benchmark_served.trees]
+        names = [*(self.replay_trees.trace_trees or ()), *self.benchmark.trees, *self.benchmark_served.trees]
         depths = [*self.replay_trees.num_steps, *self.time_trees.num_steps]
         deepest = max(
             self.train_draft.ttt_steps,

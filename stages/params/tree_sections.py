@@ -56,8 +56,8 @@ class ReplayTrees(TreeGrid):
     num_draft_tokens: DraftTokens = Field(default_factory=lambda: [4, 6, 8, 12, 16, 20, 24, 32, 48])
     # how nodes are scored; sglang: products of probabilities; eagle: sums of logarithms
     tree_scoring: Literal["sglang", "eagle"] = "sglang"
-    # trees with statistics of every cycle (docs/trees.md); []: none
-    trace_trees: TreeNames = Field(default_factory=lambda: ["t8_1_9", "t10_2_32", "t10_3_32", "t8_2_16"])
+    # trees with statistics of every cycle (docs/trees.md); null: the longest chain and the largest tree of the grid
+    trace_trees: TreeNames | None = None
     # memory of rows and nodes processed at once, besides the draft; tens of GiB are faster on a GPU
     memory_gib: Positive = 4.0
 
@@ -70,9 +70,13 @@ class ReplayTrees(TreeGrid):
             )
         return self
 
-    def traced_trees(self) -> list[TreeShape]:
-        """Return the trees of `trace_trees`; they may be outside the grid."""
-        return [TreeShape.parse(name) for name in self.trace_trees]
+    def list_traced_trees(self, grid: list[TreeShape]) -> list[TreeShape]:
+        """Return the trees of `trace_trees`, which may be outside the grid, or those that null stands for."""
+        if self.trace_trees is not None:
+            return [TreeShape.parse(name) for name in self.trace_trees]
+        chains = [tree for tree in grid if tree.topk == 1]
+        largest = max(grid, key=lambda tree: (tree.num_draft_tokens, tree.num_steps, -tree.topk))
+        return list(dict.fromkeys([*chains[-1:], largest]))
 
 
 class TimeTrees(TreeGrid):
