@@ -225,6 +225,27 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
     return plot_points
 
 
+def draw_tau_by_epoch(
+    axes: Any, trained: dict[str, TrainingReport], chains: dict[str, ReplayedTree]
+) -> list[PlotPoint]:
+    """Draw a point for each checkpoint that was replayed, by its chain, joined with that of the checkpoint it continues."""
+    epochs: dict[str, int] = {}
+    plot_points: list[PlotPoint] = []
+    for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
+        parent = trained[name].from_
+        epochs[name] = epochs.get(parent, 0) + len(trained[name].epochs)
+        if name not in chains:
+            continue
+        tree, joined = chains[name], [parent, name] if parent in chains and parent in epochs else [name]
+        axes.plot([epochs[n] for n in joined], [chains[n].tau for n in joined], color=colour, label=name)
+        if tree.tau_low is not None:
+            axes.plot([epochs[name]] * 2, [tree.tau_low, tree.tau_high], color=colour, linewidth=0.8)
+        axes.plot(epochs[name], tree.tau, "o", color=colour)
+        plot_points.append(PlotPoint(epochs[name], tree.tau, f"{name}: tau {tree.tau:.2f} after epoch {epochs[name]}"))
+    axes.set(xlabel="epoch", ylabel="tau, replayed")
+    return plot_points
+
+
 def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:
     """Return the checkpoints, parents before children."""
     order: list[str] = []

@@ -52,9 +52,16 @@ def load_dequantised(auto_class: Any, source: str, config: PretrainedConfig, **o
         del config.quantization_config
         model_class = auto_class._model_mapping[type(config)]  # the Auto classes want files
         return model_class.from_pretrained(None, config=config, state_dict=read_awq(Path(source)), **options)
-    if method in BY_TRANSFORMERS:
-        config.quantization_config["dequantize"] = True
-    return auto_class.from_pretrained(source, config=config, **options)
+    if method not in BY_TRANSFORMERS:
+        return auto_class.from_pretrained(source, config=config, **options)
+    config.quantization_config["dequantize"] = True
+    found = auto_class.from_pretrained(source, config=config, **options)
+    model = found[0] if isinstance(found, tuple) else found
+    kept = tuple(model._keep_in_fp32_modules or ())
+    for name, weight in model.named_parameters():
+        if not any(part in name for part in kept):  # transformers leaves products with a scale in the scale's type
+            weight.data = weight.data.to(options.get("dtype", weight.dtype))
+    return found
 
 
 def read_awq(folder: Path) -> dict[str, Tensor]:

@@ -107,6 +107,9 @@ def test_weights_are_those_that_the_files_mean(kind: str, tmp_path: Path, monkey
     for name, weight in exact.items():
         assert found[name].dtype == torch.float32 and torch.allclose(found[name], weight, rtol=4e-3, atol=1e-6), name
     assert set(exact) == set(found) - {"lm_head.weight"}
+    halved = loading.load_target("mine", "bfloat16", "cpu")
+    assert {weight.dtype for weight in halved.parameters()} == {torch.bfloat16}
+    assert halved(torch.tensor([[1, 2, 3]])).logits.isfinite().all()  # bug: scales of fp8 made its products float32
 
 
 def test_an_awq_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
