@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 KIT_FLAGS = {  # what runs without the kernels that the kits leave out
     "sglang": [
@@ -56,12 +55,3 @@ def build_sglang_command(kit: str) -> list[str]:
     names = ("PYTHONPATH", "TVM_FFI", "TRITON", "HF_HUB", "TRANSFORMERS", "TORCHDYNAMO", "SGLANG", "CUDA_HOME")
     kept = [line for line in settings.stdout.splitlines() if line.startswith(names)]
     return ["env", *kept, "python3", "-m", "sglang.launch_server"]
-
-
-def use_sglang_kit(server: dict[str, Any], kit: str) -> dict[str, Any]:
-    """Return `benchmark_served.server` for the kit's SGLang."""
-    return dict(server) | {
-        "command": build_sglang_command(kit),
-        "launch_args": KIT_FLAGS["sglang"] if kit else [],
-        "mem_fraction": 0.5,
-    }

@@ -17,17 +17,6 @@ SPANS = re.findall(r"`([^`]+)`", TEXT)
 KEYS = sorted(
     {span.partition(":")[0] for span in SPANS if span.partition(".")[0] in Params.model_fields and "." in span}
 )
-DOCUMENTED = (  # in the seeds
-    "--base-model-path", "--eagle-model-path", "--model-id", "--bench-name", "--mode", "--output-dir", "--temperature",
-    "--max-new-token", "--total-token", "--depth", "--top-k", "--num-gpus-per-model", "--num-gpus-total",
-    "--max-gpu-memory", "--seed", "--question-begin", "--question-end", "--no-metrics", "DATA_NAME_OR_PATH", "OUTPUT_DIR",
-    "DATA_FORMAT", "DATA_SHARD_SIZE", "BASE_PORT", "TARGET_MODEL_NAME_OR_PATH", "DRAFT_MODEL_CONFIG_PATH",
-    "TRAIN_DATA_PATH", "EVAL_DATA_PATH", "TRAIN_HIDDEN_PATH", "EVAL_HIDDEN_PATH", "MODEL_MAX_LENGTH", "CHAT_TEMPLATE_TYPE",
-    "LM_HEAD_KEY", "RUN_NAME", "run_vllm_server.sh", "generate_data_for_target_model.sh", "train_eagle3_online.sh",
-    "train_eagle3_vlm_online.sh", "train_eagle3_offline.sh", "train_eagle3_vlm_offline.sh", "tools/spec_benchmark.py",
-    "fix_toon_data.py", "run_weather.sh", "epoch_3", "test_sclang_withbenchmark.py", "speculative-num-steps",
-    "speculative-eagle-topk", "speculative-num-draft-tokens",
-)  # fmt: skip
 
 
 def section_inside(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
@@ -53,11 +42,6 @@ def test_every_key_it_names_exists(key: str) -> None:
         fields = {field.alias or name: field for name, field in model.model_fields.items()}
         assert part in fields, f"{key}: there is no {part}, only {', '.join(fields)}"
         model, free = section_inside(fields[part].annotation)
-
-
-@pytest.mark.parametrize("flag", DOCUMENTED)
-def test_every_documented_flag_has_a_row(flag: str) -> None:
-    assert any(flag in line.split("|")[1] for line in TEXT.splitlines() if line.startswith("| "))
 
 
 def test_trees_measures_recipes_and_pages_it_names_are_there() -> None:

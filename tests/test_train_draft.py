@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stages import train_draft
-from stages.params.draft_sections import TrainDraft
 from stages.runtime import free_port
 from tests.conftest import SMALL, edit_params
 
@@ -121,10 +120,6 @@ def test_work_of_other_parameters_is_not_taken_up(killed: Path) -> None:
     """SpecForge's caches silently went stale; here the digest covers parameters, inputs and code."""
     edit_params(killed, {"train_draft": {"ttt_decay": 0.7}})
     assert "resumed" not in kill_and_finish(killed, kills=0, seed=0)
-
-
-def settings(batch_tokens: int, packs_per_step: int = 1) -> TrainDraft:
-    return TrainDraft.model_construct(seed=1, batch_tokens=batch_tokens, packs_per_step=packs_per_step)
 
 
 def test_two_processes_learn_what_one_does(project: Path, small_run: Path) -> None:

@@ -19,7 +19,6 @@ from stages.serving import engine_versions
 
 SGLANG_VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 SGLANG_METHOD = "SGLANG_SIMULATE_ACC_METHOD"
-SGLANG_TOKEN_ID = 100  # a target's vocabulary must have it
 VLLM_METHOD_KEY, VLLM_LENGTH_KEY = "rejection_sample_method", "synthetic_acceptance_length"
 VLLM_CONFIG_FLAG = "--speculative-config"
 LLAMA_CPP_FLAG = "--spec-synth-len"

@@ -4,14 +4,7 @@ import importlib
 
 import pytest
 
-from stages.families.block.objective import OBJECTIVES
-from stages.params.families import ALGORITHMS, BLOCKS, EAGLE3, FAMILIES, DraftFamily, find_family, list_titles
-
-
-def test_params_and_training_know_the_same_blocks() -> None:
-    assert list(BLOCKS) == list(OBJECTIVES)
-    assert list_titles() == "DFlash, DFlash2 or DSpark" and sorted(map(str, ALGORITHMS)) == ["DFLASH", "DSPARK"]
-    assert [family.count_drafts(8) for family in BLOCKS.values()] == [7, 7, 8]
+from stages.params.families import EAGLE3, FAMILIES, DraftFamily, find_family
 
 
 def test_a_family_is_found_by_any_architecture_of_a_config_or_by_its_method() -> None:

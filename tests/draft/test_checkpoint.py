@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig
 
 from stages.draft import checkpoint, eagle3_checkpoint
 from stages.draft.eagle3_config import DraftConfig
@@ -186,14 +185,3 @@ def test_a_large_state_is_in_shards_that_are_read_as_one(tmp_path: Path, monkeyp
     (tmp_path / "state" / shards[1]).unlink()
     with pytest.raises(ValueError, match=rf"{shards[1]} not found; run: dvc repro train_draft@e003"):
         checkpoint.read_state(tmp_path, "train_draft@e003")
-
-
-# --- config.json, as transformers reads it --------------------------------------------------------------------------
-
-
-def loaded(tmp_path: Path, config: dict[str, Any]) -> LlamaConfig:
-    """Return the config as both engines read it first: model_type llama, parsed by transformers."""
-    atomic.write_json(tmp_path / "config.json", config)
-    found = AutoConfig.from_pretrained(tmp_path)
-    assert type(found) is LlamaConfig
-    return found

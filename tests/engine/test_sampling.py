@@ -284,22 +284,6 @@ def test_replay_of_a_sampled_answer_equals_decoding_it_as_integers(engine: Engin
 PROMPTS, EACH = 150, 6  # and trajectories of each, for replay
 
 
-def draw_answers(
-    engine: Engine, prompts: list[list[int]], how: tuple[float, float, int | None] | None
-) -> list[list[int]]:
-    """An answer to each prompt, drawn by torch from transformers' probabilities; greedy without `how`."""
-    ids, generator = torch.tensor(prompts), torch.Generator().manual_seed(9)
-    for _ in range(ANSWER):
-        logits = engine.model(ids).logits[:, -1]
-        drawn = (
-            logits.argmax(-1)[:, None]
-            if how is None
-            else torch.multinomial(warp_logits(logits, *how), 1, generator=generator)
-        )
-        ids = torch.cat([ids, drawn], dim=1)
-    return ids[:, len(prompts[0]) :].tolist()
-
-
 def test_a_large_vocabularys_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """Bug to be: summed in float32, the last of 150,000 tokens would be reached by no number, or by too many."""
     probabilities = torch.full((1, 150_000), 1 / 150_000)

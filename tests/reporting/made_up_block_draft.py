@@ -3,15 +3,11 @@
 import json
 from pathlib import Path
 
-from stages.cells import replay_records, timing_grid
+from stages.cells import replay_records
 from stages.cells.replay_records import ReplayedTree
-from stages.draft import block_checkpoint
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
-from tests import costs
 from tests.conftest import edit_params
-from tests.draft.slow_block_draft import METHOD_OPTIONS, random_block_draft
-from tests.torch_cells import timed_cell
 
 NAME, NUM_DRAFTS = "b006", 5
 CHAIN = TreeShape(NUM_DRAFTS, 1, NUM_DRAFTS + 1)
@@ -44,21 +40,3 @@ def add_block_draft(p: schema.Params) -> schema.Params:
     replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(NAME), [])
     replay_records.GroupTau.write_csv(replay_records.locate_group_taus(NAME), [])
     return schema.load_params()
-
-
-def add_timing() -> None:
-    """Add a timing grid of the block draft."""
-    config = block_checkpoint.build_block_config(
-        random_block_draft(1, **METHOD_OPTIONS["dspark"], block_size=5)[0].config, 8
-    )
-    edit_params(Path(), {"time_trees": {"checkpoints": ["e000", NAME]}})
-    timing_grid.write_timing_grid(costs.made_up(NAME, draft=config))
-
-
-def measure_block_trees(p: schema.Params) -> None:
-    """Measure the block draft alone: its whole chain, and a tree that no engine runs and that is faster."""
-    edit_params(Path(), {"benchmark": {"checkpoints": [NAME], "trees": list(MEASURED)}})
-    for workload in p.benchmark.torch_workloads:
-        for tree, speedup in MEASURED.items():
-            ends = speedup - 0.2, speedup + 0.2
-            timed_cell(tree, speedup, *ends, workload=workload, checkpoint=NAME).write()

@@ -31,9 +31,10 @@ SPENT = [
     "fix_data", "prepare_target", "sample_target", "extract_hiddens", "init_draft@e000", "check_overfit@e000", "train_draft@e003",
     "train_draft@e009", "replay_trees@e003", "replay_trees@e009", "time_trees@e000", "prepare_prompts@eval",
 ]  # fmt: skip
-PLOTS = 7 + 3  # the last three of latencies
+PLOTS = 8 + 3  # the last three of latencies
 PICTURE = '<svg role="img"'  # each has a second one over it, of its points
 ELSEWHERE = r"https?:|//[a-z]|<link|<img|@import|url\((?!#)|\bsrc=|\b(fetch|import)\("  # what a page loads from
+TRACED = [TreeShape(8, 1, 9), TreeShape(10, 2, 32)]
 INSIDE = 4  # more, of what happens inside trees, where any was looked into
 TREES = ("t5_1_6", "t8_2_16")
 
@@ -118,7 +119,7 @@ def make_up_import(name: str) -> None:
     atomic.write_json(Path(f"results/train/{name}.json"), {"checkpoint": name, "weights": "cd" * 32})
 
 
-def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
+def made_up_inside(checkpoint: str) -> list[TreeBucket]:
     """Buckets that could be true: 60 cycles a tree, half of the expected drafts are accepted."""
     buckets = {
         "row": ("q1.0", "q2.0"), "context": ("64-96", "96-128"), "answer": ("0-8", "8-12"), "after": ("digits", "letters"),
@@ -135,7 +136,7 @@ def made_up_inside(checkpoint: str, trees: list[TreeShape]) -> list[TreeBucket]:
             cycles=None if what in ("sibling", "path_probability") else 30,
             nodes=30 * (tree.num_draft_tokens - 1),
         )
-        for tree in trees
+        for tree in TRACED
         for what, names in buckets.items()
         for bucket in names
     ]

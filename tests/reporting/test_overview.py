@@ -2,9 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from stages.cells.prediction import PredictedSpeedup
 from stages.cells.replay_records import ReplayedTree
-from stages.cells.table import ResultRow
 from stages.reporting import overview
 from stages.reporting.plots import PlotPoint
 
@@ -12,17 +10,6 @@ from stages.reporting.plots import PlotPoint
 def tree(steps: int, topk: int, tokens: int, tau: float) -> ReplayedTree:
     known = {"checkpoint": "e009", "temperature": 0.0, "tau_low": tau - 0.5, "tau_high": tau + 0.5}
     return ReplayedTree.model_construct(num_steps=steps, topk=topk, num_draft_tokens=tokens, tau=tau, **known)
-
-
-def guess(tokens: int, speedup: float, steps: int = 5) -> PredictedSpeedup:
-    return PredictedSpeedup.model_construct(
-        num_steps=steps, topk=2, num_draft_tokens=tokens, speedup=speedup, low=None, high=None
-    )
-
-
-def row(name: str, tokens: int, speedup: float, source: str = "measured") -> ResultRow:
-    ends = {"speedup_low": speedup - 0.1, "speedup_high": speedup + 0.1}
-    return ResultRow.model_construct(tree=name, topk=2, num_draft_tokens=tokens, speedup=speedup, source=source, **ends)
 
 
 def names(plot_points: list[PlotPoint]) -> dict[str, tuple[float, float]]:

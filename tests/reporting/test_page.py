@@ -69,8 +69,7 @@ def test_what_happens_inside_trees_is_shown_where_any_was_looked_into(made_up: s
     report.main()
     assert "Inside some trees" not in report.PAGE_FILE.read_text()
     for name in made_up.replay_trees.checkpoints:
-        buckets = made_up_inside(name, made_up.replay_trees.list_traced_trees(made_up.replay_trees.list_trees()))
-        TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
+        TreeBucket.write_csv(replay_records.locate_tree_statistics(name), made_up_inside(name))
     report.main()
     page = report.PAGE_FILE.read_text()
     assert page.count(PICTURE) == PLOTS + INSIDE and "#0303" not in page

@@ -5,11 +5,7 @@ from typing import Any
 from stages.cells import table
 from stages.cells.table import ResultRow
 from stages.reporting import served, served_sweeps, tables
-from tests.served_cells import Row, join, made_up, point
-
-
-def rows_of(*cells: Row) -> list[ResultRow]:
-    return [line.row for line in join(cells)]
+from tests.served_cells import join, made_up, point
 
 
 def with_speedups(speedups: dict[tuple[int, int | None], float], tree: str = "t5_1_6", **keys: Any) -> list[ResultRow]:

@@ -286,12 +286,3 @@ def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
     assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
     assert found.details[0].startswith("Left out above, since no serving engine runs this tree")
-
-
-def refuse(tree: str | None, reason: str, **changes: Any) -> ResultRow:
-    """Return the row of a cell of status unsupported."""
-    values: dict[str, Any] = {
-        "workload": "code", "checkpoint": tree and "e009", "tree": tree, "engine": "vllm", "temperature": 0.0,
-        "decoding": "speculative" if tree else "plain", "status": "unsupported", "remark": f"unsupported: {reason}",
-    }  # fmt: skip
-    return ResultRow.model_validate(values | changes)

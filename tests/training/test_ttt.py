@@ -38,10 +38,6 @@ def run(
     return pack, ttt.compute_loss(draft, pack, embedding, head, objective)
 
 
-def means(pack: TrainingPack, result: ttt.LossOutput) -> list[float]:
-    return (result.loss_per_step / torch.tensor(pack.supervised_per_step).clamp(min=1)).tolist()
-
-
 @pytest.mark.parametrize(
     ("mask", "loss", "options", "scale"),
     [

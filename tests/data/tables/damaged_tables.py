@@ -18,18 +18,8 @@ import toons
 NAMES = ["Ada", "Grace Hopper", "Zoë", "Łukasz", "李雷", "O'Brien", "Jean-Luc", "Smith, Ann", "de la Cruz, María"]
 CITIES = ["Oslo", "New York, NY", "São Paulo", "Paris, France", "Łódź", "Nome"]
 WORDS = [
-    "nail",
-    "screw",
-    "bolt (M4)",
-    "washer",
-    "left, right",
-    "tape: wide",
-    'so-called "glue"',
-    "# 5",
-    "- x",
-    "x,y",
-    "50%",
-]
+    "nail", "screw", "bolt (M4)", "washer", "left, right", "tape: wide", 'so-called "glue"', "# 5", "- x", "x,y", "50%",
+]  # fmt: skip
 STATES = ["open", "closed", "on hold", "n/a"]
 
 
