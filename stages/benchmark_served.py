@@ -28,6 +28,7 @@ from stages.serving import gpu_memory, load_checks
 from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
 from stages.serving.measured_server import MeasuredServer
+from stages.serving.server import UnsupportedByServerError
 from stages.telemetry import gpu_energy
 from stages.telemetry.run_stage import run_stage
 
@@ -51,7 +52,10 @@ def main(workload_name: str, checkpoint_name: str = "", tree_name: str = "") -> 
     ended = None
     if not reason:
         server_setup.check_positions(work, measured, draft_config)
-        ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
+        try:
+            ended = _measure_repeats(work, measured, baseline if tree and params.benchmark_served.interleave else None)
+        except UnsupportedByServerError as error:
+            reason = error.reason
     found = _build_cell(work, measured, baseline, reason, ended, gpus_before).model_copy(
         update={"seconds": round(time.perf_counter() - started, 2), "gpus": meter.names(), "joules": meter.joules()}
     )

@@ -33,11 +33,19 @@ STOP_TIMEOUT_S = 15.0  # from SIGTERM to SIGKILL
 SLACK_S = 5.0  # for the guard to be scheduled on a busy machine
 ENDING_GRACE_S = 2.0  # from the closed port to the process's end
 LOG_TAIL_BYTES = 20_000
-KNOWN_ENDS = {  # by a line of the log
+KNOWN_ENDS = {  # what an engine can't run, by a line of the log that it ends with
     "layer input tensor is null": "llama.cpp keeps no hidden states of a target of this architecture, so it drafts for it by "
     "n-grams alone; take another engine (benchmark_served.engine)"
 }
 INSTALL_HINTS = {"transformers": "pip install -c constraints.txt -e '.[serve]'"}
+
+
+class UnsupportedByServerError(ValueError):
+    """A server ended, since its engine can't run what was asked; `reason` says why."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass
@@ -208,10 +216,9 @@ class ServerProcess:
         words, remedy = read_log_tail(self.log, 200), INSTALL_HINTS.get(self.engine)
         if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
             often += f" for want of packages; run: {remedy}"
-        often += next((f": {reason}" for line, reason in KNOWN_ENDS.items() if line in words), "")
-        return ValueError(
-            f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n{read_log_tail(self.log)}"
-        )
+        message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n{read_log_tail(self.log)}"
+        reason = next((reason for line, reason in KNOWN_ENDS.items() if line in words), None)
+        return UnsupportedByServerError(message, reason) if reason else ValueError(message)
 
 
 def start_servers(servers: Sequence[ServerProcess]) -> None:

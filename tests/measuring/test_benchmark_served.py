@@ -29,7 +29,7 @@ from stages.params.families import FAMILIES
 from stages.prompts import workload_prompts
 from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import atomic
-from stages.serving import engine_flags, engine_versions, load_generator
+from stages.serving import engine_flags, engine_versions, load_generator, server
 from stages.serving.measured_server import MeasuredServer
 from stages.target import gguf_files, vision
 from tests.conftest import ROOT, edit_params, has_ended
@@ -225,6 +225,17 @@ def test_what_an_engine_cannot_run_is_a_cell_that_says_so(engine: str, tree: str
     found = Cell.read(ENGINE, "eval", "e003", tree)
     assert found["status"] == "unsupported" and problem in found["reason"] and found["points"] == []
     assert found.draft_sampling == "greedy"
+
+
+def test_what_a_server_ends_with_since_its_engine_cannot_run_it_is_such_a_cell(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp with a draft for a Gemma 3, which ended the run."""
+    monkeypatch.setattr(server, "KNOWN_ENDS", {"told to fail at start": "it keeps no hidden states of this target"})
+    edit_server(project, launch_args=["--fail-at-start"])
+    benchmark_served.main("eval", "e003", "t5_1_6")
+    found = Cell.read(ENGINE, "eval", "e003", "t5_1_6")
+    assert (found["status"], found["reason"]) == ("unsupported", "it keeps no hidden states of this target")
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         made_up_project(tmp_path_factory.mktemp("page"), patch)
         p = schema.load_params()
         for name in p.replay_trees.checkpoints:
-            buckets = made_up_inside(name)
-            replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(name), buckets)
+            replay_records.TreeBucket.write_csv(replay_records.locate_tree_statistics(name), made_up_inside(name))
         serve({"code": {**EVAL, "concurrency": 64, "repeats": 3}})
         make_up_served("code", off=0.7)
         report.main()
