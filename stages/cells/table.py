@@ -181,8 +181,8 @@ def join_lines(
             # The torch engine's never has another: with benchmark.mode eagle there is no baseline at all.
             has_own_baseline = cell.baseline_points or cell.engine == TORCH_ENGINE
             baseline = cell if has_own_baseline else baselines[cell.workload]
-            trees = replayed.get(cell.checkpoint, [])
-            found += _build_speculative_lines(cell, baseline, trees, cell.workload in replayed_workloads)
+            trees = replayed.get(cell.checkpoint, []) if cell.workload in replayed_workloads else []
+            found += _build_speculative_lines(cell, baseline, trees)
             found += _build_plain_lines(cell, [] if cell.in_turns else cell.baseline_points)
     return found
 
@@ -194,9 +194,7 @@ def _build_plain_lines(cell: Cell, baseline_points: list[LoadPoint]) -> Iterator
         yield TableLine(ResultRow(**_get_names(cell, PLAIN), **_summarise_loads(point)), cell, point)
 
 
-def _build_speculative_lines(
-    cell: Cell, baseline: Cell, trees: list[ReplayedTree], is_replayed: bool
-) -> Iterator[TableLine]:
+def _build_speculative_lines(cell: Cell, baseline: Cell, trees: list[ReplayedTree]) -> Iterator[TableLine]:
     replay = replay_records.find_replayed_tau(trees, cell)
     if cell.status == UNSUPPORTED:
         yield TableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
@@ -204,7 +202,7 @@ def _build_speculative_lines(
     # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut. With benchmark.mode baseline
     # there are no points.
     longest = max((point.max_new_tokens for point in cell.points), default=0)
-    is_greedy_replay = is_replayed and cell.temperature == 0 and not cell.in_turns
+    is_greedy_replay = cell.temperature == 0 and not cell.in_turns
     for point in cell.points:
         baseline_points = cell.baseline_points if baseline is cell else baseline.points
         baseline_point = next((candidate for candidate in baseline_points if candidate.load == point.load), None)
