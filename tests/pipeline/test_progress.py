@@ -43,11 +43,3 @@ def test_a_bar_is_one_artifact_and_no_line_of_the_log(calls, monkeypatch) -> Non
     assert sorted({call[1] for call in calls}) == [0, 25, 50, 75, 100]
     assert calls[0][:3] == ("create", 0, "progress-replay-trees-e003") and "0/4 [00:00<?, ?row/s]" in calls[0][3]
     assert log == ["reading 3/4 of it", "done"]
-
-
-def test_the_server_is_not_asked_for_every_line(calls, monkeypatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 3600)
-    show = progress.ProgressLog("benchmark@a", lambda line: None)
-    for line in bar():
-        show(line)
-    assert {call[1] for call in calls} == {0, 100}
