@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stages.draft.eagle3 import attend_prefix_and_ancestors
 from stages.training.compile_on_cuda import compile_on_cuda
+
+MAX_ATTENTION_LOGITS = 1 << 27  # of a step on a CPU, stored for the gradient
 
 
 def build_pack_attention(
@@ -88,8 +91,19 @@ class _PaddedPackAttention:
         mask = self.mask
         if self.distance is not None:
             mask = mask & (self.distance + len(own_keys) < self.window)
-        out = attend_prefix_and_ancestors(by_row(query), self.keys, self.values, mask, own_k, own_v)  # [B, M, A, E]
+        inputs = by_row(query), mask, own_k, own_v  # [B, M, ...]
+        at_once = max(1, MAX_ATTENTION_LOGITS // (query.shape[1] * mask.shape[2] * len(mask)))
+        if mask.shape[1] <= at_once:
+            out = self._attend_queries(*inputs)
+        else:  # the logits of long rows are computed again for the gradient, a part at a time
+            parts = zip(*(x.split(at_once, 1) for x in inputs if x is not None), strict=True)
+            out = torch.cat([checkpoint(self._attend_queries, *part, use_reentrant=False) for part in parts], 1)
         return _gather_rows(out.flatten(0, 1), self.output_index[: len(query)])
+
+    def _attend_queries(
+        self, query: Tensor, mask: Tensor, own_k: Tensor | None = None, own_v: Tensor | None = None
+    ) -> Tensor:  # [B, M, A, E]
+        return attend_prefix_and_ancestors(query, self.keys, self.values, mask, own_k, own_v)
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:

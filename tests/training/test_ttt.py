@@ -53,6 +53,8 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
     `scale` times its head's.
     """
     monkeypatch.setattr(chunked_loss, "PAIRS_PER_CHUNK", 7)  # several chunks, and labels that lie in two of them
+    if options == "none" or scale != 1:
+        monkeypatch.setattr(attention_mask, "MAX_ATTENTION_LOGITS", 300)  # as rows of thousands of tokens
     weights = random_draft(1, **OPTIONS[options])
     draft, embedding, head = weights
     draft.requires_grad_(True)
