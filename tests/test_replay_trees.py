@@ -55,7 +55,7 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (project / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     edit_params(project, SETTINGS)
     with chdir(project):
-        make_target(1)
+        make_target(1, max_position_embeddings=256)
         p, target = schema.load_params(), manifest.read_manifest()
         draft, layers = init_draft._build_fresh_draft(p, target, torch.arange(V))
         config = init_draft.build_config_json(draft.config, layers, target)
@@ -82,8 +82,8 @@ def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
-def make_target(seed: int) -> None:
-    model = small_target(V, seed, eos_token_id=END, max_position_embeddings=256)
+def make_target(seed: int, **options: Any) -> None:
+    model = small_target(V, seed, eos_token_id=END, **options)
     model.save_pretrained("tiny")
     manifest.write_manifest(
         Path("artifacts/target"), prepare_target.describe_target("tiny", None, model.config, Path("tiny"), [1, 2, 3])
