@@ -45,7 +45,7 @@ every_form = pytest.mark.parametrize(("method", "form"), FORMS, ids=lambda x: x 
 
 def import_published(method: str, form: Form, name: str = "theirs") -> BlockDraft:
     """Publish the checkpoint `b003` of `write_block`, import it as `name`, and list both."""
-    draft = write_block(method, max_position_embeddings=128)
+    draft = write_block(method, max_position_embeddings=256)
     publish(Path("from_others") / name, *form(draft, NUM_LAYERS))
     item = {"model": f"from_others/{name}", "revision": None, "rope_theta": None}
     edit_params(Path(), {"import_draft": {"checkpoints": {name: item}}})
