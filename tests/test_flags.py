@@ -7,9 +7,6 @@ import pytest
 from pydantic import BaseModel
 
 from stages.params.schema import Params
-from stages.params.tree_shape import TreeShape
-from stages.published import comparison
-from stages.published.tables import METRICS
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
@@ -42,12 +39,3 @@ def test_every_key_it_names_exists(key: str) -> None:
         fields = {field.alias or name: field for name, field in model.model_fields.items()}
         assert part in fields, f"{key}: there is no {part}, only {', '.join(fields)}"
         model, free = section_inside(fields[part].annotation)
-
-
-def test_trees_measures_recipes_and_pages_it_names_are_there() -> None:
-    trees = {name for span in SPANS for name in re.findall(r"t\d+_\d+_\d+", span)}
-    assert {TreeShape.parse(name).name for name in trees} == trees and "t6_10_60" in trees
-    assert {"tau_of_questions", "speedup_of_questions"} <= set(comparison.MEASURES)
-    assert {"prefill_latency_s", "accept_rate", "e2e_latency_s", "tau", "output_tok_s"} <= set(METRICS)
-    assert all((ROOT / "recipes" / f"{name}.yaml").exists() for name in ("angelslim-qwen3-8b", "qwen3-vl-2b-weather"))
-    assert all((ROOT / "docs" / page).exists() for page in re.findall(r"\]\((\w+\.md)\)", TEXT))

@@ -16,6 +16,7 @@ from stages.target.answer_token_ids import SampledAnswer
 NO_ANSWER = (
     "the data has no answer to keep; set sample_target.backend: transformers or server, and the target writes answers"
 )
+MAX_BATCH_TOKENS = 1 << 17  # of the prompts of a batch, padded to the longest: 64 of 2,048
 EncodedTurn = tuple[list[int], list[int]]  # prompt and answer ids
 
 
@@ -98,7 +99,10 @@ def _batch_requests(
     first = 0
     for temperature, same_temperature in itertools.groupby(ready, key=lambda entry: entry[0]):
         rows = [(request, ids) for _, request, ids in same_temperature]
-        for start in range(0, len(rows), size):
-            batch = rows[start : start + size]
-            yield first, temperature, batch
-            first += len(batch)
+        start = 0
+        while start < len(rows):
+            stop = start + 1
+            while stop < min(start + size, len(rows)) and (stop + 1 - start) * len(rows[stop][1]) <= MAX_BATCH_TOKENS:
+                stop += 1
+            yield first, temperature, rows[start:stop]
+            first, start = first + stop - start, stop

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages import sample_target
-from stages.sampling import write_questions
+from stages.sampling import local_backends, write_questions
 from stages.target import generation
 from tests.sampling.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
 from tests.serving.misbehaving_server import Fake, completion, echo
@@ -66,11 +66,7 @@ def test_servers_get_the_next_split_while_the_last_answers_of_one_are_awaited(pr
 
 def test_each_rows_temperature_is_its_own(project: Path) -> None:
     """AngelSlim draws one for each process; here it follows from the row, wherever and whenever it is asked."""
-    mixture = [
-        {"temperature": 0.0, "weight": 2},
-        {"temperature": 0.5, "weight": 1},
-        {"temperature": 1.0, "weight": 1.0},
-    ]
+    mixture = [{"temperature": heat, "weight": weight} for heat, weight in ((0.0, 2), (0.5, 1), (1.0, 1.0))]
     with Fake(echo) as fake:
         set_backend(project, "server", {"base_urls": [fake.url]}, temperature=mixture, train_rows=400, shard_size=64)
         sample_target.main()
@@ -127,6 +123,21 @@ def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_ru
         ):
             sample_target.main()
     assert ends
+
+
+def test_a_batch_of_long_prompts_has_few(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: 20 prompts of 450 to 7,700 tokens were one batch, padded to 20 times 7,700."""
+    sizes, plain = [], generation.generate_answers
+
+    def note_size(model: Any, prompts: list[list[int]], *settings: Any) -> Any:
+        sizes.append((len(prompts), len(prompts) * max(map(len, prompts))))
+        return plain(model, prompts, *settings)
+
+    monkeypatch.setattr(generation, "generate_answers", note_size)
+    monkeypatch.setattr(local_backends, "MAX_BATCH_TOKENS", 100)
+    set_backend(project, "transformers", max_new_tokens=4)
+    sample_target.main()
+    assert all(count == 1 or padded <= 100 for count, padded in sizes) and max(sizes)[0] > 1
 
 
 def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
