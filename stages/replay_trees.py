@@ -21,7 +21,7 @@ from tqdm import tqdm
 from stages.cells import group_taus, interval, replay_records
 from stages.cells.record import DraftSampling
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
-from stages.data import conversations
+from stages.data import conversations, padded_batches
 from stages.draft import checkpoint
 from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
 from stages.families.family import load_draft
@@ -378,7 +378,7 @@ def _collate_batches(
     """Yield (rows, their batch, positions at once) of all rows, as many as fit into the memory of `settings`, with progress."""
     capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
-        for batch_rows in _batch_rows([len(r.ids) for r in rows], capacity.tokens):
+        for batch_rows in padded_batches.split_ascending([len(r.ids) for r in rows], capacity.tokens):
             yield batch_rows, ReplayBatch.collate(rows[batch_rows], replayed.device, keeps_last), capacity.positions
             bar.update(len(rows[batch_rows]))
 
@@ -393,15 +393,6 @@ def _add_batch_counts(counts: ReplayCounts, rows: slice, found: ReplayOutput) ->
     adaptive = found.adaptive
     sums = torch.stack([adaptive.accepted, adaptive.cycles, adaptive.summed_tree_depth]).sum(1)
     counts.adaptive[:] += sums.view(counts.adaptive.shape).cpu().numpy()
-
-
-def _batch_rows(lengths: list[int], tokens: int) -> Iterator[slice]:
-    """Yield batches of rows of ascending lengths, as large as fit into `tokens` with padding; one row at least."""
-    start = 0
-    for stop in range(1, len(lengths) + 1):
-        if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > tokens:
-            yield slice(start, stop)
-            start = stop
 
 
 def _format_accept_by_depth(cycles_reaching_depth: np.ndarray, cycles: float, num_steps: int) -> str:

@@ -275,7 +275,7 @@ def describe_hardware(device: str, num_threads: int, num_gpus_total: int = 1) ->
 
 
 def list_versions(*packages: str) -> dict[str, str]:
-    """Return the version of each installed one."""
+    """Return the versions of the installed packages."""
     found = {}
     for package in packages:
         with suppress(PackageNotFoundError):

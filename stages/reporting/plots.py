@@ -236,7 +236,7 @@ def draw_tau_by_epoch(
         epochs[name] = epochs.get(parent, 0) + len(trained[name].epochs)
         if name not in chains:
             continue
-        tree, joined = chains[name], [parent, name] if parent in chains and parent in epochs else [name]
+        tree, joined = chains[name], [parent, name] if parent in chains else [name]
         axes.plot([epochs[n] for n in joined], [chains[n].tau for n in joined], color=colour, label=name)
         if tree.tau_low is not None:
             axes.plot([epochs[name]] * 2, [tree.tau_low, tree.tau_high], color=colour, linewidth=0.8)

@@ -150,7 +150,7 @@ def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedT
 
 
 def choose_chains(shared: Mapping[str, list[ReplayedTree]], names: Collection[str]) -> dict[str, ReplayedTree]:
-    """Return a chain of each of `names`: of those that all checkpoints share, the nearest to three drafts."""
+    """Return a chain for each of `names`: the nearest to three drafts that all checkpoints have."""
     found = {name: [tree for tree in shared.get(name, ()) if tree.topk == 1] for name in names}
     return {
         name: min(trees, key=lambda tree: abs(tree.num_steps - CURVE_STEPS)) for name, trees in found.items() if trees

@@ -305,7 +305,8 @@ def _judge_groups(
     one = chosen.speedup / tau
     ends = [[None if end is None else end * one for end in (row.tau_low, row.tau_high)] for row in found]
     judged = [GroupLine(row, row.tau * one, *pair) for row, pair in zip(found, ends, strict=True)]
-    return tuple(sorted(judged, key=lambda line: (line.tau.by != "source", line.tau.by == "source" and line.speedup)))
+    by_source = sorted((part for part in judged if part.tau.by == "source"), key=lambda part: part.speedup)
+    return (*by_source, *(part for part in judged if part.tau.by == "context"))
 
 
 # Words

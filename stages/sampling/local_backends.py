@@ -6,6 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from stages.data import padded_batches
 from stages.runtime.journal import make_journal_key
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
@@ -99,10 +100,6 @@ def _batch_requests(
     first = 0
     for temperature, same_temperature in itertools.groupby(ready, key=lambda entry: entry[0]):
         rows = [(request, ids) for _, request, ids in same_temperature]
-        start = 0
-        while start < len(rows):
-            stop = start + 1
-            while stop < min(start + size, len(rows)) and (stop + 1 - start) * len(rows[stop][1]) <= MAX_BATCH_TOKENS:
-                stop += 1
-            yield first, temperature, rows[start:stop]
-            first, start = first + stop - start, stop
+        for part in padded_batches.split_ascending([len(ids) for _, ids in rows], MAX_BATCH_TOKENS, size):
+            yield first, temperature, rows[part]
+            first += part.stop - part.start

@@ -216,8 +216,11 @@ class ServerProcess:
         words, remedy = read_log_tail(self.log, 200), INSTALL_HINTS.get(self.engine)
         if remedy and ("Missing dependencies for serving" in words or "requires `accelerate`" in words):
             often += f" for want of packages; run: {remedy}"
-        message = f"the {self.engine} server ended with status {status}{often}; its log, {self.log}:\n{read_log_tail(self.log)}"
         reason = next((reason for line, reason in KNOWN_ENDS.items() if line in words), None)
+        why = f"{often}: {reason}" if reason else often
+        message = (
+            f"the {self.engine} server ended with status {status}{why}; its log, {self.log}:\n{read_log_tail(self.log)}"
+        )
         return UnsupportedByServerError(message, reason) if reason else ValueError(message)
 
 

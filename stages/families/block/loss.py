@@ -98,9 +98,8 @@ def sample_anchors(is_supervised: Tensor, documents: Tensor, num_anchors: int, g
     shift = torch.rand((), generator=generator, dtype=torch.float64)
     ends = counts.cumsum(0).double() * num_anchors / len(index) + shift  # the last is num_anchors + shift
     shares = ends.long().diff(prepend=torch.zeros(1, dtype=torch.int64))  # [documents]
-    order = torch.argsort(
-        of + torch.rand(len(index), generator=generator, dtype=torch.float64)
-    )  # by document, at random
+    within = torch.rand(len(index), generator=generator, dtype=torch.float64)
+    order = torch.argsort(of + within)  # by document, and at random in it
     place = torch.arange(len(index)) - (counts.cumsum(0) - counts)[of]  # in its document
     return index[order[place < shares[of]]].sort().values
 
