@@ -1,8 +1,9 @@
 """prepare_prompts: a workload -> its prompts as the target reads them.   python -m stages.prepare_prompts WORKLOAD
 
 Both engines read the file written here, so both get the same prompts in the same order. Prompts are those of the eval split,
-the problems of a published set through the target's chat template (docs/workloads.md has their instructions), or `random`:
-the prompts of SGLang's `bench_serving --dataset-name random`, on the eval split's tokens.
+the problems of a published set through the target's chat template (docs/workloads.md has their instructions), `written`:
+questions that the target writes itself, or `random`: the prompts of SGLang's `bench_serving --dataset-name random`, on the eval
+split's tokens.
 
 A workload takes the first prompts. A published set keeps its authors' order, since papers take its first 80; the eval split
 is sorted by a hash, since in its own order the first prompts would all be of its first file.
@@ -21,6 +22,7 @@ from stages.params import schema, stage_inputs
 from stages.params.benchmark_sections import Workload
 from stages.params.section import PARAMS_FILE, get_named
 from stages.prompts import prompt_sets, workload_prompts
+from stages.prompts.prompt_sets import PromptProblem
 from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.target import manifest
 from stages.telemetry.run_stage import run_stage
@@ -29,6 +31,9 @@ EVAL_FOLDER = Path("data/sampled/eval")
 SALT = b"prepare_prompts"  # not that of the hashes that select rows for sampling
 # Each quantity of `random` prompts has its own random stream, so that changing one changes no other.
 LENGTHS_STREAM, SHARES_STREAM, STARTS_STREAM = range(3)
+
+WRITTEN_AT_ONCE = 16  # a constant: batches of other sizes round otherwise, and write other questions
+MOST_WRITTEN = 20  # questions for one that is needed, before the target is said to end too few
 
 T = TypeVar("T")
 
@@ -43,7 +48,14 @@ def main(workload: str) -> None:
         rows = _make_random_prompts(settings, _read_eval_split())
         measured, warmup = rows[: settings.most_prompts], rows[settings.most_prompts :]
     else:
-        measured, warmup = _read_set_prompts(params, workload, settings, target)
+        if settings.prompts == "written":
+            problems = _write_problems(params, workload, settings)
+        else:
+            source = params.prepare_prompts.sets[settings.prompts]
+            problems = prompt_sets.read_prompt_set(
+                source.from_, source.name, source.split, source.revision, source.format
+            )
+        measured, warmup = _encode_problems(params, workload, settings, target, problems)
     _check_prompts_fit(workload, [*measured, *warmup], target.max_position_embeddings)
     workload_prompts.write_prompts(workload, measured, warmup)
     _print_summary(workload, settings, measured, warmup)
@@ -62,19 +74,42 @@ def _hash_prompt(row: WorkloadPrompt) -> bytes:
     return hashlib.sha256(b"\0".join([SALT, *images, np.array(row.prompt_ids, "<i4").tobytes()])).digest()
 
 
-def _read_set_prompts(
-    params: schema.Params, workload: str, settings: Workload, target: manifest.TargetManifest
+def _write_problems(params: schema.Params, workload: str, settings: Workload) -> list[PromptProblem]:
+    """Let the target write as many questions as the workload takes, the same for the same seed.
+
+    Raises:
+        ValueError: where it ends too few of them.
+    """
+    from stages.sampling.write_questions import write_batches
+
+    assert settings.most_prompts is not None
+    needed = settings.start + settings.most_prompts + settings.warmup
+    questions: list[str] = []
+    for batch in write_batches(params, MOST_WRITTEN * needed, WRITTEN_AT_ONCE, seed=settings.seed):
+        questions += [text for text, outcome in batch if outcome == "kept"]
+        if len(questions) >= needed:
+            return [PromptProblem(f"written.{number}", [text], None) for number, text in enumerate(questions[:needed])]
+    raise ValueError(
+        f"prepare_prompts: workload {workload} needs {needed} questions, the target ended {len(questions)} of "
+        f"{MOST_WRITTEN * needed} that it wrote; a base model writes none. Take another set"
+    )
+
+
+def _encode_problems(
+    params: schema.Params,
+    workload: str,
+    settings: Workload,
+    target: manifest.TargetManifest,
+    problems: list[PromptProblem],
 ) -> tuple[list[WorkloadPrompt], list[WorkloadPrompt]]:
-    """Return (prompts to measure, prompts of the warm-up) of a published set: each first turn is one user message."""
+    """Return (prompts to measure, prompts of the warm-up) of a set: each first turn is one user message."""
     from stages.target import chat_template  # transformers takes seconds, and the eval split does not need it
 
-    source = params.prepare_prompts.sets[settings.prompts]
-    problems = prompt_sets.read_prompt_set(source.from_, source.name, source.split, source.revision, source.format)
     tokenizer = chat_template.load_tokenizer(
         manifest.resolve_weights_folder(target), params.target.trust_remote_code, target.chat_template
     )
 
-    def build_row(problem: prompt_sets.PromptProblem) -> WorkloadPrompt:
+    def build_row(problem: PromptProblem) -> WorkloadPrompt:
         first, *rest = problem.turns
         messages = [{"role": "user", "content": first}]
         ids = chat_template.encode_prompt(tokenizer, messages, params.sample_target.thinking)

@@ -192,3 +192,18 @@ def test_a_few_prompts_are_from_every_file(project: Path) -> None:
     replace_split(rows[::-1])
     assert ids(ask(project, "eval", num_prompts=80)[0]) == found
     assert ids(ask(project, "eval", num_prompts=20)[0]) == found[:20]
+
+
+# --- written ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_writes_the_questions_of_a_workload_by_its_seed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"prompts": "written", "num_prompts": 3, "warmup": 1, "grade": False}
+    measured, warm = ask(project, "chat", **few, seed=5)
+    assert ask(project, "chat", **few, seed=5) == (measured, warm)
+    texts = [row["messages"][0]["content"] for row in [*measured, *warm]]
+    assert len(set(texts)) == 4 and ids(measured) == ["written.0", "written.1", "written.2"]
+    assert texts[0] != ask(project, "chat", **few, seed=6)[0][0]["messages"][0]["content"]
+    monkeypatch.setattr(prepare_prompts, "MOST_WRITTEN", 0)
+    with pytest.raises(ValueError, match="needs 4 questions, the target ended 0 of 0"):
+        ask(project, "chat", **few)

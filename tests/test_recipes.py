@@ -94,8 +94,8 @@ def test_a_recipe_measures_on_an_engine_where_it_is_installed(project: Path) -> 
     assert not schema.load_params().benchmark_served.workloads
     (project / "serving-env/llama.cpp/bin").mkdir(parents=True)
     (project / "serving-env/llama.cpp/bin/llama-server").touch()
-    assert use_recipe("smollm2-135m")[0] == "benchmark_served.workloads: [] -> ['problems', 'humaneval']"
-    assert schema.load_params().benchmark_served.workloads == ["problems", "humaneval"]
+    assert use_recipe("smollm2-135m")[0] == "benchmark_served.workloads: [] -> ['problems', 'humaneval', 'chat']"
+    assert schema.load_params().benchmark_served.workloads == ["problems", "humaneval", "chat"]
 
 
 @every_recipe
@@ -410,7 +410,7 @@ def test_engines_accept_what_ours_does_on_a_real_target(
     environment.symlink_to(ROOT / environment)
     print(*fetch.fetch_recipe("smollm2-135m"), sep="\n")
     use_recipe("smollm2-135m")
-    served = {"engine": engine, "workloads": ["problems", "humaneval"], "server": {"launch_args": flags}}
+    served = {"engine": engine, "workloads": ["problems", "humaneval", "chat"], "server": {"launch_args": flags}}
     edit_params(tmp_path, {"benchmark_served": served})
     done = run_graph(tmp_path)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -41,7 +41,9 @@ class RepeatUntil(Section):
 class Workload(Section):
     """The prompts of cells, and how requests arrive: docs/workloads.md."""
 
-    prompts: Name  # eval: the eval split; random: its tokens at given lengths; or a name of prepare_prompts.sets
+    # eval: the eval split; written: questions that the target writes; random: the eval split's tokens at given lengths; or a name
+    # of prepare_prompts.sets
+    prompts: Name
     num_prompts: CountOrGrid | None = 80  # null: all. On a server also a list, a number for each concurrency
     start: Annotated[int, Field(ge=0)] = 0  # index of the first prompt of the set
     stop: Count | None = None  # index after the last; null: the set's end
@@ -76,8 +78,8 @@ class Workload(Section):
                 f"input_tokens is {self.input_tokens} with prompts: {self.prompts}, expected a number for random, else null: "
                 "other prompts have their own lengths"
             )
-        if is_random and self.num_prompts is None:
-            raise ValueError("num_prompts is null with prompts: random, expected a number: random prompts have no end")
+        if self.prompts in ("random", "written") and self.num_prompts is None:
+            raise ValueError(f"num_prompts is null with prompts: {self.prompts}, expected a number: they have no end")
         if isinstance(self.num_prompts, list) and len(self.num_prompts) != len(self.list_concurrencies()):
             raise ValueError(
                 f"num_prompts is {self.num_prompts} with concurrency {self.concurrency}, expected a number for each concurrency; "

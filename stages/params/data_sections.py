@@ -14,7 +14,7 @@ TABLES_FOLDER = Path("data/tables")  # schemas of structured answers
 PROMPT_SETS_FOLDER = Path("data/prompt_sets")
 DATASET_ID_PATTERN = r"\w[\w.-]*(/\w[\w.-]*)?"  # the id of a dataset on the Hub
 COLUMN_ROLES = ("prompt", "input", "answer", "messages", "system", "id", "images", "tools")  # of a map of columns
-OWN_PROMPTS = {"eval", "random"}  # names that prepare_prompts.sets must not use
+OWN_PROMPTS = {"eval", "random", "written"}  # names that prepare_prompts.sets must not use
 
 
 def check_column_names(columns: dict[str, str]) -> dict[str, str]:
@@ -295,5 +295,5 @@ class PreparePrompts(Section):
     @model_validator(mode="after")
     def names_are_free(self) -> "PreparePrompts":
         if taken := sorted(OWN_PROMPTS & set(self.sets)):
-            raise ValueError(f"sets.{taken[0]}: {' and '.join(sorted(OWN_PROMPTS))} are reserved; choose another name")
+            raise ValueError(f"sets.{taken[0]}: {', '.join(sorted(OWN_PROMPTS))} are reserved; choose another name")
         return self

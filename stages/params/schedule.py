@@ -21,9 +21,9 @@ class StageResources(Section):
 DEFAULT_NEEDS = {
     name: StageResources.model_validate({"gpus": gpus, "exclusive": exclusive})
     for gpus, exclusive, names in (
-        (0, False, ("fix_data", "prepare_target", "init_draft", "import_draft", "prepare_prompts", "report")),
+        (0, False, ("fix_data", "prepare_target", "init_draft", "import_draft", "report")),
         ("all", False, ("sample_target", "extract_hiddens", "train_draft")),
-        (1, False, ("check_overfit", "replay_trees")),
+        (1, False, ("prepare_prompts", "check_overfit", "replay_trees")),
         (1, True, ("time_trees", "benchmark")),
         ("all", True, ("benchmark_served", "benchmark_served_baseline", "serving_costs")),
     )

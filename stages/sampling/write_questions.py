@@ -4,13 +4,15 @@
 
 Given its chat template up to the user's turn, a target goes on with a question (Magpie, https://arxiv.org/abs/2406.08464); system
 prompts steer the topics a little. The file is raw data like any other: `fix_data.raw`, alone or in a folder with others. A
-question is kept where the target itself ended the turn, and none like it was written before.
+question is kept where the target itself ended the turn, and none like it was written before. `prepare_prompts` writes them
+too, where a workload's prompts are `written`.
 """
 
 import json
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,32 +43,46 @@ def main(
     path = Path(file)
     if path.exists():
         raise ValueError(f"{path} exists, and may hold questions that you want to keep; name another file")
-    params, target = schema.load_params(), manifest.read_manifest()
-    t, folder = params.target, manifest.resolve_weights_folder(target)
-    encoder = PromptEncoder.load(target, folder, t.trust_remote_code, params.sample_target.thinking)
-    tokenizer = encoder.tokenizer
-    openings = [_render_opening(tokenizer, system) for system in system_prompts or SYSTEM_PROMPTS]
-    model = loading.load_target(str(folder), t.dtype, t.device, t.trust_remote_code)
-    settings = int(max_new_tokens), float(temperature), float(top_p)
-    size, seen, counts, questions = params.sample_target.batch_size, set[str](), Counter[str](), list[str]()
+    params = schema.load_params()
+    sampling, size = (float(temperature), float(top_p)), params.sample_target.batch_size
+    batches = write_batches(params, int(rows), size, int(max_new_tokens), sampling, int(seed), system_prompts)
+    counts, questions = Counter[str](), list[str]()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as out, tqdm(total=int(rows), unit="question", mininterval=2) as bar:
-        for first in range(0, int(rows), size):
-            batch = [openings[number % len(openings)] for number in range(first, min(first + size, int(rows)))]
-            ends = sorted({*target.eos_token_ids, *(end for _, end in batch if end is not None)})
-            prompts = [ids for ids, _ in batch]
-            for ids, reason in generation.generate_answers(
-                model, prompts, *settings, ends, encoder.pad_token, int(seed) + first
-            ):
-                text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-                outcome = judge_question(text, reason, seen)
-                counts[outcome] += 1
-                if outcome == "kept":
-                    questions.append(text)
-                    out.write(json.dumps({"prompt": text}, ensure_ascii=False) + "\n")
+        for batch in batches:
+            counts.update(outcome for _, outcome in batch)
+            kept = [text for text, outcome in batch if outcome == "kept"]
+            out.writelines(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in kept)
             out.flush()
+            questions += kept
             bar.update(len(batch))
     print(describe_questions(questions, counts) + f" -> {path}; set fix_data.raw to it, or to its folder")
+
+
+def write_batches(
+    params: schema.Params,
+    rows: int,
+    size: int,
+    max_new_tokens: int = 96,
+    sampling: tuple[float, float] = (1.0, 0.95),  # temperature, top_p
+    seed: int = 0,
+    system_prompts: Sequence[str] = (),  # none: six general ones
+) -> Iterator[list[tuple[str, str]]]:
+    """Load the target and let it write `rows` questions -> of each batch of `size`, the questions and what they are judged."""
+    target = manifest.read_manifest()
+    t, folder = params.target, manifest.resolve_weights_folder(target)
+    encoder = PromptEncoder.load(target, folder, t.trust_remote_code, params.sample_target.thinking)
+    openings = [_render_opening(encoder.tokenizer, system) for system in system_prompts or SYSTEM_PROMPTS]
+    model = loading.load_target(str(folder), t.dtype, t.device, t.trust_remote_code)
+    seen = set[str]()
+    for first in range(0, rows, size):
+        batch = [openings[number % len(openings)] for number in range(first, min(first + size, rows))]
+        ends = sorted({*target.eos_token_ids, *(end for _, end in batch if end is not None)})
+        answers = generation.generate_answers(
+            model, [ids for ids, _ in batch], max_new_tokens, *sampling, ends, encoder.pad_token, seed + first
+        )
+        texts = [(encoder.tokenizer.decode(ids, skip_special_tokens=True).strip(), reason) for ids, reason in answers]
+        yield [(text, judge_question(text, reason, seen)) for text, reason in texts]
 
 
 def _render_opening(tokenizer: Any, system: str) -> tuple[list[int], int | None]:

@@ -78,6 +78,7 @@ def compile_blocks(model: PreTrainedModel, tokens: int) -> None:
     Compilation happens here, on two documents of `tokens` tokens together: the compiler specialises on the first shapes it
     sees, and every process must round alike.
     """
+    torch._dynamo.config.specialize_float = True  # as in training/compile_on_cuda.py
     for block in model.get_decoder().layers:
         block.forward = torch.compile(block.forward, dynamic=True)
     ids, half = _make_text_ids(model, torch.arange(tokens)), tokens // 2

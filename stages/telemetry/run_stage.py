@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event
 
@@ -27,6 +27,7 @@ def run_stage(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
     user can correct is printed as one message, and the process exits with 1; after Ctrl-C with 130.
     """
     replace_unprintable()
+    _keep_compiled_code()
     with watch_ctrl_c() as interrupted:
         _run_watched(main, list_gpus, interrupted)
 
@@ -76,6 +77,18 @@ def _run_main(main: Callable[..., None], list_gpus: Callable[[], list[int] | Non
             watched.enter_context(stage_log.log_run(stage, words, list_gpus()))
         main(*words)
     unfinished.end_stage()
+
+
+def _keep_compiled_code() -> None:
+    """Let torch.compile keep its code with the user, for every later stage and run of this machine.
+
+    Its own default is a folder of TMPDIR: another one for a stage with a TMPDIR of its own, emptied by the system, and in a
+    shared TMPDIR one that anybody can make first, with pickles that torch loads.
+    """
+    folder = Path.home() / ".cache" / "aerie" / "torchinductor"
+    with suppress(OSError):  # no home that can be written to: torch's default
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def describe_stop(stage: str, since: float) -> str:

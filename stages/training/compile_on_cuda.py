@@ -26,9 +26,11 @@ def compile_on_cuda(function: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_on_gpu(args):
             return function(*args, **kwargs)
+        from torch._dynamo import config
         from torch.fx.experimental import _config as shape_config
 
         if not compiled:
+            config.specialize_float = True  # else eps of a norm is tried as a variable first: traced twice in every process
             options = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
             compiled.append(torch.compile(function, dynamic=True, backend=BACKEND, options=options))
         with shape_config.patch(use_duck_shape=False):

@@ -94,7 +94,7 @@ BAD_SETS = [
     ("math", {"from": "/sets/gsm8k", "split": "test"}, "or a dataset's id (owner/name); put it there"),
     ("math", {"from": "openai/gsm8k"}, "from is the dataset openai/gsm8k, expected split to say which part of it"),
     ("math", {"format": "mmlu"}, "expected 'mt_bench', 'gsm8k', 'humaneval', 'alpaca' or 'math500', found 'mmlu'"),
-    ("eval", {}, "sets.eval: eval and random are reserved; choose another name"),
+    ("eval", {}, "sets.eval: eval, random, written are reserved; choose another name"),
 ]
 
 

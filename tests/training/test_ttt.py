@@ -151,15 +151,17 @@ def test_a_row_longer_than_a_pack_is_computed_again_in_backward_to_the_same_bits
 
 
 def test_each_function_is_compiled_once_whatever_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: at step 0 a state has as many rows as the queries, which the compiler took for a rule: at step 1 it compiled again."""
+    """Bugs: at step 0 a state has as many rows as the queries, which the compiler took for a rule: at step 1 it compiled again.
+    And a norm's eps was a variable at first, for which two functions were traced twice in every process, cache or not.
+    """
     torch._dynamo.reset()
     monkeypatch.setattr(compile_on_cuda, "is_on_gpu", lambda args: True)
     monkeypatch.setattr(compile_on_cuda, "BACKEND", "aot_eager")
-    weights, compiled = random_draft(23), counters["stats"]
-    graphs_before, found = compiled["unique_graphs"], []
+    weights, compiled, traced = random_draft(23), counters["stats"], counters["aot_autograd"]
+    graphs_before, traced_before, found = compiled["unique_graphs"], traced["total"], []
     for index, lengths in enumerate([(40, 30), (70,), (15, 16, 17), (33, 60)]):
         rows = [make_row(24 + n, length, [(2, length)]) for n, length in enumerate(lengths)]
         pack = TrainingPack.from_rows(rows, STEPS, "aligned")
         compute_gradients(replace(pack, batch_tokens=60 if index else 90), weights)  # the second is oversized
         found.append(compiled["unique_graphs"] - graphs_before)
-    assert found == [6, 6, 6, 6]
+    assert found == [6, 6, 6, 6] and traced["total"] - traced_before == 6
