@@ -21,7 +21,7 @@ from tqdm import tqdm
 from stages.cells import group_taus, interval, replay_records
 from stages.cells.record import DraftSampling
 from stages.cells.replay_records import GroupTau, ReplayedTree, TreeBucket
-from stages.data import conversations, padded_batches
+from stages.data import conversations, row_lengths
 from stages.draft import checkpoint
 from stages.families.draft_replay import DraftReplay, ExpectedCounts, build_replay, check_draft_fits
 from stages.families.family import load_draft
@@ -30,7 +30,7 @@ from stages.params import schema, stage_inputs
 from stages.params.tree_sections import ReplayTrees
 from stages.params.tree_shape import TreeShape
 from stages.replay import oracle_bounds, tree_statistics
-from stages.replay.replay import CONTEXT_EDGES, ReplayBatch, ReplayOutput, assign_contexts
+from stages.replay.replay import ReplayBatch, ReplayOutput
 from stages.target import chat_template, manifest
 from stages.target.feature_layers import locate_feature_layers
 from stages.telemetry.run_stage import run_stage
@@ -188,7 +188,7 @@ def _build_replay_rows(
     intervals = interval.compute_tau_intervals(*sums, [tree.num_steps for tree in trees])
     if traces:
         traces.groups.extend(group_taus.list_by_source(grid, names, counts.accepted, counts.cycles))
-        traces.groups.extend(group_taus.list_by_context(grid, names, CONTEXT_EDGES, *counts.by_context))
+        traces.groups.extend(group_taus.list_by_context(grid, names, row_lengths.CONTEXT_EDGES, *counts.by_context))
     topks = sorted({tree.topk for tree in trees})
     threshold_sums = dict(zip(topks, counts.adaptive.swapaxes(0, 1), strict=True))  # topk -> [3, thresholds, steps]
     found: list[ReplayedTree] = []
@@ -348,7 +348,7 @@ def _replay_rows(
 ) -> ReplayCounts:
     """Replay the trees on all rows, batch by batch, and count."""
     num_steps, topks = max(tree.num_steps for tree in trees), {tree.topk for tree in trees}
-    num_contexts = 1 + int(assign_contexts(torch.tensor(max(len(row.ids) for row in rows))))
+    num_contexts = 1 + int(row_lengths.assign_contexts(torch.tensor(max(len(row.ids) for row in rows))))
     counts = ReplayCounts(
         np.zeros((len(rows), len(trees)), dtype=np.int64),
         np.zeros((len(rows), len(trees)), dtype=np.int64),
@@ -378,7 +378,7 @@ def _collate_batches(
     """Yield (rows, their batch, positions at once) of all rows, as many as fit into the memory of `settings`, with progress."""
     capacity = replayed.replay.compute_capacity(trees, int(settings.memory_gib * 2**30))
     with tqdm(total=len(rows), desc="replay", unit="row", mininterval=2) as bar:
-        for batch_rows in padded_batches.split_ascending([len(r.ids) for r in rows], capacity.tokens):
+        for batch_rows in row_lengths.split_ascending([len(r.ids) for r in rows], capacity.tokens):
             yield batch_rows, ReplayBatch.collate(rows[batch_rows], replayed.device, keeps_last), capacity.positions
             bar.update(len(rows[batch_rows]))
 

@@ -197,7 +197,9 @@ def test_a_few_prompts_are_from_every_file(project: Path) -> None:
 # --- written ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_target_writes_the_questions_of_a_workload_by_its_seed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_writes_the_questions_of_a_workload_by_its_seed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     few = {"prompts": "written", "num_prompts": 3, "warmup": 1, "grade": False}
     measured, warm = ask(project, "chat", **few, seed=5)
     assert ask(project, "chat", **few, seed=5) == (measured, warm)

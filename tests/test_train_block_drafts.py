@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages import check_overfit, extract_hiddens, init_draft, train_draft
-from stages.data import conversations
+from stages.data import conversations, row_lengths
 from stages.draft import block_checkpoint, checkpoint, mask_token
 from stages.draft.block_draft import BlockDraft
 from stages.families.block import objective as block_training
@@ -152,6 +153,7 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
 ) -> None:
     """From stored rows through the loader and the trainer, whose optimizer is stopped before it updates."""
     trainer, hidden_states = build_trainer(f"{method}8", "float64")
+    monkeypatch.setattr(row_lengths, "SHORTEST_CONTEXT", 4)  # or these short rows have one context
     plan = plan_epoch(hidden_states.lengths, trainer.settings, 0)[:1]
     loader = PackLoader(hidden_states, trainer.objective, trainer.ranks, trainer.dtype)
     (step,) = loader.load_steps([(0, plan)])
@@ -165,7 +167,7 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
 
     draft, objective = trainer.draft, trainer.objective.loss
     embedding, head = trainer.training_step.tables
-    slow = []
+    slow, by_context = [], defaultdict(list)
     for numbers, pack in zip(plan[0], packs, strict=True):
         rows = [hidden_states.read_row(n, torch.float32) for n in numbers]
         starts = [sum(pack.lengths[:n]) for n in range(len(rows))]
@@ -174,12 +176,15 @@ def test_a_steps_loss_and_every_gradient_equal_the_slow_drafts(
             n = max(n for n, start in enumerate(starts) if start <= anchor)
             row = Document(rows[n].ids, rows[n].mask, rows[n].features.double(), rows[n].last.double())
             slow.append(block_losses(draft, embedding, head, row, anchor - starts[n], objective))
+            by_context[max(0, (anchor - starts[n] + 1).bit_length() - 4)].append(slow[-1][0].is_match)
     total = sum(x.weight * x.loss for block in slow for x in block) / sum(x.weight for block in slow for x in block)
     gradients = torch.autograd.grad(total, list(draft.parameters()))
     for d in range(3):
         of_draft = [block[d] for block in slow if len(block) > d]
         assert counts[d] == len(of_draft) and matches[d] == sum(x.is_match for x in of_draft)
         assert float(loss[d]) == pytest.approx(float(sum(x.loss.detach() for x in of_draft)), rel=1e-9)
+    found = {n: tuple(sums) for n, sums in enumerate(trainer.by_context[:, :-1].T.tolist()) if sums[1]}
+    assert found == {n: (sum(matching), len(matching)) for n, matching in by_context.items()} and len(found) > 1
     means = (loss / counts).tolist()
     assert trainer.objective.combine_losses(means, counts.tolist()) == pytest.approx(float(total.detach()), rel=1e-9)
     for (name, _), gradient in zip(draft.named_parameters(), gradients, strict=True):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from stages.data.row_lengths import assign_contexts
 from stages.draft.eagle3 import (
     Eagle3Draft,
     MultimodalFeatures,
@@ -81,12 +82,6 @@ def _collate_multimodal(rows: list[HiddenStatesRow], device: torch.device) -> Mu
 
 
 MISSING_RANK = torch.iinfo(torch.int32).max  # the rank of a node that does not exist
-CONTEXT_EDGES = (0, *(2**e for e in range(7, 22)))  # of the buckets of `ContextCounts`
-
-
-def assign_contexts(lengths: Tensor) -> Tensor:
-    """Return the index of each length's bucket between CONTEXT_EDGES; a length on an edge is in the bucket above it."""
-    return torch.bucketize(lengths, torch.tensor(CONTEXT_EDGES[1:], device=lengths.device), right=True)
 
 
 class ContextCounts(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from stages.data import padded_batches
+from stages.data import row_lengths
 from stages.runtime.journal import make_journal_key
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
@@ -100,6 +100,6 @@ def _batch_requests(
     first = 0
     for temperature, same_temperature in itertools.groupby(ready, key=lambda entry: entry[0]):
         rows = [(request, ids) for _, request, ids in same_temperature]
-        for part in padded_batches.split_ascending([len(ids) for _, ids in rows], MAX_BATCH_TOKENS, size):
+        for part in row_lengths.split_ascending([len(ids) for _, ids in rows], MAX_BATCH_TOKENS, size):
             yield first, temperature, rows[part]
             first += part.stop - part.start

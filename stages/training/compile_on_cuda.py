@@ -30,7 +30,7 @@ def compile_on_cuda(function: F) -> F:
         from torch.fx.experimental import _config as shape_config
 
         if not compiled:
-            config.specialize_float = True  # else eps of a norm is tried as a variable first: traced twice in every process
+            config.specialize_float = True  # or eps of a norm is tried as a variable first: traced twice
             options = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
             compiled.append(torch.compile(function, dynamic=True, backend=BACKEND, options=options))
         with shape_config.patch(use_duck_shape=False):

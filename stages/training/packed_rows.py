@@ -83,6 +83,7 @@ class SupervisedPack(PackedRows):
 
     supervised_per_step: list[int]  # L
     num_candidates: int  # positions that could be supervised at the first step
+    contexts: Tensor  # [P] int64: range of the tokens before the first step's draft; len(CONTEXT_EDGES): not supervised
 
     def without_supervision(self) -> Self:
         """Return the same rows with no supervised position."""

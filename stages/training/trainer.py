@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from stages.data.row_lengths import CONTEXT_EDGES
 from stages.draft import checkpoint
 from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
@@ -70,12 +71,16 @@ class EpochLog:
     step_loss: list[float]  # mean of each step of the training-time test, or of each draft of a block
     step_accuracy: list[float]
     coverage: float  # share of the positions that could be supervised at the first step: anchors of candidates
+    context_accuracy: dict[
+        str, float
+    ]  # of the first step, by the fewest tokens before its draft: of 0 to 127, of 128 to 255 ...
     tokens: int
     seconds: float
 
     def list_values(self) -> dict[str, float]:
         by_step = {f"epoch/loss_{k}": x for k, x in enumerate(self.step_loss)}
         by_step |= {f"epoch/accuracy_{k}": x for k, x in enumerate(self.step_accuracy)}
+        by_step |= {f"epoch/accuracy_0_after_{n}_tokens": x for n, x in self.context_accuracy.items()}
         by_step["epoch/coverage"] = self.coverage
         return {"epoch/loss": self.loss, **by_step, "epoch/tokens_per_s": self.tokens / max(self.seconds, 0.01)}
 
@@ -126,6 +131,8 @@ class Trainer:
         self.schedule: LearningRateSchedule | None = None  # planned from the rows of the first epoch
         self.online_packs: OnlinePacks | None = None  # where no hidden states of training rows are stored
         self.log_step: trackers.LogStep = lambda step, values: None
+        # Matches and supervised positions of the epoch's first steps by their contexts; those not supervised are last.
+        self.by_context = torch.zeros(2, len(CONTEXT_EDGES) + 1, dtype=torch.float64, device=ranks.device)
         self.num_shards = 1
 
         saved, prefix = start.optimizer_state, "master."
@@ -169,6 +176,7 @@ class Trainer:
         started = time.perf_counter()
         # Summed loss, argmax matches and supervised positions of each step, and candidates of the first.
         totals = torch.zeros(4, self.objective.num_steps, dtype=torch.float64, device=self.ranks.device)
+        self.by_context.zero_()
         for index, step in enumerate(steps):
             totals += self.train_step(step.packs)
             bar.update(step.num_rows)
@@ -180,6 +188,7 @@ class Trainer:
                 break
         if self.ranks.world > 1:
             dist.all_reduce(totals)
+            dist.all_reduce(self.by_context)
         entry = self._summarise_epoch(totals, tokens, started)
         self.epoch = entry.epoch
         self.log.append(entry)
@@ -206,6 +215,8 @@ class Trainer:
             self.optimizer.add_gradients()
             sums[0] += loss_per_step
             sums[1] += matches.sum(1)
+            self.by_context[0].index_add_(0, pack.contexts, matches[0].double())
+            self.by_context[1].index_add_(0, pack.contexts, torch.ones_like(matches[0], dtype=torch.float64))
         self.optimizer.step(self._get_learning_rate(), self.settings.grad_clip)
         self.step += 1
         return sums
@@ -229,9 +240,16 @@ class Trainer:
             step_loss=step_loss,
             step_accuracy=[x / max(1.0, n) for x, n in zip(matches, supervised, strict=True)],
             coverage=round(supervised[0] / max(1.0, candidates[0]), 4),
+            context_accuracy=dict(self._list_context_accuracy()),
             tokens=tokens,
             seconds=round(time.perf_counter() - started, 2),
         )
+
+    def _list_context_accuracy(self) -> Iterator[tuple[str, float]]:
+        matches, supervised = self.by_context[:, :-1].tolist()
+        for edge, found, count in zip(CONTEXT_EDGES, matches, supervised, strict=True):
+            if count:
+                yield str(edge), round(found / count, 4)
 
     def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the full weights in `dtype` and the optimizer's state on the CPU; all processes must call it.

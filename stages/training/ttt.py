@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stages.data import row_lengths
 from stages.draft.eagle3 import Eagle3Draft
 from stages.params.draft_sections import TrainDraft
 from stages.training import attention_mask, chunked_loss, packed_rows
@@ -111,9 +112,11 @@ class TrainingPack(SupervisedPack):
         step, query = supervised[:, query_tokens].nonzero(as_tuple=True)
         label, order = torch.sort(query_tokens[query] + 1 + step, stable=True)
         label_tokens, pair_label = torch.unique_consecutive(label, return_inverse=True)
+        contexts = row_lengths.assign_contexts(packed.position[query_tokens] + 2)
         return cls(
             **vars(packed),
             query_tokens=query_tokens,
+            contexts=contexts.where(supervised[0, query_tokens], len(row_lengths.CONTEXT_EDGES)),
             pair_state=(state_offsets[step] + query)[order],
             pair_label=pair_label,
             label_tokens=label_tokens,
@@ -125,7 +128,8 @@ class TrainingPack(SupervisedPack):
 
     def without_supervision(self) -> "TrainingPack":
         """Return the same rows with no supervised position."""
-        return replace(self, chunks=[], supervised_per_step=[0] * len(self.supervised_per_step), num_candidates=0)
+        none = [0] * len(self.supervised_per_step)
+        return replace(self, chunks=[], supervised_per_step=none, num_candidates=0, contexts=self.contexts[:0])
 
     def select_step(self, step: int) -> "TrainingPack":
         """Return a pack of one step: the pairs of `step` alone."""

@@ -177,18 +177,6 @@ def test_an_interrupted_run_ends_its_stage_without_a_traceback_and_the_next_goes
     assert done.returncode == 0 and "stale: middle, last" in done.stdout
 
 
-def test_what_may_run_below_the_stale_stages_is_named() -> None:
-    """Bug: `aerie stale` named one stage, and twenty ran."""
-    cells = [f"benchmark@eval-e009-t{n}_1_{n + 1}" for n in range(1, 6)]
-    below = {"train@e003": ["fix"], "train@e009": ["train@e003"]} | {cell: ["train@e009"] for cell in cells}
-    stages = {"other": [], "fix": [], **below, "report": cells}
-    assert list(commands._describe_stale({"fix": ["fix.py modified"]}, stages)) == [
-        "stale: fix (fix.py modified)",
-        "and up to 8 below, if what they read changes: train@e003, train@e009, benchmark (5), report",
-    ]
-    assert list(commands._describe_stale({"report": ["a", "b"]}, stages)) == ["stale: report (a; b)"]
-
-
 def test_a_failed_stage_and_a_broken_graph_end_the_run_with_one_line(project: Project) -> None:
     """Bug: DVC's error about a broken dvc.yaml came as a traceback."""
     project.write_stage("middle", "sys.exit('out of cheese')")

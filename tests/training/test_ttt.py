@@ -9,6 +9,7 @@ import torch._inductor
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from stages.data.row_lengths import CONTEXT_EDGES
 from stages.training import attention_mask, chunked_loss, compile_on_cuda, ttt
 from stages.training.ttt import TrainingObjective, TrainingPack
 from tests.draft.slow_draft import CONFIG, OPTIONS, guess, random_draft
@@ -77,6 +78,7 @@ def test_every_step_and_every_gradient_is_what_the_slow_draft_says(
                 if bool(draft.t2d[answer]):
                     losses.append(slow_loss(loss, logits, probs, draft.t2d))
         assert pack.supervised_per_step[k] == supervised
+        assert k or (int((pack.contexts == 0).sum()) == supervised and pack.contexts.max() in (0, len(CONTEXT_EDGES)))
         assert int(result.argmax_matches[k].sum()) == hits
         assert result.loss_per_step[k].item() == pytest.approx(float(sum(x.detach() for x in losses)), rel=1e-4)
         total = total + 0.8**k * sum(losses) / max(1, supervised)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stages.data import row_lengths
 from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
 from stages.draft.block_draft import PLAIN_PARTS, BlockAttention, BlockDraft, BlockLayer, LayerParts, build_attentions
 from stages.families.block import loss as block_loss
@@ -102,9 +103,11 @@ class BlockPack(SupervisedPack):
         """Build the pack of blocks at anchors [R] on the CPU."""
         packed, is_supervised = PackedRows.concatenate(rows, pinned), torch.cat([r.mask for r in rows])
         labels = block_loss.build_block_labels(packed.ids, is_supervised, packed.row_index, anchors, num_drafts)
+        contexts = row_lengths.assign_contexts(packed.position[anchors] + 1)
         return cls(
             **vars(packed),
             anchors=anchors,
+            contexts=contexts.where(labels.is_valid[:, 0], len(row_lengths.CONTEXT_EDGES)),
             **{f"label_{name}": tensor for name, tensor in labels._asdict().items()},
             supervised_per_step=labels.is_valid.sum(0).tolist(),
             num_candidates=len(block_loss.list_anchors(is_supervised, packed.row_index)),
@@ -115,7 +118,8 @@ class BlockPack(SupervisedPack):
         return BlockLabels(*(getattr(self, f"label_{name}") for name in BlockLabels._fields))
 
     def without_supervision(self) -> "BlockPack":
-        none = {name: getattr(self, name)[:0] for name in vars(self) if name == "anchors" or name.startswith("label_")}
+        by_block = [name for name in vars(self) if name in ("anchors", "contexts") or name.startswith("label_")]
+        none = {name: getattr(self, name)[:0] for name in by_block}
         return replace(self, **none, supervised_per_step=[0] * len(self.supervised_per_step), num_candidates=0)
 
 
