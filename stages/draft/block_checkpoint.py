@@ -23,7 +23,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
+from stages.draft.block_config import BlockDraftConfig, Sight
 from stages.draft.checkpoint import find_nonfinite_values, find_shape_problem, read_tensors
 from stages.draft.config_types import check_types
 from stages.params.families import BLOCKS, DFLASH2_SIZES, find_family
@@ -151,7 +151,7 @@ def _parse_block_config(config: dict[str, Any]) -> BlockDraftConfig:
         markov_rank=config["markov_rank"] if dspark else config.get("markov_rank", 0),
         confidence_head=config.get("enable_confidence_head", False),
         confidence_head_with_markov=config.get("confidence_head_with_markov", True),
-        sights=sights if any(sight != EVERYTHING for sight in sights) else (),
+        sights=sights,
         **{key: nested[key] if method.name == "dflash2" else nested.get(key, 0) for key in DFLASH2_SIZES},
     )
     parsed.check()

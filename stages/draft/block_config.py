@@ -41,7 +41,11 @@ class BlockDraftConfig:
     conv_group_size: int = 0  # channels that share a dynamic kernel
     selector_rank: int = 0  # r of the candidate selector
     selector_top_k: int = 0  # candidates of a slot
-    sights: tuple[Sight, ...] = ()  # by layer; empty: all of them see everything
+    sights: tuple[Sight, ...] = ()  # by layer; empty where all of them see everything
+
+    def __post_init__(self) -> None:
+        if set(self.sights) == {EVERYTHING}:
+            object.__setattr__(self, "sights", ())
 
     @property
     def layer_sights(self) -> tuple[Sight, ...]:

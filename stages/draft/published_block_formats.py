@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stages.draft import block_checkpoint, mask_token, published_files
-from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
+from stages.draft.block_config import BlockDraftConfig, Sight
 from stages.draft.published_files import BLOCK_SECTIONS, PublishedDraft, ReadEmbeddingAndHead
 from stages.params.families import DFLASH2_SIZES
 from stages.target.feature_layers import locate_feature_layers, to_entering_ids
@@ -98,7 +98,7 @@ def read_published_block_draft(
         markov_rank=rank,
         confidence_head=has_confidence,
         confidence_head_with_markov=bool(keys.get("confidence_head_with_markov", True)),
-        sights=sights if any(sight != EVERYTHING for sight in sights) else (),
+        sights=sights,
         **heads,
     )
     _check_width(keys, parsed, notes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from stages.draft import block_checkpoint, checkpoint, eagle3_checkpoint
-from stages.draft.block_config import EVERYTHING, BlockDraftConfig, Sight
+from stages.draft.block_config import BlockDraftConfig, Sight
 from stages.draft.block_draft import BlockDraft
 from stages.draft.eagle3_config import DraftConfig
 from stages.draft.mask_token import choose_mask_token
@@ -104,7 +104,7 @@ def choose_sizes(
 def _choose_sights(segment: BlockSegment) -> tuple[Sight, ...]:
     window, is_causal = segment.sliding_window, segment.is_causal
     sight = Sight(window, window is not None if is_causal is None else is_causal)
-    return () if sight == EVERYTHING else (sight,) * segment.layers
+    return (sight,) * segment.layers
 
 
 def initialise_block_draft(config: BlockDraftConfig, seed: int) -> BlockDraft:
