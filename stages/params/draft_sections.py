@@ -39,7 +39,7 @@ class InitDraft(Section):
     norm_output: bool = False  # EAGLE-3.1: a step passes its normed state to the next; SGLang and vLLM load it
     qk_norm: bool = False  # norm queries and keys per head, as in Qwen3; only vLLM loads it
     sliding_window: Count | None = None  # positions that a draft step attends to, itself counted; null: all
-    # a published draft to start from, a Hugging Face id or a folder; null: random weights from seed
+    # a published draft to start from, a Hugging Face id or a folder; null: the target's head, other weights random from seed
     from_: Annotated[Text | None, Field(alias="from")] = None
     revision: str | None = None  # of a Hugging Face id in `from`: branch, tag or commit
     seed: Seed = 3

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import commands, processes, recipes, workspaces
+from pipeline import processes, recipes, workspaces
 from pipeline.resources import try_lock
 from pipeline.run_display import locate_log
 from stages.params import schema
