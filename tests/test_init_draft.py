@@ -1,12 +1,14 @@
-"""init_draft: hidden states whose token ids are corrupt."""
+"""init_draft: a new draft's head, and hidden states whose token ids are corrupt."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stages import init_draft
 from stages.hidden_states import format, writer
+from stages.target import manifest
 
 V = 40
 
@@ -36,3 +38,10 @@ def test_token_ids_that_the_target_has_not_are_named_with_their_row(
     )
     with pytest.raises(ValueError, match=expected):
         init_draft._count_tokens("train", V)
+
+
+def test_a_new_draft_begins_with_the_targets_head(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(small_run)
+    made = load_file("drafts/e000/draft/model.safetensors")
+    _, head = manifest.read_embedding_and_head(manifest.read_manifest())
+    assert torch.equal(made["lm_head.weight"], head[made.get("t2d", torch.ones(len(head)).bool())])

@@ -19,23 +19,6 @@ from tests.conftest import ROOT
 from tests.reporting.made_up_results import INSIDE, PICTURE, PLOTS, _made_up_report, made_up_inside, make_up_import
 
 
-def test_the_page_says_what_the_overfit_gate_required(made_up: schema.Params) -> None:
-    """Bug: the page showed check_overfit.min_tau as required, which is scaled, and at 1.0 called an unlearned row learnt."""
-    report.main()
-    page = " ".join(report.PAGE_FILE.read_text().split())
-    assert "the draft reached tau 7.60 in 120 steps (at least 5.71 is required)." in page
-    path = Path("results/train/e000.overfit.json")
-    atomic.write_json(path, json.loads(path.read_text()) | {"min_tau": 1.0, "required_tau": 1.0, "tau": 1.02})
-    report.main()
-    page = " ".join(report.PAGE_FILE.read_text().split())
-    assert "reached tau 1.02 in 120 steps (check_overfit.min_tau is 1.0: nothing was required, so" in page
-    blocks = {"dflash9": {"tau": 7.25, "perfect_tau": 8.0, "required_tau": 6.0}}
-    atomic.write_json(path, json.loads(path.read_text()) | {"block_drafts": blocks})
-    report.main()
-    page = " ".join(report.PAGE_FILE.read_text().split())
-    assert "The block draft of dflash9 reached 7.25 of 8.00 (6.00 is required)." in page
-
-
 def test_the_page_shows_what_is_trained_on_and_escapes_it(made_up: schema.Params) -> None:
     """An answer may hold any text: a page that ran it as HTML would show another mask, or worse."""
     report.main()
