@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHORTEST_CONTEXT = (
-    7  # tokens before a draft are told apart by ranges: below 2**7, and each twice as long as the one before
-)
+# Tokens before a draft are told apart by ranges: below 2**7, and each twice as long as the one before.
+SHORTEST_CONTEXT = 7
 CONTEXT_EDGES = (0, *(2**e for e in range(SHORTEST_CONTEXT, 22)))
 
 

@@ -71,9 +71,7 @@ class EpochLog:
     step_loss: list[float]  # mean of each step of the training-time test, or of each draft of a block
     step_accuracy: list[float]
     coverage: float  # share of the positions that could be supervised at the first step: anchors of candidates
-    context_accuracy: dict[
-        str, float
-    ]  # of the first step, by the fewest tokens before its draft: of 0 to 127, of 128 to 255 ...
+    context_accuracy: dict[str, float]  # of the first step, by the fewest tokens before its draft: 0, 128, 256, 512 ...
     tokens: int
     seconds: float
 
