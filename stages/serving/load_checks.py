@@ -6,7 +6,7 @@ from stages.serving.engine_flags import ServedDraft
 from stages.serving.load_generator import LoadResult
 from stages.serving.spec_counters import AcceptanceCounts
 
-MIN_JUDGED_CYCLES = 20  # without one accepted draft token in so many cycles the draft can't be the right one
+MIN_JUDGED_CYCLES = 100  # of a draft that has one in twenty accepted, 100 cycles without any are one load in 170
 
 
 def list_counts(load: LoadResult) -> list[AcceptanceCounts]:
