@@ -33,7 +33,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def equipped_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with SGLang and a GPU of 80 GiB."""
+    """A machine with SGLang, a GPU of 80 GiB and room on its disk."""
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: Usage(0, 0, 2**50))
     (home / "serving-env/sglang/bin").mkdir(parents=True)
     (home / "serving-env/sglang/bin/sglang").touch()
     monkeypatch.setattr(preflight.resources, "list_gpu_memory", lambda: [resources.Gpu("H100", 80 * 2**30)])
