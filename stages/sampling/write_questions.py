@@ -68,21 +68,24 @@ def write_batches(
     seed: int = 0,
     system_prompts: Sequence[str] = (),  # none: six general ones
 ) -> Iterator[list[tuple[str, str]]]:
-    """Load the target and let it write `rows` questions -> of each batch of `size`, the questions and what they are judged."""
+    """Load the target, and return batches of `size` of the `rows` questions that it writes, each with what it is judged."""
     target = manifest.read_manifest()
     t, folder = params.target, manifest.resolve_weights_folder(target)
     encoder = PromptEncoder.load(target, folder, t.trust_remote_code, params.sample_target.thinking)
     openings = [_render_opening(encoder.tokenizer, system) for system in system_prompts or SYSTEM_PROMPTS]
     model = loading.load_target(str(folder), t.dtype, t.device, t.trust_remote_code)
     seen = set[str]()
-    for first in range(0, rows, size):
+
+    def write_batch(first: int) -> list[tuple[str, str]]:
         batch = [openings[number % len(openings)] for number in range(first, min(first + size, rows))]
         ends = sorted({*target.eos_token_ids, *(end for _, end in batch if end is not None)})
         answers = generation.generate_answers(
             model, [ids for ids, _ in batch], max_new_tokens, *sampling, ends, encoder.pad_token, seed + first
         )
         texts = [(encoder.tokenizer.decode(ids, skip_special_tokens=True).strip(), reason) for ids, reason in answers]
-        yield [(text, judge_question(text, reason, seen)) for text, reason in texts]
+        return [(text, judge_question(text, reason, seen)) for text, reason in texts]
+
+    return map(write_batch, range(0, rows, size))
 
 
 def _render_opening(tokenizer: Any, system: str) -> tuple[list[int], int | None]:

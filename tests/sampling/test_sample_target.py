@@ -177,3 +177,8 @@ def test_a_target_writes_questions_of_which_those_it_ends_are_kept_once(
     assert judged == ["kept", "like another", "like another", "empty"]
     with pytest.raises(ValueError, match="may hold questions that you want to keep"):
         write_questions.main(*words)  # the file is there
+    Path(words[0]).unlink()
+    monkeypatch.setattr(write_questions.loading, "load_target", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_questions.main(*words)
+    assert not Path(words[0]).exists()  # or a second try would be refused
