@@ -1,4 +1,4 @@
-"""Rows by their length: batches that are padded to the longest, and the ranges by which tau and accuracy are told."""
+"""Rows by their length: batches that are padded to the longest, and the ranges by which tau and accuracy are reported."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Tokens before a draft are told apart by ranges: below 2**7, and each twice as long as the one before.
+# The tokens before a draft fall into ranges: the first ends at 2**7, and each other is as long as all before it.
 SHORTEST_CONTEXT = 7
 CONTEXT_EDGES = (0, *(2**e for e in range(SHORTEST_CONTEXT, 22)))
 

@@ -85,10 +85,12 @@ def _keep_compiled_code() -> None:
     Its own default is a folder of TMPDIR: another one for a stage with a TMPDIR of its own, emptied by the system, and in a
     shared TMPDIR one that anybody can make first, with pickles that torch loads.
     """
-    folder = Path.home() / ".cache" / "aerie" / "torchinductor"
-    with suppress(OSError):  # no home that can be written to: torch's default
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    with suppress(OSError, RuntimeError):  # no home, or none that can be written to: torch's default
+        folder = Path.home() / ".cache" / "aerie" / "torchinductor"
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def describe_stop(stage: str, since: float) -> str:

@@ -56,6 +56,16 @@ def test_what_the_machine_lacks_is_one_line_with_what_to_set(started: None, erro
     assert isinstance(message, str) and message.startswith("aerie: ") and "\n" not in message and line in message
 
 
+def test_compiled_code_is_kept_at_home_where_there_is_one(started: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: where there is none, every stage ended in a traceback."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored at the end
+    for home in ("", str(Path.cwd())):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        monkeypatch.setattr(Path, "home", lambda home=home: Path(home) if home else Path("~nobody-98725").expanduser())
+        assert fail(ValueError("x")) == "aerie: x"
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == (f"{home}/.cache/aerie/torchinductor" if home else None)
+
+
 @pytest.mark.parametrize(
     ("stage", "key"),
     [
