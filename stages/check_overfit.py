@@ -35,7 +35,7 @@ from stages.runtime import atomic, scratch
 from stages.target import loading, manifest, vision
 from stages.target.feature_layers import locate_feature_layers
 from stages.telemetry.run_stage import run_stage
-from stages.training import adamw
+from stages.training.optimizer import MasterWeightOptimizer, OptimizerSettings
 
 SAMPLED, HIDDENS = Path("data/sampled/train"), Path("data/hiddens/train")
 REPORT, PASS = Path("results/train/e000.overfit.json"), Path("results/overfit_pass.json")
@@ -98,7 +98,7 @@ def _locate_measurement(params: schema.Params, name: str = ROOT_CHECKPOINT) -> P
     settings, training = params.check_overfit.model_dump(exclude={"min_tau"}), params.train_draft
     trained: list[Any] = [training.ttt_steps, training.ttt_decay, training.mask, training.loss, training.grad_clip]
     if name != ROOT_CHECKPOINT:
-        segment = training.checkpoints[name].model_dump(exclude={"from_", "epochs"})
+        segment = training.checkpoints[name].model_dump(exclude={"from_", "epochs", "horizon_epochs"})
         trained = [segment, training.seed, training.grad_clip]
     inputs = [manifest.TARGET_FOLDER, checkpoint.locate_checkpoint(ROOT_CHECKPOINT) / "draft", SAMPLED]
     digests = [reader.digest_folder(HIDDENS), *map(scratch.digest_folder, inputs)]
@@ -137,13 +137,12 @@ def _train_on_row(
     name: str,
 ) -> list[float]:
     """Train the draft on the row and return the loss of each step."""
-    settings, learning_rate = params.train_draft, params.check_overfit.learning_rate
-    optimizer = adamw.MasterWeightOptimizer(run.draft, learning_rate, weight_decay=0.0)
+    optimizer = MasterWeightOptimizer(run.draft, OptimizerSettings(params.check_overfit.learning_rate))
     losses: list[float] = []
     steps = trange(params.check_overfit.steps, desc=f"{name}: overfit row {row.id}", unit="step", mininterval=2)
     for _, total_loss in zip(steps, run.generate_losses(row, embedding, head), strict=False):
         total_loss.backward()
-        optimizer.step(learning_rate, settings.grad_clip)
+        optimizer.step(1.0, params.train_draft.grad_clip)
         losses.append(total_loss.item())
     return losses
 

@@ -3,7 +3,8 @@
 Trains one segment: `epochs` more epochs from the checkpoint it names, with that one's optimizer state, so that e009 after
 e003 is bit for bit nine epochs straight: a learning rate that falls (training/trainer.py) does so over
 `horizon_epochs` from e000, whatever a segment's length. A killed run resumes after its last whole epoch.
-The log has loss and accuracy per TTT step; tau is computed by replay_trees, so that editing a tree never retrains.
+The log has loss and accuracy per TTT step, and what a chain of three accepts on the eval split's answers
+(families/held_out.py): other eval rows retrain nothing. Tau of every tree is computed by replay_trees.
 
 A segment trains EAGLE-3's draft, or that of the family it names as `method`, which starts from the sizes of e000 and reads the
 same rows in the same order (stages/families). The log of a block draft has the drafts of a block instead of TTT steps.
@@ -13,6 +14,8 @@ packs of a step, so their number does not change what is learned. With `extract_
 the target computes those of each pack here.
 """
 
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +41,14 @@ from stages.telemetry import unfinished
 from stages.telemetry.run_stage import run_stage
 from stages.training import trackers
 from stages.training.packs import OnlinePacks
-from stages.training.trainer import EpochLog, Trainer, TrainingProgress
+from stages.training.schedule import fill_batch_tokens
+from stages.training.trainer import EpochLog, HeldOutScores, Trainer, TrainingProgress
 
 SAMPLED, REPORTS_FOLDER = Path("data/sampled/train"), Path("results/train")
+EVAL_FOLDER = Path("data/hiddens/eval")
 GATE_REPORT = REPORTS_FOLDER / f"{ROOT_CHECKPOINT}.overfit.json"
 UNTRACKED_KEYS = {"processes", "parallel", "report_to", "run_name"}  # without effect on the weights
+Scorer = Callable[[dict[str, Tensor]], HeldOutScores | None]
 
 
 def main(name: str) -> None:
@@ -106,33 +112,67 @@ def _train_segment(params: schema.Params, name: str, ranks: distributed.RankCont
     layers = draft.feature_layers
     layer_indices = locate_feature_layers(target_manifest.feature_layers, layers, f"the draft of {segment.from_}")
     hidden_states = HiddenStatesReader(TRAIN_FOLDER, layer_indices)
+    settings = fill_batch_tokens(settings, hidden_states.lengths)
+    training.freeze(draft, head, settings.train_head, target_manifest.logits_scale)
     objective, compute_loss = training.build_objective(draft, segment, settings, target_manifest.logits_scale)
-    trainer = Trainer(draft.module, embedding, head, objective, compute_loss, settings, ranks, progress)
+    learned = draft.module, embedding, head, objective, compute_loss
+    trainer = Trainer(*learned, settings, ranks, progress, segment.horizon_epochs, training.is_table)
     del progress  # the trainer has its own copy of the optimizer state
+    score = _open_held_out(draft, trainer, target_manifest, layer_indices)
     if hidden_states.online:
         compile_tokens = settings.batch_tokens if params.extract_hiddens.compile else None
         from stages.target.feature_target import FeatureTarget  # transformers' model classes: seconds
 
         target = FeatureTarget.load(target_manifest, params.target, ranks.device, compile_tokens, layers)
         trainer.online_packs = OnlinePacks(target, conversations.read_image_paths(SAMPLED, "sample_target"))
-    _train_epochs(trainer, hidden_states, draft, name, work, last_epoch)
+    _train_epochs(trainer, hidden_states, draft, name, work, last_epoch, score)
     weights, state = trainer.gather_state()
     if not ranks.first:
         return
+    folder, best = checkpoint.locate_checkpoint(name), _locate_best(work)
+    if best.exists():
+        kept, progress = read_draft(best)
+        trainer.epoch, trainer.step = progress.epoch, progress.step
+        weights, state = kept.module.state_dict(), progress.optimizer_state
+        print(f"{name}: keeps epoch {progress.epoch}, the best on eval answers (train_draft.keep)")
     draft = replace(draft, config=training.complete_config(draft, weights, trainer, hidden_states))
-    folder = checkpoint.locate_checkpoint(name)
     _write_checkpoint(folder, draft, trainer, weights, state)
     _write_report(name, segment, folder, trainer.log)
     scratch.remove_scratch(work)
+    shutil.rmtree(best, ignore_errors=True)
+    print(_describe_log(name, trainer))
+
+
+def _open_held_out(
+    draft: LoadedDraft, trainer: Trainer, target: manifest.TargetManifest, layer_indices: list[int]
+) -> Scorer:
+    """Return what scores weights on the eval split, on the first process; elsewhere, and without eval rows, nothing."""
+    if trainer.ranks.first and reader.has_rows(EVAL_FOLDER):
+        from stages.families.held_out import HeldOutAnswers  # no input of this stage: stage_inputs.WATCHING_CODE
+
+        return HeldOutAnswers(draft, trainer, target, layer_indices).score
+    return lambda _weights: None
+
+
+def _describe_log(name: str, trainer: Trainer) -> str:
     first, last = trainer.log[0], trainer.log[-1]
     epochs = f"{trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, {trainer.step} steps"
     before = "" if first is last else f"{first.loss:.3f} -> "
     drawn = f", {last.coverage:.0%} of the anchors an epoch" if last.coverage < 1 else ""
-    print(f"{name}: {epochs}, loss {before}{last.loss:.3f}{drawn}")
+    scores, held_out = last.held_out, ""
+    if scores and scores.accept_length:
+        held_out = f"; a chain of 3 commits {scores.accept_length:.2f} tokens a cycle on {scores.answers} eval answers"
+    return f"{name}: {epochs}, loss {before}{last.loss:.3f}{drawn}{held_out}"
 
 
 def _train_epochs(
-    trainer: Trainer, hidden_states: HiddenStatesReader, draft: LoadedDraft, name: str, work: Path, last_epoch: int
+    trainer: Trainer,
+    hidden_states: HiddenStatesReader,
+    draft: LoadedDraft,
+    name: str,
+    work: Path,
+    last_epoch: int,
+    score: Scorer,
 ) -> None:
     """Train up to `last_epoch`, saving every epoch to `work`."""
     settings, is_first = trainer.settings, trainer.ranks.first
@@ -145,11 +185,25 @@ def _train_epochs(
     ):
         for entry in trainer.train_epochs(hidden_states, last_epoch, bar):
             weights, state = trainer.gather_state()
+            trainer.log_epoch(score(weights), bar)
             if is_first:
                 with atomic.write_folder(work) as temporary:  # weights, state and log of an epoch: all or none
                     _write_checkpoint(temporary, draft, trainer, weights, state)
                     atomic.write_json(temporary / "log.json", [asdict(entry) for entry in trainer.log])
+                if settings.keep == "best" and _is_best(trainer.log):
+                    with atomic.write_folder(_locate_best(work)) as temporary:
+                        _write_checkpoint(temporary, draft, trainer, weights, state)
                 unfinished.note_progress(f"after epoch {entry.epoch}")
+
+
+def _locate_best(work: Path) -> Path:
+    return work.with_name(f"{work.name}-best")
+
+
+def _is_best(log: list[EpochLog]) -> bool:
+    """Return whether the last epoch accepts most, or has the least loss where its family is not replayed."""
+    scores = [x.held_out and (x.held_out.accept_length or -x.held_out.loss) for x in log]
+    return scores[-1] is not None and scores[-1] >= max(x for x in scores if x is not None)
 
 
 def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:
@@ -162,6 +216,7 @@ def read_log(path: Path, made_by: str) -> list[EpochLog]:
     entries: list[dict] = atomic.read_json(path, made_by, list)
     try:
         epochs = [EpochLog(**entry) for entry in entries]
+        epochs = [replace(e, held_out=HeldOutScores(**vars(e)["held_out"])) if e.held_out else e for e in epochs]
     except TypeError:
         epochs = []
     if not epochs:

@@ -1,11 +1,24 @@
 """Records of results/train/NAME.json that the report shows: a checkpoint's training, or its import."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field
 
 from stages.cells.record import Record
 from stages.runtime import atomic
+
+OVERFITS = 0.99  # of the best accept length: a later epoch below it is worse by more than chance moves one draft
+
+
+class HeldOutScores(Record, extra="ignore"):
+    """On eval answers, which are not learned (families/held_out.py)."""
+
+    loss: float
+    accuracy: float
+    accept_length: float | None
+    answers: int
 
 
 class TrainingEpoch(Record, extra="ignore"):
@@ -13,6 +26,7 @@ class TrainingEpoch(Record, extra="ignore"):
     step_accuracy: list[float]
     tokens: int
     seconds: float
+    held_out: HeldOutScores | None = None
 
 
 class DraftReport(Record, extra="ignore"):
@@ -43,3 +57,35 @@ def read_training(checkpoint: str, parent: str) -> TrainingReport:
             f"{path} starts from {found.from_}, expected {parent}", f"run: dvc repro {stage}"
         )
     return found
+
+
+class HeldOutCurve(NamedTuple):
+    """The accept length after each epoch from the start of a chain of checkpoints to one of them."""
+
+    name: str
+    epochs: list[int]
+    accept_lengths: list[float]
+    answers: int
+
+    def describe(self) -> str:
+        """Return which epoch is best, by how much, and from which on the draft overfits."""
+        best = max(range(len(self.epochs)), key=lambda i: self.accept_lengths[i])
+        found = f"{self.name}: best after epoch {self.epochs[best]}, {self.accept_lengths[best]:.2f} tokens a cycle"
+        if best < len(self.epochs) - 1:
+            found += f"; {self.accept_lengths[-1]:.2f} after its last, {self.epochs[-1]}"
+            if max(self.accept_lengths[best + 1 :]) < OVERFITS * self.accept_lengths[best]:
+                found += f": it overfits from epoch {self.epochs[best + 1]} on"
+        return found
+
+
+def list_held_out(trained: Mapping[str, TrainingReport]) -> Iterator[HeldOutCurve]:
+    """Yield the curve of each checkpoint that no other continues, if its epochs were scored."""
+    for name in trained.keys() - {report.from_ for report in trained.values()}:
+        chain = [name]
+        while (parent := trained[chain[0]].from_) in trained:
+            chain.insert(0, parent)
+        epochs = [epoch for link in chain for epoch in trained[link].epochs]
+        scored = [(n, x.held_out) for n, x in enumerate(epochs, 1) if x.held_out and x.held_out.accept_length]
+        if scored:
+            lengths = [x.accept_length or 0.0 for _, x in scored]
+            yield HeldOutCurve(name, [n for n, _ in scored], lengths, scored[-1][1].answers)

@@ -38,6 +38,7 @@ REQUIRED_VALUES: dict[str, Any] = {
     "eagle_config.use_last_layernorm": True, "eagle_config.use_mtp_layernorm": False,
     "eagle_config.parallel_draft_step": 1,
 }  # fmt: skip
+HEAD_KEY = "lm_head_rows"  # "target": lm_head.weight is left out of the file, and is the target's rows of d2t
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -180,18 +181,27 @@ def _fill_head(
     read_embedding_and_head: ReadEmbeddingAndHead,
     notes: list[str],
 ) -> None:
-    """Copy the target's head where a draft over the target's whole vocabulary has none; append a note."""
+    """Copy the target's head where a draft has none of its own; append a note.
+
+    One over the target's whole vocabulary shares it in engines too; another says by HEAD_KEY that its rows are left out.
+    """
     if "lm_head.weight" in tensors:
         return
-    if draft.draft_vocab_size != draft.vocab_size:
+    if draft.draft_vocab_size != draft.vocab_size and raw.get(HEAD_KEY) != "target":
         raise ValueError(
             f"{folder} has no lm_head.weight, and its draft_vocab_size {draft.draft_vocab_size} is not the target's "
             f"{draft.vocab_size}, whose head it could share; get the draft again"
         )
     embedding, head = read_embedding_and_head()
     dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32
-    tensors["lm_head.weight"] = (embedding if raw.get("tie_word_embeddings") else head).to(dtype)
-    notes.append("it has no head of its own; the target's is taken, as engines do")
+    rows = (embedding if raw.get("tie_word_embeddings") else head).to(dtype)
+    if draft.draft_vocab_size != draft.vocab_size:
+        ids = _read_draft_ids(folder, tensors, draft.vocab_size, draft.draft_vocab_size)
+        rows = rows[ids.to(torch.int64)]
+        notes.append("its head is left out of its file; the target's rows are taken, on which it was trained")
+    else:
+        notes.append("it has no head of its own; the target's is taken, as engines do")
+    tensors["lm_head.weight"] = rows
 
 
 def _fill_vocabulary_maps(folder: Path, draft: DraftConfig, tensors: dict[str, Tensor]) -> None:

@@ -18,6 +18,8 @@ from stages.training.trainer import ComputeLoss, Trainer
 class DraftTraining(ABC):
     """How a family's drafts begin, and what they learn."""
 
+    tables: tuple[str, ...] = ()  # parts of the names of matrices with a row for each token, which AdamW trains
+
     def __init__(self, facts: DraftFamily):
         self.facts = facts
 
@@ -27,6 +29,17 @@ class DraftTraining(ABC):
         Raises ValueError where it can't be built.
         """
         raise AssertionError(f"a draft of {self.facts.title} starts from e000 itself")
+
+    def freeze(  # noqa: B027 - most families train all that they have
+        self, draft: LoadedDraft, head: Tensor, train_head: bool | None, logits_scale: float
+    ) -> None:
+        """Ask for no gradient of weights that are not trained; head [V, H] is the target's.
+
+        Raises ValueError where the draft's own head is not the target's and train_head is False.
+        """
+
+    def is_table(self, name: str) -> bool:
+        return any(part in name for part in self.tables)
 
     @abstractmethod
     def build_objective(

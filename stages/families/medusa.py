@@ -200,6 +200,7 @@ class Training(ranked_drafts.RankedTraining):
     """Medusa's start and objective."""
 
     files = Files
+    tables = ("outs.",)
 
     def build_config(self, segment: Segment, sizes: DraftConfig, dtype: str) -> dict[str, Any]:
         assert isinstance(segment, MedusaSegment)

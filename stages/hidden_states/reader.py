@@ -97,6 +97,10 @@ def read_headers(folder: Path) -> Iterator[RowHeader]:
             yield header
 
 
+def has_rows(folder: Path) -> bool:
+    return (folder / "index.parquet").exists() and len(read_index(folder)) > 0
+
+
 def list_tokens(folder: Path) -> set[int]:
     """Return the tokens that rows hold, in prompts and answers."""
     found: set[int] = set()

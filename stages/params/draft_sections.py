@@ -1,5 +1,6 @@
 """The sections of stages that make drafts: init_draft, check_overfit, train_draft, import_draft."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -20,6 +21,8 @@ from stages.params.section import (
 )
 
 USUAL_DRAFT_VOCAB = 32_000  # of published drafts
+STEPS_PER_EPOCH = 500  # of packs whose size follows from the rows: more and smaller steps train better, to a point
+FEWEST_BATCH_TOKENS, MOST_BATCH_TOKENS = 1024, 16384
 LEAST_COVERAGE = 0.98  # of the answers' tokens by the draft's vocabulary, below which a warning is due
 
 
@@ -112,20 +115,31 @@ class TrainDraft(Section):
     checkpoints: dict[Name, AnySegment]
     ttt_steps: Count = 7  # training-time test, EAGLE-3 section 3.1
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of step k is decay**k
+    # weight of a step after one that missed the target's token, where decoding never comes; 1: as any other
+    reach_floor: Annotated[float, Field(ge=0, le=1)] = 0.3
     # aligned: as the draft is used in serving; eagle: as in the papers, two tokens early
     mask: Literal["aligned", "eagle"] = "aligned"
     # ce: soft cross-entropy; lk_alpha, lk_lambda: by acceptance (docs/training.md)
     loss: Literal["ce", "lk_alpha", "lk_lambda"] = "ce"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation: master weights and moments stay float32
-    learning_rate: Positive = 0.0001
-    warmup_steps: Annotated[int, Field(ge=0)] = 20  # 1 to 2% of all steps of a long run
-    # after the warm-up: constant; or cosine or linear, to zero at the end of horizon_epochs
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    # epochs from e000 of a cosine or linear schedule, the same for every checkpoint; null: constant
+    # muon: matrices by Muon, norms, biases and vocabulary tables by AdamW; adamw: all by AdamW
+    optimizer: Literal["muon", "adamw"] = "muon"
+    muon_learning_rate: Positive = 0.004
+    muon_weight_decay: NonNegative = 0.5
+    learning_rate: Positive | None = None  # of AdamW; null: 0.001 beside Muon, 0.0003 alone
+    weight_decay: NonNegative = 0.0  # of AdamW
+    # false: EAGLE-3's head stays as it starts; null: true where it is not the target's rows (init_draft.from)
+    train_head: bool | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None  # null: 10, of short schedules a tenth of the steps
+    # after the warm-up: linear or cosine, to zero at the end of horizon_epochs; or constant
+    schedule: Literal["constant", "cosine", "linear"] = "linear"
+    # epochs from e000 to zero; null: those of the longest chain of checkpoints from the same start
     horizon_epochs: Count | None = None
-    weight_decay: NonNegative = 0.0
     grad_clip: Positive = 0.5
-    batch_tokens: Count = 16384  # of a pack: rows end to end without padding
+    # last: a checkpoint is its last epoch; best: that of its epochs whose chain accepts most of the eval answers
+    keep: Literal["last", "best"] = "last"
+    # of a pack: rows end to end without padding; null: by the rows, 1,024 to 16,384 (docs/training.md)
+    batch_tokens: Count | None = None
     packs_per_step: Count = 1  # packs of one optimizer step, divided over processes
     processes: Count = 1  # GPUs of this host; for several hosts start the stage with torchrun
     # ddp: every process has all weights; fsdp: weights and moments are sharded
@@ -151,18 +165,41 @@ class TrainDraft(Section):
 
     @model_validator(mode="after")
     def horizon_holds_every_checkpoint(self) -> "TrainDraft":
-        if (self.schedule == "constant") != (self.horizon_epochs is None):
-            found = f"schedule is {self.schedule} and horizon_epochs {self.horizon_epochs or 'null'}"
+        """Write into each segment where its schedule ends, so that the stage of a checkpoint depends on it."""
+        if self.schedule == "constant" and self.horizon_epochs is not None:
             raise ValueError(
-                f"{found}, expected null for constant and a number of epochs for cosine and linear: their rate is zero there"
+                f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
             )
-        for name in self.checkpoints if self.horizon_epochs is not None else ():
-            if (epochs := self.count_epochs(name)) > (self.horizon_epochs or 0):
+        ends = {name: self.count_epochs(name) for name in self.checkpoints}
+        for name, epochs in ends.items() if self.horizon_epochs is not None else ():
+            if epochs > (self.horizon_epochs or 0):
                 raise ValueError(
                     f"checkpoints.{name} is of {epochs} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
                     f"{self.horizon_epochs}, where the learning rate is zero; raise it (every checkpoint is then trained again)"
                 )
+        for name, segment in list(self.checkpoints.items()) if self.schedule != "constant" else ():
+            start = self._find_start(name)
+            longest = max(epochs for other, epochs in ends.items() if self._find_start(other) == start)
+            self.checkpoints[name] = segment.model_copy(update={"horizon_epochs": self.horizon_epochs or longest})
         return self
+
+    def _find_start(self, name: str) -> str:
+        """Return the checkpoint of the chain that starts from e000."""
+        while (parent := self.checkpoints[name].from_) in self.checkpoints:
+            name = parent
+        return name
+
+    def choose_batch_tokens(self, tokens: int, longest: int) -> int:
+        """Return the tokens of a pack on rows of so many `tokens`, of which the longest has `longest`.
+
+        Null is a power of two by which an epoch has about STEPS_PER_EPOCH steps. The longest row fits where it may, since a
+        longer one is computed again in backward.
+        """
+        if self.batch_tokens is not None:
+            return self.batch_tokens
+        least = max(FEWEST_BATCH_TOKENS, 2 ** math.ceil(math.log2(longest)))
+        wanted = 2 ** round(math.log2(tokens / STEPS_PER_EPOCH / self.packs_per_step))
+        return min(max(least, wanted), MOST_BATCH_TOKENS)
 
     def list_fresh_drafts(self) -> list[str]:
         """Return the segments that start from an untrained draft which serving engines run, besides EAGLE-3's, e000."""

@@ -42,6 +42,7 @@ class Segment(Section):
     from_: Annotated[Name, Field(alias="from")]
     epochs: Count
     method: Literal["eagle3", "eagle"] = "eagle3"
+    horizon_epochs: Count | None = None  # where the schedule ends; filled in by TrainDraft
 
     @property
     def family(self) -> "DraftFamily":
@@ -50,7 +51,7 @@ class Segment(Section):
     @property
     def sizes(self) -> dict[str, Any]:
         """Return the keys beside the method that a checkpoint has in common with the one it starts from."""
-        return self.model_dump(exclude={"method", "from_", "epochs"})
+        return self.model_dump(exclude={"method", "from_", "epochs", "horizon_epochs"})
 
     @property
     def draft(self) -> "DraftKind":
@@ -95,7 +96,7 @@ class BlockSegment(Segment):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"method", "from_", "epochs", "anchors", "decay"})
+        return self.model_dump(exclude={"method", "from_", "epochs", "horizon_epochs", "anchors", "decay"})
 
 
 class DsparkSegment(BlockSegment):

@@ -86,8 +86,9 @@ DECLARED = {
             "extract_hiddens.compile",  # of the target's blocks, where hidden states are made online
             "train_draft.checkpoints.{checkpoint}",
             *(f"train_draft.{key}" for key in (
-                "ttt_steps", "ttt_decay", "mask", "loss", "dtype", "learning_rate", "warmup_steps", "schedule",
-                "horizon_epochs", "weight_decay", "grad_clip", "batch_tokens", "packs_per_step", "seed",
+                "ttt_steps", "ttt_decay", "reach_floor", "mask", "loss", "dtype", "optimizer", "muon_learning_rate",
+                "muon_weight_decay", "learning_rate", "weight_decay", "train_head", "warmup_steps", "schedule", "grad_clip",
+                "keep", "batch_tokens", "packs_per_step", "seed",
             )),
         ),
         free=tuple(f"train_draft.{key}" for key in ("processes", "parallel", "report_to", "run_name")),
@@ -183,6 +184,10 @@ FAMILY_PARTS = {
 }
 # Modules of one engine, which cells of others import and never run.
 ENGINE_CODE = {"sglang": ("stages/serving/server_startup/sglang_vision_patch.py",)}
+
+
+# What a stage shows of its work, by code of other stages.
+WATCHING_CODE = {"train_draft": "stages/families/held_out.py"}
 
 
 @dataclass(frozen=True)
@@ -286,7 +291,7 @@ def build_inputs(params: Params, instance: Instance, kept: KeptDigests, root: Pa
     """Return what an instance depends on besides its data: values of parameters, digests of code and of files they name."""
     families = list_families(params, instance)
     modules = list_family_modules(instance.stage, families)
-    code = digest_stage(instance.stage, kept, modules, _list_other_engines(params, instance), root)
+    code = digest_stage(instance.stage, kept, modules, _list_left_out(params, instance), root)
     named = {key: digest_path(path, kept) for key, path in _list_named(params, instance)}
     facts = {f"family.{family.name}.{key}": value for family in families for key, value in family.list_facts().items()}
     return {"params": list_values(params, instance) | facts, "paths": named, "code": code}
@@ -352,8 +357,10 @@ def list_family_modules(stage: str, families: Collection[DraftFamily]) -> set[st
     }
 
 
-def _list_other_engines(params: Params, instance: Instance) -> set[str]:
-    """Return the modules of engines that the instance does not run."""
+def _list_left_out(params: Params, instance: Instance) -> set[str]:
+    """Return the modules that the instance imports and that change nothing of what it makes."""
+    if instance.stage in WATCHING_CODE:
+        return {WATCHING_CODE[instance.stage]}
     if not instance.stage.startswith(("benchmark_served", "serving_costs")):
         return set()
     others = (files for name, files in ENGINE_CODE.items() if name != params.benchmark_served.engine)

@@ -12,6 +12,7 @@ from typing import Any
 
 from stages.cells.cell import RAN, Acceptance, Cell
 from stages.cells.table import ResultRow, TableLine
+from stages.cells.training_records import list_held_out
 from stages.params.tree_shape import Load
 from stages.params.units import format_duration
 from stages.reporting import costs, families, latencies, overview, plots, provenance, served, tables, trees
@@ -119,10 +120,9 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
         "loss": ("Training loss per epoch", partial(plots.draw_loss, trained=trained)),
         "accuracy": ("Accuracy per training-time-test step", partial(plots.draw_accuracy, trained=trained)),
     }
-    chains = trees.choose_chains(families.select_shared_trees(found.replays), trained)
-    if len(chains) > 1:
-        draw_taus = partial(plots.draw_tau_by_epoch, trained=trained, chains=chains)
-        drawn["taus"] = ("tau by epoch", draw_taus)
+    curves = sorted(list_held_out(found.trained))
+    if curves:
+        drawn["held_out"] = ("Accept length on eval answers by epoch", partial(plots.draw_held_out, curves=curves))
     fought = trees.compare_checkpoints(best, others[0], found.replays) if others else None
     if fought and fought.pairs:  # a block draft may share no tree with EAGLE-3
         duel = fought
@@ -135,7 +135,7 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
         "by_family": families.build_families_page(found.replays, found.families, found.predicted.rows),
         "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
-        "chain": next((tree.shape.name for tree in chains.values()), None),
+        "held_out": curves,
         "plots": {name: plots.render_svg(draw, title) for name, (title, draw) in drawn.items()},
         "inside": trees.build_trees_page(shown_trees, found.tree_statistics[shown], settings.benchmark_trees),
     }

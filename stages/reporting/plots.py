@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stages.cells.replay_records import ReplayedTree
-from stages.cells.training_records import TrainingReport
+from stages.cells.training_records import HeldOutCurve, TrainingReport
 
 INK_COLOUR, FAINT_COLOUR = "#010101", "#020202"
 NAME_SIZE = 8  # pt
@@ -206,7 +206,7 @@ def draw_checkpoint_comparison(
 
 
 def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
-    """Draw a line per checkpoint, starting where the checkpoint it continues ended."""
+    """Draw a line per checkpoint, starting where the checkpoint it continues ended; dotted the loss on eval answers."""
     ends: dict[str, int] = {}
     last: dict[str, float] = {}
     plot_points: list[PlotPoint] = []
@@ -217,33 +217,27 @@ def draw_loss(axes: Any, trained: dict[str, TrainingReport]) -> list[PlotPoint]:
         points = [*joined, *enumerate(losses, start + 1)]
         axes.plot(*zip(*points, strict=True), color=colour, label=name)
         axes.plot(points[-1][0], points[-1][1], "o", color=colour)
+        held_out = [(n, x.held_out.loss) for n, x in enumerate(epochs, start + 1) if x.held_out]
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), color=colour, linestyle="dotted")
         ends[name], last[name] = start + len(epochs), losses[-1]
         plot_points += [
             PlotPoint(epoch, loss, f"{name}: loss {loss:.4f} after epoch {epoch}") for epoch, loss in points
         ]
-    axes.set(xlabel="epoch", ylabel="training loss")
+    axes.set(xlabel="epoch", ylabel="loss")
     return plot_points
 
 
-def draw_tau_by_epoch(
-    axes: Any, trained: dict[str, TrainingReport], chains: dict[str, ReplayedTree]
-) -> list[PlotPoint]:
-    """Draw a point for each checkpoint that was replayed, by its chain, joined with that of the checkpoint it continues."""
-    epochs: dict[str, int] = {}
-    plot_points: list[PlotPoint] = []
-    for name, colour in zip(_order_by_parent(trained), _cycle_colours(), strict=False):
-        parent = trained[name].from_
-        epochs[name] = epochs.get(parent, 0) + len(trained[name].epochs)
-        if name not in chains:
-            continue
-        tree, joined = chains[name], [parent, name] if parent in chains else [name]
-        axes.plot([epochs[n] for n in joined], [chains[n].tau for n in joined], color=colour, label=name)
-        if tree.tau_low is not None:
-            axes.plot([epochs[name]] * 2, [tree.tau_low, tree.tau_high], color=colour, linewidth=0.8)
-        axes.plot(epochs[name], tree.tau, "o", color=colour)
-        plot_points.append(PlotPoint(epochs[name], tree.tau, f"{name}: tau {tree.tau:.2f} after epoch {epochs[name]}"))
-    axes.set(xlabel="epoch", ylabel="tau, replayed")
-    return plot_points
+def draw_held_out(axes: Any, curves: list[HeldOutCurve]) -> list[PlotPoint]:
+    """Draw what a chain of three accepts of eval answers after each epoch."""
+    for curve, colour in zip(curves, _cycle_colours(), strict=False):
+        axes.plot(curve.epochs, curve.accept_lengths, marker="o", color=colour, label=curve.name)
+    axes.set(xlabel="epoch", ylabel="tokens a cycle, chain of 3")
+    return [
+        PlotPoint(epoch, length, f"{curve.name}: {length:.2f} tokens a cycle after epoch {epoch}")
+        for curve in curves
+        for epoch, length in zip(curve.epochs, curve.accept_lengths, strict=True)
+    ]
 
 
 def _order_by_parent(trained: dict[str, TrainingReport]) -> list[str]:

@@ -5,7 +5,6 @@ docs/metrics.md and docs/trees.md define the figures of replayed trees and of th
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ from stages.reporting.text import format_tree
 PUBLISHED_BUDGETS = {16, 32}  # draft tokens of the trees in published/qwen3-vl-weather.yaml
 MIN_BUCKET_COUNT = 20  # cycles, or nodes, of a bucket that is drawn: a point of fewer says little
 MAX_NAMED_TREES = 8  # trees of the front that are named at most
-CURVE_STEPS = 3  # of the chain whose tau is drawn by epoch: servers' most usual one
 LATER_SIBLING_RANK = 3  # siblings from this rank on are counted together
 
 
@@ -147,14 +145,6 @@ def compare_checkpoints(best: str, other: str, replays: dict[str, list[ReplayedT
     others = {tree.shape: tree.tau for tree in replays[other]}
     pairs = [(tree.tau, others[tree.shape], tree.topk) for tree in replays[best] if tree.shape in others]
     return CheckpointComparison(best, other, pairs)
-
-
-def choose_chains(shared: Mapping[str, list[ReplayedTree]], names: Collection[str]) -> dict[str, ReplayedTree]:
-    """Return a chain for each of `names`: the nearest to three drafts that all checkpoints have."""
-    found = {name: [tree for tree in shared.get(name, ()) if tree.topk == 1] for name in names}
-    return {
-        name: min(trees, key=lambda tree: abs(tree.num_steps - CURVE_STEPS)) for name, trees in found.items() if trees
-    }
 
 
 def find_pareto_front(trees: list[ReplayedTree]) -> list[ReplayedTree]:

@@ -26,6 +26,7 @@ from stages.families.block.objective import OBJECTIVES
 from stages.hidden_states import format
 from stages.params import schema
 from stages.params.benchmark_sections import Workload
+from stages.params.draft_sections import MOST_BATCH_TOKENS
 from stages.params.families import BlockSegment
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
@@ -254,12 +255,12 @@ def compute_train_flop(manifest: TargetManifest, draft: DraftConfig, steps: int)
     """
     parts = count_draft_parameters(draft)
     head = 2 * manifest.vocab_size * manifest.hidden_size
-    return 6 * steps * (parts["layer"] + parts["head"]) + 4 * parts["fc"] + head
+    return steps * (6 * parts["layer"] + 4 * parts["head"]) + 4 * parts["fc"] + head
 
 
 def compute_block_train_flop(p: schema.Params, segment: BlockSegment, config: BlockDraftConfig, length: int) -> float:
     """Return the FLOP of training a block draft on one token: full packs, all positions supervised, whole blocks."""
-    blocks = min(segment.anchors / p.train_draft.batch_tokens, 1)
+    blocks = min(segment.anchors / (p.train_draft.batch_tokens or MOST_BATCH_TOKENS), 1)
     seen = length / 2 + segment.block_size  # keys of a row, on average
     work = BlockWork(1, blocks, blocks * segment.num_drafts, blocks * segment.block_size * seen)
     return BlockFlop.of_config(config, reads_target=bool(OBJECTIVES[segment.method].l1)).count(work)

@@ -39,12 +39,22 @@ def compute_chunked_loss(
     weights: Tensor,  # [L] weight of a position of each step in the total
     loss: str,
     logits_scale: float,  # of the target's logits over last hidden states times `head`
+    reach_floor: float = 1.0,  # weight of a step after one that missed the label (`_weigh_by_reach`)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total (scalar, differentiable), the loss [L] summed over the positions of each step, argmax matches [L, P]."""
     normed = output_head.normalise(torch.cat(list(states)))  # [S, H]
     state_weights = torch.cat([w.expand(count) for w, count in zip(weights, pack.queries_per_step, strict=True)])  # [S]
     total, losses, matches = _ChunkedLoss.apply(
-        normed, output_head.weight, state_weights, pack, head, output_head.d2t, output_head.t2d, loss, logits_scale
+        normed,
+        output_head.weight,
+        state_weights,
+        pack,
+        head,
+        output_head.d2t,
+        output_head.t2d,
+        loss,
+        logits_scale,
+        reach_floor,
     )
     loss_per_step = torch.stack([x.sum() for x in losses.split(pack.queries_per_step)])
     num_queries = len(pack.query_tokens)
@@ -67,12 +77,13 @@ class _ChunkedLoss(torch.autograd.Function):
         t2d: Tensor,
         loss: str,
         logits_scale: float,
+        reach_floor: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs_any, needs_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[1]  # EAGLE's head is frozen
+        needs_any, needs_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[1]  # a head may be frozen
         draft_vocab = torch.arange(len(d2t), device=d2t.device) + d2t if len(d2t) < len(t2d) else None
         losses = states.new_zeros(len(states), dtype=torch.float32)
         matches = torch.zeros(len(states), dtype=torch.bool, device=states.device)
-        total = torch.zeros((), device=states.device)
+        scaled = losses.clone()  # [S] with their weights
         states_grad = torch.zeros_like(states) if needs_any else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for start, stop, label_start, label_stop in pack.chunks:
@@ -90,21 +101,40 @@ class _ChunkedLoss(torch.autograd.Function):
             pair_loss, gradient, draft_id = _compute_pair_loss(chunk_states @ weight.T, probs, mass, label, scale, loss)
             losses[state] = pair_loss * t2d[target_token]
             matches[state] = draft_id + d2t[draft_id] == target_token
-            total += (pair_loss * scale).sum()
+            scaled[state] = pair_loss * scale
             if states_grad is not None:
                 states_grad[state] = gradient @ weight
             if weight_grad is not None:
                 weight_grad += _multiply_in_float32(gradient.T, chunk_states)
+        if reach_floor < 1:  # a gradient by states is proportional to its weight, which is known only now
+            reach = _weigh_by_reach(matches, pack.queries_per_step, reach_floor)
+            scaled *= reach
+            if states_grad is not None:
+                states_grad *= reach[:, None]
         ctx.save_for_backward(states_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         ctx.mark_non_differentiable(losses, matches)
-        return total, losses, matches
+        return scaled.sum(), losses, matches
 
     @staticmethod
     def backward(ctx: Any, total_grad: Tensor, *_: Any) -> tuple[Any, ...]:
         states_grad, weight_grad = ctx.saved_tensors
         weight_grad = None if weight_grad is None else weight_grad * total_grad
         # In place: a second copy of them is 7.5 GB for a row of 131,072 tokens at 8B shape, when memory is fullest.
-        return states_grad.mul_(total_grad), weight_grad, None, None, None, None, None, None, None
+        return states_grad.mul_(total_grad), weight_grad, *([None] * 8)
+
+
+def _weigh_by_reach(matches: Tensor, queries_per_step: Sequence[int], floor: float) -> Tensor:
+    """Return the weight [S] of each state: 1 where all earlier steps of its position match the label, else `floor`.
+
+    Decoding comes to step k of a position only where the k drafts before it were accepted. A missed step itself counts whole.
+    """
+    reached = torch.ones_like(matches[: queries_per_step[0]])
+    weights = []
+    for count, right in zip(queries_per_step, matches.split(list(queries_per_step)), strict=True):
+        reached = reached[:count]
+        weights.append(torch.where(reached, 1.0, floor))
+        reached = reached & right
+    return torch.cat(weights)
 
 
 def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:

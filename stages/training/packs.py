@@ -35,6 +35,7 @@ def plan_epoch(lengths: list[int], settings: TrainDraft, epoch: int) -> EpochPla
 
     The plan depends on the seed and the epoch only, so a segment that starts at epoch 3 has the same plan as a straight run.
     """
+    assert settings.batch_tokens is not None, "fill_batch_tokens comes first"
     rng = random.Random(settings.seed * 1_000_003 + epoch)
     order = list(range(len(lengths)))
     rng.shuffle(order)

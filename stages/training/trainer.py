@@ -3,8 +3,8 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,49 +17,25 @@ from stages.hidden_states.reader import HiddenStatesReader
 from stages.params.draft_sections import TrainDraft
 from stages.runtime.distributed import RankContext
 from stages.training import trackers
-from stages.training.adamw import MasterWeightOptimizer
+from stages.training.optimizer import MasterWeightOptimizer, gather_full_tensor
 from stages.training.packed_rows import LossOutput, PackObjective, SupervisedPack
 from stages.training.packs import LoadedStep, OnlinePacks, PackLoader, plan_epoch
-
-
-@dataclass(frozen=True)
-class LearningRateSchedule:
-    """After the warm-up as transformers' get_cosine_schedule_with_warmup and get_linear_schedule_with_warmup."""
-
-    kind: Literal["constant", "cosine", "linear"]
-    peak: float
-    warmup_steps: int
-    total_steps: int | None  # of the horizon; None where the rate is constant
-
-    def get_rate(self, step: int) -> float:
-        """Return the learning rate of step `step`, counted from 0."""
-        if self.total_steps is None or step < self.warmup_steps:
-            return self.peak * min(1.0, (step + 1) / max(1, self.warmup_steps))
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        return self.peak * (1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-
-def plan_schedule(lengths: list[int], settings: TrainDraft) -> LearningRateSchedule:
-    """Return the schedule of training on rows of these lengths: its horizon is counted in the steps of its epochs.
-
-    Raises:
-        ValueError: where the warm-up takes the whole horizon.
-    """
-    total = None
-    if settings.horizon_epochs is not None:
-        total = sum(len(plan_epoch(lengths, settings, epoch)) for epoch in range(settings.horizon_epochs))
-        if settings.warmup_steps >= total:
-            raise ValueError(
-                f"train_draft.warmup_steps is {settings.warmup_steps}, expected fewer than the {total} steps of "
-                f"horizon_epochs {settings.horizon_epochs}; lower it, or set schedule: constant and horizon_epochs: null"
-            )
-    return LearningRateSchedule(settings.schedule, settings.learning_rate, settings.warmup_steps, total)
-
+from stages.training.schedule import LearningRateSchedule, choose_optimizer, plan_schedule
 
 LOG_STEPS = 50  # reading the loss waits for the device
 
 # draft, pack, the target's embedding and head, objective, supervised positions [L] of the step on all processes
 ComputeLoss = Callable[[Any, Any, Tensor, Tensor, Any, Tensor], LossOutput]
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """How a draft does on answers that it does not learn (families/held_out.py)."""
+
+    loss: float  # of the objective
+    accuracy: float  # of the first step
+    accept_length: float | None  # tau of a chain of three drafts; None of a family that is not replayed
+    answers: int
 
 
 @dataclass(frozen=True)
@@ -74,12 +50,16 @@ class EpochLog:
     context_accuracy: dict[str, float]  # of the first step, by the fewest tokens before its draft: 0, 128, 256, 512 ...
     tokens: int
     seconds: float
+    held_out: HeldOutScores | None = None  # after the epoch; None without eval rows
 
     def list_values(self) -> dict[str, float]:
         by_step = {f"epoch/loss_{k}": x for k, x in enumerate(self.step_loss)}
         by_step |= {f"epoch/accuracy_{k}": x for k, x in enumerate(self.step_accuracy)}
         by_step |= {f"epoch/accuracy_0_after_{n}_tokens": x for n, x in self.context_accuracy.items()}
         by_step["epoch/coverage"] = self.coverage
+        if self.held_out:
+            scores = asdict(self.held_out)
+            by_step |= {f"held_out/{name}": value for name, value in scores.items() if value is not None}
         return {"epoch/loss": self.loss, **by_step, "epoch/tokens_per_s": self.tokens / max(self.seconds, 0.01)}
 
 
@@ -118,14 +98,17 @@ class Trainer:
         head: Tensor,  # [V, H]
         objective: PackObjective,
         compute_loss: ComputeLoss,
-        settings: TrainDraft,
+        settings: TrainDraft,  # with batch_tokens
         ranks: RankContext,
         start: TrainingProgress,
+        horizon_epochs: int | None = None,  # of a schedule that falls
+        is_table: Callable[[str], bool] = lambda name: False,  # whether a matrix has a row for each token
     ):
-        """Move the draft to the device, cast and shard it, and restore the optimizer."""
+        """Move the draft to the device, cast and shard it, and restore the optimizer. Its frozen weights ask for no gradient."""
         self.draft, self.objective, self.settings, self.ranks = draft, objective, settings, ranks
         self.epoch, self.step, self.log = start.epoch, start.step, list(start.epochs)
         self.dtype = getattr(torch, settings.dtype)
+        self.horizon_epochs = horizon_epochs
         self.schedule: LearningRateSchedule | None = None  # planned from the rows of the first epoch
         self.online_packs: OnlinePacks | None = None  # where no hidden states of training rows are stored
         self.log_step: trackers.LogStep = lambda step, values: None
@@ -140,13 +123,14 @@ class Trainer:
         tables = embedding.to(ranks.device, self.dtype), head.to(ranks.device, self.dtype)
         self.training_step = TrainingStep(self.draft, *tables, objective, compute_loss)
         master_weights = self._shard_or_cast()
-        self.optimizer = MasterWeightOptimizer(
-            self.draft, settings.learning_rate, settings.weight_decay, master_weights
-        )
+        self.optimizer = MasterWeightOptimizer(self.draft, choose_optimizer(settings), master_weights, is_table)
         self.optimizer.restore_moments(saved, self.step)
 
     def _shard_or_cast(self) -> dict[str, Tensor] | None:
-        """Shard the weights by FSDP, or cast them to `dtype` and return the float32 ones; None where the draft keeps them."""
+        """Shard the weights by FSDP, or cast them to `dtype` and return the trained ones in float32.
+
+        None where the draft keeps float32.
+        """
         if self.settings.parallel == "fsdp" and self.ranks.world > 1:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -157,13 +141,14 @@ class Trainer:
             return None
         if self.dtype == torch.float32:
             return None
-        exact = {name: weight.detach().clone() for name, weight in self.draft.named_parameters()}
+        trained = ((name, weight) for name, weight in self.draft.named_parameters() if weight.requires_grad)
+        exact = {name: weight.detach().clone() for name, weight in trained}
         self.draft.to(self.dtype)
         return exact
 
     def train_epochs(self, reader: HiddenStatesReader, last_epoch: int, bar: tqdm) -> Iterator[EpochLog]:
         """Train up to `last_epoch` over all rows; yield the results of each epoch when it has ended."""
-        self.schedule = self.schedule or plan_schedule(reader.lengths, self.settings)
+        self.schedule = self.schedule or plan_schedule(reader.lengths, self.settings, self.horizon_epochs)
         plans = ((epoch, plan_epoch(reader.lengths, self.settings, epoch)) for epoch in range(self.epoch, last_epoch))
         steps = PackLoader(reader, self.objective, self.ranks, self.dtype, self.online_packs).load_steps(plans)
         while self.epoch < last_epoch:
@@ -181,7 +166,8 @@ class Trainer:
             if index % LOG_STEPS == 0:
                 loss = self._summarise_epoch(totals, tokens, started).loss
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                self.log_step(self.step, {"step/loss": loss, "step/learning_rate": self._get_learning_rate()})
+                rate = self.optimizer.settings.matrix_rate * self._get_rate_share()
+                self.log_step(self.step, {"step/loss": loss, "step/learning_rate": rate})
             if step.ends_epoch:
                 break
         if self.ranks.world > 1:
@@ -190,9 +176,16 @@ class Trainer:
         entry = self._summarise_epoch(totals, tokens, started)
         self.epoch = entry.epoch
         self.log.append(entry)
-        self.log_step(self.step, entry.list_values())
-        bar.set_postfix_str(f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}")
         return entry
+
+    def log_epoch(self, held_out: HeldOutScores | None, bar: tqdm) -> None:
+        """Add the scores of the epoch's weights to its log, and show both."""
+        entry = self.log[-1] = replace(self.log[-1], held_out=held_out)
+        self.log_step(self.step, entry.list_values())
+        accepts = f", accepts {held_out.accept_length:.2f} held out" if held_out and held_out.accept_length else ""
+        bar.set_postfix_str(
+            f"epoch {self.epoch}, loss {entry.loss:.3f}, accuracy {entry.step_accuracy[0]:.2f}{accepts}"
+        )
 
     def fill_hidden_states(self, pack: SupervisedPack) -> SupervisedPack:
         """Return the pack with hidden states, by the online target where there is one."""
@@ -215,13 +208,13 @@ class Trainer:
             sums[1] += matches.sum(1)
             self.by_context[0].index_add_(0, pack.contexts, matches[0].double())
             self.by_context[1].index_add_(0, pack.contexts, torch.ones_like(matches[0], dtype=torch.float64))
-        self.optimizer.step(self._get_learning_rate(), self.settings.grad_clip)
+        self.optimizer.step(self._get_rate_share(), self.settings.grad_clip)
         self.step += 1
         return sums
 
-    def _get_learning_rate(self) -> float:
+    def _get_rate_share(self) -> float:
         assert self.schedule is not None, "train_step before train_epochs"
-        return self.schedule.get_rate(self.step)
+        return self.schedule.get_share(self.step)
 
     def _summarise_epoch(self, totals: Tensor, tokens: int, started: float) -> EpochLog:
         """Return the log of the epoch that is at work, so far. Raises ValueError where a loss is not finite."""
@@ -229,7 +222,7 @@ class Trainer:
         if not all(map(math.isfinite, loss)):
             raise ValueError(
                 f"train_draft: the loss is {loss} by step {self.step} (epoch {self.epoch}); lower "
-                "train_draft.learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
+                "train_draft.muon_learning_rate, learning_rate or grad_clip. Whole epochs so far are kept in .scratch"
             )
         step_loss = [x / max(1.0, n) for x, n in zip(loss, supervised, strict=True)]
         return EpochLog(
@@ -254,22 +247,22 @@ class Trainer:
 
         Raises ValueError, in every process, where any value is NaN or infinite.
         """
-        exact = {name: _gather_full_tensor(t) for name, t in self.optimizer.master_weights.items()}
-        state = {name: _gather_full_tensor(t) for name, t in self.optimizer.get_moments().items()}
+        exact = {name: _gather_to_cpu(t) for name, t in self.optimizer.master_weights.items()}
+        state = {name: _gather_to_cpu(t) for name, t in self.optimizer.get_moments().items()}
         if self.dtype != torch.float32:
             state |= {f"master.{name}": t for name, t in exact.items()}
-        buffers = {name: t.cpu() for name, t in self.draft.state_dict().items() if name not in exact}
         weights = {name: t.to(self.dtype) for name, t in exact.items()}
+        frozen = {name: _gather_to_cpu(t) for name, t in self.draft.state_dict().items() if name not in exact}
+        weights |= {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in frozen.items()}
         if problem := checkpoint.find_nonfinite_values(
             weights | state
         ):  # the last step's loss is of the weights before it
             raise ValueError(
                 f"train_draft diverged by step {self.step} (epoch {self.epoch}): {problem}. They were not written; lower "
-                "train_draft.learning_rate or grad_clip. Whole epochs before this one are kept in .scratch"
+                "train_draft.muon_learning_rate, learning_rate or grad_clip. Whole epochs before this one are kept in .scratch"
             )
-        return {**weights, **buffers}, state
+        return weights, state
 
 
-def _gather_full_tensor(tensor: Tensor) -> Tensor:
-    gather = getattr(tensor, "full_tensor", None)  # of a DTensor
-    return (gather() if gather else tensor).detach().cpu()
+def _gather_to_cpu(tensor: Tensor) -> Tensor:
+    return gather_full_tensor(tensor).detach().cpu()

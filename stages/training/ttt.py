@@ -55,11 +55,13 @@ class TrainingObjective:
     loss: str = "ce"  # one of chunked_loss.LOSSES
     batch_tokens: int = 0  # most tokens of a pack of several rows; 0: not known. Moves no result
     logits_scale: float = 1.0  # of the target's manifest
+    reach_floor: float = 1.0  # weight of a step after one that missed the label
 
     @classmethod
     def of_settings(cls, settings: TrainDraft, num_steps: int, logits_scale: float) -> "TrainingObjective":
+        """Return the objective of settings that have batch_tokens."""
         weights = settings.ttt_decay, settings.mask, settings.loss
-        return cls(num_steps, *weights, settings.batch_tokens, logits_scale)
+        return cls(num_steps, *weights, settings.batch_tokens or 0, logits_scale, settings.reach_floor)
 
     def build_pack(self, rows: Sequence[PackRow], _pack_index: PackIndex, pinned: bool) -> "TrainingPack":
         """Build a pack on the CPU; nothing of it is drawn, so it is the same at every index."""
@@ -193,7 +195,7 @@ def compute_loss(
         counts = torch.tensor(pack.supervised_per_step, device=head.device)
     weights = decay / counts.clamp(min=1)
     output_head = chunked_loss.OutputHead(draft.normalise_output, draft.lm_head.weight, draft.d2t, draft.t2d)
-    inputs = output_head, states, pack, head, weights, objective.loss, objective.logits_scale
+    inputs = output_head, states, pack, head, weights, objective.loss, objective.logits_scale, objective.reach_floor
     return LossOutput(*chunked_loss.compute_chunked_loss(*inputs))
 
 

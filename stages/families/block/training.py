@@ -134,6 +134,8 @@ def check_positions(config: BlockDraftConfig, longest_row: int, name: str) -> No
 class Training(DraftTraining):
     """A block draft's start, and the objective of its method."""
 
+    tables = ("markov_w", "_codebook")
+
     def initialise(self, name: str, params: schema.Params, target: TargetManifest, head: Tensor) -> LoadedDraft:
         segment = params.train_draft.checkpoints[name]
         assert isinstance(segment, BlockSegment), name

@@ -1,0 +1,61 @@
+"""The settings of a training that follow from its rows, and the learning rate over its steps."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from stages.params.draft_sections import TrainDraft
+from stages.training.optimizer import OptimizerSettings
+from stages.training.packs import plan_epoch
+
+WARMUP_STEPS = 10
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """After the warm-up as transformers' get_cosine_schedule_with_warmup and get_linear_schedule_with_warmup."""
+
+    kind: Literal["constant", "cosine", "linear"]
+    warmup_steps: int
+    total_steps: int | None  # of the horizon; None where the rate is constant
+
+    def get_share(self, step: int) -> float:
+        """Return the share of the peak rates at step `step`, counted from 0."""
+        if self.total_steps is None or step < self.warmup_steps:
+            return min(1.0, (step + 1) / max(1, self.warmup_steps))
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def plan_schedule(lengths: list[int], settings: TrainDraft, horizon_epochs: int | None) -> LearningRateSchedule:
+    """Return the schedule of training on rows of these lengths: its horizon is counted in the steps of its epochs.
+
+    Raises:
+        ValueError: where the warm-up takes the whole horizon.
+    """
+    warmup = settings.warmup_steps
+    if settings.schedule == "constant" or horizon_epochs is None:
+        return LearningRateSchedule("constant", WARMUP_STEPS if warmup is None else warmup, None)
+    total = sum(len(plan_epoch(lengths, settings, epoch)) for epoch in range(horizon_epochs))
+    if warmup is None:
+        warmup = min(WARMUP_STEPS, total // 10)
+    elif warmup >= total:
+        raise ValueError(
+            f"train_draft.warmup_steps is {warmup}, expected fewer than the {total} steps of {horizon_epochs} epochs on "
+            f"{len(lengths)} rows; lower it, or set null"
+        )
+    return LearningRateSchedule(settings.schedule, warmup, total)
+
+
+def fill_batch_tokens(settings: TrainDraft, lengths: list[int]) -> TrainDraft:
+    """Return the settings with batch_tokens, by rows of these lengths where it is null."""
+    return settings.model_copy(update={"batch_tokens": settings.choose_batch_tokens(sum(lengths), max(lengths))})
+
+
+def choose_optimizer(settings: TrainDraft) -> OptimizerSettings:
+    """Return the rates and decays of train_draft; null rates are those that trained best (docs/training.md)."""
+    if settings.optimizer == "adamw":
+        return OptimizerSettings(settings.learning_rate or 3e-4, settings.weight_decay)
+    return OptimizerSettings(
+        settings.learning_rate or 1e-3, settings.weight_decay, settings.muon_learning_rate, settings.muon_weight_decay
+    )
