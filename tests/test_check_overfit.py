@@ -25,7 +25,7 @@ from stages.families.block import training as block_start
 from stages.families.eagle3.overfit import Eagle3Overfit
 from stages.params import schema
 from stages.target import manifest
-from stages.training import adamw
+from stages.training.optimizer import MasterWeightOptimizer
 from tests.conftest import ROOT, edit_params
 from tests.draft.slow_draft import scatter, small_target
 from tests.engines import build_engine
@@ -217,16 +217,16 @@ def test_training_that_diverges_in_its_last_step_writes_nothing(
     """Bug: each step's loss is of the weights before it, so what the last step of an epoch made NaN was written, to .scratch
     too, where every later run took it up again.
     """
-    step, weights = adamw.MasterWeightOptimizer.step, list[Tensor]()
+    step, weights = MasterWeightOptimizer.step, list[Tensor]()
 
-    def diverge(own: adamw.MasterWeightOptimizer, *given: float) -> Tensor:
+    def diverge(own: MasterWeightOptimizer, *given: float) -> Tensor:
         norm = step(own, *given)
         weights.append(own.master_weights["fc.weight"])
         if len(weights) == 3:  # of as many epochs, of one step each
             own.master_weights["fc.weight"].data[0, :5] = torch.nan
         return norm
 
-    monkeypatch.setattr(adamw.MasterWeightOptimizer, "step", diverge)
+    monkeypatch.setattr(MasterWeightOptimizer, "step", diverge)
     with pytest.raises(
         ValueError, match=r"diverged by step 3 \(epoch 3\): fc\.weight holds 5 NaN .* lower train_draft\.learning"
     ):

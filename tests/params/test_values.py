@@ -22,6 +22,7 @@ from tests.params.params_edits import (
 # May be zero, written by hand: greedy answers, no warm-up, no decay, and the seeds.
 ZERO = {
     "fix_data.max_dropped_share", "sample_target.temperature", "train_draft.warmup_steps", "train_draft.weight_decay",
+    "train_draft.muon_weight_decay", "train_draft.reach_floor",
     "time_trees.warmup", "benchmark.workloads.eval.warmup", "benchmark.workloads.eval.start", "benchmark.workloads.eval.seed",
     "benchmark.workloads.eval.temperature", "prepare_target.seed", "sample_target.seed", "init_draft.seed", "train_draft.seed",
     "schedule.retry_pause_s",
@@ -83,7 +84,8 @@ def test_a_number_is_a_number(key_path: tuple[str, ...], value: Any) -> None:
     """Quoted numbers and booleans are not read as 1. Where null means something, the file's comment says what."""
     may_be_null = {
         "fix_data.max_dropped_share", "sample_target.train_rows", "sample_target.eval_rows", "init_draft.draft_vocab_size",
-        "benchmark.workloads.eval.num_prompts", "benchmark.workloads.eval.concurrency",
+        "benchmark.workloads.eval.num_prompts", "benchmark.workloads.eval.concurrency", "train_draft.learning_rate",
+        "train_draft.warmup_steps", "train_draft.batch_tokens",
     }  # fmt: skip
     set_value(key_path, value)
     if value is None and ".".join(key_path) in may_be_null:
