@@ -88,7 +88,7 @@ class RequestRow(Record):
     id: str
     turn: int
     prompt_tokens: int
-    output_tokens: int
+    output_tokens: int | None  # null where the server sent neither usage nor token ids
     cycles: int | None  # verify passes; null of plain decoding, and where the engine counts over all requests
     accepted: int | None  # draft tokens
     finish_reason: str | None
@@ -136,6 +136,12 @@ class LoadPoint(Record):
     @property
     def load(self) -> Load:
         return Load(self.max_new_tokens, self.concurrency)
+
+    @property
+    def mean_throughput(self) -> float | None:
+        """Return the output tokens/s over repeats; None where tokens are not counted."""
+        known = [load.output_throughput for load in self.loads if load.output_throughput is not None]
+        return fmean(known) if len(known) == len(self.loads) else None
 
     def share_identical(self, other: "LoadPoint") -> float | None:
         """Return the share of identical answers among the requests that both have answered."""

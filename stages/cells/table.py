@@ -282,7 +282,7 @@ def _compare_with_baseline(
     assert baseline_point is not None, "_explain_no_speedup returns a reason"
     found = _compute_speedup(point, baseline_point)
     return found | {
-        "baseline_output_throughput": fmean(load.output_throughput for load in baseline_point.loads),
+        "baseline_output_throughput": baseline_point.mean_throughput,
         "process_speedup": _compute_process_speedup(point, baseline_point),
         "baseline_accuracy": baseline_point.quality.accuracy if baseline_point.quality else None,
         "identical_share": point.share_identical(baseline_point) if cell.temperature == 0 else None,
@@ -293,7 +293,7 @@ def _compute_speedup(point: LoadPoint, baseline_point: LoadPoint) -> dict[str, A
     """Return the speedup with its interval: pooled over answers that were decoded in turns, else the mean over repeats."""
     if point.in_turns:
         return point.in_turns.model_dump()
-    throughputs, plain = ([load.output_throughput for load in p.loads] for p in (point, baseline_point))
+    throughputs, plain = ([load.output_throughput or 0.0 for load in p.loads] for p in (point, baseline_point))
     speedups = [a / b for a, b in zip(throughputs, plain, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
     return {"speedup": fmean(speedups), "speedup_low": low, "speedup_high": high}
@@ -306,7 +306,7 @@ def _compute_process_speedup(point: LoadPoint, baseline_point: LoadPoint) -> flo
         seconds = [row.process_s for row in requests if row.process_s]
         if not seconds or len(seconds) < len(requests):
             return None
-        speeds.append(sum(row.output_tokens for row in requests) / sum(seconds))
+        speeds.append(sum(row.output_tokens or 0 for row in requests) / sum(seconds))
     return speeds[0] / speeds[1]
 
 
@@ -324,6 +324,8 @@ def _explain_no_speedup(cell: Cell, point: LoadPoint, baseline: Cell, baseline_p
     if (num_repeats := len(point.loads)) != (baseline_repeats := len(baseline_point.loads)):
         return f"the baseline has {baseline_repeats} repeats, this cell {num_repeats}"
     for name, loads in (("the baseline", baseline_point.loads), ("this cell", point.loads)):
+        if any(load.output_throughput is None for load in loads):
+            return f"the server of {name} sends neither usage nor token ids, so its tokens are not counted"
         if not all(load.output_throughput for load in loads):
             return f"{name} answered nothing"
     return ""
