@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from stages.cells import interval, replay_records
 from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
-from stages.cells.prediction import PredictedSpeedup
+from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import Load, TreeShape, parse_shape
@@ -120,6 +120,11 @@ class ResultRow(TableRow):
     def shape(self) -> TreeShape:
         assert self.tree, "plain decoding has no tree"
         return parse_shape(self.tree)
+
+    @property
+    def conditions(self) -> SpeedupConditions:
+        length = None if self.in_turns else self.max_new_tokens
+        return SpeedupConditions(self.engine, self.workload, length, self.temperature, self.concurrency)
 
     @property
     def stage(self) -> str:
@@ -232,6 +237,21 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
         in_turns=True,
         replay_tau=tree.tau,
     )
+
+
+def overrule_predictions(predicted: Iterable[PredictedSpeedup], rows: Iterable[ResultRow]) -> list[PredictedSpeedup]:
+    """Return the predictions with the measured speedup in place of the predicted one where a row has the same tree and load."""
+    measured = {
+        (row.conditions, str(row.checkpoint), row.shape): row
+        for row in rows
+        if row.is_measured and not row.is_plain and row.speedup is not None and row.rate is None
+    }
+    found: list[PredictedSpeedup] = []
+    for guess in predicted:
+        row = measured.get((guess.conditions, guess.checkpoint, guess.shape))
+        ends = row and {"speedup": row.speedup, "low": row.speedup_low, "high": row.speedup_high}
+        found.append(OverruledPrediction.model_validate(guess.model_dump() | ends) if ends else guess)
+    return found
 
 
 # A line

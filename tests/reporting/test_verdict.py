@@ -9,7 +9,7 @@ from stages.cells.cell import Cell
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
-from stages.params.families import DSPARK, DraftKind
+from stages.params.families import DSPARK, LOOKAHEAD, MEDUSA, NGRAM, DraftFamily, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark
@@ -271,8 +271,10 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     ]  # fmt: skip
     found = give(rows, cells, families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: measured 1.20x") and found.checkpoint == "e009"
-    why = "since no serving engine runs this tree with this draft"
-    assert found.details == (f"Faster in the torch engine, {why}: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",)
+    (faster,) = found.details
+    assert faster.startswith(
+        "Faster in the torch engine: t4_2_9 with b003, measured 2.60x (2.30 to 2.90); torch engine only:"
+    )
     slower = [*cells[:1], timed_cell("t7_1_8", 2.7, 2.5, 2.9, checkpoint="b003")]
     assert give(cells=slower, families=BLOCKS).details == (), "bug: a slower tree was named beside the one to launch"
     alone = give(rows[:1], cells[:2], launch=[], families=BLOCKS)
@@ -285,4 +287,15 @@ def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     """Bug: it said that no tree was timed."""
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
     assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
-    assert found.details[0].startswith("Left out above, since no serving engine runs this tree")
+    assert found.details[0].startswith("Left out above, of the torch engine: t4_2_9 with b003, measured 0.80x")
+
+
+@pytest.mark.parametrize(
+    ("family", "tree", "engines"), [(NGRAM, "n3_1_8", True), (LOOKAHEAD, "l5_4_5", False), (MEDUSA, "s4_16", False)]
+)
+def test_n_gram_lookup_is_said_to_run_on_engines(family: DraftFamily, tree: str, engines: bool) -> None:
+    """Bug: the verdict said that no serving engine runs n-gram lookup, which three have."""
+    found = give(cells=[timed_cell(tree, *FAST, checkpoint="rival")], families={"rival": DraftKind(family)})
+    text = found.details[0]
+    assert ("SGLang, vLLM and llama.cpp have n-gram lookup of their own" in text) == engines
+    assert ("no serving engine runs" in " ".join(found.list_lines())) != engines

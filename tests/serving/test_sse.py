@@ -10,7 +10,6 @@ from stages.serving.latency import RequestRecord
 from stages.serving.load_generator import LoadResult
 from stages.serving.sse import AnswerStream
 
-
 WHOLE = 10**9  # bytes of a read that has all of a stream
 
 
