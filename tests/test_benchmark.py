@@ -78,6 +78,7 @@ def test_the_kind_decoded_first_alternates_over_prompts_and_repeats(
         begun.append((turn.question.id, kind))
         return real(work, kind, turn, length, repeat)
 
+    monkeypatch.setattr(torch_loads, "explain_skipped", lambda work: None)
     monkeypatch.setattr(torch_loads, "_start_decoding", note_kind)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
@@ -193,3 +194,19 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
         assert [row.correct for row in point.requests] == [True, True, False]
     quality = found.point.quality
     assert (quality.graded, quality.correct) == (3, 2) and quality.how.startswith("humaneval: pass@1")
+
+
+def test_a_draft_of_which_nothing_is_accepted_is_not_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a draft whose every replayed tau is 1.0 was measured for as long as a good one, in each of its cells."""
+    real = torch_loads._start_decoding
+
+    def accept_none(*words: Any) -> Any:
+        return (step._replace(num_accepted=0) for step in real(*words))
+
+    monkeypatch.setattr(torch_loads, "MIN_JUDGED_CYCLES", 5)
+    monkeypatch.setattr(torch_loads, "_start_decoding", accept_none)
+    found = measured(project, "eval", num_prompts=3)
+    assert (found.row.status, found.row.is_measured, found.point) == ("skipped", False, None)
+    assert found.row.remark == "skipped: no draft was accepted in the first 5 cycles, so tau is 1.00"
+    monkeypatch.setattr(torch_loads, "MIN_JUDGED_CYCLES", 1000)  # more than all answers have: too few to judge by
+    assert measured(project, "eval", num_prompts=3).row.is_measured

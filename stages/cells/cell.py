@@ -25,7 +25,7 @@ CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
 PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 TORCH_ENGINE = "torch"
-RAN, UNSUPPORTED = "ran", "unsupported"
+RAN, UNSUPPORTED, SKIPPED = "ran", "unsupported", "skipped"
 
 Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu, num_gpus_total; what is not known is left out
 
@@ -169,7 +169,7 @@ class Cell(Record):
     tree: str | None
     engine: str
     status: str
-    reason: str | None = None  # why the engine can't run it; there are then no points
+    reason: str | None = None  # why the engine can't run it, or it is not worth a measurement; there are then no points
     definitions: str = DEFINITIONS
     temperature: float
     top_p: float

@@ -201,7 +201,7 @@ def _build_plain_lines(cell: Cell, baseline_points: list[LoadPoint]) -> Iterator
 
 def _build_speculative_lines(cell: Cell, baseline: Cell, trees: list[ReplayedTree]) -> Iterator[TableLine]:
     replay = replay_records.find_replayed_tau(trees, cell)
-    if cell.status == UNSUPPORTED:
+    if cell.status != RAN:
         yield TableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
         return
     # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut. With benchmark.mode baseline
@@ -270,7 +270,7 @@ def _get_names(cell: Cell, decoding: str) -> dict[str, Any]:
 
 
 def _build_unsupported_row(cell: Cell, decoding: str, replay: float | None = None) -> ResultRow:
-    return ResultRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"unsupported: {cell.reason}")
+    return ResultRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"{cell.status}: {cell.reason}")
 
 
 def _summarise_loads(point: LoadPoint) -> dict[str, Any]:

@@ -204,6 +204,31 @@ def test_the_advised_command_is_the_measured_one(project: schema.Params, family:
     assert "DRAFT" in " ".join(leave_path_out(advised.flags))
 
 
+def test_a_measured_speedup_goes_before_a_predicted_one_of_the_same_tree_and_load(
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: `aerie launch` advised a tree by its prediction, 1.67x, where a cell of that load had measured 0.67x."""
+    grid = simulate([*CHAINS, *TREES], (1, 8))
+    report.main()
+    first = {row.concurrency: row for row in prediction.read_launch()}
+    assert first[1].enable and not first[1].measured
+    edit_params(
+        Path(),
+        {"benchmark_served": {"workloads": ["load"], "checkpoints": ["e009", "e003"], "trees": [first[1].shape.name]}},
+    )
+    write_cell(served_cell("load", points=[point(100, 1, 0.01, repeats=3), point(100, 8, 0.01, repeats=3)]))
+    for name in ("e009", "e003"):
+        slow = [point(100, cap, 0.015, first[1].tau, repeats=3) for cap in (1, 8)]
+        write_cell(served_cell("load", name, first[1].shape.name, slow))
+    capsys.readouterr()
+    report.main()
+    assert all(row.shape != first[1].shape or not row.enable for row in prediction.read_launch())
+    rows = [row for row in PredictedSpeedup.read_table() if row.engine == grid.engine and row.shape == first[1].shape]
+    assert max(row.speedup for row in rows) == pytest.approx(first[1].speedup), "what was predicted is still told"
+    page = words(report.PAGE_FILE.read_text())
+    assert "predicted or measured (m)" in page and "× m" in page
+
+
 def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
