@@ -260,8 +260,8 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
 def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTable | None:
     """Return the table of the measured loads; None where all are of one set of prompts, or they are more than a table shows."""
     by_conditions = {line.conditions: line for line in lines if line.conditions in measured}
-    counts = Counter(conditions.workload for conditions in by_conditions)
-    if len(counts) < 2 or len(by_conditions) > MAX_SETS:
+    counts = Counter((conditions.engine, conditions.workload) for conditions in by_conditions)
+    if len({workload for _, workload in counts}) < 2 or len(by_conditions) > MAX_SETS:
         return None
     trees = dict.fromkeys((tree.checkpoint, tree.tree) for found in measured.values() for tree in found)
     columns = [{(tree.checkpoint, tree.tree): tree for tree in measured[conditions]} for conditions in by_conditions]
@@ -273,9 +273,11 @@ def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTab
     )
 
 
-def _name_set(conditions: SpeedupConditions, counts: Counter[str | None]) -> str:
-    load = f", {_format_limit(conditions, False)} at once" if counts[conditions.workload] > 1 else ""
-    return f"{conditions.workload}{load}"
+def _name_set(conditions: SpeedupConditions, counts: Counter[tuple[str, str | None]]) -> str:
+    engine = f"{conditions.engine}, " if len({engine for engine, _ in counts}) > 1 else ""
+    has_loads = counts[conditions.engine, conditions.workload] > 1
+    load = f", {conditions.max_new_tokens} x {_format_limit(conditions, False)}" if has_loads else ""
+    return f"{engine}{conditions.workload}{load}"
 
 
 def _shorten_advice(line: VerdictLine) -> str:
