@@ -258,10 +258,10 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
 
 
 def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTable | None:
-    """Return the table of the measured loads; None where all are of one set of prompts, or they are more than a table shows."""
+    """Return the table of the measured loads; None where an engine has one set of prompts, or they are more than a table shows."""
     by_conditions = {line.conditions: line for line in lines if line.conditions in measured}
     counts = Counter((conditions.engine, conditions.workload) for conditions in by_conditions)
-    if len({workload for _, workload in counts}) < 2 or len(by_conditions) > MAX_SETS:
+    if max(Counter(engine for engine, _ in counts).values(), default=0) < 2 or len(by_conditions) > MAX_SETS:
         return None
     trees = dict.fromkeys((tree.checkpoint, tree.tree) for found in measured.values() for tree in found)
     columns = [{(tree.checkpoint, tree.tree): tree for tree in measured[conditions]} for conditions in by_conditions]
