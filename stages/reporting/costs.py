@@ -70,8 +70,8 @@ def predict_and_compare(
                     remarks += _explain_left_out(*selection)
     torch_costs = [cost for cost in costs if cost.engine == TORCH_ENGINE]
     remarks += [
-        f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs; add it "
-        "to time_trees.checkpoints"
+        f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
+        "it to time_trees.checkpoints"
         for name in replays
         if not _find_cost(name, torch_costs, same_shapes)
     ]
