@@ -43,7 +43,9 @@ RUNS = {
     "one checkpoint": build_run("e001", timed="e000"),
     "one imported": build_run("pub", timed="pub", **UNTRAINED, **PUBLISHED),
     "none replayed": build_run("lookup", replayed=False, **UNTRAINED, **LOOKUP, benchmark={"trees": ["n2_1_4"]}),
-    "one answer": build_run("e001", sample_target={"train_rows": 1, "eval_rows": 1}, check_overfit={"min_tau": 1.0, "steps": 2}),
+    "one answer": build_run(
+        "e001", sample_target={"train_rows": 1, "eval_rows": 1}, check_overfit={"min_tau": 1.0, "steps": 2}
+    ),
     "a served engine alone": build_run(
         "e001", replayed=False, benchmark={"torch_workloads": []}, benchmark_served=SERVED
     ),

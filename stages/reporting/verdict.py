@@ -258,7 +258,7 @@ def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collec
 
 
 def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTable | None:
-    """Return the table of the measured loads; None where an engine has one set of prompts, or they are more than a table shows."""
+    """Return the table of the measured loads; None where engines have one set of prompts each, or it has too many columns."""
     by_conditions = {line.conditions: line for line in lines if line.conditions in measured}
     counts = Counter((conditions.engine, conditions.workload) for conditions in by_conditions)
     if max(Counter(engine for engine, _ in counts).values(), default=0) < 2 or len(by_conditions) > MAX_SETS:

@@ -179,7 +179,9 @@ CONFIGS: dict[str, Row] = {
 @pytest.mark.parametrize("engine", prediction.LAUNCHABLE_ENGINES)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_advised_command_is_the_measured_one(project: schema.Params, family: str, engine: str) -> None:
-    """Bug: of llama.cpp the report ended in a traceback (target.dtype is not declared), and advice took every draft for EAGLE-3, so a block draft with a window was advised a flag that no cell was run with."""
+    """Bug: advice took every draft for EAGLE-3, so a block draft with a window was advised a flag that no cell was run with;
+    of llama.cpp the report ended in a traceback (target.dtype is not declared).
+    """
     name = made_up_block_draft.NAME
     if family != "eagle3":
         made_up_block_draft.add_block_draft(project)
