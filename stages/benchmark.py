@@ -10,6 +10,7 @@ and of the slots; the first process writes the cell.
 With `benchmark.mode: eagle` or `baseline` only one of the two decodings runs, in loads, and the cell has no speedup.
 
 A tree that the draft can't grow, deeper than a block draft's block, gives a cell of status "unsupported", and nothing is loaded.
+A draft of which no token is accepted in the first hundred cycles gives one of status "skipped", and nothing is measured.
 """
 
 import itertools
@@ -20,6 +21,7 @@ import torch
 from stages.cells import cell, metrics, points, stopping
 from stages.cells.cell import (
     PLAIN,
+    SKIPPED,
     SPECULATIVE,
     TORCH_ENGINE,
     UNSUPPORTED,
@@ -87,6 +89,12 @@ def _run_cell(
         print(f"memory of a process: {memory}", flush=True)
     memory.check(measure_remaining_memory(work.engine.model, params.benchmark.max_gpu_memory), work.engine.device)
     torch_loads.warm_up(work)
+    if reason := torch_loads.explain_skipped(work):
+        if ranks.first:
+            names = workload_name, checkpoint_name, tree_name
+            skipped = _describe_cell(params, *names).model_copy(update={"status": SKIPPED, "reason": reason})
+            print(f"{tree_name} at {checkpoint_name}: {SKIPPED}: {reason} -> {skipped.write()}")
+        return
     found: dict[str, list[LoadPoint]] = {SPECULATIVE: [], PLAIN: []}  # of a kind that does not run: none
     for load in workload.list_loads():
         for kind, point in _measure_load(work, load).items():

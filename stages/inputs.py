@@ -5,6 +5,7 @@ restored (stages/params/stage_inputs.py, docs/reruns.md).
 """
 
 import shutil
+from pathlib import Path
 
 from stages.params import stage_inputs
 from stages.params.schema import load_params
@@ -17,6 +18,8 @@ def main() -> None:
     stage_inputs.INPUTS_FOLDER.mkdir(parents=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
+    for folder in ("cells", "cost", "replay", "train"):  # of which `report` depends, also where no stage writes into it
+        Path("results", folder).mkdir(parents=True, exist_ok=True)
     stage_inputs.note_run()
     print(f"{len(texts) - 1} stages")
 

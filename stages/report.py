@@ -106,8 +106,9 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
     cells = read_cells(p, families)
     replayable = _select_replayable(p, p.benchmark.workloads)
     lines = table.join_lines(cells, replayed, replayable)
-    predicted = _predict_speedups(p, lines, replayed)
-    remarks = timing_noise.find_timing_remarks(lines)
+    grids = _read_timing_grids(p)
+    grid_remarks = timing_noise.find_grid_remarks(grids)
+    predicted = _predict_speedups(p, lines, replayed, grids, {remark.stage for remark in grid_remarks})
     reports = _read_stage_reports(p)
     return ReportInputs(
         cells=cells,
@@ -125,7 +126,7 @@ def read_inputs(p: schema.Params, replayed: dict[str, list[ReplayedTree]]) -> Re
             predicted.launch,
             predicted.rows,
             [line.row for line in lines],
-            remarks,
+            [*timing_noise.find_timing_remarks(lines), *grid_remarks],
             replayable,
             replayed,
             families,
@@ -201,40 +202,39 @@ def _build_replayed_rows(
     return rows
 
 
+def _read_timing_grids(p: schema.Params) -> list[timing_grid.TimingGrid]:
+    """Return the torch engine's grids, then those of serving_costs."""
+    timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
+    served = (timing_grid.read_serving_costs(name, p.target.model) for name in p.serving_costs.workloads)
+    return [*timed, *(grid for grids in served for grid in grids)]
+
+
 def _predict_speedups(
-    p: schema.Params, lines: list[TableLine], replayed: dict[str, list[ReplayedTree]]
+    p: schema.Params,
+    lines: list[TableLine],
+    replayed: dict[str, list[ReplayedTree]],
+    grids: list[timing_grid.TimingGrid],
+    doubted: set[str],
 ) -> costs.CostPrediction:
     """Return predicted speedups of every replayed tree, and how benchmark_served would start a server with the best."""
     from stages.serving import engine_flags
 
-    timed = [timing_grid.read_timing_grid(name, p.target.model) for name in p.time_trees.checkpoints]
-    simulated = [
-        grid for name in p.serving_costs.workloads for grid in timing_grid.read_serving_costs(name, p.target.model)
-    ]
-
     def describe_launch(engine: str, row: PredictedSpeedup) -> EngineLaunch | None:
-        config = next((cost.draft for cost in timed if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
+        config = next((cost.draft for cost in grids if p.have_same_shapes(cost.checkpoint, row.checkpoint)), None)
         if config is None or engine_flags.explain_unsupported(engine, row.shape, config):
             return None
         folder = f"drafts/{row.checkpoint}/draft"
         if engine == "llama.cpp":  # as `aerie export` names it
             outtype = p.benchmark_served.server.quantised or GGUF_TYPES[p.target.dtype]
             folder = f"gguf/{row.checkpoint}-{outtype}.gguf"
-        algorithm = engine_flags.choose_algorithm(config, p.benchmark_served.server.algorithm)
-        draft = engine_flags.ServedDraft(folder, algorithm, row.num_steps, row.topk, row.num_draft_tokens)
+        draft = engine_flags.describe_draft(folder, config, row.shape, p.benchmark_served.server.algorithm)
         flags = engine_flags.build_speculation_flags(engine, draft, config)
         return EngineLaunch(flags, engine_flags.find_first_version(engine, config))
 
     workloads = [p.benchmark.workloads[name] for name in p.benchmark.torch_workloads]
     temperatures = list(dict.fromkeys(float(workload.temperature) for workload in workloads)) or [0.0]
     return costs.predict_and_compare(
-        [*timed, *simulated],
-        lines,
-        replayed,
-        p.have_same_shapes,
-        temperatures,
-        p.benchmark.draft_sampling,
-        describe_launch,
+        grids, lines, replayed, p.have_same_shapes, temperatures, p.benchmark.draft_sampling, describe_launch, doubted
     )
 
 

@@ -250,7 +250,7 @@ def _build_grid(
         settings={
             "temperature": work.workload.temperature,
             "draft_sampling": name_draft_sampling(server_setup.samples_drafts(work, measured[-1][0])),
-            "context": round(fmean(r.prompt_tokens + r.output_tokens / 2 for r in requests)),
+            "context": round(fmean(r.prompt_tokens + (r.output_tokens or 0) / 2 for r in requests)),
             "repeats": work.workload.repeats,
             "simulated_accept_length": work.params.serving_costs.accept_length,
         },

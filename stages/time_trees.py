@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 import torch
@@ -57,9 +58,11 @@ def main(name: str) -> None:
     trees = _select_trees(loaded, s, name)
     _check_positions(s, trees, target.max_position_embeddings)
 
-    plain, grid = [], []
+    plain, grid, spreads = [], [], []
+    timed_from, process_from = time.perf_counter(), time.process_time()
     for batch in s.batches:  # one after the other: caches and CUDA graphs are of one batch
         steps, *cycles = _time_decodings(_list_decodings(engine, prompts[:batch], trees, s), s.repeats)
+        spreads.append(_measure_spread(steps, s.repeats))
         plain.append(
             timing_grid.PlainStepTime(batch=batch, **timing_grid.summarise_times("step_s", steps, estimate_median))
         )
@@ -73,6 +76,7 @@ def main(name: str) -> None:
             )
             for tree, of_tree in zip(trees, cycles, strict=True)
         ]
+    share = (time.process_time() - process_from) / (time.perf_counter() - timed_from)
     fit = cost_fit.fit_cost_model(grid)
     also = {"dtype": p.target.dtype, "tree_scoring": p.benchmark.tree_scoring}
     record = timing_grid.TimingGrid(
@@ -90,6 +94,8 @@ def main(name: str) -> None:
         hardware=cell.describe_hardware(p.target.device, p.benchmark.num_threads),
         versions=cell.list_versions("torch", "transformers"),
         seconds=round(time.perf_counter() - started, 2),
+        process_share=None if p.target.device.startswith("cuda") else share,
+        spread=max(spreads) if s.repeats > 1 else None,
     )
     path = timing_grid.write_timing_grid(record)
     together = f", {', '.join(map(str, s.batches))} at once," if s.batches != [1] else ""
@@ -196,6 +202,13 @@ def _time_decodings(decodings: list[TimedDecoding], repeats: int) -> list[list[f
         for index in order if number % 2 == 0 else reversed(order):
             seconds[index] += list(_time_steps(decodings[index]))
     return seconds
+
+
+def _measure_spread(seconds: list[float], repeats: int) -> float:
+    """Return by how much the median step of the slowest round is above that of the fastest, as a share."""
+    count = len(seconds) // repeats
+    medians = [median(seconds[start : start + count]) for start in range(0, len(seconds), count)]
+    return max(medians) / min(medians) - 1
 
 
 def _time_steps(timed: TimedDecoding) -> Iterator[float]:

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import benchmark, prepare_prompts
-from stages.cells import metrics, stopping
-from stages.cells.cell import PooledSpeedup
+from stages.cells import metrics, stopping, table
+from stages.cells.cell import TORCH_ENGINE, Cell, PooledSpeedup
 from stages.cells.table import TableLine
 from stages.measuring import torch_context, torch_loads
 from stages.prompts import workload_prompts
@@ -78,6 +78,7 @@ def test_the_kind_decoded_first_alternates_over_prompts_and_repeats(
         begun.append((turn.question.id, kind))
         return real(work, kind, turn, length, repeat)
 
+    monkeypatch.setattr(torch_loads, "explain_skipped", lambda work: None)
     monkeypatch.setattr(torch_loads, "_start_decoding", note_kind)
     measured(project, "eval", num_prompts=3, repeats=2, warmup=1)
     plain, speculative = "plain", "speculative"
@@ -193,3 +194,22 @@ def test_answers_are_graded_where_that_is_asked_for(project: Path, monkeypatch: 
         assert [row.correct for row in point.requests] == [True, True, False]
     quality = found.point.quality
     assert (quality.graded, quality.correct) == (3, 2) and quality.how.startswith("humaneval: pass@1")
+
+
+def test_a_draft_of_which_nothing_is_accepted_is_not_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a draft whose every replayed tau is 1.0 was measured for as long as a good one, in each of its cells."""
+    real = torch_loads._start_decoding
+
+    def accept_none(*words: Any) -> Any:
+        return (step._replace(num_accepted=0) for step in real(*words))
+
+    monkeypatch.setattr(torch_loads, "MIN_JUDGED_CYCLES", 5)
+    monkeypatch.setattr(torch_loads, "_start_decoding", accept_none)
+    with pytest.raises(AssertionError):  # a line of measurements, of which there is none
+        measured(project, "eval", num_prompts=3)
+    cell = Cell.read(TORCH_ENGINE, "eval", "e003", "t3_2_6")
+    (line,) = table.join_lines([cell], {}, [])
+    assert (line.row.status, line.row.is_measured, line.point) == ("skipped", False, None)
+    assert line.row.remark == "skipped: no draft was accepted in the first 5 cycles, so tau is 1.00"
+    monkeypatch.setattr(torch_loads, "MIN_JUDGED_CYCLES", 1000)  # more than all answers have: too few to judge by
+    assert measured(project, "eval", num_prompts=3).row.is_measured

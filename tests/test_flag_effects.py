@@ -14,6 +14,7 @@ import pytest
 from stages import extract_hiddens, sample_target, train_draft
 from stages.draft import checkpoint
 from stages.params import schema
+from stages.params.families import EAGLE3
 from stages.params.tree_shape import TreeShape
 from stages.serving import engine_flags
 from tests import flag_runs
@@ -141,7 +142,7 @@ def test_answers_follow_the_workloads_keys(trained: Path) -> None:
 
 def test_a_tree_is_the_engines_flags() -> None:
     tree = TreeShape.parse("t8_2_16")
-    draft = engine_flags.ServedDraft("draft", "EAGLE3", tree.num_steps, tree.topk, tree.num_draft_tokens)
+    draft = engine_flags.ServedDraft("draft", "EAGLE3", tree.num_steps, tree.topk, tree.num_draft_tokens, EAGLE3)
     line = engine_flags.build_speculation_flags("sglang", draft, {})
     for flag, value in (("num-steps", "8"), ("eagle-topk", "2"), ("num-draft-tokens", "16")):
         assert line[line.index(f"--speculative-{flag}") + 1] == value

@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from stages import benchmark_served
+from stages.params.families import EAGLE3
 from stages.params.tree_shape import Load, TreeShape
 from stages.serving import latency, spec_counters
 from stages.serving.engine_flags import ServedDraft
@@ -36,7 +37,7 @@ def acceptance_of(repeats: list[dict[str, int]], prompts: str = "gsm8k") -> dict
     )
     workload = SimpleNamespace(prompts=prompts, grade=False, warmup=1, request_rate=None)
     work: Any = SimpleNamespace(workload=workload, prompts=rows, references={})
-    draft = ServedDraft("", "EAGLE3", TREE.num_steps, TREE.topk, TREE.num_draft_tokens)
+    draft = ServedDraft("", "EAGLE3", TREE.num_steps, TREE.topk, TREE.num_draft_tokens, EAGLE3)
     measured = MeasuredServer("e003-t3_1_4", "e003", "t3_1_4", draft)
     point = benchmark_served._build_point(work, measured, Load(10, 1), [[load_of(accepted)] for accepted in repeats])
     return point["acceptance"]

@@ -9,6 +9,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from stages.cells.timing_grid import TimingGrid
+from stages.reporting.timing_noise import find_grid_remarks
 from tests.conftest import SMALL, dvc
 
 COLUMNS = [
@@ -47,7 +49,11 @@ def test_the_table_has_a_row_for_every_tree_of_a_replayed_checkpoint(small_run: 
         assert [r[name] for r in replayed] == [r[name] for r in measured], name
     for name in ("tau_low", "tau_high"):
         assert [float(r[name]) for r in replayed] == pytest.approx([float(r[name]) for r in measured], rel=1e-12), name
-    assert [r["tree"] for r in replayed if r["speedup"]] == ["t5_1_6"]  # the others are outside the timing grid
+    grid = TimingGrid.read_json(small_run / "results/cost/torch-e000.json", "time_trees@e000")
+    predicted = (
+        [] if find_grid_remarks([grid]) else ["t5_1_6"]
+    )  # a busy machine; the others are outside the timing grid
+    assert [r["tree"] for r in replayed if r["speedup"]] == predicted
     assert {r["e2e_mean_s"] for r in replayed} == {""}
 
 

@@ -53,6 +53,7 @@ def test_every_tree_of_the_grid_has_a_cost(project: Path, capsys: pytest.Capture
     assert all(r["batch"] == 1 and r["cycle_s"] > 0 and r["error"] >= 0 and r["samples"] == 6 for r in found["grid"])
     assert [p["samples"] for p in found["plain"]] == [6 * 7] and found["plain"][0]["step_s"] > 0
     assert found.fit == cost_fit.fit_cost_model(found.grid)
+    assert found.process_share and found.process_share > 0 and found.spread is not None and found.spread >= 0
     assert found["draft"] == json.loads(Path("drafts/e000/draft/config.json").read_text())
     assert found["settings"] == GRID | {"dtype": "float32", "tree_scoring": "sglang"}
     assert (found["target"][0], found["hardware"]["threads"]) == ("tiny", 1)

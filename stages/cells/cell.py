@@ -25,7 +25,7 @@ CELLS_FOLDER = Path("results/cells")
 DEFINITIONS = "docs/metrics.md, version 3"
 PLAIN, SPECULATIVE = "plain", "speculative"  # the kinds of decoding
 TORCH_ENGINE = "torch"
-RAN, UNSUPPORTED = "ran", "unsupported"
+RAN, UNSUPPORTED, SKIPPED = "ran", "unsupported", "skipped"
 
 Hardware = dict[str, str | int]  # cpu, threads, system, python, gpu, num_gpus_total; what is not known is left out
 
@@ -88,7 +88,7 @@ class RequestRow(Record):
     id: str
     turn: int
     prompt_tokens: int
-    output_tokens: int
+    output_tokens: int | None  # null where the server sent neither usage nor token ids
     cycles: int | None  # verify passes; null of plain decoding, and where the engine counts over all requests
     accepted: int | None  # draft tokens
     finish_reason: str | None
@@ -137,6 +137,12 @@ class LoadPoint(Record):
     def load(self) -> Load:
         return Load(self.max_new_tokens, self.concurrency)
 
+    @property
+    def mean_throughput(self) -> float | None:
+        """Return the output tokens/s over repeats; None where tokens are not counted."""
+        known = [load.output_throughput for load in self.loads if load.output_throughput is not None]
+        return fmean(known) if len(known) == len(self.loads) else None
+
     def share_identical(self, other: "LoadPoint") -> float | None:
         """Return the share of identical answers among the requests that both have answered."""
         answers, others = (
@@ -163,7 +169,7 @@ class Cell(Record):
     tree: str | None
     engine: str
     status: str
-    reason: str | None = None  # why the engine can't run it; there are then no points
+    reason: str | None = None  # why the engine can't run it, or it is not worth a measurement; there are then no points
     definitions: str = DEFINITIONS
     temperature: float
     top_p: float

@@ -106,9 +106,9 @@ def count_cycles(request: RequestRow) -> int | None:
     return request.cycles
 
 
-def count_plain_steps(request: RequestRow) -> int:
+def count_plain_steps(request: RequestRow) -> int | None:
     """Return the steps of plain decoding: the first token is prefill's."""
-    return request.output_tokens - 1
+    return None if request.output_tokens is None else request.output_tokens - 1
 
 
 def _average_arrivals(found: list[PromptArrivals]) -> PromptArrivals:

@@ -6,7 +6,6 @@ A point is one answer length at one concurrency. Its records are nested lists: o
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from stages.cells import interval, metrics
@@ -38,8 +37,8 @@ def list_requests(repeats: RepeatRecords) -> list[PointRequest]:
     ]
 
 
-def list_throughputs(repeats: RepeatRecords) -> list[float]:
-    """Return the output tokens/s of each repeat."""
+def list_throughputs(repeats: RepeatRecords) -> list[float | None]:
+    """Return the output tokens/s of each repeat; None where tokens are not counted."""
     return [latency.summarise_load(latency.join_turns(turns)).output_throughput for turns in repeats]
 
 
@@ -89,7 +88,7 @@ def _make_request_row(request: PointRequest, correct: bool | None) -> RequestRow
         id=r.question_id,
         turn=request.turn,
         prompt_tokens=r.input_tokens,
-        output_tokens=r.output_tokens,
+        output_tokens=r.output_tokens if r.is_counted else None,
         cycles=r.counts.cycles if r.counts else None,
         accepted=r.counts.accepted if r.counts else None,
         finish_reason=r.finish_reason,
@@ -131,11 +130,11 @@ def describe_point(point: LoadPoint | None, baseline: LoadPoint | None) -> str:
     told = []
     if point is not None:
         assert point.acceptance is not None, "the point of a draft has counts"
-        told += [f"tau {point.acceptance.tau:.3f}", f"{_average_throughput(point):.1f} tokens/s"]
+        told += [f"tau {point.acceptance.tau:.3f}", f"{format_throughput(point.mean_throughput)}"]
     if baseline is not None:
-        told.append(f"plain {_average_throughput(baseline):.1f}{'' if point else ' tokens/s'}")
+        told.append(f"plain {format_throughput(baseline.mean_throughput)}")
     return f"{some.load}: {', '.join(told)}"
 
 
-def _average_throughput(point: LoadPoint) -> float:
-    return fmean(load.output_throughput for load in point.loads)
+def format_throughput(throughput: float | None) -> str:
+    return "tokens not counted" if throughput is None else f"{throughput:.1f} output tokens/s"

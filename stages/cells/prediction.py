@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from stages.cells import interval
 from stages.cells.cost_model import CostModel
@@ -60,6 +60,7 @@ class PredictedSpeedup(TableRow):
     """The predicted speedup of a tree at one load."""
 
     TABLE = Path("results/predicted.csv")
+    is_measured: ClassVar[bool] = False
 
     engine: str
     workload: str | None  # None for the torch engine, as `max_new_tokens`
@@ -94,13 +95,19 @@ class PredictedSpeedup(TableRow):
         return not can_tell(self.low, self.high)
 
     @property
-    def preference(self) -> tuple[bool, float]:
-        """Return the key by which trees of a load are chosen: surely faster than plain decoding, then the highest speedup."""
-        return self.is_faster, self.speedup
+    def preference(self) -> tuple[bool, bool, float]:
+        """Return the key by which trees of a load are chosen: surely faster than plain decoding, then measured, then speedup."""
+        return self.is_faster, self.is_measured, self.speedup
 
     @property
     def conditions(self) -> SpeedupConditions:
         return SpeedupConditions(self.engine, self.workload, self.max_new_tokens, self.temperature, self.concurrency)
+
+
+class OverruledPrediction(PredictedSpeedup):
+    """A prediction whose speedup is replaced by the measured one of the same tree and load."""
+
+    is_measured: ClassVar[bool] = True
 
 
 class LaunchAdvice(PredictedSpeedup):
@@ -109,6 +116,7 @@ class LaunchAdvice(PredictedSpeedup):
     enable: bool
     flags: list[str]  # none if speculation is not worth enabling
     min_version: str | None = None  # of the engine, that knows the draft; None: any
+    measured: bool = False  # the speedup and its interval; else predicted
     # The advice for an engine older than min_version: the best tree that all versions run. None if min_version is None, or if
     # there is no such tree.
     runner_up: "LaunchAdvice | None" = None
@@ -259,7 +267,9 @@ def _choose_launch(runnable: Iterable[tuple[PredictedSpeedup, EngineLaunch]]) ->
     best, launch = max(runnable, key=lambda pair: pair[0].preference)
     enable = best.is_faster
     launch = launch if enable else EngineLaunch([])
-    return LaunchAdvice.model_validate(best.model_dump() | {"enable": enable, **vars(launch)})
+    return LaunchAdvice.model_validate(
+        best.model_dump() | {"enable": enable, "measured": best.is_measured, **vars(launch)}
+    )
 
 
 def find_limits(launch: Iterable[LaunchAdvice]) -> list[SpeculationLimit]:

@@ -59,12 +59,15 @@ def measure_pooled_half_width(found: PooledSpeedup) -> float | None:
     return interval.compute_relative_half(interval.Interval(found.speedup_low, found.speedup_high), found.speedup)
 
 
-def measure_loads_half_width(throughputs: Sequence[float], baseline_throughputs: Sequence[float]) -> float | None:
+def measure_loads_half_width(
+    throughputs: Sequence[float | None], baseline_throughputs: Sequence[float | None]
+) -> float | None:
     """Return half of the interval of a load's speedup, as a share of it; from output tokens/s of each repeat.
 
-    None with fewer than two repeats, or where one answered nothing.
+    None with fewer than two repeats, or where one answered nothing, or its tokens are not counted.
     """
-    if not all(baseline_throughputs):
+    pairs = zip(throughputs, baseline_throughputs, strict=True)
+    speedups = [a / b for a, b in pairs if a is not None and b]
+    if len(speedups) < len(throughputs):
         return None
-    speedups = [a / b for a, b in zip(throughputs, baseline_throughputs, strict=True)]
     return interval.compute_relative_half(interval.compute_mean_interval(speedups), fmean(speedups))

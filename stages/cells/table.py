@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from stages.cells import interval, replay_records
 from stages.cells.cell import PLAIN, RAN, SPECULATIVE, TORCH_ENGINE, UNSUPPORTED, Cell, LoadPoint, name_stage
-from stages.cells.prediction import PredictedSpeedup
+from stages.cells.prediction import OverruledPrediction, PredictedSpeedup, SpeedupConditions
 from stages.cells.record import Column, DraftSampling, TableRow
 from stages.cells.replay_records import ReplayedTree
 from stages.params.tree_shape import Load, TreeShape, parse_shape
@@ -122,6 +122,11 @@ class ResultRow(TableRow):
         return parse_shape(self.tree)
 
     @property
+    def conditions(self) -> SpeedupConditions:
+        length = None if self.in_turns else self.max_new_tokens
+        return SpeedupConditions(self.engine, self.workload, length, self.temperature, self.concurrency)
+
+    @property
     def stage(self) -> str:
         """Return the stage of dvc.yaml that a measured line is of."""
         return name_stage(self.engine, self.workload, self.checkpoint, self.tree)
@@ -196,7 +201,7 @@ def _build_plain_lines(cell: Cell, baseline_points: list[LoadPoint]) -> Iterator
 
 def _build_speculative_lines(cell: Cell, baseline: Cell, trees: list[ReplayedTree]) -> Iterator[TableLine]:
     replay = replay_records.find_replayed_tau(trees, cell)
-    if cell.status == UNSUPPORTED:
+    if cell.status != RAN:
         yield TableLine(_build_unsupported_row(cell, SPECULATIVE, replay), cell, None)
         return
     # Only the longest answers of a sweep contain all that was replayed; shorter ones are cut. With benchmark.mode baseline
@@ -234,6 +239,21 @@ def build_replayed_row(workload: str, tree: ReplayedTree, predicted: PredictedSp
     )
 
 
+def overrule_predictions(predicted: Iterable[PredictedSpeedup], rows: Iterable[ResultRow]) -> list[PredictedSpeedup]:
+    """Return the predictions with the measured speedup in place of the predicted one where a row has the same tree and load."""
+    measured = {
+        (row.conditions, str(row.checkpoint), row.shape): row
+        for row in rows
+        if row.is_measured and not row.is_plain and row.speedup is not None and row.rate is None
+    }
+    found: list[PredictedSpeedup] = []
+    for guess in predicted:
+        row = measured.get((guess.conditions, guess.checkpoint, guess.shape))
+        ends = row and {"speedup": row.speedup, "low": row.speedup_low, "high": row.speedup_high}
+        found.append(OverruledPrediction.model_validate(guess.model_dump() | ends) if ends else guess)
+    return found
+
+
 # A line
 
 
@@ -250,7 +270,7 @@ def _get_names(cell: Cell, decoding: str) -> dict[str, Any]:
 
 
 def _build_unsupported_row(cell: Cell, decoding: str, replay: float | None = None) -> ResultRow:
-    return ResultRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"unsupported: {cell.reason}")
+    return ResultRow(**_get_names(cell, decoding), replay_tau=replay, remark=f"{cell.status}: {cell.reason}")
 
 
 def _summarise_loads(point: LoadPoint) -> dict[str, Any]:
@@ -282,7 +302,7 @@ def _compare_with_baseline(
     assert baseline_point is not None, "_explain_no_speedup returns a reason"
     found = _compute_speedup(point, baseline_point)
     return found | {
-        "baseline_output_throughput": fmean(load.output_throughput for load in baseline_point.loads),
+        "baseline_output_throughput": baseline_point.mean_throughput,
         "process_speedup": _compute_process_speedup(point, baseline_point),
         "baseline_accuracy": baseline_point.quality.accuracy if baseline_point.quality else None,
         "identical_share": point.share_identical(baseline_point) if cell.temperature == 0 else None,
@@ -293,7 +313,7 @@ def _compute_speedup(point: LoadPoint, baseline_point: LoadPoint) -> dict[str, A
     """Return the speedup with its interval: pooled over answers that were decoded in turns, else the mean over repeats."""
     if point.in_turns:
         return point.in_turns.model_dump()
-    throughputs, plain = ([load.output_throughput for load in p.loads] for p in (point, baseline_point))
+    throughputs, plain = ([load.output_throughput or 0.0 for load in p.loads] for p in (point, baseline_point))
     speedups = [a / b for a, b in zip(throughputs, plain, strict=True)]
     low, high = interval.compute_mean_interval(speedups) or (None, None)
     return {"speedup": fmean(speedups), "speedup_low": low, "speedup_high": high}
@@ -306,7 +326,7 @@ def _compute_process_speedup(point: LoadPoint, baseline_point: LoadPoint) -> flo
         seconds = [row.process_s for row in requests if row.process_s]
         if not seconds or len(seconds) < len(requests):
             return None
-        speeds.append(sum(row.output_tokens for row in requests) / sum(seconds))
+        speeds.append(sum(row.output_tokens or 0 for row in requests) / sum(seconds))
     return speeds[0] / speeds[1]
 
 
@@ -324,6 +344,8 @@ def _explain_no_speedup(cell: Cell, point: LoadPoint, baseline: Cell, baseline_p
     if (num_repeats := len(point.loads)) != (baseline_repeats := len(baseline_point.loads)):
         return f"the baseline has {baseline_repeats} repeats, this cell {num_repeats}"
     for name, loads in (("the baseline", baseline_point.loads), ("this cell", point.loads)):
+        if any(load.output_throughput is None for load in loads):
+            return f"the server of {name} sends neither usage nor token ids, so its tokens are not counted"
         if not all(load.output_throughput for load in loads):
             return f"{name} answered nothing"
     return ""

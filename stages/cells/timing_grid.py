@@ -77,6 +77,14 @@ class TimingGrid(Record):
     hardware: Hardware
     versions: dict[str, str]
     seconds: float
+    process_share: float | None = None  # CPU time / wall time of the timed steps; null on a GPU and of a server
+    # by how much the median plain step of the slowest round is above that of the fastest, as a share; null of one round
+    spread: float | None = None
+
+    @property
+    def stage(self) -> str:
+        """Return the DVC stage that timed the grid."""
+        return f"serving_costs@{self.workload}" if self.workload else f"time_trees@{self.checkpoint}"
 
     @property
     def draft_sampling(self) -> DraftSampling:

@@ -59,8 +59,7 @@ def _choose_chain(params: schema.Params, checkpoint_name: str, config: dict[str,
     if reason := engine_flags.explain_unsupported(ENGINE, shape, config):
         raise ValueError(f"{checkpoint_name}: {reason}; llama.cpp takes EAGLE-3 and block drafts")
     folder = checkpoint.locate_checkpoint(checkpoint_name) / "draft"
-    algorithm = engine_flags.choose_algorithm(config, params.benchmark_served.server.algorithm)
-    return engine_flags.ServedDraft(str(folder), algorithm, num_steps, 1, num_steps + 1, family)
+    return engine_flags.describe_draft(str(folder), config, shape, params.benchmark_served.server.algorithm)
 
 
 def _write_files(

@@ -11,6 +11,7 @@ from typing import TypeVar
 import polars as pl
 from tqdm import tqdm
 
+from stages.cells import points
 from stages.measuring import requests as served_requests
 from stages.measuring import server_setup
 from stages.measuring.requests import SECTION, ServedCellContext
@@ -100,7 +101,7 @@ def _describe_load(
         tau = "acceptance simulated, "
     repeat_label = f" ({repeat + 1} of {num_repeats})" if num_repeats > 1 else ""
     return (
-        f"{server.config_name}, {load}{repeat_label}: {tau}{summary.output_throughput:.1f} output tokens/s, "
+        f"{server.config_name}, {load}{repeat_label}: {tau}{points.format_throughput(summary.output_throughput)}, "
         f"{summary.completed} of {summary.requests} answered, {seconds:.1f} s"
     )
 

@@ -15,10 +15,10 @@ from stages.draft import checkpoint
 from stages.families.family import find_family, get_files
 from stages.grading import grade
 from stages.measuring.requests import SECTION, ServedCellContext
-from stages.params import families, schema
+from stages.params import schema
 from stages.params.benchmark_sections import Workload
 from stages.params.section import get_named
-from stages.params.tree_shape import NamedShape, TreeShape, parse_shape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.prompts import workload_prompts
 from stages.serving import engine_flags, gpu_memory, measured_server
 from stages.serving.measured_server import MeasuredServer, ServerPlan
@@ -91,10 +91,7 @@ def configure_server(
         return MeasuredServer(cell.name_configuration(None, None))
     settings = work.params.benchmark_served
     folder = str((checkpoint.locate_checkpoint(checkpoint_name) / "draft").absolute())
-    shape = tree.num_steps, tree.topk, tree.num_draft_tokens
-    algorithm = engine_flags.choose_algorithm(draft_config, settings.server.algorithm)
-    ngram = tree.numbers[0] if isinstance(tree, NamedShape) else 0
-    draft = engine_flags.ServedDraft(folder, algorithm, *shape, families.find_family(draft_config), ngram)
+    draft = engine_flags.describe_draft(folder, draft_config, tree, settings.server.algorithm)
     flags = engine_flags.build_speculation_flags(settings.engine, draft, draft_config)
     name = cell.name_configuration(checkpoint_name, tree.name)
     return MeasuredServer(name, checkpoint_name, tree.name, draft, flags)

@@ -5,8 +5,10 @@ kinds, so both decode the same prompt even after a near-tie. The kind that goes 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -20,6 +22,7 @@ from stages.prompts.workload_prompts import WorkloadPrompt
 from stages.runtime import distributed
 from stages.serving import inprocess_load
 from stages.serving.latency import RequestRecord
+from stages.serving.load_checks import MIN_JUDGED_CYCLES
 
 KINDS_BY_MODE = {"both": (PLAIN, SPECULATIVE), "eagle": (SPECULATIVE,), "baseline": (PLAIN,)}
 
@@ -44,6 +47,30 @@ def warm_up(work: TorchCellContext) -> None:
     requests = [DecodeRequest(prompt.prompt_ids, 2, work.images[prompt.id]) for prompt in prompts]
     for kind in kinds if requests else ():
         list(work.engine.decode_batch(requests, len(requests), None if kind == PLAIN else work.tree))
+
+
+def explain_skipped(work: TorchCellContext) -> str | None:
+    """Return why the cell is not worth a measurement: no draft is accepted in the first cycles; None once one is.
+
+    Where all answers together have fewer cycles it is measured. All processes return the same.
+    """
+    if SPECULATIVE not in list_kinds(work):
+        return None
+    if all(distributed.all_gather_lists(work.ranks, [_starts_idle(work)])):
+        return f"no draft was accepted in the first {MIN_JUDGED_CYCLES} cycles, so tau is 1.00"
+    return None
+
+
+def _starts_idle(work: TorchCellContext) -> bool:
+    cycles, length = 0, max(load.max_new_tokens for load in work.workload.list_loads())
+    for turn in map(torch_context.get_first_turn, workload_prompts.list_rows(work.prompts)):
+        decoding = cast(Generator[DecodeStep, None, None], _start_decoding(work, SPECULATIVE, turn, length, 0))
+        with closing(decoding) as steps:
+            next(steps)  # prefill
+            for cycles, step in enumerate(steps, start=cycles + 1):  # noqa: B020
+                if step.num_accepted or cycles == MIN_JUDGED_CYCLES:
+                    return not step.num_accepted
+    return False
 
 
 def run_repeat(work: TorchCellContext, load: Load, repeat: int) -> dict[str, list[list[RequestRecord]]]:

@@ -135,7 +135,8 @@ class DraftFamily:
     # of a block: the slot that predicts the first draft, 1 where slots predict themselves
     first_slot: int | None = None
     is_replayed: bool = True  # by replay_trees; time_trees and servers run it too
-    served_by: str | None = None  # the one engine that runs it where it is not replayed
+    served_by: str | None = None  # the one engine that aerie starts with it where it is not replayed
+    own_engines: str = ""  # that have one of their own, in words
     samples_drafts: bool = False  # its chains can be drawn, and verified by the ratio of both probabilities
 
     @property
@@ -150,7 +151,9 @@ class DraftFamily:
     def list_facts(self) -> dict[str, Any]:
         """Return what may change a result, by name."""
         return {
-            key: value for key, value in vars(self).items() if key not in ("segment", "title", "depth_of", "served_by")
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("segment", "title", "depth_of", "served_by", "own_engines")
         }
 
 
@@ -170,7 +173,10 @@ EAGLE = DraftFamily(
     depth_of="the {} steps whose guesses are measured (train_draft.ttt_steps)",
 )  # fmt: skip
 MEDUSA = DraftFamily("medusa", "Medusa", "medusa", MedusaSegment, "s", depth_of="its {} heads", is_replayed=False)
-NGRAM = DraftFamily("ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False, served_by="llama.cpp")
+NGRAM = DraftFamily(
+    "ngram", "n-gram lookup", "ngram", shapes="n", is_replayed=False, served_by="llama.cpp",
+    own_engines="SGLang, vLLM and llama.cpp",
+)  # fmt: skip
 LOOKAHEAD = DraftFamily("lookahead", "lookahead", "lookahead", shapes="l", is_replayed=False)
 FAMILIES = {f.name: f for f in (EAGLE3, DFLASH, DFLASH2, DSPARK, EAGLE, MEDUSA, NGRAM, LOOKAHEAD)}
 TRAINABLE = {name: family.segment for name, family in FAMILIES.items() if family.segment}
@@ -266,7 +272,7 @@ class DraftKind:
         if engine == self.family.served_by:
             return _explain_unserved_ngram(shape)
         if not self.family.is_replayed:
-            return f"{engine} does not run {self.family.title}: the torch engine alone does"
+            return f"aerie starts no {engine} with {self.family.title}: {self._explain_own_engines()}"
         if shape.letter != "t":
             return f"{engine} drafts {SHAPES['t']}"
         if whole := self.whole_block:
@@ -299,8 +305,15 @@ class DraftKind:
                 f"{whole.label}"
             )
         if not self.family.is_replayed:
-            return f"{TORCH_ONLY}: no serving engine runs {self.family.title} so"
+            return f"{TORCH_ONLY}: {self._explain_own_engines()}"
         return f"{TORCH_ONLY}: SGLang runs trees of at least num_steps + 1 draft tokens, vLLM and llama.cpp chains"
+
+    def _explain_own_engines(self) -> str:
+        """Return which engines run a family that is not replayed, in words."""
+        if not self.family.own_engines:
+            return f"no serving engine runs {self.family.title} so"
+        served = f"benchmark_served measures {self.family.served_by}'s, of n3_3_8 say (docs/serving.md)"
+        return f"{self.family.own_engines} have {self.family.title} of their own; {served}"
 
 
 def _explain_unserved_ngram(shape: TreeShape) -> str | None:

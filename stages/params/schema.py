@@ -109,8 +109,9 @@ class Params(Section):
                 is_served = (key, self.benchmark_served.engine) == ("benchmark_served.checkpoints", family.served_by)
                 if not family.is_replayed and not is_served:
                     raise ValueError(
-                        f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block "
-                        "drafts; name it in benchmark.checkpoints, the torch engine alone runs it"
+                        f"{key}: {name!r} is of {family.name}, expected checkpoints of EAGLE-3 or block drafts; name it in "
+                        "benchmark.checkpoints"
+                        + (f", or in benchmark_served's with engine {family.served_by}" if family.served_by else "")
                     )
 
     def _list_named_checkpoints(self) -> dict[str, list[str]]:

@@ -163,7 +163,7 @@ DECLARED = {
     ),
     "report": Declared(
         (
-            "report", "target.model",
+            "report", "target.model", "target.dtype",
             *(f"benchmark.{key}" for key in ("workloads", "mode", "torch_workloads", "checkpoints", "trees", "draft_sampling")),
             "benchmark_served", "serving_costs", "import_draft.checkpoints",
             *(f"{stage}.checkpoints" for stage in ("init_draft", "train_draft", "replay_trees", "time_trees")),

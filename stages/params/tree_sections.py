@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from stages.params.section import Count, Grid, Positive, Section, SomeNames, _check_unique
+from stages.params.section import Count, Grid, Names, Positive, Section, _check_unique
 from stages.params.tree_shape import TreeShape, count_candidates, parse_shape
 
 MIN_TIMED_TREES = 8  # trees of time_trees: a fit without prompts of other requests has up to seven terms
@@ -24,7 +24,7 @@ DraftTokens = Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
 class TreeGrid(Section):
     """Lists of numbers, whose combinations are trees, and the checkpoints whose drafts grow them."""
 
-    checkpoints: SomeNames
+    checkpoints: Names  # []: none
     num_steps: Grid
     topk: Grid
     num_draft_tokens: DraftTokens

@@ -250,7 +250,7 @@ def _measure_question_tau(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
 def _measure_question_speedup(cell: Cell, _: Cell | None) -> MeasuredNumber | None:
     """Return the mean over questions of tokens/s, over that of plain decoding: AngelSlim's definition."""
     speeds, plain_speeds = (
-        [sum(row.output_tokens for row in rows) / sum(row.e2e_s or 0.0 for row in rows) for rows in questions]
+        [sum(row.output_tokens or 0 for row in rows) / sum(row.e2e_s or 0.0 for row in rows) for rows in questions]
         for questions in (_group_by_question(cell, cell.points), _group_by_question(cell, cell.baseline_points))
     )
     if not speeds:

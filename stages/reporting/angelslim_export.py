@@ -79,7 +79,7 @@ def list_answer_sets(cells: Iterable[Cell]) -> Iterator[AnswerSet]:
 
 def _list_turns(point: LoadPoint) -> Iterator[DecodedTurn]:
     for row in point.requests:
-        if not row.failed and row.e2e_s is not None:
+        if not row.failed and row.e2e_s is not None and row.output_tokens is not None:
             yield DecodedTurn(row.id, row.repeat, row.turn, row.output_tokens, row.e2e_s, row.cycles, row.accepted)
 
 

@@ -5,12 +5,12 @@ A cost is the record of a timing grid (cells/timing_grid.py), of the torch engin
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from stages.cells import prediction, prediction_check
+from stages.cells import prediction, prediction_check, table
 from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import DescribeLaunch, LaunchAdvice, PredictedSpeedup, SpeculationLimit, SpeedupConditions
 from stages.cells.prediction_check import ComparedPrediction
@@ -33,6 +33,7 @@ LAUNCH_HEADINGS = (
 class CostPrediction:
     costs: list[TimingGrid]  # the torch engine's, those of serving_costs
     rows: list[PredictedSpeedup]
+    known: list[PredictedSpeedup]  # the same, with measured speedups in the place of predicted ones
     launch: list[LaunchAdvice]
     compared: list[ComparedPrediction]
     remarks: list[str]  # what isn't predicted or compared, and why
@@ -46,14 +47,15 @@ def predict_and_compare(
     temperatures: Iterable[float],
     draft_sampling: DraftSampling,
     describe_launch: DescribeLaunch,
+    doubted: Collection[str] = (),
 ) -> CostPrediction:
-    """Return the predictions by every cost, and how measured lines compare with them.
+    """Return the predictions by every cost whose stage is not `doubted`, and how measured lines compare with them.
 
     `same_shapes` compares the drafts of two checkpoints; `temperatures` and `draft_sampling` are those of the torch engine's
     workloads (a served cost has its own); `describe_launch` as in prediction.choose_launches.
     """
     by_load: dict[tuple[Any, ...], list[TimingGrid]] = {}
-    for cost in costs:
+    for cost in (cost for cost in costs if cost.stage not in doubted):
         by_load.setdefault((cost.engine, cost.workload, cost.max_new_tokens), []).append(cost)
     rows: list[PredictedSpeedup] = []
     remarks: list[str] = []
@@ -66,7 +68,7 @@ def predict_and_compare(
                     selection = nearest, checkpoint, temperature, trees, drafts
                     rows += prediction.predict_speedups(*selection)
                     remarks += _explain_left_out(*selection)
-    torch_costs = by_load.get((TORCH_ENGINE, None, None), [])
+    torch_costs = [cost for cost in costs if cost.engine == TORCH_ENGINE]
     remarks += [
         f"{name}: the torch engine has timed no draft of its shapes, so there are no predictions by its costs and no flags; add "
         "it to time_trees.checkpoints"
@@ -83,8 +85,9 @@ def predict_and_compare(
         if reason.startswith(prediction_check.OTHER_MACHINE):
             cells = dict.fromkeys(f"{line.row.workload}, {line.row.checkpoint}" for line in members)
             remarks += [f"{cell}: {reason}; run one of the two again" for cell in cells]
-    launch = prediction.choose_launches(rows, describe_launch)
-    return CostPrediction(costs, rows, launch, compared, remarks)
+    known = table.overrule_predictions(rows, (line.row for line in lines))
+    launch = prediction.choose_launches(known, describe_launch)
+    return CostPrediction(costs, rows, known, launch, compared, remarks)
 
 
 def _find_cost(checkpoint: str, costs: list[TimingGrid], same_shapes: Callable[[str, str], bool]) -> TimingGrid | None:
@@ -113,7 +116,8 @@ def describe_cost(row: TimingGrid | PredictedSpeedup) -> str:
     """Return the name of a cost, or of the cost that a prediction was made by, in words."""
     load = f", {row.workload}, {row.max_new_tokens} tokens" if row.workload else ""
     drawn = isinstance(row, PredictedSpeedup) and row.temperature
-    return f"{row.engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}"
+    measured = ", measured" if isinstance(row, LaunchAdvice) and row.measured else ""
+    return f"{row.engine} engine{load}{f', temperature {drawn:g}' if drawn else ''}{measured}"
 
 
 # The terminal
@@ -124,7 +128,7 @@ def format_launch_table(launch: list[LaunchAdvice]) -> list[str]:
     if not launch:
         return []
     heading, *lines = align_columns([LAUNCH_HEADINGS, *map(_format_launch_row, launch)])
-    shown = ["Predicted: when to speculate, and how", heading]
+    shown = ["When to speculate, and how: predicted, but where the last column says measured", heading]
     for line, row in zip(lines, launch, strict=True):
         needs = f"    # {row.engine} {row.min_version} or later" if row.min_version else ""
         shown += [line, *([f"    {shlex.join(row.flags)}{needs}"] if row.flags else [])]
@@ -219,8 +223,8 @@ def build_costs_page(found: CostPrediction) -> CostsPage:
     return CostsPage(
         found,
         limits=[describe_limit(limit) for limit in prediction.find_limits(found.launch)],
-        by_concurrency=_build_concurrency_tables(found.rows),
-        tops=_select_top_trees(found.rows),
+        by_concurrency=_build_concurrency_tables(found.known),
+        tops=_select_top_trees(found.known),
         disagreeing=[row for row in compared if row.agrees is False],
         undecided=sum(row.agrees is None for row in compared),
         error=_summarise_prediction_error(compared) if compared else None,

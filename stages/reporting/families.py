@@ -46,7 +46,8 @@ def select_shared_trees(replays: Mapping[str, list[ReplayedTree]]) -> dict[str, 
 
     Block drafts lack the trees deeper than their block, so means over all trees would be of different trees.
     """
-    shared = set.intersection(*({tree.shape for tree in trees} for trees in replays.values()))
+    every = [{tree.shape for tree in trees} for trees in replays.values()]
+    shared = every[0].intersection(*every) if every else set()
     return {name: [tree for tree in trees if not shared or tree.shape in shared] for name, trees in replays.items()}
 
 

@@ -80,7 +80,7 @@ class ReportInputs:
             found.append(StageRowCounts(stage, report["rows_in"], report["rows_out"], dropped))
         return found
 
-    def select_checkpoint_lines(self, checkpoint: str) -> list[TableLine]:
+    def select_checkpoint_lines(self, checkpoint: str | None) -> list[TableLine]:
         """Return the lines decoded prompt by prompt of this checkpoint, or all such lines where it has none."""
         lines = [line for line in self.lines if line.row.in_turns]
         return [line for line in lines if line.row.checkpoint == checkpoint] or lines

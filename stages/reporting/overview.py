@@ -36,7 +36,7 @@ class Overview:
     """The content of templates/summary.html.j2, and of the table of all trees."""
 
     trees: list[TreeLine]
-    plots: dict[str, Any]  # "speedup" is left out where no speedup is known
+    plots: dict[str, Any]  # "speedup" is None where no speedup is known
 
 
 def build_overview(
@@ -51,9 +51,10 @@ def build_overview(
     ]
     marked = [tree for tree in trees if tree.shape.name in chosen]
     drawn = {
+        "speedup": None,
         "tau": plots.render_svg(
             partial(draw_chosen_trees, trees=trees, chosen=marked), "tau against verified tokens", PLOT_HEIGHT
-        )
+        ),
     }
     timed = [row for row in rows if row.speedup is not None]
     if timed or any(line.predicted for line in lines):

@@ -58,7 +58,7 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
         "title_of": tables.format_title,
         "tree": format_tree,
     }
-    best, shown = metrics["best_checkpoint"], choose_shown_checkpoint(metrics, found.verdict)
+    best, shown = metrics["best_checkpoint"], choose_shown_checkpoint(found, metrics)
     ran = [cell for cell in found.cells if cell.status == RAN]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.j2").render(
@@ -84,16 +84,17 @@ def render_page(settings: ReportSettings, found: ReportInputs, metrics: ResultSu
     )
 
 
-def _build_results(settings: ReportSettings, found: ReportInputs, shown: str) -> PageContent:
+def _build_results(settings: ReportSettings, found: ReportInputs, shown: str | None) -> PageContent:
     """Return what the parts on measured cells show, and on trees that were replayed instead; pictures are of `shown`."""
-    lines = found.select_checkpoint_lines(shown)
+    lines = found.select_checkpoint_lines(shown)  # of loads alone there are none
     groups = tables.group_in_turns(found.lines, found.replayed_rows)
     # The summary shows one that was measured, if any was, and that of the checkpoint `shown` where it has one.
     main = max(groups, key=lambda group: (bool(group.cells), group.checkpoint == shown), default=None)
     return {
         "main": main,
         "others": [group for group in groups if group is not main],
-        "overview": overview.build_overview(
+        "overview": shown in found.replays
+        and overview.build_overview(
             found.replays[shown],
             settings.benchmark_trees,
             next((group.rows for group in groups if group.checkpoint == shown), []),
@@ -105,24 +106,29 @@ def _build_results(settings: ReportSettings, found: ReportInputs, shown: str) ->
     }
 
 
-def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, shown: str) -> PageContent:
-    """Return what the parts on replayed trees and on training show; the next best checkpoint is set against the best.
+def _build_replays(
+    settings: ReportSettings, found: ReportInputs, metrics: ResultSummary, shown: str | None
+) -> PageContent:
+    """Return what the parts on training and on replayed trees show; the next best checkpoint is set against the best.
 
-    The trees are those of `shown`.
+    The trees are those of `shown`. Plots that need more than was run are None.
     """
     best, means = metrics["best_checkpoint"], metrics["checkpoints"]
-    compared = families.select_shared_trees(found.replays)[best]
+    shared = families.select_shared_trees(found.replays)
     others = sorted(found.replays.keys() - {best}, key=lambda name: -means[name]["mean_replay_tau"])
-    shown_trees, duel = found.replays[shown], None
+    shown_trees, duel = found.replays.get(shown or "", []), None
     trained = {name: run for name, run in found.trained.items() if name not in settings.other_methods}
-    drawn: dict[str, tuple[str, plots.DrawPlot]] = {
-        "tokens": ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=shown_trees)),
+    curves = sorted(list_held_out(found.trained))
+    drawn: dict[str, tuple[str, plots.DrawPlot] | None] = {
         "loss": ("Training loss per epoch", partial(plots.draw_loss, trained=trained)),
         "accuracy": ("Accuracy per training-time-test step", partial(plots.draw_accuracy, trained=trained)),
+        "held_out": ("Accept length on eval answers by epoch", partial(plots.draw_held_out, curves=curves))
+        if curves
+        else None,
+        "tokens": ("tau against num_draft_tokens", partial(plots.draw_tau_by_tokens, trees=shown_trees))
+        if shown_trees
+        else None,
     }
-    curves = sorted(list_held_out(found.trained))
-    if curves:
-        drawn["held_out"] = ("Accept length on eval answers by epoch", partial(plots.draw_held_out, curves=curves))
     fought = trees.compare_checkpoints(best, others[0], found.replays) if others else None
     if fought and fought.pairs:  # a block draft may share no tree with EAGLE-3
         duel = fought
@@ -130,14 +136,15 @@ def _build_replays(settings: ReportSettings, found: ReportInputs, metrics: Resul
         drawn["duel"] = (f"tau with {best} against tau with {duel.other}", draw_duel)
     return {
         "trees": len(shown_trees),
-        "compared_trees": len(compared),
+        "compared_trees": len(shared.get(best, ())),
         "families": found.families,
         "by_family": families.build_families_page(found.replays, found.families, found.predicted.rows),
         "heats": [trees.build_heatmap(shown_trees, budget) for budget in trees.choose_budgets(shown_trees)],
         "duel": duel,
         "held_out": curves,
-        "plots": {name: plots.render_svg(draw, title) for name, (title, draw) in drawn.items()},
-        "inside": trees.build_trees_page(shown_trees, found.tree_statistics[shown], settings.benchmark_trees),
+        "plots": {name: plot and plots.render_svg(plot[1], plot[0]) for name, plot in drawn.items()},
+        "inside": bool(shown_trees)
+        and trees.build_trees_page(shown_trees, found.tree_statistics[shown or ""], settings.benchmark_trees),
     }
 
 

@@ -8,7 +8,6 @@ from stages.cells.cell import DEFINITIONS
 from stages.reporting import costs, tables
 from stages.reporting.families import select_shared_trees
 from stages.reporting.inputs import ReportInputs
-from stages.reporting.verdict import Verdict
 
 ResultSummary = dict[str, Any]  # the content of results/metrics.json
 METRICS_FILE = Path("results/metrics.json")
@@ -25,12 +24,11 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
     means = {name: fmean(tree.tau for tree in trees) for name, trees in shared.items()}
     measured = [row for row in found.rows if row.in_turns]
     shares = [row.identical_share for row in measured if row.identical_share is not None]
+    names = dict.fromkeys([*found.replays, *(str(row.checkpoint) for row in measured)])
     summary = {
         "verdict": {"kind": found.verdict.kind, "text": found.verdict.headline},
-        "best_checkpoint": max(means, key=lambda name: means[name]),
-        "checkpoints": {
-            name: {"mean_replay_tau": means[name]} | _summarise_checkpoint(name, found) for name in found.replays
-        },
+        "best_checkpoint": max(means, key=lambda name: means[name], default=None),
+        "checkpoints": {name: _summarise_checkpoint(name, found, means.get(name)) for name in names},
         "identical_share_min": min(shares, default=None),
         "definitions": DEFINITIONS,
         "cells": len(measured),
@@ -41,13 +39,15 @@ def summarise_results(found: ReportInputs) -> ResultSummary:
     return summary | ({"served": tables.summarise_loads(found.rows)} if has_loads else {})
 
 
-def _summarise_checkpoint(checkpoint: str, found: ReportInputs) -> ResultSummary:
-    """Return the checkpoint's best replayed tree, and its best measured ones where it has cells.
+def _summarise_checkpoint(checkpoint: str, found: ReportInputs, mean_tau: float | None) -> ResultSummary:
+    """Return the checkpoint's best replayed tree where it was replayed, and its best measured ones where it has cells.
 
     Best by speedup is a tree whose interval lies above 1; null where no tree has such a one.
     """
-    top = max(found.replays[checkpoint], key=lambda tree: tree.tau)
-    summary: ResultSummary = {"best_replayed": {"tree": top.shape.name, "tau": top.tau}}
+    summary: ResultSummary = {}
+    if mean_tau is not None:
+        top = max(found.replays[checkpoint], key=lambda tree: tree.tau)
+        summary = {"mean_replay_tau": mean_tau, "best_replayed": {"tree": top.shape.name, "tau": top.tau}}
     cells = [row for row in found.rows if row.in_turns and row.checkpoint == checkpoint]
     if cells:
         faster = [row for row in cells if row.is_faster]
@@ -60,14 +60,19 @@ def _summarise_checkpoint(checkpoint: str, found: ReportInputs) -> ResultSummary
 
 def get_badge(metrics: ResultSummary) -> str | None:
     """Return the best checkpoint; None where the best of them accepts nothing, which is a warning and no badge."""
-    best: str = metrics["best_checkpoint"]
-    return best if metrics["checkpoints"][best]["mean_replay_tau"] > 1 else None
+    best: str | None = metrics["best_checkpoint"]
+    return best if best and metrics["checkpoints"][best]["mean_replay_tau"] > 1 else None
 
 
-def choose_shown_checkpoint(metrics: ResultSummary, verdict: Verdict) -> str:
-    """Return the checkpoint of the page's pictures: the one that the verdict is about, if it was replayed, else the best."""
-    best: str = metrics["best_checkpoint"]
-    return verdict.checkpoint if verdict.checkpoint and verdict.checkpoint in metrics["checkpoints"] else best
+def choose_shown_checkpoint(found: ReportInputs, metrics: ResultSummary) -> str | None:
+    """Return the checkpoint of the page's pictures: the one that the verdict is about, if it was replayed, else the best.
+
+    Where none was replayed, the verdict's, else the first measured one; None where only servers' plain decoding was measured.
+    """
+    about, best = found.verdict.checkpoint, metrics["best_checkpoint"]
+    if found.replays:
+        return about if about in found.replays else best
+    return about or next((row.checkpoint for row in found.rows if row.checkpoint), None)
 
 
 def format_terminal_table(found: ReportInputs, metrics: ResultSummary) -> str:

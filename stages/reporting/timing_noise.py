@@ -10,9 +10,12 @@ from statistics import median
 
 from stages.cells.cell import StoppingRecord
 from stages.cells.table import TableLine
+from stages.cells.timing_grid import TimingGrid
 
 FAR_PREFILL = 2.0  # times the neighbours' median
 BUSY_SHARE = 0.8  # of the wall time that a process computed; below it another process had the CPU
+# Of a timing grid, as shares: on an idle machine rounds differ by a few hundredths, and so do the fit and what it left out.
+MAX_SPREAD, MAX_FIT_ERROR = 0.3, 0.25
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class TimedCell:
         prefills = [peer.prefill_s for peer in peers if peer.prefill_s]
         if self.prefill_s and prefills and not 1 / FAR_PREFILL <= self.prefill_s / median(prefills) <= FAR_PREFILL:
             yield f"a prefill of {self.prefill_s:.3f} s beside its neighbours' {median(prefills):.3f}"
-        if self.process_share is not None and self.process_share < BUSY_SHARE:
-            yield f"another process had the CPU: this one computed {self.process_share:.0%} of the wall time"
+        yield from _list_busy(self.process_share)
         if self.stopping and self.stopping.rule == "most_repeats":
             half = self.stopping.half_width
             precision = "without an interval" if half is None else f"at ±{half:.0%} of its speedup"
@@ -63,7 +65,7 @@ def summarise_remarks(remarks: Sequence[TimingRemark]) -> list[str]:
     if len(remarks) < 2:
         return list(map(str, remarks))
     stages = list(dict.fromkeys(remark.stage for remark in remarks))
-    cells = f"{len(stages)} cells have" if len(stages) > 1 else f"a cell has {len(remarks)}"
+    cells = f"{len(stages)} stages have" if len(stages) > 1 else f"a cell has {len(remarks)}"
     return [
         f"{cells} doubtful timings, each explained on the page; again, on an idle machine: dvc repro -fs {' '.join(stages)}"
     ]
@@ -78,6 +80,26 @@ def find_timing_remarks(lines: Iterable[TableLine]) -> list[TimingRemark]:
         if odd := list(cell.list_odd(peers)):
             remarks.append(TimingRemark(cell.stage, f"{cell.label}: {'; '.join(odd)}"))
     return remarks
+
+
+def find_grid_remarks(grids: Iterable[TimingGrid]) -> list[TimingRemark]:
+    """Return what is odd about the times of each grid, of which nothing is predicted then."""
+    remarks = []
+    for grid in grids:
+        odd = list(_list_busy(grid.process_share))
+        if grid.spread is not None and grid.spread > MAX_SPREAD:
+            odd.append(f"its plain step took {grid.spread:.0%} longer in one round than in another")
+        if grid.fit.error > MAX_FIT_ERROR:
+            odd.append(f"its fit is {grid.fit.error:.0%} off the trees left out")
+        if odd:
+            name = f"the timing grid of {grid.checkpoint} ({grid.engine})"
+            remarks.append(TimingRemark(grid.stage, f"{name} predicts nothing: {'; '.join(odd)}"))
+    return remarks
+
+
+def _list_busy(process_share: float | None) -> Iterator[str]:
+    if process_share is not None and process_share < BUSY_SHARE:
+        yield f"another process had the CPU: this one computed {process_share:.0%} of the wall time"
 
 
 def time_line(line: TableLine) -> TimedCell | None:

@@ -109,7 +109,7 @@ class Heatmap:
 def choose_budgets(trees: list[ReplayedTree]) -> list[int]:
     """Return the published budgets that the grid has, else its largest."""
     grid = {tree.num_draft_tokens for tree in trees if tree.topk > 1} or {tree.num_draft_tokens for tree in trees}
-    return sorted(grid & PUBLISHED_BUDGETS) or [max(grid)]
+    return sorted(grid & PUBLISHED_BUDGETS) or sorted(grid)[-1:]
 
 
 def build_heatmap(trees: list[ReplayedTree], budget: int) -> Heatmap:

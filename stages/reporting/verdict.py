@@ -7,7 +7,7 @@ decides only where no tree was measured, else it is named as what to measure nex
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -15,22 +15,23 @@ from stages.cells.cell import TORCH_ENGINE
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup, SpeedupConditions, can_tell
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import TreeShape, parse_shape
 from stages.params.units import list_first
 from stages.reporting.families import Families
+from stages.reporting.text import align_columns, format_tree
 from stages.reporting.timing_noise import TimingRemark, summarise_remarks
 
 VerdictKind = Literal["launch", "plain", "noisy", "unknown"]
 MAX_WARNINGS = 5  # shown outright
 MAX_LINES = 6  # groups of loads; further ones are counted
 MAX_NAMES = 4  # of trees that can't run
+MAX_SETS = 8  # columns of the table of sets
 NOTHING_TIMED = (
     "No speedup is known: no tree was timed or predicted; list trees in benchmark.trees, or a checkpoint in "
     "time_trees.checkpoints"
 )
-NOTHING_SERVED = (
-    "No speedup is known: no serving engine runs the measured trees with their drafts; list others in benchmark.trees"
-)
+NOTHING_SURE = "No speedup is known: no tree was measured, and the times that predictions rest on are doubtful"
+NOTHING_SERVED = "No speedup is known of what a serving engine runs; list other trees in benchmark.trees"
 NOTHING_ACCEPTED = "no draft token was accepted; is it this target's draft, vocabulary and chat template?"
 UNDERTRAINED = 0.35  # share of right first drafts; e003 of the embedded target, a third of its training, has more
 NOISY = "Timings are too noisy to say"
@@ -99,6 +100,24 @@ class GroupLine:
 
 
 @dataclass(frozen=True)
+class SetTable:
+    """Measured speedups over several sets of prompts: drafts and trees by set, and the advice for each set."""
+
+    sets: list[str]
+    advice: list[str]  # for each set
+    rows: list[tuple[str, str, list[SpeedupEvidence | None]]]  # tree, checkpoint, and the speedup on each set
+    chosen: list[SpeedupEvidence]  # the tree that each set's advice is about
+
+    def format_lines(self) -> list[str]:
+        """Return the terminal's lines."""
+        body = [
+            (f"{format_tree(tree)}, {name}", *("–" if found is None else str(found) for found in speedups))
+            for tree, name, speedups in self.rows
+        ]
+        return align_columns([("measured speedup", *self.sets), *body, ("advice", *self.advice)])
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The answer of a run."""
 
@@ -110,12 +129,14 @@ class Verdict:
     doubted: frozenset[str]  # stages whose times are odd
     checkpoint: str | None = None  # that the headline is about
     groups: tuple["GroupLine", ...] = ()  # of the headline's tree
+    sets: SetTable | None = None  # where several sets of prompts were measured
 
     def list_lines(self) -> list[str]:
         """Return the terminal's lines."""
         num_hidden = len(self.warnings) - MAX_WARNINGS
         shown = [*self.warnings[:MAX_WARNINGS], *([f"and {num_hidden} more, on the page"] if num_hidden > 0 else [])]
-        return [self.headline, *self.details, *(f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)])]
+        warnings = [f"! {line}" for line in [*shown, *summarise_remarks(self.remarks)]]
+        return [self.headline, *self.details, *(self.sets.format_lines() if self.sets else []), *warnings]
 
     def list_warnings(self) -> list[str]:
         """Return the page's warnings."""
@@ -164,11 +185,11 @@ def build_verdict(
     refused = [f"Left out: {list_first(list(unsupported), MAX_NAMES)}; the tables say why"] if unsupported else []
     return Verdict(
         kind=lines[0].kind if lines else "unknown",
-        headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_TIMED,
+        headline=texts[0] if texts else NOTHING_SERVED if left_out else NOTHING_SURE if remarks else NOTHING_TIMED,
         details=(
             *_describe_groups(lines[:1], parts),
             *texts[1:],
-            *_describe_torch_only(left_out, judged, guesses, replayable),
+            *_describe_torch_only(left_out, judged, guesses, replayable, families),
             *refused,
         ),
         warnings=(*sample_warnings, *_warn_of_measured(rows), *_warn_of_replays(replays)),
@@ -176,6 +197,7 @@ def build_verdict(
         doubted=doubted,
         checkpoint=lines[0].chosen.checkpoint if lines else None,
         groups=parts,
+        sets=_build_set_table(judged, lines),
     )
 
 
@@ -188,7 +210,7 @@ Measurements = dict[SpeedupConditions, list[SpeedupEvidence]]
 def _collect_predicted(launch: Iterable[LaunchAdvice], predicted: Iterable[PredictedSpeedup]) -> Predictions:
     """Return the preferred predicted tree of each load: of a served engine that which can be launched, where one can."""
     found: dict[SpeedupConditions, PredictedSpeedup] = {}
-    for advice in launch:
+    for advice in (advice for advice in launch if not advice.measured):
         if advice.conditions not in found or advice.speedup > found[advice.conditions].speedup:
             found[advice.conditions] = advice
     advised = dict(found)
@@ -208,25 +230,60 @@ def _collect_measured(rows: Iterable[ResultRow], doubted: Collection[str]) -> Me
     for row in rows:
         if row.is_plain or row.speedup is None or row.rate is not None:
             continue
-        length = None if row.in_turns else row.max_new_tokens
-        conditions = SpeedupConditions(row.engine, row.workload, length, row.temperature, row.concurrency)
         names, ends = (str(row.tree), str(row.checkpoint)), (row.speedup_low, row.speedup_high)
         evidence = SpeedupEvidence(*names, row.speedup, *ends, row.stage, row.stage in doubted)
-        found.setdefault(conditions, []).append(evidence)
+        found.setdefault(row.conditions, []).append(evidence)
     return found
 
 
 def judge_loads(guesses: Predictions, measured: Measurements, replayable: Collection[str]) -> list[VerdictLine]:
-    """Return a line for each measured load, and for each predicted one that was not measured."""
+    """Return a line for each measured load, and for each predicted one that was not measured.
+
+    Where sets of prompts were measured, a prediction of none of them says what to measure, not what to launch.
+    """
     lines, used = [], set()
+    sets = {(conditions.engine, conditions.workload) for conditions in measured}
+    sets |= {(engine, None) for engine, workload in sets if engine == TORCH_ENGINE and workload in replayable}
     for conditions, found in measured.items():
         key = _find_predicted_conditions(conditions, replayable)
         used.add(key)
         lines.append(judge_load(conditions, guesses.get(key), found))
-    return [
-        *lines,
-        *(judge_load(conditions, guess, []) for conditions, guess in guesses.items() if conditions not in used),
-    ]
+    for conditions, guess in guesses.items():
+        if conditions not in used:
+            line = judge_load(conditions, guess, [])
+            if line.kind == "launch" and sets and (conditions.engine, conditions.workload) not in sets:
+                line = replace(line, kind="unknown", advice=f"Measure {line.chosen.name}")
+            lines.append(line)
+    return lines
+
+
+def _build_set_table(measured: Measurements, lines: list[VerdictLine]) -> SetTable | None:
+    """Return the table of the measured loads; None where engines have one set of prompts each, or it has too many columns."""
+    by_conditions = {line.conditions: line for line in lines if line.conditions in measured}
+    counts = Counter((conditions.engine, conditions.workload) for conditions in by_conditions)
+    if max(Counter(engine for engine, _ in counts).values(), default=0) < 2 or len(by_conditions) > MAX_SETS:
+        return None
+    trees = dict.fromkeys((tree.checkpoint, tree.tree) for found in measured.values() for tree in found)
+    columns = [{(tree.checkpoint, tree.tree): tree for tree in measured[conditions]} for conditions in by_conditions]
+    return SetTable(
+        sets=[_name_set(conditions, counts) for conditions in by_conditions],
+        advice=[_shorten_advice(line) for line in by_conditions.values()],
+        rows=[(tree, name, [column.get((name, tree)) for column in columns]) for name, tree in trees],
+        chosen=[line.chosen for line in by_conditions.values()],
+    )
+
+
+def _name_set(conditions: SpeedupConditions, counts: Counter[tuple[str, str | None]]) -> str:
+    engine = f"{conditions.engine}, " if len({engine for engine, _ in counts}) > 1 else ""
+    has_loads = counts[conditions.engine, conditions.workload] > 1
+    load = f", {conditions.max_new_tokens} x {_format_limit(conditions, False)}" if has_loads else ""
+    return f"{engine}{conditions.workload}{load}"
+
+
+def _shorten_advice(line: VerdictLine) -> str:
+    if line.kind == "launch":
+        return f"{format_tree(line.chosen.tree)}, {line.chosen.checkpoint}"
+    return {"plain": "do not speculate", "noisy": "too noisy to say"}.get(line.kind, "not sure")
 
 
 def _find_predicted_conditions(conditions: SpeedupConditions, replayable: Collection[str]) -> SpeedupConditions:
@@ -349,9 +406,9 @@ def _format_limit(conditions: SpeedupConditions, with_workload: bool) -> str:
 
 
 def _describe_torch_only(
-    left_out: Measurements, judged: Measurements, guesses: Predictions, replayable: Collection[str]
+    left_out: Measurements, judged: Measurements, guesses: Predictions, replayable: Collection[str], families: Families
 ) -> list[str]:
-    """Return the fastest tree that no serving engine runs, where it is above every tree that is advised about at its load."""
+    """Return the fastest tree that no engine is started with, where it is above every tree that is advised about at its load."""
     faster: list[SpeedupEvidence] = []
     for conditions, found in left_out.items():
         guess = guesses.get(_find_predicted_conditions(conditions, replayable))
@@ -360,10 +417,9 @@ def _describe_torch_only(
     if not faster:
         return []
     pick = max(faster, key=lambda tree: (tree.is_faster, tree.speedup))
-    reason = f"since no serving engine runs this tree with this draft: {pick.name}, measured {pick}"
-    return [
-        f"Faster in the torch engine, {reason}" if pick.is_faster else f"Left out above, {reason} by the torch engine"
-    ]
+    where = "Faster in the torch engine" if pick.is_faster else "Left out above, of the torch engine"
+    reason = families[pick.checkpoint].explain_torch_only([parse_shape(pick.tree)])
+    return [f"{where}: {pick.name}, measured {pick}; {reason}"]
 
 
 def _warn_of_measured(rows: list[ResultRow]) -> list[str]:

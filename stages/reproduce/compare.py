@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.cells.cell import TORCH_ENGINE, UNSUPPORTED, Cell, locate_cell
+from stages.cells.cell import RAN, TORCH_ENGINE, Cell, locate_cell
 from stages.params import schema
 from stages.params.recipe import PublishedMatch, Recipe, RecipeCells
 from stages.published import agreement, comparison
@@ -102,8 +102,8 @@ def _build_comparison(
     own = comparison.measure_cell(measure, cell, baseline) if cell else None
     if cell:
         obstacles += comparison.list_obstacles(row, cell, row.metric in {*match.measures, *match.assumed_definitions})
-        if cell.status == UNSUPPORTED:
-            obstacles.append(f"unsupported: {cell.reason}")
+        if cell.status != RAN:
+            obstacles.append(f"{cell.status}: {cell.reason}")
         elif own is None:
             obstacles.append("this cell doesn't hold it, or has no baseline with its fingerprint")
     return comparison.PublishedComparison(

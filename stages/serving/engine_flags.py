@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.params.families import ALGORITHMS, DFLASH2, DSPARK, EAGLE3, NGRAM, DraftFamily, DraftKind, find_family
-from stages.params.tree_shape import TreeShape
+from stages.params.tree_shape import NamedShape, TreeShape
 from stages.serving import engine_versions, server
 from stages.serving.http_session import ExchangeFailedError, HttpSession
 
@@ -28,7 +28,7 @@ class ServedDraft:
     num_steps: int
     topk: int
     num_draft_tokens: int
-    family: DraftFamily = EAGLE3
+    family: DraftFamily
     ngram: int = 0  # tokens that n-gram lookup looks up
 
 
@@ -95,9 +95,11 @@ class ServerSetup:
         return max(1, int(1 / self.mem_fraction + 1e-9))
 
 
-def choose_algorithm(config: dict[str, Any], algorithm: str) -> str:
-    """Return the algorithm of a draft: that of a block draft, else `algorithm`, which benchmark_served.server names."""
-    return find_family(config).algorithm or algorithm
+def describe_draft(folder: str, config: dict[str, Any], shape: TreeShape, algorithm: str) -> ServedDraft:
+    """Return the draft of a config.json in `folder`; `algorithm`, which benchmark_served.server names, is of EAGLE-3 drafts."""
+    family, ngram = find_family(config), shape.numbers[0] if isinstance(shape, NamedShape) else 0
+    sizes = shape.num_steps, shape.topk, shape.num_draft_tokens
+    return ServedDraft(folder, family.algorithm or algorithm, *sizes, family, ngram)
 
 
 def find_first_version(engine: str, config: dict[str, Any]) -> str | None:

@@ -30,14 +30,14 @@ class LoadSummary:
     failed: dict[str, int]  # requests by reason
     duration_s: float
     input_tokens: int  # of completed requests, as what follows
-    output_tokens: int
+    output_tokens: int | None  # None where an answer's tokens are not counted, as what is made of them
     request_throughput: float  # each second
-    output_throughput: float
-    total_throughput: float
+    output_throughput: float | None
+    total_throughput: float | None
     mean_at_once: float
     ttft_s: LatencyDistribution | None
     tpot_s: LatencyDistribution | None
-    itl_s: LatencyDistribution | None  # None too if the server doesn't count tokens
+    itl_s: LatencyDistribution | None  # None too where events' tokens are not counted
     chunk_gap_s: LatencyDistribution | None
     e2e_s: LatencyDistribution | None
     wait_s: LatencyDistribution | None
@@ -52,7 +52,7 @@ class RequestRecord:
     sent: float = 0.0
     ended: float = 0.0  # the last byte, or the failure
     events: list[tuple[float, int]] = field(default_factory=list)  # [E]: when tokens came, and how many at once
-    has_token_counts: bool = True  # sent by the server; else an event is a piece of text, taken for one token
+    has_token_counts: bool = True  # of its events; else each piece of text is taken for one token
     input_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
@@ -65,6 +65,8 @@ class RequestRecord:
     process_s: float | None = None  # CPU time of the torch engine's process meanwhile, of all threads; None on a GPU
     divergence_margin: float | None = None  # between the target's two best logits where it parts from plain decoding's
     pause_s: float = 0.0  # after it, while the client read the engine's counters: no part of the load
+    # `output_tokens` are tokens; else pieces of text: the server sent neither usage nor token ids
+    is_counted: bool = True
 
     @property
     def question_id(self) -> str:
@@ -81,8 +83,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the time per output token after the first; None for one token."""
-        if self.output_tokens < 2:
+        """Return the time per output token after the first; None for one token, and where they are not counted."""
+        if self.output_tokens < 2 or not self.is_counted:
             return None
         return (self.events[-1][0] - self.events[0][0]) / (self.output_tokens - 1)
 
@@ -101,21 +103,21 @@ def summarise_load(records: list[RequestRecord]) -> LoadSummary:
     answered = [r for r in records if not r.failure_reason]
     duration_s = max(r.ended for r in records) - min(r.due for r in records)
     input_tokens, output_tokens = sum(r.input_tokens for r in answered), sum(r.output_tokens for r in answered)
-    counted = all(r.has_token_counts for r in answered)
+    counted, has_events = (all(getattr(r, key) for r in answered) for key in ("is_counted", "has_token_counts"))
     return LoadSummary(
         requests=len(records),
         completed=len(answered),
         failed=dict(Counter(r.failure_reason for r in records if r.failure_reason)),
         duration_s=duration_s,
         input_tokens=input_tokens,
-        output_tokens=output_tokens,
+        output_tokens=output_tokens if counted else None,
         request_throughput=len(answered) / duration_s,
-        output_throughput=output_tokens / duration_s,
-        total_throughput=(input_tokens + output_tokens) / duration_s,
+        output_throughput=output_tokens / duration_s if counted else None,
+        total_throughput=(input_tokens + output_tokens) / duration_s if counted else None,
         mean_at_once=sum(r.e2e_s for r in answered) / duration_s,
         ttft_s=summarise_distribution([r.ttft_s for r in answered]),
         tpot_s=summarise_distribution([s for r in answered if (s := r.tpot_s) is not None]),
-        itl_s=summarise_distribution([s for r in answered for s in r.token_gaps_s()]) if counted else None,
+        itl_s=summarise_distribution([s for r in answered for s in r.token_gaps_s()]) if has_events else None,
         chunk_gap_s=summarise_distribution([s for r in answered for s in r.chunk_gaps_s()]),
         e2e_s=summarise_distribution([r.e2e_s for r in answered]),
         wait_s=summarise_distribution([r.sent - r.due for r in answered]),

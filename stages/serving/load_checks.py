@@ -80,6 +80,11 @@ def list_warnings(
         warnings.append(
             f"{len(errors)} requests' accepted drafts can't be counted and are in no tau, the first: {errors[0]}"
         )
+    if uncounted := sum(not r.failure_reason and not r.is_counted for load in loads for r in load.records):
+        warnings.append(
+            f"{uncounted} answers came with neither usage nor token ids: their tokens are not counted, so there is no ITL, TPOT, "
+            "throughput or speedup; ask a server that sends usage in its stream"
+        )
     longest = sorted(prompt_lengths, reverse=True)[: concurrency or len(prompt_lengths)]
     required = sum(longest) + len(longest) * tokens_beyond_prompt
     if cache_tokens is not None and required > cache_tokens:

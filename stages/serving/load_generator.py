@@ -198,7 +198,7 @@ class LoadGenerator:
         record.ended = time.perf_counter()
         if record.failure_reason == "connection":
             self.check()
-        elif not record.failure_reason:
+        elif not record.failure_reason and record.is_counted:
             try:
                 record.counts = spec_counters.count_request(record.engine_meta, record.output_tokens)
             except ValueError as error:

@@ -2,8 +2,8 @@
 
 Three protocols: SGLang's own `/generate`, llama.cpp's own `/completion`, and OpenAI's `/v1/completions` and
 `/v1/chat/completions`. Servers are asked to send the number of tokens so far with every chunk (`meta_info`,
-`continuous_usage_stats`), since under speculation a chunk holds several. Without these counts each piece of text counts as one
-token.
+`continuous_usage_stats`), since under speculation a chunk holds several; else the ids of a chunk are counted. Without either the
+times of pieces of text are known, not how many tokens they hold.
 """
 
 from typing import Any
@@ -12,6 +12,8 @@ import orjson
 
 from stages.serving import http_session
 from stages.serving.latency import RequestRecord
+
+TOGETHER_S = 0.001  # llama.cpp writes each token of a cycle as a message of its own: those within it are one event
 
 
 class AnswerStream:
@@ -22,6 +24,7 @@ class AnswerStream:
         own = {"/generate": self._read_generate, "/completion": self._read_completion}
         self._read_message = own.get(path, self._read_openai)
         self._rest = b""
+        self._event_began, self._has_usage = 0.0, False
 
     def feed(self, data: bytes, now: float) -> None:
         """Parse what came. Raises ExchangeFailedError or RequestRefusedError if the stream holds an error."""
@@ -41,7 +44,8 @@ class AnswerStream:
             raise http_session.ExchangeFailedError("aborted", f"finish_reason {r.finish_reason!r}")
         if not r.events:
             raise http_session.ExchangeFailedError("empty", "an answer without a token")
-        r.has_token_counts = r.has_token_counts or len(r.events) == r.output_tokens
+        r.is_counted = self._has_usage or r.has_token_counts
+        r.has_token_counts = r.is_counted and sum(tokens for _, tokens in r.events) == r.output_tokens
 
     def _read_line(self, line: bytes, now: float) -> None:
         if not line.startswith(b"data:"):  # between messages, or a comment that keeps the connection alive
@@ -97,22 +101,25 @@ class AnswerStream:
 
     def _read_openai(self, message: dict[str, Any], now: float) -> None:
         r, usage, piece = self.record, message.get("usage"), ""
+        ids: list[int] = []
         for choice in message.get("choices") or ():
             delta = choice.get("delta") or choice
             text = delta.get("content") or delta.get("text") or ""
             piece = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
             r.text += text
-            r.ids += choice.get("token_ids") or []
+            ids += choice.get("token_ids") or []
             r.finish_reason = choice.get("finish_reason") or r.finish_reason
+        r.ids += ids
         if usage:
-            r.input_tokens = usage["prompt_tokens"]
+            r.input_tokens, self._has_usage = usage["prompt_tokens"], True
             if r.has_token_counts:
                 self._record_tokens(usage["completion_tokens"], now)
             r.output_tokens = usage["completion_tokens"]
+        elif ids:
+            self._record_tokens(r.output_tokens + len(ids), now)
         elif piece:
             r.has_token_counts = False
-            r.events.append((now, 1))
-            r.output_tokens += 1
+            self._record_tokens(r.output_tokens + 1, now)
         r.engine_meta |= (message.get("sglext") or {}).get("spec_tokens_details") or {}
         r.engine_meta |= (message.get("metrics") or {}).get("speculative_decoding") or {}  # vLLM, with the usage
 
@@ -120,6 +127,12 @@ class AnswerStream:
         new_tokens = total - self.record.output_tokens
         if new_tokens < 0:
             raise ValueError(f"{total} tokens so far, after {self.record.output_tokens}")
-        if new_tokens:
-            self.record.events.append((now, new_tokens))
-            self.record.output_tokens = total
+        if not new_tokens:
+            return
+        events, self.record.output_tokens = self.record.events, total
+        if events and now - self._event_began < TOGETHER_S:
+            last_s, tokens = events[-1]
+            events[-1] = (now if len(events) > 1 else last_s, tokens + new_tokens)
+        else:
+            self._event_began = now
+            events.append((now, new_tokens))

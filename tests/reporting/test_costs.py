@@ -1,6 +1,7 @@
 """The report's part on costs: the page, the terminal's lines and the files, of a project whose results are made up."""
 
 import csv
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,12 +11,16 @@ import pytest
 
 from stages import report
 from stages.cells import prediction, replay_records, timing_grid
+from stages.cells.cell import CELLS_FOLDER
 from stages.cells.prediction import PredictedSpeedup
+from stages.measuring import server_setup
+from stages.measuring.requests import ServedCellContext
 from stages.params import schema
 from stages.params.tree_shape import TreeShape
 from tests import costs
 from tests.cells.test_cycle_times import decoded_cell, plain_s
 from tests.conftest import EVAL, edit_params
+from tests.reporting import made_up_block_draft
 from tests.reporting.made_up_results import (
     ELSEWHERE,
     PICTURE,
@@ -25,7 +30,10 @@ from tests.reporting.made_up_results import (
     make_up_spent,
     replayed,
     words,
+    write_cell,
 )
+from tests.served_cells import made_up as served_cell
+from tests.served_cells import point
 
 Row = dict[str, Any]
 CHAINS = ("t3_1_4", "t5_1_6", "t8_1_9")
@@ -102,8 +110,8 @@ def test_a_missing_cost_and_one_of_another_target_are_explained(project: schema.
 DEAR_TOKENS = costs.TRUTH | {"token": 0.09e-3}  # at 32 at once no tree pays
 
 
-def simulate(trees: list[str], caps: tuple[int, ...] = (1, 8, 32)) -> timing_grid.TimingGrid:
-    """Write what serving_costs would have timed of workload `load` on SGLang."""
+def simulate(trees: list[str], caps: tuple[int, ...] = (1, 8, 32), engine: str = "sglang") -> timing_grid.TimingGrid:
+    """Write what serving_costs would have timed of workload `load` on an engine."""
     workload = {
         **EVAL,
         "prompts": "random",
@@ -118,7 +126,7 @@ def simulate(trees: list[str], caps: tuple[int, ...] = (1, 8, 32)) -> timing_gri
     points = costs.grid([TreeShape.parse(tree) for tree in trees], caps, truth=DEAR_TOKENS)
     plain = [{"batch": cap, "step_s": plain_s(cap), "error": 0.005, "samples": 10} for cap in caps]
     grid = costs.made_up(
-        engine="sglang", workload="load", max_new_tokens=100, points=points, plain=plain,
+        engine=engine, workload="load", max_new_tokens=100, points=points, plain=plain,
         settings={"context": 100, "repeats": 2, "temperature": 0.0, "simulated_accept_length": 3.0},
     )  # fmt: skip
     timing_grid.write_serving_costs("load", [grid])
@@ -159,6 +167,71 @@ def test_simulated_costs_say_which_tree_to_launch_at_each_concurrency(
     assert "Speedup by tree and concurrency" in page and "acceptance was simulated, 3.0 tokens a cycle" in page
 
 
+WINDOW = {"sliding_window": 64, "use_sliding_window": True, "is_causal": False}
+CONFIGS: dict[str, Row] = {
+    "eagle3": {"model_type": "llama", "sliding_window": 64},
+    "dflash": {"architectures": ["DFlashDraftModel"], "block_size": 6, **WINDOW},
+    "dflash2": {"architectures": ["DFlash2DraftModel"], "block_size": 6, **WINDOW},
+    "dspark": {"architectures": ["Qwen3DSparkModel"], "block_size": 5, **WINDOW},
+}
+
+
+@pytest.mark.parametrize("engine", prediction.LAUNCHABLE_ENGINES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_advised_command_is_the_measured_one(project: schema.Params, family: str, engine: str) -> None:
+    """Bug: advice took every draft for EAGLE-3, so a block draft with a window was advised a flag that no cell was run with;
+    of llama.cpp the report ended in a traceback (target.dtype is not declared).
+    """
+    name = made_up_block_draft.NAME
+    if family != "eagle3":
+        made_up_block_draft.add_block_draft(project)
+        edit_params(Path(), {"time_trees": {"checkpoints": ["e000", name]}})
+        timing_grid.write_timing_grid(costs.made_up(name, draft=CONFIGS[family]))
+    edit_params(Path(), {"benchmark_served": {"engine": engine}})
+    simulated = simulate([*CHAINS], engine=engine)
+    if family == "eagle3":
+        timing_grid.write_timing_grid(costs.made_up(draft=CONFIGS[family]))
+    else:
+        timing_grid.write_serving_costs("load", [simulated.model_copy(update={"checkpoint": name})])
+    report.main()
+    advised = next(row for row in prediction.read_launch() if row.flags)
+    name = advised.checkpoint
+    work = ServedCellContext(schema.load_params(), *[None] * 8)  # type: ignore[arg-type]
+    measured = server_setup.configure_server(work, name, advised.shape, CONFIGS[family])
+    draft = {f"drafts/{name}/draft", f"gguf/{name}-f32.gguf", str(Path(f"drafts/{name}/draft").absolute())}
+
+    def leave_path_out(flags: list[str]) -> list[str]:
+        return [functools.reduce(lambda text, path: text.replace(path, "DRAFT"), sorted(draft), word) for word in flags]
+
+    assert leave_path_out(advised.flags) == leave_path_out(measured.speculation_flags)
+    assert "DRAFT" in " ".join(leave_path_out(advised.flags))
+
+
+def test_a_measured_speedup_goes_before_a_predicted_one_of_the_same_tree_and_load(
+    project: schema.Params, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: `aerie launch` advised a tree by its prediction, 1.67x, where a cell of that load had measured 0.67x."""
+    grid = simulate([*CHAINS, *TREES], (1, 8))
+    report.main()
+    first = {row.concurrency: row for row in prediction.read_launch()}
+    assert first[1].enable and not first[1].measured
+    edit_params(
+        Path(),
+        {"benchmark_served": {"workloads": ["load"], "checkpoints": ["e009", "e003"], "trees": [first[1].shape.name]}},
+    )
+    write_cell(served_cell("load", points=[point(100, 1, 0.01, repeats=3), point(100, 8, 0.01, repeats=3)]))
+    for name in ("e009", "e003"):
+        slow = [point(100, cap, 0.015, first[1].tau, repeats=3) for cap in (1, 8)]
+        write_cell(served_cell("load", name, first[1].shape.name, slow))
+    capsys.readouterr()
+    report.main()
+    assert all(row.shape != first[1].shape or not row.enable for row in prediction.read_launch())
+    rows = [row for row in PredictedSpeedup.read_table() if row.engine == grid.engine and row.shape == first[1].shape]
+    assert max(row.speedup for row in rows) == pytest.approx(first[1].speedup), "what was predicted is still told"
+    page = words(report.PAGE_FILE.read_text())
+    assert "predicted or measured (m)" in page and "× m" in page
+
+
 def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
     for checkpoint in project.benchmark.checkpoints:
         for tree in project.benchmark.trees:
@@ -172,6 +245,36 @@ def test_predictions_stand_beside_measurements(project: schema.Params) -> None:
     assert "1 of them disagree beyond both intervals: 8_2_16 at e009 (mostly C)." in text
     assert page.count('<tr class="off">') == 1 and page.count(PICTURE) == PLOTS + 1
     assert not re.search(ELSEWHERE, page)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"process_share": 0.34}, "another process had the CPU: this one computed 34% of the wall time"),
+        ({"spread": 0.8}, "its plain step took 80% longer in one round than in another"),
+        ({"fit": 0.6}, "its fit is 60% off the trees left out"),
+        ({"process_share": 0.95, "spread": 0.1}, ""),
+    ],
+)
+def test_a_grid_that_was_timed_beside_other_work_advises_nothing(
+    project: schema.Params, odd: Row, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a grid whose plain step took 207 ms, where 70 was right, had the verdict launch a tree that loses."""
+    for cell in CELLS_FOLDER.iterdir():
+        cell.unlink()
+    edit_params(
+        Path(), {"benchmark": {"torch_workloads": []}, "benchmark_served": {"workloads": ["eval"], "checkpoints": []}}
+    )
+    write_cell(served_cell("eval", points=[point(200, 64, 0.02, repeats=3)]))
+    made = costs.made_up()
+    fit = {"fit": made.fit.model_copy(update={"error": odd["fit"]})} if "fit" in odd else {}
+    timing_grid.write_timing_grid(made.model_copy(update=odd | fit))
+    report.main()
+    printed = capsys.readouterr().out
+    assert bool(table(PredictedSpeedup.TABLE)) == (not reason) == printed.startswith("Launch")
+    command = "again: dvc repro -fs time_trees@e000"
+    assert (f"! the timing grid of e000 (torch) predicts nothing: {reason}; {command}" in printed) == bool(reason)
+    assert (command in words(report.PAGE_FILE.read_text())) == bool(reason)
 
 
 def test_cells_of_another_machine_are_not_held_against_predictions(project: schema.Params) -> None:

@@ -9,7 +9,7 @@ from stages.cells.cell import Cell
 from stages.cells.prediction import LaunchAdvice, PredictedSpeedup
 from stages.cells.replay_records import GroupTau, ReplayedTree
 from stages.cells.table import ResultRow
-from stages.params.families import DSPARK, DraftKind
+from stages.params.families import DSPARK, LOOKAHEAD, MEDUSA, NGRAM, DraftFamily, DraftKind
 from stages.reporting import verdict
 from stages.reporting.families import Families
 from stages.reporting.timing_noise import TimingRemark
@@ -207,6 +207,42 @@ def test_answers_one_by_one_of_several_workloads_are_told_apart() -> None:
     assert "at concurrency 1 (math)" in found.headline and "at concurrency 1 (code)" in found.details[0]
 
 
+def test_several_sets_have_a_best_each_in_one_table() -> None:
+    """Bug: of three sets of prompts the reader saw a line each, and looked for the others' figures of its best tree."""
+    alone = {"engine": "torch", "in_turns": True}
+    cells = {
+        "math": [("e009", "t8_3_16", (1.4, 1.2, 1.6)), ("e003", "t5_1_6", (1.7, 1.5, 1.9))],
+        "code": [("e009", "t8_3_16", (1.5, 1.3, 1.7)), ("e003", "t5_1_6", (1.2, 1.1, 1.3))],
+        "chat": [("e009", "t8_3_16", (0.8, 0.7, 0.9)), ("e003", "t5_1_6", (1.1, 0.9, 1.4))],
+    }
+    rows = [
+        serve(1, *ends, workload=name, checkpoint=checkpoint, tree=tree, **alone)
+        for name, trees in cells.items()
+        for checkpoint, tree, ends in trees
+    ]
+    found = give(served=rows)
+    assert found.sets and found.sets.sets == ["math", "code", "chat"]
+    assert found.sets.advice == ["5_1_6 (5_1_5), e003", "8_3_16, e009", "too noisy to say"]
+    lines = found.list_lines()
+    (at,) = [index for index, line in enumerate(lines) if line.startswith("measured speedup")]
+    heads, first, second, advice = lines[at : at + 4]
+    assert heads.split()[2:] == ["math", "code", "chat"] and first.startswith("8_3_16, e009")
+    assert all(text in first for text in ("1.40x", "1.50x", "0.80x")) and "1.70x" in second and "8_3_16, e009" in advice
+    assert give(served=rows[:2]).sets is None
+
+
+def test_a_prediction_of_another_set_is_to_be_measured_not_launched() -> None:
+    """Bug: below "too noisy to say" for one set stood "Launch", by a prediction for another."""
+    noisy = serve(1, 1.2, 0.9, 1.6, engine="torch", in_turns=True, workload="code")
+    for guess in (predict(*FAST), predict(*FAST, engine="sglang", workload="chat", max_new_tokens=200)):
+        found = give([guess], served=[noisy])
+        assert found.kind == "noisy" and "Launch" not in " ".join(found.list_lines())
+        assert any(line.startswith("Measure t6_4_32 with e009 at concurrency 1") for line in found.details)
+    own = predict(*FAST, engine="sglang", workload="code", max_new_tokens=200, concurrency=8)
+    found = give([own], served=[serve(1, 1.5, 1.4, 1.6)])
+    assert [line.startswith("Launch") for line in found.list_lines()[:2]] == [True, True]  # one set, another load
+
+
 def test_a_servers_own_prediction_belongs_to_its_load_and_the_torch_engines_to_its_own() -> None:
     own = predict(1.3, 1.1, 1.5, engine="sglang", workload="code", max_new_tokens=200, concurrency=8)
     found = give([own, predict(1.6, 1.2, 2.1)], [timed_cell("t8_3_16")], [serve(8, 1.2, 1.05, 1.4)])
@@ -271,8 +307,10 @@ def test_trees_of_block_drafts_that_no_engine_runs_are_never_advised() -> None:
     ]  # fmt: skip
     found = give(rows, cells, families=BLOCKS)
     assert found.headline.startswith("Launch t6_4_32 with e009: measured 1.20x") and found.checkpoint == "e009"
-    why = "since no serving engine runs this tree with this draft"
-    assert found.details == (f"Faster in the torch engine, {why}: t4_2_9 with b003, measured 2.60x (2.30 to 2.90)",)
+    (faster,) = found.details
+    assert faster.startswith(
+        "Faster in the torch engine: t4_2_9 with b003, measured 2.60x (2.30 to 2.90); torch engine only:"
+    )
     slower = [*cells[:1], timed_cell("t7_1_8", 2.7, 2.5, 2.9, checkpoint="b003")]
     assert give(cells=slower, families=BLOCKS).details == (), "bug: a slower tree was named beside the one to launch"
     alone = give(rows[:1], cells[:2], launch=[], families=BLOCKS)
@@ -285,4 +323,15 @@ def test_where_only_such_trees_are_measured_the_verdict_says_so() -> None:
     """Bug: it said that no tree was timed."""
     found = give(cells=[timed_cell("t4_2_9", *SLOW, checkpoint="b003")], families=BLOCKS)
     assert (found.kind, found.headline) == ("unknown", verdict.NOTHING_SERVED)
-    assert found.details[0].startswith("Left out above, since no serving engine runs this tree")
+    assert found.details[0].startswith("Left out above, of the torch engine: t4_2_9 with b003, measured 0.80x")
+
+
+@pytest.mark.parametrize(
+    ("family", "tree", "engines"), [(NGRAM, "n3_1_8", True), (LOOKAHEAD, "l5_4_5", False), (MEDUSA, "s4_16", False)]
+)
+def test_n_gram_lookup_is_said_to_run_on_engines(family: DraftFamily, tree: str, engines: bool) -> None:
+    """Bug: the verdict said that no serving engine runs n-gram lookup, which three have."""
+    found = give(cells=[timed_cell(tree, *FAST, checkpoint="rival")], families={"rival": DraftKind(family)})
+    text = found.details[0]
+    assert ("SGLang, vLLM and llama.cpp have n-gram lookup of their own" in text) == engines
+    assert ("no serving engine runs" in " ".join(found.list_lines())) != engines

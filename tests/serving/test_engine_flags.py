@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from stages.params.families import FAMILIES
+from stages.params.families import EAGLE3, FAMILIES
 from stages.params.tree_shape import TreeShape
 from stages.serving import engine_flags, engine_versions
 
 SETUP = engine_flags.ServerSetup(
     "sglang", "/models/t", "bfloat16", "cuda", False, 2, 0.85, 65536, 64, 4096, True, ("--attention-backend", "triton")
 )
-DRAFT = engine_flags.ServedDraft("/drafts/e9/draft", "EAGLE3", 5, 8, 32)
+DRAFT = engine_flags.ServedDraft("/drafts/e9/draft", "EAGLE3", 5, 8, 32, EAGLE3)
 
 
 def flag(words: list[str], name: str) -> str:
@@ -41,7 +41,9 @@ def test_vllm_is_told_of_a_chain_in_json() -> None:
     line = engine_flags.build_setup_command(setup, 8000, ["/env/bin/vllm", "serve"])
     assert line[:3] == ["/env/bin/vllm", "serve", "/models/t"] and "--no-enable-prefix-caching" in line
     assert flag(line, "--num-gpu-blocks-override") == "63"  # of 16 tokens each, rounded up
-    (_, flags) = engine_flags.build_speculation_flags("vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6), {})
+    (_, flags) = engine_flags.build_speculation_flags(
+        "vllm", engine_flags.ServedDraft("/d", "EAGLE3", 5, 1, 6, EAGLE3), {}
+    )
     assert json.loads(flags) == {"method": "eagle3", "model": "/d", "num_speculative_tokens": 5}
 
 
@@ -138,9 +140,8 @@ def test_a_block_draft_is_launched_at_its_full_width_alone(engine: str, algorith
         ((8, 1, 9), "has 7 drafts and this chain 8.*take t7_1_8"),
     ):
         assert re.search(problem, engine_flags.explain_unsupported(engine, TreeShape(*tree), config) or "")
-    assert engine_flags.choose_algorithm(config, "EAGLE3") == algorithm
-    assert engine_flags.choose_algorithm({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE3") == "EAGLE3"
-    flags = engine_flags.build_speculation_flags(engine, engine_flags.ServedDraft("/d", algorithm, 7, 1, 8), config)
+    draft = engine_flags.describe_draft("/d", config, TreeShape(7, 1, 8), "EAGLE3")
+    flags = engine_flags.build_speculation_flags(engine, draft, config)
     if engine == "sglang":
         assert flags == [
             "--speculative-algorithm", algorithm, "--speculative-draft-model-path", "/d",
