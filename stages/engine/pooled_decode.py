@@ -56,14 +56,15 @@ class PooledEngine(Engine):
     def __init__(self, model: PreTrainedModel, end_tokens: list[int], top_p: float, logits_scale: float = 1.0):
         super().__init__(model, end_tokens, None, logits_scale)
         self.slots.max_length = math.inf  # longer texts are the caller's, as with transformers' generate
-        self.top_p, self.samples = top_p, False
+        self.top_p, self.samples, self.num_slots = top_p, False, 0  # of the answers under way
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[DecodeRequest], num_slots: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (index of a request, its answer's ids with their end token) as answers end, `num_slots` at once if they fit."""
         self.samples = any(request.sampling for request in requests)
+        self.num_slots = self.fit_slots(requests, num_slots)
         answers = defaultdict[int, list[int]](list)
-        for updates in self._decode_requests(requests, self.fit_slots(requests, num_slots), None):
+        for updates in self._decode_requests(requests, self.num_slots, None):
             for index, step in updates:
                 if step is None:
                     continue

@@ -156,23 +156,22 @@ def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[Pool
     ]
     missing = list(range(len(pool)))
     while missing:
-        left = set(missing)
+        answered = set[int]()
         try:
             for index, ids in engine.answer([requests[number] for number in missing], slots):
-                row, number = pool[missing[index]], missing[index]
-                answer = ids, "stop" if ids[-1] in eos else "length"
+                row, answer = pool[missing[index]], (ids, "stop" if ids[-1] in eos else "length")
                 row.split.shards.journal(row.split.shards.shard_of(row.request.position)).add(row.key, answer)
                 row.settle(context, *answer)
-                left.remove(number)
+                answered.add(missing[index])
                 bar.update()
         except (RuntimeError, MemoryError) as error:
-            if slots == 1 or not is_out_of_memory(error):
+            if engine.num_slots == 1 or not is_out_of_memory(error):
                 raise
-        if left:
+            slots = engine.num_slots // 2
+            tqdm.write(f"out of memory with {engine.num_slots} answers at once, going on with {slots}")
+        missing = [number for number in missing if number not in answered]
+        if missing:  # the error is gone, and with it the tensors of its frames
             engine.free_memory()
-            tqdm.write(f"out of memory with {slots} answers at once, going on with {slots // 2}; {len(left)} rows")
-            slots //= 2
-        missing = sorted(left)
     return slots
 
 
