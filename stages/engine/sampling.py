@@ -154,9 +154,11 @@ def draw_tokens(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     chunks = F.pad(probabilities, (0, -probabilities.shape[-1] % DRAWN_CHUNK)).unflatten(-1, (-1, DRAWN_CHUNK))
     sums = chunks.sum(-1, dtype=torch.float64)  # [M, chunks]
     ends = sums.cumsum(-1)
-    points = uniforms[:, None] * ends[:, -1:]
+    below = uniforms.new_zeros(1)
+    # A product may round up to the end.
+    points = (uniforms[:, None] * ends[:, -1:]).minimum(ends[:, -1:].nextafter(below))
     chunk = torch.searchsorted(ends, points, right=True)  # [M, 1]
     within = chunks.gather(1, chunk[..., None].expand(-1, -1, DRAWN_CHUNK))[:, 0].double().cumsum(-1)
     # Rounded differently than `ends`, it may end before the point.
-    points = (points - (ends - sums).gather(1, chunk)).clamp(min=0).minimum(within[:, -1:].nextafter(uniforms.new_zeros(1)))
+    points = (points - (ends - sums).gather(1, chunk)).clamp(min=0).minimum(within[:, -1:].nextafter(below))
     return (chunk * DRAWN_CHUNK + torch.searchsorted(within, points, right=True))[:, 0]
