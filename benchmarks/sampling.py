@@ -6,20 +6,15 @@ prompts, greedily and at the project's temperature:
     generate    transformers' generate, batches of `--batch`
     continuous  transformers' continuous batching (its attention is flash where it finds a kernel, else sdpa)
     engine      the project's engine: slots that are refilled
-    sglang, vllm, llama.cpp   the stage itself in a copy of the project, by server.launch; its seconds include the start
 
-Printed: seconds, output tokens/s, the share of greedy answers that equal generate's, and of drawn answers that stay the same
-among other neighbours (the first half of the rows alone).
+A server's rate is that of the stage with server.launch on the same project. Printed: seconds, output tokens/s, the share of
+greedy answers that equal the first backend's, and of drawn answers that stay the same among other neighbours (the first
+half of the rows alone).
 """
 
 import argparse
 import gc
 import itertools
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -27,9 +22,7 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
-import yaml
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from stages.engine.decode_state import DecodeRequest
@@ -41,7 +34,6 @@ from stages.target import generation, loading, manifest
 from stages.target.prompt_encoder import PromptEncoder
 
 Answers = list[list[int]]
-SERVERS = ("sglang", "vllm", "llama.cpp")
 
 
 class Bench:
@@ -50,7 +42,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.p, self.target, self.args = schema.load_params(), manifest.read_manifest(), args
         folder = manifest.resolve_weights_folder(self.target)
-        encoder = PromptEncoder.load(self.target, folder, self.p.target.trust_remote_code, self.p.sample_target.thinking)
+        encoder = PromptEncoder.load(
+            self.target, folder, self.p.target.trust_remote_code, self.p.sample_target.thinking
+        )
         path = Path("data/fixed/train.parquet")
         asked = itertools.chain(*requests.read_requests(path, requests.select_requests(path, args.rows)))
         self.rows = [
@@ -132,31 +126,6 @@ def share_equal(found: Answers, expected: Answers) -> str:
     return f"{sum(map(list.__eq__, found, expected)) / len(expected):.1%} of {len(expected)}"
 
 
-def run_stage(launch: str, args: argparse.Namespace) -> None:
-    """Time the stage with a server that it starts, in a copy of the project."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("artifacts", "data", "serving-env"):
-            if Path(name).exists():
-                (Path(folder) / name).mkdir()
-                for part in Path(name).iterdir():
-                    (Path(folder) / name / part.name).symlink_to(part.resolve())
-        params = yaml.safe_load(Path("params.yaml").read_text())
-        changes = {"backend": "server", "train_rows": args.rows, "server": {"launch": launch, "concurrency": args.slots}}
-        if args.max_new_tokens:
-            changes["max_new_tokens"] = args.max_new_tokens
-        (Path(folder) / "data/sampled").unlink(missing_ok=True)
-        params["sample_target"] = params.get("sample_target", {}) | changes
-        (Path(folder) / "params.yaml").write_text(yaml.safe_dump(params))
-        shutil.rmtree(Path(folder) / "artifacts/inputs", ignore_errors=True)
-        (Path(folder) / "artifacts/inputs").unlink(missing_ok=True)
-        started = time.perf_counter()
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(args.root)), os.environ.get("PYTHONPATH", "")])}
-        subprocess.run([sys.executable, "-m", "stages.sample_target"], cwd=folder, check=True, env=environment)
-        table = pl.read_parquet(f"{folder}/data/sampled/train/*.parquet")
-        seconds, tokens = time.perf_counter() - started, table["answer_ids"].list.len().sum()
-        print(f"{launch}: {len(table)} training rows, {tokens} tokens, {seconds:.1f} s with its start and eval rows")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("project")
@@ -170,17 +139,15 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--profile", action="store_true", help="the slowest kernels of the engine's passes")
     args = parser.parse_args()
-    args.root = Path(__file__).parents[1]
     with chdir(args.project):
         bench = Bench(args)
         lengths = [len(ids) for _, ids in bench.rows]
-        print(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, {bench.model.dtype}, {bench.model.device}")
+        print(
+            f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, {bench.model.dtype}, {bench.model.device}"
+        )
         expected: Answers = []
         for name in args.backends:
             try:
-                if name in SERVERS:
-                    run_stage(name, args)
-                    continue
                 answer = getattr(bench, name)
                 bench.time(answer, bench.rows[: max(2, len(lengths) // 16)], bench.temperature)  # kernels are compiled
                 greedy = bench.time(answer, bench.rows, 0.0)
@@ -188,7 +155,9 @@ def main() -> None:
                 print(f"    greedy answers as the first backend's: {share_equal(greedy, expected)}", flush=True)
                 drawn = bench.time(answer, bench.rows, bench.temperature)
                 half = answer(bench.rows[: len(lengths) // 2], bench.temperature)
-                print(f"    drawn answers as among other neighbours: {share_equal(half, drawn[: len(half)])}", flush=True)
+                print(
+                    f"    drawn answers as among other neighbours: {share_equal(half, drawn[: len(half)])}", flush=True
+                )
                 if args.profile and name == "engine":
                     profile_engine(bench)
             except Exception:

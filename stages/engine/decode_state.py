@@ -146,7 +146,14 @@ class CacheSlots:
         """Move the first `length` rows of a slot, and its state, to another slot."""
         rows = self.positions[:length]
         self.target_cache.move_rows(self.starts[source] + rows, self.starts[target] + rows)
-        for tensor in (self.draft_keys, self.draft_values, self.uniforms, self.temperatures, self.draft_uniforms, *state):
+        for tensor in (
+            self.draft_keys,
+            self.draft_values,
+            self.uniforms,
+            self.temperatures,
+            self.draft_uniforms,
+            *state,
+        ):
             tensor[target] = tensor[source]
 
 

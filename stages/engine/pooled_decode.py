@@ -8,7 +8,6 @@ An answer follows from its prompt, temperature and seed: its random numbers are 
 decoded. In half precision a pass of another width rounds differently, and a near tie may fall otherwise.
 """
 
-import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence

@@ -29,7 +29,6 @@ from torch.nn import functional as F
 
 from stages.target.token_probabilities import compute_probabilities
 
-
 DRAWN_CHUNK = 128  # tokens; the vocabularies of Llama 3, Qwen and Gemma are multiples of it
 
 

@@ -97,7 +97,7 @@ def sample_splits(context: SamplingContext, model: Any, splits: list[SampledSpli
                 _generate_split(context, model, split, bar)
             return
         context.sampled_by = "the torch engine"
-        slots = context.p.sample_target.batch_size
+        slots = context.p.sample_target.batch_size or (64 if model.device.type == "cpu" else 512)
         rows = _read_pooled_rows(context, splits, bar)
         while pool := list(itertools.islice(rows, POOL_ROWS)):
             slots = _answer_pool(context, engine, pool, slots, bar)
@@ -203,7 +203,7 @@ def _batch_requests(
     context: SamplingContext, split: SampledSplit, group: list[TargetRequest]
 ) -> Iterator[tuple[int, float, list[tuple[TargetRequest, list[int]]]]]:
     """Yield (number of its first row, temperature, requests and their prompts) of each batch; drop unusable requests."""
-    seed, size = context.p.sample_target.seed, context.p.sample_target.batch_size
+    seed, size = context.p.sample_target.seed, context.p.sample_target.batch_size or 64
     ready = []
     for request in group:
         try:

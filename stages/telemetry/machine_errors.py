@@ -74,9 +74,7 @@ NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 def is_out_of_memory(error: BaseException) -> bool:
     return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or _matches(OUT_OF_MEMORY, error)
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _matches(OUT_OF_MEMORY, error)
     )
 
 

@@ -1,4 +1,4 @@
-"""Many prompts in slots that are refilled: greedy ones say what transformers says, drawn ones follow the target's distribution."""
+"""Many prompts in slots that are refilled: greedy ones say what transformers says, drawn ones follow the distribution."""
 
 import random
 from collections import Counter
