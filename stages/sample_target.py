@@ -78,7 +78,8 @@ def _sample(context: SamplingContext, scratch_folder: Path, started: float) -> N
         split.shards.publish(SAMPLED_FOLDER / split.name)
     rows = ", ".join(f"{split.name} {split.shards.counts['rows']}" for split in splits if _is_asked_for(p, split))
     tokens = sum(split.shards.counts["tokens"] for split in splits)
-    print(f"{rows} answers, {tokens} tokens")  # the last line is the one that a run shows
+    sampled_by = f", by {context.sampled_by}" if context.sampled_by else ""
+    print(f"{rows} answers, {tokens} tokens{sampled_by}")  # the last line is the one that a run shows
     seconds = round(time.perf_counter() - started, 2)
     atomic.write_json(REPORT, _build_report(context, splits) | {"warnings": warnings, "seconds": seconds})
     scratch.remove_scratch(scratch_folder)
@@ -142,8 +143,8 @@ def _make_backend(
     model = loading.load_target(str(context.folder), t.dtype, t.device, t.trust_remote_code)
 
     def generate(splits: list[SampledSplit]) -> None:
+        local_backends.sample_splits(context, model, splits)
         for split in splits:
-            local_backends.generate_split(context, model, split)
             _finish_split(context.p, split)
 
     return generate
@@ -184,6 +185,7 @@ def _build_report(context: SamplingContext, splits: list[SampledSplit]) -> dict[
         "target": context.target.describe_model(),
         **asdict(counts),
         "backend": context.p.sample_target.backend,
+        "sampled_by": context.sampled_by,
         "asked_again": dict(context.retries),
         "server_restarts": context.local_servers.restarted if context.local_servers else 0,
         "preview": [

@@ -220,10 +220,7 @@ RERUNS = [
     Row("fix_data.raw: a dataset of the hub", names_a_dataset, "* -prepare_target"),
     Row("a comment, a docstring, a blank line in every file of stages/", remarks_everywhere, ""),
     Row(
-        "stages/engine/decode.py: a constant",
-        edits("stages/engine/decode.py"),
-        "check_overfit@* time_trees@* benchmark@* report",
-        back="",
+        "stages/engine/decode.py: a constant", edits("stages/engine/decode.py"), "* -fix_data -prepare_target", back=""
     ),
     Row(
         "stages/training/ttt.py: a constant of EAGLE-3's loss",
@@ -238,7 +235,7 @@ RERUNS = [
     Row(
         "stages/engine/kernels_triton.py: a constant of a kernel",
         edits("stages/engine/kernels_triton.py"),
-        "check_overfit@* time_trees@* benchmark@* report",
+        "* -fix_data -prepare_target",
     ),
     Row(
         "benchmark_served.trees: add t8_2_16",

@@ -86,6 +86,8 @@ class CudaGraphRunner:
             # All graphs share one pool: no step needs another's intermediate results.
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 step()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             # A forward pass that waits for the device (a router that reads counts) can't be captured.
             warnings.warn(f"a pass can't be captured as a CUDA graph and is slower: {error}", stacklevel=3)

@@ -110,6 +110,7 @@ class CacheSlots:
     all_true: Tensor  # [1, 1, capacity] bool
     lone_roots: Tensor  # [B, 1, 1] bool: ancestor masks of trees of one node
     uniforms: Tensor  # [B, capacity] float64: token i of a sampled answer is drawn by number i
+    temperatures: Tensor  # [B] float32 of each answer, 0: greedy; where they are not one for all
     draft_uniforms: Tensor  # [B, capacity, 2] float64: of the draft of token i, the number that draws it and its coin
     target_cache: KVCache
     draft_keys: Tensor  # [B, capacity, G, E]
@@ -145,7 +146,14 @@ class CacheSlots:
         """Move the first `length` rows of a slot, and its state, to another slot."""
         rows = self.positions[:length]
         self.target_cache.move_rows(self.starts[source] + rows, self.starts[target] + rows)
-        for tensor in (self.draft_keys, self.draft_values, self.uniforms, self.draft_uniforms, *state):
+        for tensor in (
+            self.draft_keys,
+            self.draft_values,
+            self.uniforms,
+            self.temperatures,
+            self.draft_uniforms,
+            *state,
+        ):
             tensor[target] = tensor[source]
 
 

@@ -40,6 +40,9 @@ class _KVCacheLayer(CacheLayerMixin):
     def _write(self, kept: Tensor, new: Tensor) -> Tensor:
         """kept [1, G, num_slots * capacity, E], new [B, G, M, E]"""
         owner, stop = self.owner, self.owner.visible_length
+        if owner.is_packed:
+            kept[0].index_copy_(1, owner.write_positions.to(kept.device), new[0])
+            return new
         if owner.writes_tail:
             kept[:, :, stop - new.shape[2] : stop] = new
             return kept.narrow(2, 0, stop)
@@ -79,6 +82,7 @@ class KVCache:
         """Allocate, or use `tensors` by shape."""
         self.shapes, self.capacity, self.dtype, self.device = shapes, capacity, dtype, device
         self.num_slots, self.writes_tail, self.visible_length, self.num_new = num_slots, writes_tail, 0, 0
+        self.is_packed = False  # the pass reads whole prompts end to end, which see no cached rows
         self.write_positions = torch.zeros(0, dtype=torch.int64, device=device)  # [B * M] rows that this pass writes
         rows, count = num_slots * capacity, Counter(shape for layer_shapes in shapes for shape in layer_shapes)
         self.tensors = tensors or {  # [n, G, num_slots * capacity, E]; zeros, because a masked NaN would still spread
@@ -98,7 +102,14 @@ class KVCache:
     def bind(self, rows: Tensor, visible_length: int) -> Cache:
         """Return the cache for one pass, which writes rows [B, M] and sees the first `visible_length` rows of each slot."""
         self.write_positions, self.num_new, self.visible_length = rows.flatten(), rows.shape[-1], visible_length
+        self.is_packed = False
         return Cache(layers=self.layers)
+
+    def bind_prompts(self, rows: Tensor) -> Cache:
+        """Return the cache for a pass over whole prompts end to end, which writes rows [N] and sees its own tokens alone."""
+        cache = self.bind(rows, len(rows))
+        self.is_packed = True
+        return cache
 
     def move_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy rows source [R] to rows target [R] in every layer; the two may overlap."""

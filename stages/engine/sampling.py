@@ -25,8 +25,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from stages.target.token_probabilities import compute_probabilities
+
+DRAWN_CHUNK = 128  # tokens; the vocabularies of Llama 3, Qwen and Gemma are multiples of it
 
 
 class SamplingParams(NamedTuple):
@@ -101,6 +104,23 @@ class TokenSampler:
         return compute_probabilities(logits, temperature / self._logits_scale, top_p, top_k)
 
 
+class SlotSampler(TokenSampler):
+    """Samples the tokens of slots whose answers have temperatures of their own; 0 is greedy."""
+
+    def __init__(self, temperatures: Tensor, uniforms: Tensor, top_p: float, logits_scale: float):
+        """temperatures [B] float32, uniforms [B, C] float64: token i of a slot's answer is drawn by its number i."""
+        super().__init__(None, uniforms.flatten(), logits_scale)
+        self._temperatures, self._capacity, self._top_p = temperatures, uniforms.shape[1], top_p
+        self.graph_key = "temperatures", top_p
+
+    def sample(self, logits: Tensor, indices: Tensor) -> Tensor:
+        """logits [M, V], indices [M] of their numbers in the flattened uniforms -> tokens [M]."""
+        temperatures = self._temperatures[indices // self._capacity]
+        divisors = torch.where(temperatures > 0, temperatures, 1.0)[:, None] / self._logits_scale
+        probabilities = compute_probabilities(logits, divisors, self._top_p)
+        return torch.where(temperatures > 0, draw_tokens(probabilities, self._uniforms[indices]), logits.argmax(-1))
+
+
 def draw_uniforms(seed: int, count: int) -> Tensor:
     """Return [count] float64 in [0, 1), drawn on the CPU, equal on every device; a longer draw starts with a shorter one."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -128,6 +148,16 @@ def compute_residual(target: Tensor, draft: Tensor) -> Tensor:
 
 def draw_tokens(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """probabilities [M, V], uniforms [M] float64 in [0, 1) -> tokens [M], none of probability 0."""
-    # In float32 the sum over a vocabulary would be off by more than the probability of a rare token.
-    ends = probabilities.double().cumsum(-1)
-    return torch.searchsorted(ends, uniforms[:, None] * ends[:, -1:], right=True)[:, 0]
+    # In float32 the sum over a vocabulary would be off by more than the probability of a rare token. First a chunk of the line is
+    # drawn, then a token of it: a cumulative sum over the whole vocabulary takes a GPU longer than the target's layers.
+    chunks = F.pad(probabilities, (0, -probabilities.shape[-1] % DRAWN_CHUNK)).unflatten(-1, (-1, DRAWN_CHUNK))
+    sums = chunks.sum(-1, dtype=torch.float64)  # [M, chunks]
+    ends = sums.cumsum(-1)
+    below = uniforms.new_zeros(1)
+    # A product may round up to the end.
+    points = (uniforms[:, None] * ends[:, -1:]).minimum(ends[:, -1:].nextafter(below))
+    chunk = torch.searchsorted(ends, points, right=True)  # [M, 1]
+    within = chunks.gather(1, chunk[..., None].expand(-1, -1, DRAWN_CHUNK))[:, 0].double().cumsum(-1)
+    # Rounded differently than `ends`, it may end before the point.
+    points = (points - (ends - sums).gather(1, chunk)).clamp(min=0).minimum(within[:, -1:].nextafter(below))
+    return (chunk * DRAWN_CHUNK + torch.searchsorted(within, points, right=True))[:, 0]

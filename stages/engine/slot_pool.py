@@ -28,13 +28,14 @@ class SlotPool:
         self.embedding = model.get_input_embeddings().weight  # [V, H]
         self.sliding_window, self.is_multimodal = read_sliding_window(model.config), is_multimodal(model)
         self.kv_shapes, self.idle = probe_kv_shapes(model), list[CacheSlots]()
+        self.max_length: float = model.config.get_text_config().max_position_embeddings
         self.reserved_length = 0  # tokens of the longest prompt and answer to come, as far as known
         several_devices = {device for both in self.kv_shapes for _, _, device in both} != {self.device}
         self.uses_cuda_graphs = CudaGraphRunner(self.device).captures and not several_devices
 
     def check_length(self, tokens: int) -> None:
         """Raise ValueError where a prompt and answer of `tokens` exceed the target's limit, or a multimodal one's window."""
-        limit, window = self.model.config.get_text_config().max_position_embeddings, self.sliding_window
+        limit, window = self.max_length, self.sliding_window
         if window is not None and tokens > window and self.is_multimodal:
             raise ValueError(
                 f"prompt and answer may take {tokens} tokens, and layers of this target see {window} (sliding_window), which "
@@ -96,6 +97,7 @@ class SlotPool:
             torch.ones(1, 1, capacity, dtype=torch.bool, device=self.device),
             torch.ones(num_slots, 1, 1, dtype=torch.bool, device=self.device),
             torch.zeros(num_slots, capacity, dtype=torch.float64, device=self.device),
+            torch.zeros(num_slots, device=self.device),
             torch.zeros(num_slots, capacity, 2, dtype=torch.float64, device=self.device),
             KVCache(self.kv_shapes, capacity, self.model.dtype, self.device, num_slots, has_dynamic_shapes),
             draft_cache,

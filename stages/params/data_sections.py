@@ -210,7 +210,8 @@ class SampleTarget(Section):
     # data: later turns follow the data's earlier answers; target: the target's own
     history: Literal["data", "target"] = "data"
     seed: Seed = 11
-    batch_size: Count = 64  # of the transformers backend
+    # answers at once in this process, fewer where memory runs out; null: 512 on a GPU, else 64
+    batch_size: Count | None = None
     max_new_tokens: Count = 1024
     truncated: Literal["keep", "drop"] = "keep"  # answers cut at max_new_tokens: keep or drop
     shard_size: Count = 4096  # rows of a file of data/sampled; a complete file survives an interrupted run

@@ -47,7 +47,7 @@ DISK_BYTES_S = 1.95e9
 # docs/results/2026-11-22-h200-one-engine.md, 2026-11-20-h200-decoding.md, 2026-11-22-h200-engine.md, 2026-11-21-h200-serving.md.
 STEP_BYTES_S = {"torch": 15.14e9 / 4.574e-3, "server": 15.14e9 / 5.22e-3}
 TORCH_LAYER_S = {False: 0.19e-3 / 7, True: 0.67e-3 / 7}  # of a mixture of experts
-GENERATE_LAYER_S, SERVER_STEP_S = 0.70e-3, 1.19e-3
+SERVER_STEP_S = 1.19e-3
 SERVER_START_S = 64
 
 
@@ -303,12 +303,10 @@ class _Hours:
         tokens = min(self.rows.length, p.sample_target.max_new_tokens)
         gpus = 1 if p.sample_target.backend == "transformers" else count_sampling_gpus(p)
         if p.sample_target.backend == "transformers":
-            at_once = p.sample_target.batch_size
+            at_once = p.sample_target.batch_size or 512
         else:
             at_once = max(1, p.sample_target.server.concurrency // gpus)  # of one GPU
         step = estimate_step("server", p, self.target, self.bandwidth, at_once, tokens)
-        if p.sample_target.backend == "transformers":  # its `generate` waits for Python
-            step = max(step, GENERATE_LAYER_S * self.target.manifest.num_layers)
         batches = -(-count // (at_once * gpus))
         derivation = f"{batches:,} times {at_once} at once * {tokens:,} tokens * {1e3 * step:.1f} ms"
         self.result.add_hours("sample_target", batches * tokens * step * gpus, derivation, gpus)

@@ -1,22 +1,34 @@
-"""Answers without a server: from the target in this process, shard by shard, or those of the data itself."""
+"""Answers without a server: from the target in this process, or those of the data itself.
+
+The torch engine answers the rows of all splits in pools, each row journalled as it ends. Where it can't run the target,
+transformers' generate answers batches of each split, journalled whole.
+"""
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
 from stages.data import row_lengths
+from stages.engine import pooled_decode
+from stages.engine.decode_state import DecodeRequest
+from stages.engine.pooled_decode import PooledEngine
+from stages.engine.sampling import SamplingParams
 from stages.runtime.journal import make_journal_key
+from stages.sampling import sampled_split
 from stages.sampling.requests import TargetRequest, UnusableRequestError
 from stages.sampling.sampled_split import SampledSplit
 from stages.sampling.sampling_context import SamplingContext
 from stages.target import chat_template, generation
 from stages.target.answer_token_ids import SampledAnswer
+from stages.telemetry.machine_errors import is_out_of_memory
 
 NO_ANSWER = (
     "the data has no answer to keep; set sample_target.backend: transformers or server, and the target writes answers"
 )
+POOL_ROWS = 1 << 13  # answered together: slots are idle at the end of a pool alone
 MAX_BATCH_TOKENS = 1 << 17  # of the prompts of a batch, padded to the longest: 64 of 2,048
 EncodedTurn = tuple[list[int], list[int]]  # prompt and answer ids
 
@@ -58,36 +70,140 @@ def _encode_conversation(context: SamplingContext, first: TargetRequest) -> list
         raise ValueError(f"sample_target: row {name} ({first.origin}), {error}") from None
 
 
-def generate_split(context: SamplingContext, model: Any, split: SampledSplit) -> None:
+@dataclass(frozen=True)
+class PooledRow:
+    """A row to be answered in this process."""
+
+    split: SampledSplit
+    request: TargetRequest
+    prompt_ids: list[int]
+    temperature: float
+    key: str  # in its shard's journal
+
+    def settle(self, context: SamplingContext, ids: list[int], reason: str) -> None:
+        """Store an answer that the journal holds."""
+        answer = SampledAnswer(self.prompt_ids, ids, reason, "exact")
+        context.settle_answer(self.split, self.request, self.temperature, answer)
+
+
+def sample_splits(context: SamplingContext, model: Any, splits: list[SampledSplit]) -> None:
+    """Sample whole splits by the torch engine, or by transformers' generate where it can't run the target."""
+    engine = _build_engine(context, model)
+    total = sum(split.selection.num_requests for split in splits)
+    with tqdm(total=total, desc="sample", unit="row", mininterval=2) as bar:
+        if isinstance(engine, str):
+            context.sampled_by = f"transformers' generate, since {engine}"
+            for split in splits:
+                _generate_split(context, model, split, bar)
+            return
+        context.sampled_by = "the torch engine"
+        slots = context.p.sample_target.batch_size or (64 if model.device.type == "cpu" else 512)
+        rows = _read_pooled_rows(context, splits, bar)
+        while pool := list(itertools.islice(rows, POOL_ROWS)):
+            slots = _answer_pool(context, engine, pool, slots, bar)
+
+
+def _build_engine(context: SamplingContext, model: Any) -> PooledEngine | str:
+    """Return the engine, or why it can't run the target."""
+    if reason := pooled_decode.explain_unsupported(model):
+        return reason
+    target = context.target
+    try:
+        return PooledEngine(model, target.eos_token_ids, context.p.sample_target.top_p, target.logits_scale)
+    except ValueError as error:
+        return str(error)
+
+
+def _read_pooled_rows(context: SamplingContext, splits: list[SampledSplit], bar: tqdm) -> Iterator[PooledRow]:
+    """Yield the rows that no journal answers; drop unusable requests."""
+    s = context.p.sample_target
+    for split in splits:
+        for request in itertools.chain.from_iterable(split.read_conversations()):
+            if split.shards.is_published(request.position):
+                bar.update()
+                continue
+            try:
+                prompt_ids = context.encode_prompt(request, request.messages[: request.answer_index])
+            except UnusableRequestError as error:
+                split.drop_request(request, error)
+                bar.update()
+                continue
+            temperature = split.draw_temperature(s.seed, request.id)
+            key = make_journal_key(["engine", request.id, prompt_ids, s.max_new_tokens, temperature, s.top_p, s.seed])
+            row = PooledRow(split, request, prompt_ids, temperature, key)
+            if not prompt_ids:
+                row.settle(context, context.target.eos_token_ids[:1], "stop")  # raises the error that names the row
+            journal = split.shards.journal(split.shards.shard_of(request.position))
+            if key in journal.done:
+                row.settle(context, *journal.done[key])
+                bar.update()
+            else:
+                yield row
+
+
+def _answer_pool(context: SamplingContext, engine: PooledEngine, pool: list[PooledRow], slots: int, bar: tqdm) -> int:
+    """Answer all rows of a pool, each journalled as it ends; halve the slots where memory runs out, and return them."""
+    s, eos = context.p.sample_target, set(context.target.eos_token_ids)
+    requests = [
+        DecodeRequest(
+            row.prompt_ids,
+            s.max_new_tokens,
+            sampling=SamplingParams(row.temperature, s.top_p, None, sampled_split.make_seed(s.seed, row.request.id))
+            if row.temperature
+            else None,
+        )
+        for row in pool
+    ]
+    missing = list(range(len(pool)))
+    while missing:
+        answered = set[int]()
+        try:
+            for index, ids in engine.answer([requests[number] for number in missing], slots):
+                row, answer = pool[missing[index]], (ids, "stop" if ids[-1] in eos else "length")
+                row.split.shards.journal(row.split.shards.shard_of(row.request.position)).add(row.key, answer)
+                row.settle(context, *answer)
+                answered.add(missing[index])
+                bar.update()
+        except (RuntimeError, MemoryError) as error:
+            if engine.num_slots == 1 or not is_out_of_memory(error):
+                raise
+            slots = engine.num_slots // 2
+            tqdm.write(f"out of memory with {engine.num_slots} answers at once, going on with {slots}")
+        missing = [number for number in missing if number not in answered]
+        if missing:  # the error is gone, and with it the tensors of its frames
+            engine.free_memory()
+    return slots
+
+
+def _generate_split(context: SamplingContext, model: Any, split: SampledSplit, bar: tqdm) -> None:
     """Sample in batches of one temperature and like prompt lengths, so that little is padding."""
     s, eos, shards = context.p.sample_target, context.target.eos_token_ids, split.shards
     pad, processor = context.encoder.pad_token, context.encoder.image_processor
     all_requests = itertools.chain.from_iterable(split.read_conversations())
-    with tqdm(total=split.selection.num_requests, desc=f"sample {split.name}", unit="row", mininterval=2) as bar:
-        for number, group in itertools.groupby(all_requests, key=lambda request: shards.shard_of(request.position)):
-            if number in shards.published:
-                bar.update(shards.shard_length(number))
-                continue
-            for first, temperature, batch in _batch_requests(context, split, list(group)):
-                prompts = [ids for _, ids in batch]
-                settings, seed = (s.max_new_tokens, temperature, s.top_p), s.seed + number * s.shard_size + first
-                images = [path for request, _ in batch for path in request.images]
-                key = make_journal_key(["transformers", prompts, images, settings, seed])
-                journal = shards.journal(number)
-                if key not in journal.done:
-                    patches = processor.load_patches(images) if processor and images else None
-                    journal.add(key, generation.generate_answers(model, prompts, *settings, eos, pad, seed, patches))
-                # Settling may publish the shard, which removes its journal.
-                for (request, prompt_ids), (ids, reason) in zip(batch, list(journal.done[key]), strict=True):
-                    context.settle_answer(split, request, temperature, SampledAnswer(prompt_ids, ids, reason, "exact"))
-                bar.update(len(batch))
+    for number, group in itertools.groupby(all_requests, key=lambda request: shards.shard_of(request.position)):
+        if number in shards.published:
+            bar.update(shards.shard_length(number))
+            continue
+        for first, temperature, batch in _batch_requests(context, split, list(group)):
+            prompts = [ids for _, ids in batch]
+            settings, seed = (s.max_new_tokens, temperature, s.top_p), s.seed + number * s.shard_size + first
+            images = [path for request, _ in batch for path in request.images]
+            key = make_journal_key(["transformers", prompts, images, settings, seed])
+            journal = shards.journal(number)
+            if key not in journal.done:
+                patches = processor.load_patches(images) if processor and images else None
+                journal.add(key, generation.generate_answers(model, prompts, *settings, eos, pad, seed, patches))
+            # Settling may publish the shard, which removes its journal.
+            for (request, prompt_ids), (ids, reason) in zip(batch, list(journal.done[key]), strict=True):
+                context.settle_answer(split, request, temperature, SampledAnswer(prompt_ids, ids, reason, "exact"))
+            bar.update(len(batch))
 
 
 def _batch_requests(
     context: SamplingContext, split: SampledSplit, group: list[TargetRequest]
 ) -> Iterator[tuple[int, float, list[tuple[TargetRequest, list[int]]]]]:
     """Yield (number of its first row, temperature, requests and their prompts) of each batch; drop unusable requests."""
-    seed, size = context.p.sample_target.seed, context.p.sample_target.batch_size
+    seed, size = context.p.sample_target.seed, context.p.sample_target.batch_size or 64
     ready = []
     for request in group:
         try:

@@ -64,6 +64,7 @@ class SamplingContext:
     target: manifest.TargetManifest
     folder: Path  # of the target's weights
     encoder: PromptEncoder
+    sampled_by: str | None = None  # for the stage's line, where the target answers in this process
     retries: Counter = field(default_factory=Counter)  # by reason
     local_servers: ServerGroup | None = None  # where some were started
     first_answers: FirstAnswers = field(init=False)

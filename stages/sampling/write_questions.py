@@ -44,7 +44,7 @@ def main(
     if path.exists():
         raise ValueError(f"{path} exists, and may hold questions that you want to keep; name another file")
     params = schema.load_params()
-    sampling, size = (float(temperature), float(top_p)), params.sample_target.batch_size
+    sampling, size = (float(temperature), float(top_p)), params.sample_target.batch_size or 64
     batches = write_batches(params, int(rows), size, int(max_new_tokens), sampling, int(seed), system_prompts)
     counts, questions = Counter[str](), list[str]()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Batched plain decoding of the target; apart from the engine, so that an edit of the engine does not rerun sampling."""
+"""Batched plain decoding by transformers, for targets that the torch engine does not run in a pool."""
 
 import json
 from pathlib import Path

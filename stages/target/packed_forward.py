@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from stages.target.multimodal import (
     MultimodalInputs,
@@ -30,13 +31,18 @@ MAX_FLASH_HEAD_DIM = 256  # the widest head of the flash kernel
 
 @torch.inference_mode()
 def forward_documents(
-    model: PreTrainedModel, ids: Tensor, lengths: list[int], packed: bool, inputs: MultimodalInputs | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    lengths: list[int],
+    packed: bool,
+    inputs: MultimodalInputs | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
-    """Return the last hidden states [N, H] after the final norm of documents end to end, ids [N]. No LM head, no cache.
+    """Return the last hidden states [N, H] after the final norm of documents end to end, ids [N]. No LM head.
 
     `packed`: run them as one row, attention kept inside each document (see `supports_packing`); otherwise as rows padded to
     the longest. Tapped streams (`hooks`) have the same layout; `unpad_stream` makes [N, H] of either. `inputs` are those of a
-    multimodal target; without them documents have no images.
+    multimodal target; without them documents have no images. `cache` keeps keys and values, and returns those of the documents.
     """
     if inputs is None and is_multimodal(model):
         documents, count = ids.cpu().split(lengths), len(lengths)
@@ -52,7 +58,8 @@ def forward_documents(
         kwargs["position_ids"] = copy_to_device(by_row.permute(2, 0, 1).contiguous(), ids.device)
     forward = model.get_decoder() if inputs is None else model.base_model
     with _separate_documents(model, lengths) if packed else nullcontext():
-        return unpad_stream(forward(input_ids=rows, use_cache=False, **kwargs).last_hidden_state, lengths)
+        out = forward(input_ids=rows, use_cache=cache is not None, past_key_values=cache, **kwargs)
+        return unpad_stream(out.last_hidden_state, lengths)
 
 
 @contextmanager
@@ -107,8 +114,8 @@ def supports_packing(model: PreTrainedModel) -> bool:
         return False
     difference = (together - torch.cat(alone)).float().norm(dim=-1) / torch.cat(alone).float().norm(dim=-1)  # [24]
     # Half precision rounds differently in every kernel, and a router may flip for a token; attention across documents
-    # changes all tokens of the second by far more.
-    return bool(difference[11:].median() < (1e-3 if model.dtype == torch.float32 else 0.1))
+    # changes all tokens of the second by far more. A token without an embedding (padding) has 0 of 0.
+    return bool(difference[11:].nanmedian() < (1e-3 if model.dtype == torch.float32 else 0.1))
 
 
 def _make_text_ids(model: PreTrainedModel, numbers: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 
-def compute_probabilities(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
-    """logits [..., V] -> probabilities [..., V] float32 after temperature, then top-k, then top-p, as in transformers,
-    SGLang and vLLM.
+def compute_probabilities(
+    logits: Tensor, temperature: float | Tensor, top_p: float = 1.0, top_k: int | None = None
+) -> Tensor:
+    """logits [..., V] -> probabilities [..., V] float32 after temperature (one, or [..., 1]), then top-k, then top-p, as in
+    transformers, SGLang and vLLM.
 
     top-k keeps the k greatest logits and all equal to the last of them. top-p keeps the likeliest tokens until they sum to
     top_p, at least one; among equal tokens the smaller id comes first.

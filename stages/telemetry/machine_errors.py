@@ -72,14 +72,19 @@ NO_GPU = re.compile(
 NOT_PERMITTED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _matches(OUT_OF_MEMORY, error)
+    )
+
+
 def explain_machine_error(error: BaseException, stage: str) -> str | None:
     """Return one line about what this machine lacks for `stage`, and what to set; None for any other error."""
     if full := explain_full_disk(error):
         return full
     message = " ".join(str(error).split())
-    name = type(error).__name__
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or _matches(OUT_OF_MEMORY, error):
-        return f"{stage} is out of memory ({message[:200] or name}); {advise_less_memory(stage)}"
+    if is_out_of_memory(error):
+        return f"{stage} is out of memory ({message[:200] or type(error).__name__}); {advise_less_memory(stage)}"
     if _matches(NO_GPU, error):
         return (
             f"{stage} cannot use the GPU that target.device names ({message[:200]}); set target.device: cpu in params.yaml, or "

@@ -1,5 +1,6 @@
 """What sample_target asks of servers and of this process, which rows it drops, and what it tells."""
 
+import itertools
 import json
 import re
 import shutil
@@ -9,9 +10,12 @@ from typing import Any
 
 import polars as pl
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import sample_target
+from stages.engine import pooled_decode
+from stages.engine.pooled_decode import PooledEngine
 from stages.sampling import local_backends, write_questions
 from stages.target import generation
 from tests.sampling.sampled_project import SPLITS, TEMPLATE, answers, report, set_backend
@@ -117,6 +121,7 @@ def test_an_answer_without_a_word_is_dropped_and_one_without_an_end_stops_the_ru
         return [(ids[:1], "stop") for ids, _ in plain(*args, **kwargs)]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pooled_decode, "explain_unsupported", lambda _: "it is another")
         patch.setattr(generation, "generate_answers", answers_without_end)
         with pytest.raises(
             ValueError, match=rf"row \S+\.0 {FILE}: its answer ends in token \d+, expected one of the target's"
@@ -133,11 +138,58 @@ def test_a_batch_of_long_prompts_has_few(project: Path, monkeypatch: pytest.Monk
         sizes.append((len(prompts), len(prompts) * max(map(len, prompts))))
         return plain(model, prompts, *settings)
 
+    monkeypatch.setattr(pooled_decode, "explain_unsupported", lambda _: "it is another")
     monkeypatch.setattr(generation, "generate_answers", note_size)
     monkeypatch.setattr(local_backends, "MAX_BATCH_TOKENS", 100)
     set_backend(project, "transformers", max_new_tokens=4)
     sample_target.main()
     assert all(count == 1 or padded <= 100 for count, padded in sizes) and max(sizes)[0] > 1
+
+
+def test_answers_in_this_process_are_greedy_ones_and_outlive_a_kill_and_a_full_memory(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is killed after five answers; the next asks for the others alone, and memory holds but two of them at once."""
+    set_backend(project, "transformers", temperature=0.7, max_new_tokens=24, batch_size=4)
+    sample_target.main()
+    assert capsys.readouterr().out.endswith(", by the torch engine\n")
+    whole = {split: answers(project, split) for split in SPLITS}
+    model, tokenizer = (kind.from_pretrained("artifacts/target") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for prompt, answer in whole["eval"].select("prompt_ids", "answer_ids").iter_rows():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert answer == out[0, len(prompt) :].tolist(), tokenizer.decode(answer)
+
+    shutil.rmtree("data/sampled")
+    plain, asked, slots = PooledEngine.answer, [], []
+
+    def answer_five(self: PooledEngine, *given: Any) -> Any:
+        yield from itertools.islice(plain(self, *given), 5)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PooledEngine, "answer", answer_five)
+        with pytest.raises(KeyboardInterrupt):
+            sample_target.main()
+
+    def note_rows(self: PooledEngine, requests: Any, num_slots: int) -> Any:
+        asked.append(len(requests))
+        return plain(self, requests, num_slots)
+
+    def read_two(self: PooledEngine, run: Any, started: Any) -> Any:
+        slots.append(run.slots.num_slots)
+        if run.slots.num_slots > 2 or (len(slots) == 4):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read_packed(self, run, started)
+
+    read_packed = PooledEngine._prefill_packed
+    monkeypatch.setattr(PooledEngine, "answer", note_rows)
+    monkeypatch.setattr(PooledEngine, "_prefill_packed", read_two)
+    sample_target.main()
+    out = capsys.readouterr()
+    assert "out of memory with 4 answers at once, going on with 2" in out.out + out.err
+    assert "out of memory with 2 answers at once, going on with 1" in out.out + out.err
+    assert asked[:2] == [7, 7] and 0 < asked[2] < 7  # of twelve; those answered before the second are kept
+    assert all(answers(project, split).equals(whole[split]) for split in SPLITS)
 
 
 def test_the_preview_shows_what_is_trained_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
