@@ -202,8 +202,9 @@ def _locate_best(work: Path) -> Path:
 
 def _is_best(log: list[EpochLog]) -> bool:
     """Return whether the last epoch accepts most, or has the least loss where its family is not replayed."""
-    scores = [x.held_out and (x.held_out.accept_length or -x.held_out.loss) for x in log]
-    return scores[-1] is not None and scores[-1] >= max(x for x in scores if x is not None)
+    scored = [x.held_out for x in log if x.held_out]
+    worth = [-x.loss if x.accept_length is None else x.accept_length for x in scored]
+    return log[-1].held_out is not None and worth[-1] == max(worth)
 
 
 def _list_tracked_settings(settings: TrainDraft) -> dict[str, Any]:
