@@ -22,7 +22,7 @@ from stages.params.section import (
 
 USUAL_DRAFT_VOCAB = 32_000  # of published drafts
 STEPS_PER_EPOCH = 500  # of packs whose size follows from the rows: more and smaller steps train better, to a point
-FEWEST_BATCH_TOKENS, MOST_BATCH_TOKENS = 1024, 16384
+FEWEST_BATCH_TOKENS, MOST_BATCH_TOKENS = 512, 16384
 LEAST_COVERAGE = 0.98  # of the answers' tokens by the draft's vocabulary, below which a warning is due
 
 
@@ -138,7 +138,7 @@ class TrainDraft(Section):
     grad_clip: Positive = 0.5
     # last: a checkpoint is its last epoch; best: that of its epochs whose chain accepts most of the eval answers
     keep: Literal["last", "best"] = "last"
-    # of a pack: rows end to end without padding; null: by the rows, 1,024 to 16,384 (docs/training.md)
+    # of a pack: rows end to end without padding; null: by the rows, 512 to 16,384 (docs/training.md)
     batch_tokens: Count | None = None
     packs_per_step: Count = 1  # packs of one optimizer step, divided over processes
     processes: Count = 1  # GPUs of this host; for several hosts start the stage with torchrun
