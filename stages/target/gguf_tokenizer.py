@@ -91,9 +91,10 @@ def _build_byte_level(found: dict[str, Any]) -> Tokenizer:
     elif split in GPT2:
         first = []
     else:
+        known = ", ".join(sorted({*EXPRESSIONS, *GPT2, *DIGITS}))
         raise ValueError(
-            f"its tokenizer splits text as {split!r} (tokenizer.ggml.pre), expected {', '.join(sorted({*EXPRESSIONS, *GPT2, *DIGITS}))}"
-            "; with another one its prompts would have other tokens"
+            f"its tokenizer splits text as {split!r} (tokenizer.ggml.pre), expected {known}; with another one its prompts would "
+            "have other tokens"
         )
     vocab = {text: number for number, text in enumerate(found["tokens"])}
     merges = [(merge[:cut], merge[cut + 1 :]) for merge in found["merges"] if (cut := merge.find(" ", 1)) > 0]
