@@ -1,7 +1,8 @@
 """Check by its config alone whether a target can be used.   python -m stages.draft.supported_targets PARAMS SOURCE
 
 prepare_target does so before anything else; `aerie run`, `aerie stale` and `aerie doctor` do by this command, where the config or
-GGUF file is on this machine. Neither reads weights nor downloads anything. A module of its own, since no draft's weights depend on it.
+GGUF file is on this machine. Neither reads weights nor downloads anything. A module of its own, since no draft's weights depend
+on it.
 """
 
 import sys

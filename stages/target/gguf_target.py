@@ -9,7 +9,7 @@ Every tensor and every key of the architecture is read, known to change nothing,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
+from stages.params.section import PARAMS_FILE
 from stages.params.units import list_first
 from stages.target.gguf_reader import BrokenGgufError, GgufFile, read_gguf
 from stages.target.gguf_tokenizer import SPECIAL_TOKENS, build_tokenizer, list_end_tokens
@@ -83,7 +85,7 @@ class Architecture:
 
     model_type: str
     keys: dict[str, str] = field(default_factory=dict)
-    tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)  # of the config
     no_change: frozenset[str] = frozenset()
     pairs_rows: bool = False  # rotary pairs of attn_q and attn_k lie side by side, in transformers half a head apart
@@ -149,6 +151,7 @@ def write_gguf_target(path: Path, folder: Path) -> str:
     Raises ValueError as read_gguf_target, and for a tokenizer that is not known.
     """
     target = read_gguf_target(path)
+    logging.disable_progress_bar()
     _explain(path, lambda: build_tokenizer(target.file.keys)).save_pretrained(folder)
     weights = {name: target.read_weight(name) for name in target.tensors}
     if target.model.config.tie_word_embeddings:
@@ -167,7 +170,7 @@ def read_gguf_target(path: Path) -> GgufTarget:
     file = read_gguf(path)
     if (count := file.keys.get("split.count", 1)) > 1:
         raise ValueError(
-            f"{path}: expected one file with all tensors, found one of {count}; join them: llama-gguf-split --merge "
+            f"{PARAMS_FILE}: target.model {path}: expected one file with all tensors, found one of {count}; join them: llama-gguf-split --merge "
             f"FIRST-OF-{count:05d}.gguf ALL.gguf"
         )
     return _explain(path, lambda: _account(file))
@@ -181,7 +184,9 @@ def _explain(path: Path, read: Callable[[], T]) -> T:
     except Exception as error:  # keys of a wrong type, and classes of transformers that refuse a config, raise anything
         words = " ".join(str(error).split())[:600]
         found = words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
-        raise ValueError(f"{path}: {found}. Take the model's own folder or id as target.model") from None
+        raise ValueError(
+            f"{PARAMS_FILE}: target.model {path}: {found}. Take the model's own folder or id as target.model"
+        ) from None
 
 
 def _account(file: GgufFile) -> GgufTarget:
@@ -197,7 +202,7 @@ def _account(file: GgufFile) -> GgufTarget:
     expected = dict(model.state_dict())
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    tensors = {name: _name_tensors(name, LAYER | architecture.tensors) for name in expected}
+    tensors = {name: _name_tensors(name, {**LAYER, **architecture.tensors}) for name in expected}
     needed = {each for names in tensors.values() for each in names}
     kind = f"{name} of {config.num_hidden_layers} blocks"
     if missing := sorted(needed - file.tensors.keys()):
@@ -241,7 +246,7 @@ def _read_config(file: GgufFile, name: str, architecture: Architecture) -> Pretr
     heads, hidden, tokens = found["num_attention_heads"], found["hidden_size"], file.keys["tokenizer.ggml.tokens"]
     found.setdefault("num_key_value_heads", heads)
     found.setdefault("head_dim", hidden // heads)
-    rope = {"rope_type": "default", "rope_theta": float(found.pop("rope_theta", 10_000.0))}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(found.pop("rope_theta", 10_000.0))}
     rope |= _read_scaling(own, found["max_position_embeddings"])
     if "rope_freqs.weight" in file.tensors:
         if rope["rope_type"] != "default" or not architecture.pairs_rows:
