@@ -35,7 +35,7 @@ NUMBERS = {
     12: "d",
 }  # by type of value
 STRING, ARRAY = 8, 9
-MAX_DIMENSIONS = 4
+MAX_DIMENSIONS, MAX_COUNT = 4, 2**24  # the largest vocabularies have a million merges
 LEAST_SHARE = 0.01  # of the weights, for a type to be named: norms are F32 in every file
 
 
@@ -154,6 +154,8 @@ class _Header:
         if kind != ARRAY:
             return self.unpack(self.find_number(kind))[0]
         kind, count = self.unpack("IQ")
+        if count > MAX_COUNT:
+            raise BrokenGgufError(f"{count} values of one key")
         if kind == STRING:
             self.check_room(8 * count)
             return self.read_strings(count)

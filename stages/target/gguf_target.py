@@ -170,8 +170,8 @@ def read_gguf_target(path: Path) -> GgufTarget:
     file = read_gguf(path)
     if (count := file.keys.get("split.count", 1)) > 1:
         raise ValueError(
-            f"{PARAMS_FILE}: target.model {path}: expected one file with all tensors, found one of {count}; join them: llama-gguf-split --merge "
-            f"FIRST-OF-{count:05d}.gguf ALL.gguf"
+            f"{PARAMS_FILE}: target.model {path}: expected one file with all tensors, found one of {count}; join them, and name "
+            f"the file that comes out: llama-gguf-split --merge FIRST-OF-{count:05d}.gguf ALL.gguf"
         )
     return _explain(path, lambda: _account(file))
 

@@ -83,6 +83,7 @@ def list_end_tokens(keys: dict[str, Any]) -> list[int]:
 
 def _build_byte_level(found: dict[str, Any]) -> Tokenizer:
     split = found.get("pre")
+    first: list[pre_tokenizers.PreTokenizer]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in EXPRESSIONS)
     if split in EXPRESSIONS:
         first = [pre_tokenizers.Split(Regex(EXPRESSIONS[split]), "isolated")]
