@@ -83,8 +83,10 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(data).read(path)
-    except (BrokenGgufError, UnicodeDecodeError, struct.error) as error:
-        found = "a header that ends beyond the file" if isinstance(error, struct.error) else error
+    except (struct.error, OverflowError):
+        found = "a header that ends beyond the file"
+    except (BrokenGgufError, UnicodeDecodeError) as error:
+        found = str(error)
     except ValueError:  # mmap's, of no bytes
         found = "an empty file"
     raise BrokenGgufError(

@@ -44,7 +44,14 @@ YARN_KEYS = {
 }
 EXPERT_KEYS = {"expert_used_count": "num_experts_per_tok"}
 QWEN_EXPERTS = {**EXPERT_KEYS, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
-NO_CHANGE = {"rope.scaling.finetuned", "tensor_data_layout"}
+NEEDED = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+NO_CHANGE = {"tensor_data_layout"}
 
 OUTER = {"model.embed_tokens": ("token_embd",), "model.norm": ("output_norm",), "lm_head": ("output",)}
 LAYER = {
@@ -111,10 +118,7 @@ ARCHITECTURES = {
     "gemma2": Architecture("gemma2", GEMMA2_KEYS, NORMED_TWICE, adds_one=True),
     "gemma3": Architecture("gemma3_text", GEMMA2_KEYS, NORMED_TWICE, adds_one=True),
 }
-SWITCHED_SCALE = {
-    ("gemma2", 46),
-    ("gemma3", 62),
-}  # the 27B ones: attention is scaled by the width of a head of hidden_size
+SWITCHED_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B ones: attention is scaled by hidden_size / heads
 
 
 @dataclass(frozen=True)
@@ -128,16 +132,15 @@ class GgufTarget:
 
     def read_weight(self, name: str) -> Tensor:
         """Return a weight of the model in bfloat16."""
-        weight = torch.cat(
-            [self.file.read_tensor(each) for each in self.tensors[name]], dim=-2 if len(self.tensors[name]) > 1 else 0
-        )
+        parts = [self.file.read_tensor(each) for each in self.tensors[name]]
+        weight = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
         config = self.model.config
         if self.architecture.pairs_rows and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2)
         if self.architecture.adds_one and name.endswith("norm.weight"):
             weight = weight - 1
-        return weight.reshape(self.model.state_dict()[name].shape).to(torch.bfloat16)
+        return weight.reshape(self.model.get_parameter(name).shape).to(torch.bfloat16)
 
 
 def read_gguf_config(path: Path) -> PretrainedConfig:
@@ -235,13 +238,12 @@ def _read_config(file: GgufFile, name: str, architecture: Architecture) -> Pretr
     own = {key.removeprefix(f"{name}."): value for key, value in file.keys.items() if key.startswith(f"{name}.")}
     found = {attribute: own.pop(key) for key, attribute in (KEYS | architecture.keys).items() if key in own}
     found = {key: _merge_layers(key, value) for key, value in found.items()}
-    if lacking := [key for key in ("context_length", "embedding_length", "block_count", "attention.head_count",
-                                   "attention.layer_norm_rms_epsilon") if KEYS[key] not in found]:  # fmt: skip
+    needed = {key: KEYS[key] for key in NEEDED} | (EXPERT_KEYS if "expert_used_count" in architecture.keys else {})
+    if lacking := [key for key, attribute in needed.items() if attribute not in found]:
         raise ValueError(f"it lacks {', '.join(f'{name}.{key}' for key in lacking)}")
     numbers = {int(parts[1]) for each in file.tensors if (parts := each.split("."))[0] == "blk" and parts[1].isdigit()}
-    if (blocks := found["num_hidden_layers"]) != len(numbers) or blocks != max(
-        numbers
-    ) + 1:  # before a class is built of it
+    blocks = found["num_hidden_layers"]
+    if blocks != len(numbers) or blocks != max(numbers) + 1:  # before a class is built of it
         raise ValueError(f"its {name}.block_count is {blocks}, found tensors of {len(numbers)} blocks")
     heads, hidden, tokens = found["num_attention_heads"], found["hidden_size"], file.keys["tokenizer.ggml.tokens"]
     found.setdefault("num_key_value_heads", heads)
@@ -271,7 +273,11 @@ def _read_config(file: GgufFile, name: str, architecture: Architecture) -> Pretr
     special = {f"{name}_id": file.keys.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
     special |= {"eos_token_id": ends if len(ends) > 1 else ends[0]}
     del special["unk_token_id"]
-    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"} if name == "llama" else {}
+    biases = (
+        {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+        if architecture.model_type == "llama"
+        else {}
+    )
     return CONFIG_MAPPING[architecture.model_type](
         **found, **special, **architecture.fixed, **{key: tensor in file.tensors for key, tensor in biases.items()},
         rope_parameters=rope, vocab_size=len(tokens), tie_word_embeddings="output.weight" not in file.tensors,
