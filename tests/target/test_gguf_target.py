@@ -258,7 +258,7 @@ def add_tensor(name: str) -> Callable[[gguf.GGUFWriter, str], None]:
         ("llama", {"change": set_key("logit_scale", 0.5)}, "it has llama.logit_scale"),
         ("qwen3moe", {"change": set_key("expert_gating_func", 2)}, "expert_gating_func is 2, expected 1"),
         ("llama", {"change": set_key("general.architecture", "mamba")}, "general.architecture is 'mamba', expected one of llama"),
-        ("mixtral", {"change": lambda writer, _: writer.kv_data[0].pop("llama.expert_used_count")}, "lacks llama.expert_used_count"),
+        ("mixtral", {"change": lambda writer, _: writer.kv_data[0].pop("llama.expert_used_count")}, "llama.expert_used_count"),
         ("llama", {"split": "whitespace"}, "its tokenizer splits text as 'whitespace'.*llama-bpe.*smollm"),
         ("llama", {"change": set_key("tokenizer.ggml.model", "bert")}, "its tokenizer is 'bert'"),
     ],
