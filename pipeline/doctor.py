@@ -16,6 +16,7 @@ from stages.params.cell_trees import describe_left_out
 from stages.params.families import ENGINES, find_program
 from stages.params.schema import Params, load_params, read_recipe
 from stages.params.section import PARAMS_FILE
+from stages.params.target_files import GGUF_SUFFIX
 from stages.params.units import format_bytes
 from stages.telemetry.machine_errors import explain_file_error
 
@@ -69,7 +70,10 @@ def check_all(recipe: str | None = None) -> Iterator[Finding]:
 def _list_problems(params: Params, file: Path) -> Iterator[str]:
     """Yield what `aerie run` refuses of valid parameters, but a missing file that `check_files` names."""
     yield from checks.list_problems(params)
-    for check in (target_checks.check_target_config, target_checks.check_mask_tokens):
+    checked = [target_checks.check_target_config, target_checks.check_mask_tokens]
+    if params.target.model.endswith(GGUF_SUFFIX):  # checked with the size of a run, by one process that reads the file
+        checked = checked[1:]
+    for check in checked:
         try:
             check(params, file)
         except ValueError as error:

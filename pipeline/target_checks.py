@@ -9,6 +9,7 @@ from pipeline.dvc_output import list_error_lines
 from stages.params import checks
 from stages.params.schema import Params
 from stages.params.section import PARAMS_FILE
+from stages.params.target_files import GGUF_SUFFIX
 
 TARGET_FILE = Path("artifacts/target/target.json")
 
@@ -26,11 +27,14 @@ def check_mask_tokens(params: Params, file: Path = PARAMS_FILE) -> None:
 
 
 def check_target_config(params: Params, file: Path = PARAMS_FILE) -> None:
-    """Raise ValueError for a target that prepare_target refuses by its config alone; `file` holds the parameters.
+    """Raise ValueError for a target that prepare_target refuses by its config or GGUF file; `file` holds the parameters.
 
-    Nothing is started for embedded targets, or where the config is not on this machine: prepare_target then checks.
+    Nothing is started for embedded targets, or where neither is on this machine: prepare_target then checks.
     """
-    if not params.target.model.startswith("builtin/") and (config := checks.find_target_config(params)) is not None:
+    model = params.target.model
+    if model.endswith(GGUF_SUFFIX) and Path(model).is_file():
+        _run_check("stages.draft.supported_targets", file, Path(model))
+    elif not model.startswith("builtin/") and (config := checks.find_target_config(params)) is not None:
         _run_check("stages.draft.supported_targets", file, config.parent)
 
 

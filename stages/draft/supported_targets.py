@@ -1,7 +1,8 @@
-"""Check by its config alone whether a target can be used.   python -m stages.draft.supported_targets PARAMS FOLDER
+"""Check by its config alone whether a target can be used.   python -m stages.draft.supported_targets PARAMS SOURCE
 
-prepare_target does so before anything else; `aerie run`, `aerie stale` and `aerie doctor` do by this command, where the config is
-on this machine. Neither reads weights nor downloads anything. A module of its own, since no draft's weights depend on it.
+prepare_target does so before anything else; `aerie run`, `aerie stale` and `aerie doctor` do by this command, where the config or
+GGUF file is on this machine. Neither reads weights nor downloads anything. A module of its own, since no draft's weights depend
+on it.
 """
 
 import sys
@@ -11,9 +12,18 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from stages.draft import rotary
-from stages.params import checks, schema
+from stages.params import checks, schema, target_files
 from stages.params.section import PARAMS_FILE
-from stages.target import chat_template, config_facts, feature_layers, head_check, layer_state, loading, quantisation
+from stages.target import (
+    chat_template,
+    config_facts,
+    feature_layers,
+    gguf_target,
+    head_check,
+    layer_state,
+    loading,
+    quantisation,
+)
 from stages.target.manifest import TargetManifest
 
 
@@ -78,14 +88,17 @@ def resolve_feature_layers(model: str, layers: list[int] | None, num_layers: int
     return layers
 
 
-def main(file: str, folder: str) -> None:
-    """Check the target of the parameters in `file`, whose config.json is in `folder`. A config that can't be read, or only by
-    code of the target's own, is left to prepare_target.
+def main(file: str, source: str) -> None:
+    """Check the target of the parameters in `file`, whose GGUF file or folder of config.json is `source`. A config.json that
+    can't be read, or only by code of the target's own, is left to prepare_target.
     """
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # of broken files, which may raise anything
-        return
+    if source.endswith(target_files.GGUF_SUFFIX):
+        config = gguf_target.read_gguf_config(Path(source))
+    else:
+        try:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except Exception:  # of broken files, which may raise anything
+            return
     check_target_config(schema.load_params(Path(file)), config)
 
 

@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from stages import prepare_target
+from stages.draft import supported_targets
 from stages.params import schema, target_files
 from stages.params.recipe import RECIPES_FOLDER
 from stages.target import gguf_target, loading
@@ -47,6 +48,8 @@ def read_target_size(p: schema.Params) -> TargetSize:
     """Return the target's size. Raises ValueError where no config of the target is here."""
     found = _find_config(p.target.model, p.target.revision)
     config: PretrainedConfig = CONFIG_MAPPING[found.config["model_type"]].from_dict(found.config)
+    if p.target.model.endswith(target_files.GGUF_SUFFIX):
+        supported_targets.check_target_config(p, config)
     manifest = prepare_target.describe_target(
         p.target.model, p.target.revision, config, TARGETS_FOLDER, p.target.feature_layers
     )
