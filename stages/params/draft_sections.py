@@ -171,16 +171,16 @@ class TrainDraft(Section):
                 f"schedule is constant and horizon_epochs {self.horizon_epochs}, expected null: no rate falls there"
             )
         ends = {name: self.count_epochs(name) for name in self.checkpoints}
-        for name, epochs in ends.items() if self.horizon_epochs is not None else ():
-            if epochs > (self.horizon_epochs or 0):
-                raise ValueError(
-                    f"checkpoints.{name} is of {epochs} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
-                    f"{self.horizon_epochs}, where the learning rate is zero; raise it (every checkpoint is then trained again)"
-                )
         for name, segment in list(self.checkpoints.items()) if self.schedule != "constant" else ():
             start = self._find_start(name)
             longest = max(epochs for other, epochs in ends.items() if self._find_start(other) == start)
-            self.checkpoints[name] = segment.model_copy(update={"horizon_epochs": self.horizon_epochs or longest})
+            horizon = segment.horizon_epochs or self.horizon_epochs or longest
+            if ends[name] > horizon:
+                raise ValueError(
+                    f"checkpoints.{name} is of {ends[name]} epochs from {ROOT_CHECKPOINT}, expected at most horizon_epochs "
+                    f"{horizon}, where the learning rate is zero; raise it (every checkpoint is then trained again)"
+                )
+            self.checkpoints[name] = segment.model_copy(update={"horizon_epochs": horizon})
         return self
 
     def _find_start(self, name: str) -> str:

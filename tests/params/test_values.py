@@ -213,7 +213,7 @@ BAD_VALUES = [
     ("output_dir: results/answers", "output_dir: results/cells",
      "report.output_dir: is results/cells, which stages write; name another folder in results/, as results/answers"),
     ("e009: {from: e003, epochs: 6}", "e009: e003",
-     "train_draft.checkpoints.e009: expected a section with from, epochs, method, found 'e003'"),
+     "train_draft.checkpoints.e009: expected a section with from, epochs, method, horizon_epochs, found 'e003'"),
 ]  # fmt: skip
 
 
