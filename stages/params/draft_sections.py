@@ -16,7 +16,7 @@ from stages.params.section import (
     RootCheckpoints,
     Section,
     Seed,
-    Text,
+    Source,
     suggest_name,
 )
 
@@ -43,7 +43,7 @@ class InitDraft(Section):
     qk_norm: bool = False  # norm queries and keys per head, as in Qwen3; only vLLM loads it
     sliding_window: Count | None = None  # positions that a draft step attends to, itself counted; null: all
     # a published draft to start from, a Hugging Face id or a folder; null: the target's head, other weights random from seed
-    from_: Annotated[Text | None, Field(alias="from")] = None
+    from_: Annotated[Source | None, Field(alias="from")] = None
     revision: str | None = None  # of a Hugging Face id in `from`: branch, tag or commit
     seed: Seed = 3
 
@@ -220,7 +220,7 @@ class TrainDraft(Section):
 class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
-    model: Text  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    model: Source  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
     revision: str | None = None
     rope_theta: Positive | None = None
 

@@ -40,6 +40,13 @@ def test_a_mapping_is_no_value_of_any_other_key(key_path: tuple[str, ...]) -> No
     assert line.startswith(".".join(key_path) + ": expected ") and "found {'a': 1}" in line
 
 
+@pytest.mark.parametrize("key_path", [("target", "model"), ("init_draft", "from")], ids=".".join)
+def test_an_id_is_no_flag_of_the_engine_that_gets_it(key_path: tuple[str, ...]) -> None:
+    """Bug: a local target `--load-format=...` was a word of the engine's command line, and a flag there."""
+    set_value(key_path, "--load-format=dummy")
+    assert list_problems()[0].startswith(f"{'.'.join(key_path)}: expected an id or a path, which does not begin with -")
+
+
 @pytest.mark.parametrize(
     ("value", "found"),
     [
