@@ -220,7 +220,9 @@ class TrainDraft(Section):
 class ImportedCheckpoint(Section):
     """A published draft used as a checkpoint, whose config's RoPE theta `rope_theta` overrides, or a family without weights."""
 
-    model: Source  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    model: (
+        Source  # an id or a folder; or builtin/ngram or builtin/lookahead, which nothing is downloaded or trained for
+    )
     revision: str | None = None
     rope_theta: Positive | None = None
 

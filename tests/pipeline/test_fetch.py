@@ -172,7 +172,7 @@ def test_a_recipe_of_somebody_else_runs_no_code(
         filled.setdefault("file", "*")
     recipe = YAML(typ="safe").load(ROOT / "recipes/smollm2-135m.yaml")
     recipe["recipe"]["files"] = {"data/held.txt": filled}
-    with open("theirs.yaml", "w") as file:
+    with Path("theirs.yaml").open("w") as file:
         YAML(typ="safe").dump(recipe, file)
     shutil.copy(ROOT / "params.yaml", tmp_path)
     with pytest.raises(SystemExit) as found:
