@@ -236,7 +236,9 @@ async def _run_until_signal(
             _end_at_once(server, "ended by a second signal")
         signalled.set()
         late = f"the runs were not cancelled in {CANCEL_TIMEOUT_S:.0f} s, and are ended"
-        threading.Thread(target=lambda: (time.sleep(CANCEL_TIMEOUT_S), _end_at_once(server, late)), daemon=True).start()
+        timer = threading.Timer(CANCEL_TIMEOUT_S, _end_at_once, (server, late))
+        timer.daemon = True
+        timer.start()
 
     serving = asyncio.create_task(runner.start())
     keeping = asyncio.create_task(_keep_forms_current(served))
