@@ -87,8 +87,11 @@ class CheckOverfit(Section):
     steps: Count = 200
     learning_rate: Positive = 0.0003
     # tokens per verify cycle to reach on that row, at most ttt_steps + 1, scaled to what perfect guesses reach; 1.0
-    # demands nothing: docs/metrics.md
-    min_tau: Annotated[float, Field(ge=1)] = 6.0
+    # demands nothing; null: 1 + 5/7 of ttt_steps (docs/metrics.md)
+    min_tau: Annotated[float, Field(ge=1)] | None = None
+
+    def choose_min_tau(self, ttt_steps: int) -> float:
+        return 1 + 5 / 7 * ttt_steps if self.min_tau is None else self.min_tau
 
 
 def _check_same_draft(name: str, segment: Segment, parent: str, start: Segment) -> None:
