@@ -1,7 +1,7 @@
 """Estimate of a run: parameters, bytes and GPU-hours, without a GPU, a download or the data.
 
     python -m stages.reproduce.estimate RECIPE PARAMS [GPU]    # JSON: lines to read, estimates by stage, totals
-    python -m stages.reproduce.estimate - PARAMS               # without a recipe: rows as long as those here
+    python -m stages.reproduce.estimate - PARAMS               # without a recipe: the rows of the data here, and as long
 
 The draft's shape is inferred from the target's as init_draft does. Hours are FLOP and bytes over rates that were measured on an
 H200 at the shape of Qwen3-8B. Loading, compiling, replays and check_overfit are left out; every answer counts as long as it may
@@ -30,6 +30,7 @@ from stages.params.draft_sections import MOST_BATCH_TOKENS
 from stages.params.families import BlockSegment
 from stages.params.server_urls import expand_urls
 from stages.params.units import format_bytes
+from stages.reproduce import data_size
 from stages.reproduce.block_flop import BlockFlop, BlockWork
 from stages.reproduce.target_size import TargetSize, format_count, get_itemsize, read_target_size
 from stages.target.manifest import TargetManifest
@@ -108,21 +109,8 @@ class RowCounts:
 def main(recipe_file: str, params_file: str, gpu: str = "h200") -> None:
     p = schema.load_params(Path(params_file))
     recipe = None if recipe_file == "-" else schema.read_recipe(Path(recipe_file))[0]
-    train_rows = recipe.train_rows if recipe else None
-    row_tokens = recipe.row_tokens if recipe else read_row_tokens(p)
-    print(json.dumps(asdict(estimate_run(p, train_rows, row_tokens, gpu))))
-
-
-def read_row_tokens(p: schema.Params) -> int:
-    """Return the mean length of the rows that were extracted here with this target, the most it may be if none were."""
-    try:
-        target = json.loads(Path("artifacts/target/target.json").read_text(encoding="utf-8"))
-        report = json.loads(Path("results/hiddens_report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return p.extract_hiddens.max_length
-    if target.get("model") != p.target.model or not report.get("rows_out"):
-        return p.extract_hiddens.max_length
-    return math.ceil(report["tokens"] / report["rows_out"])
+    p, row_tokens = (p, recipe.row_tokens) if recipe else data_size.apply_data(p)
+    print(json.dumps(asdict(estimate_run(p, recipe.train_rows if recipe else None, row_tokens, gpu))))
 
 
 def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu: str = "h200") -> RunEstimate:
@@ -132,7 +120,9 @@ def estimate_run(p: schema.Params, train_rows: int | None, row_tokens: int, gpu:
     rows, result = RowCounts.of_params(p, train_rows, row_tokens), RunEstimate()
     _add_sizes(result, p, target, draft)
     if not rows.train and p.train_draft.checkpoints:
-        advice = "sample_target.train_rows is null, and the data is not read here"
+        advice = (
+            "sample_target.train_rows is null, and the data is not here, of the Hub, or refused: aerie preview data"
+        )
         result.add_line("training rows", "not counted", advice)
     _add_disk(result, p, rows, target, draft)
     if p.target.device == "cpu":
