@@ -47,7 +47,7 @@ def apply_data(p: schema.Params) -> tuple[schema.Params, int]:
 
 def _count_conversations(p: schema.Params, sample: RawSample | None) -> int | None:
     """Return the conversations that fix_data has kept of these files, else those of the sample; None where neither is known."""
-    report, raw = _read_json("results/fix_report.json"), Path(p.fix_data.raw)
+    report, raw = read_json("results/fix_report.json"), Path(p.fix_data.raw)
     names = [readers.name_source(file, raw) for file in readers.list_files(raw)] if raw.exists() else []
     if report and (not names or sorted(report.get("files", names)) == sorted(names)):
         return int(report["rows_out"])
@@ -56,16 +56,20 @@ def _count_conversations(p: schema.Params, sample: RawSample | None) -> int | No
 
 def _read_row_tokens(p: schema.Params, sample: RawSample | None) -> int:
     """Return the mean length of rows: of those extracted here with this target, else of prompts and answers, had or allowed."""
-    target, hiddens = _read_json("artifacts/target/target.json"), _read_json("results/hiddens_report.json")
-    is_of_target = target.get("model") == p.target.model
+    hiddens, is_of_target = read_json("results/hiddens_report.json"), is_of_target_here(p)
     if is_of_target and hiddens.get("rows_out"):
         return math.ceil(hiddens["tokens"] / hiddens["rows_out"])
     if sample is None:
         return p.extract_hiddens.max_length
-    answered, answer = _read_json("results/sample_report.json"), p.sample_target.max_new_tokens
+    answered, answer = read_json("results/sample_report.json"), p.sample_target.max_new_tokens
     if is_of_target and answered.get("rows_out"):
         answer = min(answer, math.ceil(sum(answered["tokens"].values()) / answered["rows_out"]))
     return math.ceil(sample.prompt_tokens) + answer
+
+
+def is_of_target_here(p: schema.Params) -> bool:
+    """Return whether the results here are of these parameters' target."""
+    return bool(read_json("artifacts/target/target.json").get("model") == p.target.model)
 
 
 def _sample_raw(p: schema.Params) -> RawSample | None:
@@ -105,7 +109,8 @@ def _load_counter(model: str, revision: str | None) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text).ids)
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def read_json(path: str) -> dict[str, Any]:
+    """Return what a stage has written; {} where it has not, or not whole."""
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
