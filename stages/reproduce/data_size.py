@@ -22,7 +22,7 @@ MOST_BYTES = 2**31  # of raw files that are read to count their rows
 
 @dataclass(frozen=True)
 class RawSample:
-    """What the first rows of the raw files tell of all."""
+    """Counts of all rows by the first rows of the raw files."""
 
     conversations: int  # that are kept, by the share of these
     questions: float  # of a conversation
@@ -73,7 +73,7 @@ def is_of_target_here(p: schema.Params) -> bool:
 
 
 def _sample_raw(p: schema.Params) -> RawSample | None:
-    """Return what the first rows tell; None without the data, for much of it, for a hub's, and where fix_data refuses it."""
+    """Return the counts by the first rows; None without the data, for much of it, for a hub's, and where fix_data refuses it."""
     raw = Path(p.fix_data.raw)
     files = readers.list_files(raw) if raw.exists() else []
     is_hub = any(readers.detect_file_kind(file) == readers.HUB_PIN_SUFFIX for file in files)
